@@ -1,0 +1,107 @@
+"""What commands write and say: atomic files, provenance.json, JSON on stdout, talk on stderr."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from trtspec.errors import Problem, UsageError
+
+VERSIONED_PACKAGES = ("trtspec", "torch", "transformers", "nvidia-modelopt", "safetensors")
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Writes to a temporary name in the same folder, fsyncs, renames: a reader sees the old file or the whole new one."""
+    payload = data.encode("utf-8") if isinstance(data, str) else data
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(payload)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    fsync_directory(path.parent)
+
+
+def fsync_directory(directory: Path) -> None:
+    """Makes a rename in `directory` durable."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def refuse_overwrite(path: Path, force: bool) -> None:
+    """Raises UsageError when `path` holds something the user made and `--force` was not given."""
+    occupied = path.is_file() or (path.is_dir() and any(path.iterdir()))
+    if occupied and not force:
+        raise UsageError(f"{path} already exists and would be overwritten", "pass --force, or choose another --output")
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that decide results, without importing them."""
+    found = {}
+    for name in VERSIONED_PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def provenance(command: str, source: dict[str, Any], options: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The record written as provenance.json beside everything a command makes."""
+    return {
+        "command": command,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "source": source,
+        "options": options,
+        "versions": {"python": platform.python_version(), **package_versions()},
+        **more,
+    }
+
+
+def print_json(value: Any) -> None:
+    """Data goes to stdout, nothing else does."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def say(text: str) -> None:
+    """Talk goes to stderr, and only when a person is there or TRTSPEC_PROGRESS=1 asks for it."""
+    if sys.stderr.isatty() or os.environ.get("TRTSPEC_PROGRESS") == "1":
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+def problem_lines(problems: list[Problem]) -> list[str]:
+    """Readable lines, errors first: `error CODE where: message` and the remedy below."""
+    order = {"error": 0, "warning": 1, "info": 2}
+    lines = []
+    for problem in sorted(problems, key=lambda p: order[p.severity]):
+        lines.append(f"{problem.severity:7} {problem.code} {problem.where}: {problem.message}")
+        if problem.remedy:
+            lines.append(f"        -> {problem.remedy}")
+    return lines

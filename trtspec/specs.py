@@ -1,0 +1,284 @@
+"""Frozen, torch-free records of a target model, a draft head, a quantization and a GPU.
+
+A `ModelSpec` is read from a Hugging Face `config.json` by `ModelSpec.from_config`; a `HeadSpec` is made by
+`trtspec.checkpoint.dialects`, which looks at the tensors first and believes the config second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trtspec.errors import TrtspecError
+
+WeightFormat = Literal["bf16", "fp8-block", "int4", "nvfp4"]
+Attention = Literal["mha", "mla"]
+
+KIMI_MODEL_TYPES = ("kimi_k2", "kimi_k25", "deepseek_v3")
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary embedding. `rope_type` is "default" or "yarn"; the yarn fields are unused for "default"."""
+
+    theta: float = 10000.0
+    rope_type: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+    @staticmethod
+    def from_config(config: dict[str, Any]) -> RopeSpec:
+        """Reads `rope_parameters` (transformers 5), else `rope_scaling` + `rope_theta`; both spellings of the type."""
+        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        theta = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
+        rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
+        if rope_type == "default":
+            return RopeSpec(theta=float(theta))
+        if rope_type != "yarn":
+            raise TrtspecError(
+                f"rope type {rope_type!r} is not one that Kimi models or Eagle3 heads use (default, yarn)",
+                "check rope_scaling / rope_parameters in config.json",
+            )
+        return RopeSpec(
+            theta=float(theta),
+            rope_type="yarn",
+            factor=float(scaling.get("factor", 1.0)),
+            original_max_position_embeddings=int(scaling.get("original_max_position_embeddings", 4096)),
+            beta_fast=float(scaling.get("beta_fast") or 32.0),
+            beta_slow=float(scaling.get("beta_slow") or 1.0),
+            mscale=float(scaling.get("mscale", 1.0)),
+            mscale_all_dim=float(scaling.get("mscale_all_dim") or 0.0),
+        )
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """How a checkpoint stores its weights. `exclude` holds the patterns as published, in their order."""
+
+    format: WeightFormat = "bf16"
+    group_size: int = 0
+    exclude: tuple[str, ...] = ()
+    kv_cache: str | None = None  # "fp8" or None
+    block_size: tuple[int, int] | None = None  # fp8-block only
+    where: str = ""  # "config.json", "config.json:text_config", "hf_quant_config.json" or "" for bf16
+
+    @staticmethod
+    def from_configs(config: dict[str, Any], hf_quant_config: dict[str, Any] | None = None) -> QuantSpec:
+        """Detects the format from `quantization_config` (top level or inside text_config) and hf_quant_config.json."""
+        where = "config.json"
+        block = config.get("quantization_config")
+        if not block and isinstance(config.get("text_config"), dict):
+            block = config["text_config"].get("quantization_config")
+            where = "config.json:text_config"
+        if not block and hf_quant_config:
+            block = dict(hf_quant_config.get("quantization", {}))
+            block["quant_method"] = "modelopt"
+            block["ignore"] = block.get("exclude_modules", [])
+            if block.get("kv_cache_quant_algo"):
+                block["kv_cache_scheme"] = {"num_bits": 8}
+            where = "hf_quant_config.json"
+        if not block:
+            return QuantSpec()
+        return _quant_from_block(block, where)
+
+
+def _quant_from_block(block: dict[str, Any], where: str) -> QuantSpec:
+    method = block.get("quant_method", "")
+    exclude = tuple(block.get("ignore") or block.get("exclude_modules") or ())
+    kv_cache = "fp8" if block.get("kv_cache_scheme") else None
+    if method == "modelopt" and block.get("quant_algo") == "NVFP4":
+        return QuantSpec("nvfp4", 16, exclude, kv_cache, where=where)
+    if method == "fp8" and block.get("weight_block_size"):
+        rows, columns = block["weight_block_size"]
+        return QuantSpec("fp8-block", 0, exclude, kv_cache, (int(rows), int(columns)), where)
+    if method == "compressed-tensors" and block.get("format") == "pack-quantized":
+        groups = block.get("config_groups") or {}
+        weights = [(group.get("weights") or {}) for group in groups.values()]
+        if weights and all(w.get("num_bits") == 4 and w.get("type") == "int" for w in weights):
+            return QuantSpec("int4", int(weights[0].get("group_size") or 32), exclude, kv_cache, where=where)
+    raise TrtspecError(
+        f"quantization_config in {where} (quant_method {method!r}, format {block.get('format')!r}, "
+        f"quant_algo {block.get('quant_algo')!r}) is not a format that Kimi checkpoints are published in",
+        "supported: BF16, FP8 128x128 blocks, INT4 pack-quantized, ModelOpt NVFP4",
+    )
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A Kimi text model (DeepSeek-V3 shape) and what surrounds it. Field names are those of config.json."""
+
+    model_type: str
+    architecture: str
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    first_k_dense_replace: int
+    n_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    rms_norm_eps: float
+    vocab_size: int
+    max_position_embeddings: int
+    rope: RopeSpec
+    quant: QuantSpec
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    name_prefix: str = ""  # "language_model." in kimi_k25 checkpoints, "" otherwise
+    has_vision: bool = False
+    remote_code: bool = False
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def default_aux_layers(self) -> tuple[int, ...]:
+        """Layer outputs (0-based) that TensorRT-LLM and ModelOpt capture when nobody says otherwise: 1, L//2-1, L-4."""
+        last = self.num_hidden_layers
+        return tuple(sorted({max(0, 1), max(0, last // 2 - 1), max(0, last - 4)}))
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Latent KV cache elements per token, all layers: L * (kv_lora_rank + qk_rope_head_dim)."""
+        return self.num_hidden_layers * (self.kv_lora_rank + self.qk_rope_head_dim)
+
+    @staticmethod
+    def from_config(config: dict[str, Any], hf_quant_config: dict[str, Any] | None = None) -> ModelSpec:
+        """Parses a target's config.json.
+
+        Raises TrtspecError for Kimi-K3 and every other model type, naming it, and for a config that lacks a key.
+        """
+        model_type = config.get("model_type", "")
+        if model_type in ("kimi_k3", "kimi_linear"):
+            raise TrtspecError(
+                f"model type {model_type!r} is Kimi-K3, another architecture (KDA + gated MLA, MXFP4)",
+                "trtspec serves K2, K2-Thinking, K2.5, K2.6 and K2.7-Code",
+            )
+        if model_type not in KIMI_MODEL_TYPES:
+            raise TrtspecError(
+                f"model type {model_type!r} is not a Kimi-K2 model (known: {', '.join(KIMI_MODEL_TYPES)})",
+                "pass a Kimi-K2, K2-Thinking, K2.5, K2.6 or K2.7-Code checkpoint",
+            )
+        text = config.get("text_config") or config
+        try:
+            return _model_spec(config, text, QuantSpec.from_configs(config, hf_quant_config))
+        except KeyError as missing:
+            raise TrtspecError(
+                f"config.json of model type {model_type!r} has no key {missing}", "download the checkpoint's config.json again"
+            ) from None
+
+
+def _model_spec(config: dict[str, Any], text: dict[str, Any], quant: QuantSpec) -> ModelSpec:
+    eos = text.get("eos_token_id", config.get("eos_token_id"))
+    eos_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
+    nested = text is not config
+    return ModelSpec(
+        model_type=config["model_type"],
+        architecture=(config.get("architectures") or ["DeepseekV3ForCausalLM"])[0],
+        hidden_size=text["hidden_size"],
+        num_hidden_layers=text["num_hidden_layers"],
+        num_attention_heads=text["num_attention_heads"],
+        q_lora_rank=text["q_lora_rank"],
+        kv_lora_rank=text["kv_lora_rank"],
+        qk_nope_head_dim=text["qk_nope_head_dim"],
+        qk_rope_head_dim=text["qk_rope_head_dim"],
+        v_head_dim=text["v_head_dim"],
+        intermediate_size=text["intermediate_size"],
+        moe_intermediate_size=text["moe_intermediate_size"],
+        n_routed_experts=text["n_routed_experts"],
+        n_shared_experts=text["n_shared_experts"],
+        num_experts_per_tok=text["num_experts_per_tok"],
+        first_k_dense_replace=text["first_k_dense_replace"],
+        n_group=text.get("n_group") or 1,
+        topk_group=text.get("topk_group") or 1,
+        norm_topk_prob=bool(text.get("norm_topk_prob", True)),
+        routed_scaling_factor=float(text.get("routed_scaling_factor", 1.0)),
+        rms_norm_eps=float(text["rms_norm_eps"]),
+        vocab_size=text["vocab_size"],
+        max_position_embeddings=text["max_position_embeddings"],
+        rope=RopeSpec.from_config(text),
+        quant=quant,
+        bos_token_id=text.get("bos_token_id", config.get("bos_token_id")),
+        eos_token_ids=eos_ids,
+        pad_token_id=text.get("pad_token_id", config.get("pad_token_id")),
+        name_prefix="language_model." if nested else "",
+        has_vision="vision_config" in config,
+        remote_code="auto_map" in config,
+    )
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """The canonical record of an Eagle3 head, whatever dialect it was stored in.
+
+    `aux_layers` counts layer *outputs* from 0 (TensorRT-LLM's and ModelOpt's convention); None means that the
+    checkpoint does not say and the target's default triple applies. Widths of `fc`: n_aux * target_hidden_size.
+    """
+
+    eagle: Literal["3", "3.1"]
+    attention: Attention
+    dialect: str
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int  # MHA: size of a head; MLA: qk_nope + qk_rope
+    vocab_size: int
+    draft_vocab_size: int
+    rms_norm_eps: float
+    rope: RopeSpec
+    num_aux: int = 3
+    aux_layers: tuple[int, ...] | None = None
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    max_position_embeddings: int = 4096
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    has_lm_head: bool = True
+    has_embed_tokens: bool = False
+    has_d2t: bool = False
+    layer_prefix: str = "layers.0."  # or "midlayer."
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """KV cache elements per token of the one draft layer: latent for MLA, K and V for MHA."""
+        if self.attention == "mla":
+            return self.kv_lora_rank + self.qk_rope_head_dim
+        return 2 * self.num_key_value_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class GpuSpec:
+    """One row of data/gpus.yaml. Bytes are what the device reports, bandwidth in bytes/s, dense FLOP/s."""
+
+    name: str
+    memory_bytes: int
+    memory_bandwidth: float
+    fp4_flops: float
+    fp8_flops: float
+    bf16_flops: float
+    nvlink_bandwidth: float
+    compute_capability: str
+    source: str
