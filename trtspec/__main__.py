@@ -1,0 +1,6 @@
+"""`python -m trtspec`."""
+
+from trtspec.cli.app import main
+
+if __name__ == "__main__":
+    main()
