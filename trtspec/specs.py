@@ -180,7 +180,8 @@ class ModelSpec:
             return _model_spec(config, text, QuantSpec.from_configs(config, hf_quant_config))
         except KeyError as missing:
             raise TrtspecError(
-                f"config.json of model type {model_type!r} has no key {missing}", "download the checkpoint's config.json again"
+                f"config.json of model type {model_type!r} has no key {missing}",
+                "download the checkpoint's config.json again",
             ) from None
 
 
