@@ -1,0 +1,447 @@
+"""Kimi-shaped checkpoints small enough for a test: every weight format, both namings, Eagle3 heads, a tokenizer.
+
+Written without trtspec on purpose: these files stand for what comes from a hub, so they must not share code with the
+readers under test. The same seed gives the same underlying BF16 weights in every format. Tensors are dealt to the
+shards in turn, which separates all pairs (gate and up, packed weight and scale), the worst case for a streaming reader.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tests.tiny_formats import FP8_CONFIG, INT4_CONFIG, hf_quant_config, nvfp4_config, quantize_tensors
+
+VOCAB = 512
+RESERVED = 256
+SPECIALS = {
+    0: "[BOS]",
+    1: "[EOS]",
+    2: "<|im_end|>",
+    3: "<|im_user|>",
+    4: "<|im_assistant|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    9: "[EOT]",
+    10: "<|im_system|>",
+    11: "<|tool_calls_section_begin|>",
+    12: "<|tool_calls_section_end|>",
+    13: "<|tool_call_begin|>",
+    14: "<|tool_call_argument_begin|>",
+    15: "<|tool_call_end|>",
+    17: "<|im_middle|>",
+    18: "<|media_begin|>",
+    19: "<|media_content|>",
+    20: "<|media_end|>",
+    21: "<|media_pad|>",
+    22: "<think>",
+    23: "</think>",
+    254: "[UNK]",
+    255: "[PAD]",
+}
+CHAT_TEMPLATE = """\
+{%- if tools -%}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{%- endif -%}
+{%- for message in messages -%}
+{%- set role = message['role'] -%}
+{%- if role == 'user' -%}<|im_user|>user<|im_middle|>
+{%- elif role == 'assistant' -%}<|im_assistant|>assistant<|im_middle|>
+{%- else -%}<|im_system|>{{ role }}<|im_middle|>
+{%- endif -%}
+{%- if role == 'tool' -%}{{ '## Return of ' ~ message['tool_call_id'] ~ '\n' }}{%- endif -%}
+{{ message['content'] or '' }}
+{%- if message.get('tool_calls') -%}<|tool_calls_section_begin|>
+{%- for call in message['tool_calls'] -%}
+<|tool_call_begin|>{{ call['id'] }}<|tool_call_argument_begin|>{{ call['function']['arguments'] }}<|tool_call_end|>
+{%- endfor -%}<|tool_calls_section_end|>{%- endif -%}
+<|im_end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>
+{%- if thinking -%}<think>{%- else -%}<think></think>{%- endif -%}
+{%- endif -%}
+"""
+
+
+def text_config(*, layers: int, hidden: int, experts: int, vocab: int = VOCAB) -> dict[str, Any]:
+    """The text part of a published config.json, scaled down; YaRN as in K2.5."""
+    base = vocab - RESERVED
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "aux_loss_alpha": 0.001,
+        "bos_token_id": base,
+        "dtype": "bfloat16",
+        "eos_token_id": base + 1,
+        "ep_size": 1,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": 2 * hidden,
+        "kv_lora_rank": 32,
+        "max_position_embeddings": 2048,
+        "model_type": "kimi_k2",
+        "moe_intermediate_size": max(32, hidden // 2),
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": experts,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 4,
+        "num_nextn_predict_layers": 0,
+        "pad_token_id": vocab - 1,
+        "pretraining_tp": 1,
+        "q_lora_rank": 48,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 512,
+            "type": "yarn",
+        },
+        "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.827,
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "use_cache": True,
+        "v_head_dim": 16,
+        "vocab_size": vocab,
+    }
+
+
+def target_config(text: dict[str, Any], *, nested: bool) -> dict[str, Any]:
+    """Wraps the text part as Kimi-K2.5 does (`nested`), or lays it flat as Kimi-K2-Instruct does."""
+    if not nested:
+        return {key: value for key, value in text.items() if key != "dtype"} | {"torch_dtype": "bfloat16"}
+    return {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "bos_token_id": text["bos_token_id"],
+        "dtype": "bfloat16",
+        "eos_token_id": text["eos_token_id"],
+        "ignore_index": -100,
+        "media_placeholder_token_id": text["vocab_size"] - RESERVED + 21,
+        "model_type": "kimi_k25",
+        "pad_token_id": text["pad_token_id"],
+        "text_config": text,
+        "tie_word_embeddings": False,
+        "use_unified_vision_chunk": True,
+        "video_placeholder": "<|kimi_k25_video_placeholder|>",
+        "vision_config": {
+            "init_pos_emb_height": 8,
+            "init_pos_emb_time": 4,
+            "init_pos_emb_width": 8,
+            "merge_kernel_size": [2, 2],
+            "merge_type": "sd2_tpool",
+            "mm_hidden_size": 32,
+            "mm_projector_type": "patchmerger",
+            "patch_size": 14,
+            "pos_emb_type": "divided_fixed",
+            "projector_hidden_act": "gelu",
+            "projector_ln_eps": 1e-05,
+            "text_hidden_size": text["hidden_size"],
+            "video_attn_type": "spatial_temporal",
+            "vt_hidden_size": 32,
+            "vt_intermediate_size": 40,
+            "vt_num_attention_heads": 2,
+            "vt_num_hidden_layers": 1,
+        },
+    }
+
+
+class _Random:
+    """Seeded weights in BF16: matrices keep the variance of their input, gains scatter around one."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def matrix(self, rows: int, columns: int) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=self.generator) * columns**-0.5).to(torch.bfloat16)
+
+    def gain(self, width: int) -> torch.Tensor:
+        return (1 + 0.2 * torch.randn(width, generator=self.generator)).to(torch.bfloat16)
+
+    def bias(self, width: int) -> torch.Tensor:
+        return 0.05 * torch.randn(width, generator=self.generator)
+
+
+def _mlp(random: _Random, prefix: str, hidden: int, inner: int) -> dict[str, torch.Tensor]:
+    return {
+        f"{prefix}gate_proj.weight": random.matrix(inner, hidden),
+        f"{prefix}up_proj.weight": random.matrix(inner, hidden),
+        f"{prefix}down_proj.weight": random.matrix(hidden, inner),
+    }
+
+
+def _mla(random: _Random, prefix: str, config: dict[str, Any], inputs: int) -> dict[str, torch.Tensor]:
+    heads, rope, nope, value = (
+        config[key] for key in ("num_attention_heads", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    )
+    q_rank, kv_rank = config["q_lora_rank"], config["kv_lora_rank"]
+    return {
+        f"{prefix}q_a_proj.weight": random.matrix(q_rank, inputs),
+        f"{prefix}q_a_layernorm.weight": random.gain(q_rank),
+        f"{prefix}q_b_proj.weight": random.matrix(heads * (nope + rope), q_rank),
+        f"{prefix}kv_a_proj_with_mqa.weight": random.matrix(kv_rank + rope, inputs),
+        f"{prefix}kv_a_layernorm.weight": random.gain(kv_rank),
+        f"{prefix}kv_b_proj.weight": random.matrix(heads * (nope + value), kv_rank),
+        f"{prefix}o_proj.weight": random.matrix(config["hidden_size"], heads * value),
+    }
+
+
+def text_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    """BF16 tensors of the text model under their flat hub names (the correction bias is float32)."""
+    random, hidden = _Random(seed), config["hidden_size"]
+    tensors = {"model.embed_tokens.weight": random.matrix(config["vocab_size"], hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        tensors[f"{prefix}input_layernorm.weight"] = random.gain(hidden)
+        tensors[f"{prefix}post_attention_layernorm.weight"] = random.gain(hidden)
+        tensors |= _mla(random, f"{prefix}self_attn.", config, hidden)
+        if layer < config["first_k_dense_replace"]:
+            tensors |= _mlp(random, f"{prefix}mlp.", hidden, config["intermediate_size"])
+            continue
+        inner = config["moe_intermediate_size"]
+        tensors[f"{prefix}mlp.gate.weight"] = random.matrix(config["n_routed_experts"], hidden)
+        tensors[f"{prefix}mlp.gate.e_score_correction_bias"] = random.bias(config["n_routed_experts"])
+        for expert in range(config["n_routed_experts"]):
+            tensors |= _mlp(random, f"{prefix}mlp.experts.{expert}.", hidden, inner)
+        tensors |= _mlp(random, f"{prefix}mlp.shared_experts.", hidden, inner * config["n_shared_experts"])
+    tensors["model.norm.weight"] = random.gain(hidden)
+    tensors["lm_head.weight"] = random.matrix(config["vocab_size"], hidden)
+    return tensors
+
+
+def vision_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    """A few tensors under the names of the vision tower and the projector; enough to see them carried through."""
+    random, vision = _Random(seed + 1), config["vision_config"]
+    width, inner = vision["vt_hidden_size"], vision["vt_intermediate_size"]
+    merged = width * 4
+    return {
+        "vision_tower.encoder.blocks.0.mlp.fc0.weight": random.matrix(inner, width),
+        "vision_tower.encoder.blocks.0.mlp.fc1.weight": random.matrix(width, inner),
+        "vision_tower.encoder.blocks.0.norm0.weight": random.gain(width),
+        "mm_projector.pre_norm.weight": random.gain(width),
+        "mm_projector.proj.0.weight": random.matrix(merged, merged),
+        "mm_projector.proj.2.weight": random.matrix(vision["text_hidden_size"], merged),
+    }
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def write_shards(directory: Path, tensors: dict[str, torch.Tensor], shards: int) -> None:
+    """Deals the tensors to `shards` files in turn, with an index; one file without an index when `shards` is 1."""
+    if shards == 1:
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+        return
+    names, weight_map = sorted(tensors), {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: tensors[name].contiguous() for name in names[shard::shards]}
+        save_file(part, directory / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map})
+
+
+def make_target(
+    directory: Path | str,
+    *,
+    format: str = "bf16",
+    nested: bool = True,
+    layers: int = 7,
+    hidden: int = 64,
+    experts: int = 4,
+    seed: int = 0,
+    shards: int = 2,
+    vision: bool = False,
+    tokenizer: bool = True,
+) -> Path:
+    """Writes a random Kimi checkpoint and returns its directory.
+
+    `format` is bf16, int4, fp8-block or nvfp4; `nested` means kimi_k25 with `language_model.` names, else kimi_k2.
+    Seven layers are the fewest whose default capture layers (1, L//2-1, L-4) are three different ones.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    text = text_config(layers=layers, hidden=hidden, experts=experts)
+    config, prefix = target_config(text, nested=nested), "language_model." if nested else ""
+    tensors = quantize_tensors(text_tensors(text, seed), format)
+    tensors = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+    if vision:
+        tensors |= vision_tensors(config, seed)
+    if format == "int4":
+        (config["text_config"] if nested else config)["quantization_config"] = INT4_CONFIG
+    elif format == "fp8-block":
+        config["quantization_config"] = FP8_CONFIG
+    elif format == "nvfp4":
+        config["quantization_config"] = nvfp4_config(layers, prefix)
+        write_json(directory / "hf_quant_config.json", hf_quant_config(config["quantization_config"]))
+    write_json(directory / "config.json", config)
+    write_json(
+        directory / "generation_config.json",
+        {"eos_token_id": text["eos_token_id"], "max_length": text["max_position_embeddings"]},
+    )
+    write_shards(directory, tensors, shards)
+    if tokenizer:
+        make_tokenizer(directory, vocab_size=text["vocab_size"])
+    return directory
+
+
+def make_tokenizer(directory: Path | str, *, vocab_size: int = VOCAB) -> Path:
+    """A tiktoken vocabulary of the 256 bytes with Kimi's 256 special tokens behind it, and a chat template."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    base = vocab_size - RESERVED
+    if base != 256:
+        raise ValueError("the tiny tokenizer has the 256 bytes as its base vocabulary")
+    lines = [f"{base64.b64encode(bytes([byte])).decode()} {byte}" for byte in range(base)]
+    (directory / "tiktoken.model").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    added = {
+        str(base + offset): {
+            "content": SPECIALS.get(offset, f"<|reserved_token_{base + offset}|>"),
+            "lstrip": False,
+            "normalized": False,
+            "rstrip": False,
+            "single_word": False,
+            "special": True,
+        }
+        for offset in range(RESERVED)
+    }
+    config = {
+        "added_tokens_decoder": added,
+        "bos_token": "[BOS]",
+        "eos_token": "[EOS]",
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "model_max_length": 2048,
+        "tokenizer_class": "TikTokenTokenizer",
+    }
+    write_json(directory / "tokenizer_config.json", config)
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    return directory
+
+
+def head_config(text: dict[str, Any], attention: str, draft_vocab: int | None, aux: list[int]) -> dict[str, Any]:
+    """config.json of a head as ModelOpt exports it (with the training rope, no injected YaRN)."""
+    hidden = text["hidden_size"]
+    config = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4 if attention == "mla" else 2,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-05,
+        "vocab_size": text["vocab_size"],
+        "max_position_embeddings": text["max_position_embeddings"],
+        "bos_token_id": text["bos_token_id"],
+        "eos_token_id": text["eos_token_id"],
+        "pad_token_id": text["pad_token_id"],
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        "transformers_version": None,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": aux,
+            "use_aux_hidden_state": True,
+            "use_input_layernorm_in_first_layer": True,
+            "use_last_layernorm": True,
+            "use_mtp_layernorm": False,
+            "next_layer_regular": True,
+            "parallel_draft_step": 1,
+            "parallel_draft_heads_num_layers": 1,
+        },
+    }
+    if attention == "mha":
+        return config | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "head_dim": hidden // 4,
+            "draft_vocab_size": draft_vocab or text["vocab_size"],
+            "rope_theta": 10000.0,
+            "rope_scaling": None,
+            "attention_bias": False,
+            "mlp_bias": False,
+        }
+    ranks = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_theta")
+    yarn = text["rope_scaling"]
+    config |= {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2", "first_k_dense_replace": 1}
+    config |= {key: text[key] for key in ranks} | {"rope_scaling": yarn | {"rope_type": yarn["type"]}}
+    return config | ({"draft_vocab_size": draft_vocab} if draft_vocab else {})
+
+
+def head_tensors(
+    config: dict[str, Any], attention: str, num_aux: int, draft_vocab: int | None, seed: int
+) -> dict[str, torch.Tensor]:
+    random, hidden = _Random(seed + 100), config["hidden_size"]
+    tensors = {"fc.weight": random.matrix(hidden, num_aux * hidden)}
+    for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        tensors[f"layers.0.{norm}.weight"] = random.gain(hidden)
+    if attention == "mla":
+        tensors |= _mla(random, "layers.0.self_attn.", config, 2 * hidden)
+    else:
+        queries, keys = (config["head_dim"] * config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
+        for projection, width in (("q", queries), ("k", keys), ("v", keys)):
+            tensors[f"layers.0.self_attn.{projection}_proj.weight"] = random.matrix(width, 2 * hidden)
+        tensors["layers.0.self_attn.o_proj.weight"] = random.matrix(hidden, queries)
+    tensors |= _mlp(random, "layers.0.mlp.", hidden, config["intermediate_size"])
+    tensors["norm.weight"] = random.gain(hidden)
+    tensors["lm_head.weight"] = random.matrix(draft_vocab or config["vocab_size"], hidden)
+    if draft_vocab:
+        chosen = torch.randperm(config["vocab_size"], generator=random.generator)[:draft_vocab].sort().values
+        tensors["d2t"] = chosen - torch.arange(draft_vocab)
+    return tensors
+
+
+def make_head(
+    directory: Path | str,
+    target_dir: Path | str,
+    *,
+    attention: str = "mha",
+    eagle: str = "3",
+    dialect: str = "modelopt",
+    draft_vocab: int | None = None,
+    aux_layers: tuple[int, ...] | None = None,
+    seed: int = 0,
+) -> Path:
+    """Writes a random Eagle3 head for the target and returns its directory.
+
+    `dialect` modelopt names the layer `layers.0.`; midlayer names it `midlayer.` as SafeAILab, SpecForge and
+    TorchSpec do. EAGLE-3.1 adds one `fc_norm.{i}.weight` per captured state and `norm_output` feedback.
+    """
+    if dialect not in ("modelopt", "midlayer"):
+        raise ValueError(f"tiny heads are written as modelopt or midlayer, not {dialect!r}")
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    target = json.loads((Path(target_dir) / "config.json").read_text(encoding="utf-8"))
+    text = target.get("text_config", target)
+    last = text["num_hidden_layers"]
+    aux = sorted(aux_layers or {1, last // 2 - 1, last - 4})
+    config = head_config(text, attention, draft_vocab, aux)
+    tensors = head_tensors(config, attention, len(aux), draft_vocab, seed)
+    if eagle == "3.1":
+        config |= {"fc_norm": True, "norm_output": True}
+        random = _Random(seed + 200)
+        tensors |= {f"fc_norm.{i}.weight": random.gain(text["hidden_size"]) for i in range(len(aux))}
+    if dialect == "midlayer":
+        tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    write_json(directory / "config.json", config)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
