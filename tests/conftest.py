@@ -1,0 +1,30 @@
+"""Shared fixtures. Torch runs on one thread, so that a test's arithmetic does not depend on the machine's cores."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """A test module that imported torch gets one thread; torch-free ones do not pay for the import."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def upstream_data() -> Path:
+    """Files of other projects that tests may read but the project does not carry; TRTSPEC_UPSTREAM_DATA names them."""
+    place = os.environ.get("TRTSPEC_UPSTREAM_DATA")
+    if not place or not Path(place).is_dir():
+        pytest.skip("TRTSPEC_UPSTREAM_DATA does not name a directory of upstream files")
+    return Path(place)

@@ -1,0 +1,153 @@
+"""The import rules, the torch-free list and the size of files and functions, held over the source itself."""
+
+from __future__ import annotations
+
+import ast
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "trtspec"
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if "data" not in path.relative_to(PACKAGE).parts[:-1])
+
+# a room may import rooms with a smaller number, and itself
+LEVEL = {
+    "cli": 6,
+    "engine": 5, "heads": 5, "calibrate": 5, "trtllm": 5, "bench": 5,
+    "models": 4, "plan": 4,
+    "quant": 3,
+    "checkpoint": 2,
+    "specs": 1, "report": 1, "data_files": 1,
+    "errors": 0, "__init__": 0,
+}  # fmt: skip
+TORCH_FREE = ("cli", "trtllm", "plan", "specs", "report", "errors", "data_files", "bench")
+TORCH_FREE_CHECKPOINT = ("headers", "detect", "dialects", "hub", "pairing", "tokenizer")
+HEAVY = ("torch", "transformers", "modelopt", "accelerate", "datasets")
+MODELOPT_FILES = ("quant/modelopt.py", "heads/train.py")
+FORBIDDEN_NAMES = ("utils", "util", "common", "core", "base", "helpers", "misc")
+
+
+def module_name(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").as_posix()
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, "relative import"
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def at_import_time(tree: ast.Module) -> ast.Module:
+    """The module without function bodies and without `if TYPE_CHECKING:` blocks."""
+
+    class Strip(ast.NodeTransformer):
+        def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+            return None
+
+        def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+            return None
+
+        def visit_If(self, node: ast.If) -> ast.AST | None:
+            return None if "TYPE_CHECKING" in ast.dump(node.test) else self.generic_visit(node)
+
+    return Strip().visit(ast.parse(ast.unparse(tree)))
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def test_imports_go_down_only() -> None:
+    offenders = []
+    for path in FILES:
+        here = room(path)
+        if here == "__main__":
+            continue
+        assert here in LEVEL, f"{here} is not a room of the design"
+        for name, line in imports(parsed(path)):
+            if not name.startswith("trtspec."):
+                continue
+            there = name.split(".")[1]
+            if there != here and LEVEL.get(there, 99) >= LEVEL[here]:
+                offenders.append(f"{module_name(path)}:{line} imports {name}")
+    assert not offenders, "\n".join(offenders)
+
+
+def test_modelopt_is_imported_in_two_files_only() -> None:
+    offenders = [
+        f"{module_name(path)}:{line}"
+        for path in FILES
+        if path.relative_to(PACKAGE).as_posix() not in MODELOPT_FILES
+        for name, line in imports(parsed(path))
+        if name.split(".")[0] == "modelopt"
+    ]
+    assert not offenders, "\n".join(offenders)
+
+
+def torch_free_modules() -> list[Path]:
+    chosen = [path for path in FILES if room(path) in TORCH_FREE or path.name == "__main__.py"]
+    chosen += [PACKAGE / "checkpoint" / f"{name}.py" for name in TORCH_FREE_CHECKPOINT]
+    return [path for path in chosen if path.exists()]
+
+
+def test_torch_free_modules_name_no_heavy_package_at_import() -> None:
+    offenders = [
+        f"{module_name(path)}:{line} imports {name}"
+        for path in torch_free_modules()
+        for name, line in imports(at_import_time(parsed(path)))
+        if name.split(".")[0] in HEAVY
+    ]
+    assert not offenders, "\n".join(offenders)
+
+
+def test_torch_free_modules_load_no_torch() -> None:
+    """The AST sees direct imports only; a fresh interpreter sees the transitive ones."""
+    names = ["trtspec." + module_name(path).replace("/", ".") for path in torch_free_modules()]
+    script = (
+        "import importlib, sys\n"
+        f"for name in {names!r}:\n"
+        "    importlib.import_module(name.removesuffix('.__init__'))\n"
+        f"    loaded = [m for m in ('torch', 'transformers', 'modelopt') if m in sys.modules]\n"
+        "    assert not loaded, f'{name} loads {loaded}'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ})
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_init_files_are_empty() -> None:
+    filled = [str(path) for path in PACKAGE.rglob("__init__.py") if path.read_text(encoding="utf-8").strip()]
+    assert not filled
+
+
+def test_no_catch_all_module_names() -> None:
+    assert not [module_name(path) for path in FILES if set(path.with_suffix("").parts) & set(FORBIDDEN_NAMES)]
+
+
+def test_file_lengths() -> None:
+    lengths = {module_name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    too_long = {name: length for name, length in lengths.items() if length > 500}
+    assert not too_long, f"files above 500 lines: {too_long}"
+    median = statistics.median([length for length in lengths.values() if length])
+    assert median < 160, f"median file length {median}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_functions_fit_a_screen(path: Path) -> None:
+    offenders = [
+        f"{module_name(path)}:{node.lineno} {node.name} has {node.end_lineno - node.lineno + 1} lines"
+        for node in ast.walk(parsed(path))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and (node.end_lineno or 0) - node.lineno + 1 > 60
+    ]
+    assert not offenders, "\n".join(offenders)
