@@ -1,0 +1,116 @@
+"""The Kimi-K2 text model in plain PyTorch: latent attention, a dense first layer, then mixtures of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trtspec.models.cache import LatentCache
+from trtspec.models.layers import MLP, AttentionStep, LatentAttention, Linear, RMSNorm, rope_tables
+from trtspec.models.moe import MoE
+from trtspec.specs import ModelSpec
+
+
+@dataclass
+class TargetOutput:
+    """logits float32 [B, T, V] (or [B, 1, V]); hidden [B, T, H] after the final norm; aux [B, T, n_aux*H] or None."""
+
+    logits: Tensor
+    hidden: Tensor
+    aux: Tensor | None
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, spec: ModelSpec, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.self_attn = LatentAttention(
+            input_size=spec.hidden_size,
+            hidden_size=spec.hidden_size,
+            num_heads=spec.num_attention_heads,
+            q_lora_rank=spec.q_lora_rank,
+            kv_lora_rank=spec.kv_lora_rank,
+            qk_nope_head_dim=spec.qk_nope_head_dim,
+            qk_rope_head_dim=spec.qk_rope_head_dim,
+            v_head_dim=spec.v_head_dim,
+            rms_norm_eps=spec.rms_norm_eps,
+            rope=spec.rope,
+        )
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        dense = index < spec.first_k_dense_replace
+        self.mlp: nn.Module = MLP(spec.hidden_size, spec.intermediate_size) if dense else MoE(spec)
+
+    def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), step)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class KimiModel(nn.Module):
+    """Logits, final hidden states and, on request, the outputs of given decoder layers (an Eagle3 head's input)."""
+
+    def __init__(self, spec: ModelSpec, kv_dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.spec = spec
+        self.kv_dtype = kv_dtype
+        self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(spec, index) for index in range(spec.num_hidden_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.lm_head = Linear(spec.hidden_size, spec.vocab_size)
+        self.tables: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.weight.dtype
+
+    def new_cache(self, rows: int, max_len: int) -> LatentCache:
+        """A cache for `rows` sequences of up to `max_len` tokens, in the model's dtype or FP8 (`kv_dtype`)."""
+        width = self.spec.kv_lora_rank + self.spec.qk_rope_head_dim
+        dtype = self.kv_dtype or self.dtype
+        return LatentCache(len(self.layers), rows, max_len, width, dtype, self.embed.weight.device)
+
+    def rope(self, length: int) -> tuple[Tensor, Tensor]:
+        """Rotary tables for at least `length` positions, float32, grown on demand."""
+        if self.tables is None or len(self.tables[0]) < length:
+            size = max(length, 2048)
+            cos, sin = rope_tables(self.spec.rope, self.spec.qk_rope_head_dim, size, interleaved=True)
+            self.tables = cos.to(self.embed.weight.device), sin.to(self.embed.weight.device)
+        return self.tables
+
+    def forward(
+        self,
+        tokens: Tensor,
+        start: Tensor | None = None,
+        cache: LatentCache | None = None,
+        row: int = 0,
+        aux_layers: tuple[int, ...] = (),
+        last_only: bool = False,
+    ) -> TargetOutput:
+        """Runs tokens int64 [B, T]; row b lives in cache row `row + b` and starts at absolute position start[b].
+
+        Each token sees the cached positions up to its own. Without a cache: plain causal forward from position 0.
+        `aux_layers` are 0-based layer outputs, concatenated in ascending order; `last_only` keeps one row of logits.
+        """
+        batch, length = tokens.shape
+        tables = self.rope(cache.max_len if cache else length)
+        step = AttentionStep(
+            batch,
+            length,
+            start,
+            tables,
+            True,
+            self.dtype,
+            cached=cache is not None,
+            max_len=cache.max_len if cache else 0,
+            row=row,
+        )
+        x = self.embed(tokens)
+        captured = []
+        for index, layer in enumerate(self.layers):
+            x = layer(x, step.at(cache.layer(index) if cache else None))
+            if index in aux_layers:
+                captured.append(x)
+        hidden = self.norm(x)
+        logits = self.lm_head(hidden[:, -1:] if last_only else hidden).float()
+        return TargetOutput(logits, hidden, torch.cat(captured, -1) if captured else None)

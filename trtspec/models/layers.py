@@ -1,0 +1,217 @@
+"""Building blocks shared by the Kimi target and the Eagle3 heads: linears, rotary embedding, latent attention, MLP.
+
+Shapes: B batch, T tokens of this call, S cached positions, H hidden, N heads, C kv_lora_rank, R rope dims.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trtspec.specs import RopeSpec
+
+
+class Linear(nn.Module):
+    """y = x W^T without bias, W stored [out, in]. models/quantized.py holds its NVFP4 form."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """0.1 * mscale * ln(factor) + 1 (YaRN, arXiv 2309.00071, as DeepSeek-V3 applies it)."""
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def inverse_frequencies(rope: RopeSpec, dim: int) -> Tensor:
+    """Rotary inverse frequencies, float32 [dim/2]; with YaRN low frequencies are stretched by `factor`."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    plain = 1.0 / (rope.theta**exponents)
+    if rope.rope_type == "default":
+        return plain
+
+    def correction_dim(rotations: float) -> float:
+        return (
+            dim
+            * math.log(rope.original_max_position_embeddings / (rotations * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
+
+    low = max(math.floor(correction_dim(rope.beta_fast)), 0)
+    high = min(math.ceil(correction_dim(rope.beta_slow)), dim - 1)
+    span = 0.001 if low == high else high - low
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    return plain / rope.factor * ramp + plain * (1 - ramp)
+
+
+def rope_tables(rope: RopeSpec, dim: int, max_len: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """cos and sin tables, float32 [max_len, dim], laid out for `apply_rope`: the sine carries the rotation's sign."""
+    angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inverse_frequencies(rope, dim))
+    gain = 1.0
+    if rope.rope_type == "yarn":
+        gain = yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
+    cos, sin = angles.cos() * gain, angles.sin() * gain
+    if interleaved:
+        return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotates the last dimension; pairs are (0,1),(2,3).. when interleaved (DeepSeek), else (i, i + dim/2) (Llama)."""
+    half = x.shape[-1] // 2
+    swapped = x.unflatten(-1, (half, 2)).flip(-1).flatten(-2) if interleaved else x.roll(half, -1)
+    return torch.addcmul(x * cos, swapped, sin)
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) over cached latents.
+
+    What is cached per token is the normed latent and the rotated shared key, [C + R]. Queries are taken into the
+    latent space (W_UK absorbed), so that attention is multi-query over the latents and W_UV lifts the result.
+    q_a_proj and kv_a_proj_with_mqa share their input and are one matrix here, `qkv_a_proj`.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_size: int,
+        hidden_size: int,
+        num_heads: int,
+        q_lora_rank: int,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        rms_norm_eps: float,
+        rope: RopeSpec,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
+        self.nope, self.rope_dim, self.v_head_dim = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
+        self.qkv_a_proj = Linear(input_size, q_lora_rank + kv_lora_rank + qk_rope_head_dim)
+        self.q_a_layernorm = RMSNorm(q_lora_rank, rms_norm_eps)
+        self.q_b_proj = Linear(q_lora_rank, num_heads * (qk_nope_head_dim + qk_rope_head_dim))
+        self.kv_a_layernorm = RMSNorm(kv_lora_rank, rms_norm_eps)
+        self.kv_b_proj = Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim))
+        self.o_proj = Linear(num_heads * v_head_dim, hidden_size)
+        self.scale = (qk_nope_head_dim + qk_rope_head_dim) ** -0.5
+        if rope.rope_type == "yarn" and rope.mscale_all_dim:
+            self.scale *= yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
+
+    def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
+        """x [B, T, input] -> [B, T, H]. `step` holds positions, mask and the cache rows of this call."""
+        batch, tokens, _ = x.shape
+        heads, ranks = self.num_heads, (self.q_lora_rank, self.kv_lora_rank, self.rope_dim)
+        q_latent, latent, k_rope = self.qkv_a_proj(x).split(ranks, -1)
+        q = self.q_b_proj(self.q_a_layernorm(q_latent)).view(batch, tokens, heads, -1)
+        q_nope, q_rope = q.split((self.nope, self.rope_dim), -1)
+        rotated = step.rotate(
+            torch.cat((q_rope, k_rope.unsqueeze(2)), 2)
+        )  # query heads and the one shared key together
+        keys = step.update(torch.cat((self.kv_a_layernorm(latent), rotated[:, :, heads]), -1))  # [B, S, C + R]
+
+        k_up, v_up = self.kv_b_proj.weight.view(heads, self.nope + self.v_head_dim, -1).split(
+            (self.nope, self.v_head_dim), 1
+        )
+        absorbed = torch.bmm(q_nope.reshape(-1, heads, self.nope).transpose(0, 1), k_up)  # [N, B*T, C]
+        absorbed = absorbed.transpose(0, 1).view(batch, tokens, heads, -1)
+        queries = torch.cat((absorbed, rotated[:, :, :heads]), -1).view(batch, tokens * heads, -1)
+        scores = torch.baddbmm(step.mask(heads), queries, keys.transpose(1, 2), alpha=self.scale)
+        mixed = torch.bmm(scores.softmax(-1, dtype=torch.float32).to(x.dtype), keys[..., : self.kv_lora_rank])
+        values = torch.bmm(mixed.view(-1, heads, self.kv_lora_rank).transpose(0, 1), v_up.transpose(1, 2))
+        return self.o_proj(values.transpose(0, 1).reshape(batch, tokens, -1))
+
+
+class AttentionStep:
+    """Positions, rotary tables, mask and cache rows of one forward call; built once, shared by all layers.
+
+    Row b holds tokens at absolute positions start[b] .. start[b]+T-1 and sees cached positions up to its own.
+    Without a cache the call is a plain causal forward from position 0.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        tokens: int,
+        start: Tensor | None,
+        tables: tuple[Tensor, Tensor],
+        interleaved: bool,
+        dtype: torch.dtype,
+        *,
+        cached: bool,
+        max_len: int = 0,
+        row: int = 0,
+    ) -> None:
+        device = tables[0].device
+        offsets = torch.arange(tokens, device=device)
+        positions = offsets.unsqueeze(0) if start is None else start.unsqueeze(1) + offsets  # [B or 1, T]
+        self.batch, self.tokens, self.interleaved = batch, tokens, interleaved
+        self.length = tokens if start is None else int(start.max()) + tokens
+        self.cos = tables[0][positions].to(dtype).unsqueeze(2)  # [B, T, 1, R]
+        self.sin = tables[1][positions].to(dtype).unsqueeze(2)
+        hidden = torch.arange(self.length, device=device) > positions.unsqueeze(-1)  # [B or 1, T, S]
+        self.blocked = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+        self.masks: dict[int, Tensor] = {}
+        self.layer: Tensor | None = None
+        if cached:
+            rows = torch.arange(row, row + batch, device=device).unsqueeze(1) * max_len
+            self.slots = (rows + positions).flatten()
+            self.rows = slice(row, row + batch)
+
+    def at(self, layer: Tensor | None) -> AttentionStep:
+        """Selects the cache tensor [rows, max_len, D] of the layer that runs next."""
+        self.layer = layer
+        return self
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Applies the rotary embedding of this call's positions to x [B, T, heads, R]."""
+        return apply_rope(x, self.cos, self.sin, self.interleaved)
+
+    def update(self, entry: Tensor) -> Tensor:
+        """Writes entry [B, T, D] into the cache and returns what the rows may attend to, [B, S, D]."""
+        if self.layer is None:
+            return entry
+        self.layer.view(-1, self.layer.shape[-1]).index_copy_(0, self.slots, entry.flatten(0, 1).to(self.layer.dtype))
+        return self.layer[self.rows, : self.length].to(entry.dtype)
+
+    def mask(self, heads: int) -> Tensor:
+        """Additive mask [B, T*heads, S], token-major, for multi-query scores."""
+        if heads not in self.masks:
+            mask = self.blocked.unsqueeze(2).expand(self.batch, self.tokens, heads, self.length)
+            self.masks[heads] = mask.reshape(self.batch, self.tokens * heads, self.length)
+        return self.masks[heads]
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)); gate and up are one matrix, `gate_up_proj`, until they are quantized."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size)
+        self.down_proj = Linear(intermediate_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(F.silu(gate) * up)
