@@ -35,7 +35,6 @@ class DecoderLayer(nn.Module):
             qk_nope_head_dim=spec.qk_nope_head_dim,
             qk_rope_head_dim=spec.qk_rope_head_dim,
             v_head_dim=spec.v_head_dim,
-            rms_norm_eps=spec.rms_norm_eps,
             rope=spec.rope,
         )
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)

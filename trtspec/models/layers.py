@@ -14,6 +14,10 @@ from torch import Tensor, nn
 from trtspec.specs import RopeSpec
 
 
+# The published DeepSeek-V3 / Kimi definition builds the two latent norms with the class default, not config.rms_norm_eps.
+LATENT_NORM_EPS = 1e-6
+
+
 class Linear(nn.Module):
     """y = x W^T without bias, W stored [out, in]. models/quantized.py holds its NVFP4 form."""
 
@@ -103,7 +107,6 @@ class LatentAttention(nn.Module):
         qk_nope_head_dim: int,
         qk_rope_head_dim: int,
         v_head_dim: int,
-        rms_norm_eps: float,
         rope: RopeSpec,
     ) -> None:
         super().__init__()
@@ -111,9 +114,9 @@ class LatentAttention(nn.Module):
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
         self.nope, self.rope_dim, self.v_head_dim = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
         self.qkv_a_proj = Linear(input_size, q_lora_rank + kv_lora_rank + qk_rope_head_dim)
-        self.q_a_layernorm = RMSNorm(q_lora_rank, rms_norm_eps)
+        self.q_a_layernorm = RMSNorm(q_lora_rank, LATENT_NORM_EPS)
         self.q_b_proj = Linear(q_lora_rank, num_heads * (qk_nope_head_dim + qk_rope_head_dim))
-        self.kv_a_layernorm = RMSNorm(kv_lora_rank, rms_norm_eps)
+        self.kv_a_layernorm = RMSNorm(kv_lora_rank, LATENT_NORM_EPS)
         self.kv_b_proj = Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim))
         self.o_proj = Linear(num_heads * v_head_dim, hidden_size)
         self.scale = (qk_nope_head_dim + qk_rope_head_dim) ** -0.5
