@@ -1,0 +1,153 @@
+"""safetensors files written so that a reader sees a whole shard or none: temporary name, fsync, rename.
+
+`ShardFile` writes a shard whose layout is known in advance, one tensor at a time, so that a converter never holds more
+than the tensor at hand. `ShardWriter` collects tensors of unknown number into numbered shards with an index.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from trtspec.checkpoint.tensors import CODES, DTYPES
+from trtspec.errors import TrtspecError
+from trtspec.report import fsync_directory, write_json
+
+INDEX_NAME = "model.safetensors.index.json"
+Layout = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+class ShardFile:
+    """One shard under construction. `layout` maps each name to its safetensors dtype code and shape.
+
+    Wider dtypes come first, so that every tensor starts at a multiple of its item size. `finish` renames the
+    temporary file into place only when all tensors have been written; `abandon` removes it.
+    """
+
+    def __init__(self, path: Path, layout: Layout, metadata: Mapping[str, str] | None = None) -> None:
+        self.path, self.temporary = path, path.with_name(f".{path.name}.partial")
+        self._layout, self._missing = layout, set(layout)
+        header, self._offsets, self.size = _header(layout, metadata)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._write(header, 0)
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Writes one tensor at its place; dtype and shape must be those of the layout."""
+        code, shape = self._layout[name]
+        if CODES.get(tensor.dtype) != code or tuple(tensor.shape) != tuple(shape):
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, the layout says {code} {list(shape)}")
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        self._write(data.numpy().data, self._offsets[name])
+        self._missing.discard(name)
+
+    def finish(self) -> None:
+        """Makes the shard durable and gives it its name. Raises ValueError when a tensor was never written."""
+        if self._missing:
+            raise ValueError(f"{len(self._missing)} tensors were not written, first {sorted(self._missing)[0]}")
+        os.fsync(self._file)
+        os.close(self._file)
+        os.replace(self.temporary, self.path)
+        fsync_directory(self.path.parent)
+
+    def abandon(self) -> None:
+        os.close(self._file)
+        self.temporary.unlink(missing_ok=True)
+
+    def _write(self, data: bytes | memoryview, offset: int) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                count = os.pwrite(self._file, view[: 1 << 30], offset)
+                view, offset = view[count:], offset + count
+        except OSError as error:
+            raise TrtspecError(
+                f"cannot write {self.path}: {error.strerror}", "free space on that disk, then run the command again"
+            ) from error
+
+
+def _header(layout: Layout, metadata: Mapping[str, str] | None) -> tuple[bytes, dict[str, int], int]:
+    """The file's head, absolute offsets by name, and the file's size."""
+    entries: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
+    relative, offset = {}, 0
+    for name in sorted(layout, key=lambda key: -DTYPES[layout[key][0]].itemsize):
+        code, shape = layout[name]
+        end = offset + math.prod(shape) * DTYPES[code].itemsize
+        entries[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, end]}
+        relative[name], offset = offset, end
+    text = json.dumps(entries, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    return struct.pack("<Q", len(text)) + text, {name: start + at for name, at in relative.items()}, start + offset
+
+
+def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Writes one safetensors file: all of it or nothing, fsynced."""
+    shard = ShardFile(path, layout_of(tensors), metadata)
+    try:
+        for name, tensor in tensors.items():
+            shard.write(name, tensor)
+        shard.finish()
+    except BaseException:
+        shard.temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_index(directory: Path, weight_map: Mapping[str, str], total_size: int) -> None:
+    """Writes model.safetensors.index.json; `total_size` counts tensor bytes, not headers."""
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(directory / INDEX_NAME, index)
+
+
+class ShardWriter:
+    """Collects tensors into model.safetensors, or into model-0000i-of-0000n.safetensors with an index.
+
+    Shards carry hidden names until `finish` knows their number, so a killed writer leaves no file that a reader
+    would take for a checkpoint.
+    """
+
+    def __init__(self, directory: Path, max_shard_bytes: int = 5 * 2**30) -> None:
+        self.directory, self.max_shard_bytes = directory, max_shard_bytes
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = self._total = 0
+        self._shards: list[list[str]] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > self.max_shard_bytes:
+            self._flush()
+        self._pending[name] = tensor
+        self._pending_bytes += size
+        self._total += size
+
+    def finish(self) -> dict[str, str]:
+        """Names the shards, writes the index if there are several, returns the weight map."""
+        if self._pending or not self._shards:
+            self._flush()
+        count, weight_map = len(self._shards), {}
+        for number, names in enumerate(self._shards, start=1):
+            file = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            os.replace(self._hidden(number), self.directory / file)
+            weight_map.update(dict.fromkeys(names, file))
+        fsync_directory(self.directory)
+        if count > 1:
+            write_index(self.directory, weight_map, self._total)
+        return weight_map
+
+    def _hidden(self, number: int) -> Path:
+        return self.directory / f".model-{number:05d}.partial"
+
+    def _flush(self) -> None:
+        write_shard(self._hidden(len(self._shards) + 1), self._pending)
+        self._shards.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0
