@@ -1,0 +1,183 @@
+"""Where acceptance figures come from, per server. Every figure carries its `source`; nothing is guessed.
+
+| server | source | histogram |
+|---|---|---|
+| trtspec reference | `spec_decode` on each choice | yes |
+| trtllm-serve | `avg_decoded_tokens_per_iter` on each choice: steps = tokens / average, the prefill iteration included | no |
+| vLLM | Prometheus counters vllm:spec_decode_num_* around a run, so nobody else may use the server meanwhile | from positions |
+| SGLang | `avg_spec_accept_length` of /get_server_info, the server's own running mean | no |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from trtspec.bench.acceptance import TurnCounts
+from trtspec.bench.client import Answer, first_model
+
+FROM_CHOICE = "spec_decode of each choice"
+FROM_AVERAGE = "avg_decoded_tokens_per_iter of each choice (prefill counted as a step)"
+FROM_COUNTERS = "vllm:spec_decode_num_* counters around the run"
+FROM_SGLANG = "avg_spec_accept_length of /get_server_info (the server's running mean)"
+METRIC = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})?\s+(?P<value>\S+)")
+
+
+@dataclass(frozen=True)
+class Server:
+    """What answers at a URL. `kind` is one of reference, trtllm, vllm, sglang, unknown."""
+
+    kind: str
+    model: str
+    version: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, "model": self.model, "version": self.version}
+
+
+@dataclass(frozen=True)
+class Counters:
+    """A reading of vLLM's counters: verification steps, drafted and accepted tokens, accepted per position."""
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    per_position: dict[int, int] = field(default_factory=dict)
+
+
+OWNERS = {"trtspec": "reference", "tensorrt_llm": "trtllm", "vllm": "vllm", "sglang": "sglang"}
+
+
+async def detect_server(client: httpx.AsyncClient, model: str | None = None) -> Server:
+    """Asks /v1/models for the owner, then /version and /metrics. Raises TrtspecError when nothing answers."""
+    entry = await first_model(client)
+    version = await _get_json(client, "/version")
+    named = version if isinstance(version, dict) else {}
+    kind = OWNERS.get(str(entry.get("owned_by", "")).lower(), "unknown")
+    if named.get("backend") == "reference" or "trtspec" in named:
+        kind = "reference"
+    if kind == "unknown" and "vllm:" in await _get_text(client, "/metrics"):
+        kind = "vllm"
+    return Server(kind, model or str(entry["id"]), named.get("version"))
+
+
+async def read_counters(client: httpx.AsyncClient, server: Server) -> Counters | None:
+    """vLLM's speculation counters, or None where the server is another or does not speculate."""
+    if server.kind != "vllm":
+        return None
+    return parse_counters(await _get_text(client, "/metrics"))
+
+
+def parse_counters(text: str) -> Counters | None:
+    """Sums the counters over all label sets (engines); the `_total` suffix is optional, as clients differ."""
+    sums: dict[str, float] = {}
+    positions: dict[int, int] = {}
+    for line in text.splitlines():
+        match = METRIC.match(line)
+        if not match or not match["name"].startswith("vllm:spec_decode_num_"):
+            continue
+        name = match["name"].removesuffix("_total")
+        if name.endswith("_per_pos"):
+            position = re.search(r'position="(\d+)"', match["labels"] or "")
+            if position:
+                index = int(position[1])
+                positions[index] = positions.get(index, 0) + int(float(match["value"]))
+        else:
+            sums[name] = sums.get(name, 0.0) + float(match["value"])
+    if "vllm:spec_decode_num_drafts" not in sums:
+        return None
+    return Counters(
+        steps=int(sums["vllm:spec_decode_num_drafts"]),
+        drafted=int(sums.get("vllm:spec_decode_num_draft_tokens", 0)),
+        accepted=int(sums.get("vllm:spec_decode_num_accepted_tokens", 0)),
+        per_position=positions,
+    )
+
+
+def counts_between(before: Counters, after: Counters, category: str, tokens: int) -> TurnCounts:
+    """The whole run between two readings as one entry; the histogram follows from the per-position counts."""
+    steps = after.steps - before.steps
+    reached = [steps]
+    for position in sorted(after.per_position):
+        reached.append(after.per_position[position] - before.per_position.get(position, 0))
+    histogram = tuple(here - there for here, there in zip(reached, [*reached[1:], 0], strict=True))
+    return TurnCounts(
+        question=f"all of {category}",
+        category=category,
+        tokens=tokens,
+        steps=steps,
+        accepted=after.accepted - before.accepted,
+        drafted=after.drafted - before.drafted,
+        histogram=histogram if after.per_position else None,
+        source=FROM_COUNTERS,
+    )
+
+
+def counts_of(answer: Answer) -> TurnCounts | None:
+    """What one answer itself says about its speculation, or None when it says nothing."""
+    spec = answer.spec_decode
+    if spec is not None:
+        histogram = spec.get("histogram")
+        return TurnCounts(
+            question=answer.question,
+            category=answer.category,
+            tokens=answer.completion_tokens,
+            steps=int(spec["steps"]),
+            accepted=int(spec["accepted"]),
+            drafted=int(spec["drafted"]),
+            histogram=tuple(histogram) if histogram else None,
+            source=FROM_CHOICE,
+        )
+    if answer.tokens_per_iteration and answer.completion_tokens:
+        steps = max(1, round(answer.completion_tokens / answer.tokens_per_iteration))
+        return TurnCounts(
+            question=answer.question,
+            category=answer.category,
+            tokens=answer.completion_tokens,
+            steps=steps,
+            accepted=answer.completion_tokens - steps,
+            drafted=None,
+            histogram=None,
+            source=FROM_AVERAGE,
+            prefill_in_steps=True,
+        )
+    return None
+
+
+def all_counts(answers: Sequence[Answer]) -> list[TurnCounts]:
+    """`counts_of` for every answer without an error that tells something."""
+    found = (counts_of(answer) for answer in answers if not answer.error)
+    return [counts for counts in found if counts is not None]
+
+
+async def sglang_counts(client: httpx.AsyncClient, server: Server, tokens: int) -> list[TurnCounts]:
+    """One entry from SGLang's running mean, or nothing where it is absent."""
+    if server.kind != "sglang":
+        return []
+    info = await _get_json(client, "/get_server_info")
+    states = info.get("internal_states") if isinstance(info, dict) else None
+    length = states[0].get("avg_spec_accept_length") if states else None
+    if not length or not tokens:
+        return []
+    steps = max(1, round(tokens / length))
+    return [TurnCounts("all", "all", tokens, steps, tokens - steps, None, None, FROM_SGLANG)]
+
+
+async def _get_json(client: httpx.AsyncClient, path: str) -> Any:
+    try:
+        response = await client.get(path, timeout=10)
+        return response.json() if response.status_code == 200 else {}
+    except (httpx.HTTPError, ValueError):
+        return {}
+
+
+async def _get_text(client: httpx.AsyncClient, path: str) -> str:
+    try:
+        response = await client.get(path, timeout=10)
+        return response.text if response.status_code == 200 else ""
+    except httpx.HTTPError:
+        return ""

@@ -1,0 +1,191 @@
+"""An asynchronous client for any OpenAI-like endpoint: one streamed answer with the time of every chunk."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import httpx
+
+from trtspec.errors import TrtspecError
+
+Api = Literal["chat", "completions"]
+TIMEOUT = httpx.Timeout(connect=10, read=600, write=60, pool=None)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where to send requests. `base_url` is without /v1; `extra_body` is merged into every request body."""
+
+    base_url: str
+    model: str
+    api: Api = "chat"
+    extra_body: dict[str, Any] = field(default_factory=dict)
+
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.api == "chat" else "/v1/completions"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What is asked of every answer. `seed` is the base: answer i uses seed + i, so that sampled answers differ."""
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    seed: int = 0
+
+
+@dataclass
+class Answer:
+    """One answer as it came in. Times are seconds of time.perf_counter(); `chunks` holds (time, characters)."""
+
+    question: str
+    category: str
+    turn: int
+    started: float
+    finished: float = 0.0
+    chunks: list[tuple[float, int]] = field(default_factory=list)
+    text: str = ""
+    reasoning: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int | None = None
+    finish_reason: str | None = None
+    tokens_per_iteration: float | None = None
+    spec_decode: dict[str, Any] | None = None
+    error: str | None = None
+
+    @property
+    def first_token(self) -> float | None:
+        return self.chunks[0][0] if self.chunks else None
+
+
+def base_url(url: str) -> str:
+    """Accepts host:port, http://host:port, with or without a trailing /v1."""
+    text = url if "://" in url else f"http://{url}"
+    return text.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def new_client(url: str, concurrency: int = 64) -> httpx.AsyncClient:
+    """A client bound to one server; the key comes from OPENAI_API_KEY and the proxy variables are not used."""
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    limits = httpx.Limits(max_connections=concurrency + 4, max_keepalive_connections=concurrency + 4)
+    return httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=TIMEOUT, trust_env=False)
+
+
+async def first_model(client: httpx.AsyncClient) -> dict[str, Any]:
+    """The first entry of /v1/models. Raises TrtspecError naming the server when it cannot be reached."""
+    remedy = "start the server and wait for its /health to answer 200, then run the command again"
+    try:
+        response = await client.get("/v1/models", timeout=30)
+    except httpx.HTTPError as error:
+        raise TrtspecError(f"{client.base_url} does not answer: {describe(error)}", remedy) from None
+    try:
+        models = response.json()["data"] if response.status_code == 200 else []
+    except (ValueError, KeyError, TypeError):
+        models = []
+    if not models:
+        raise TrtspecError(f"{client.base_url}v1/models answered {response.status_code} without a model", remedy)
+    return models[0]
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def error_message(status: int, body: str) -> str:
+    """The server's own words, from OpenAI's nested or TensorRT-LLM's flat error body."""
+    try:
+        parsed = json.loads(body)
+        inner = parsed.get("error", parsed)
+        text = inner.get("message", body) if isinstance(inner, dict) else str(inner)
+    except (ValueError, AttributeError):
+        text = body
+    return f"HTTP {status}: {str(text)[:300]}"
+
+
+def request_body(endpoint: Endpoint, messages: list[dict[str, Any]], sampling: Sampling, index: int) -> dict[str, Any]:
+    """The body without streaming keys; for `completions` the messages' contents are joined as plain text."""
+    body: dict[str, Any] = {
+        "model": endpoint.model,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "seed": sampling.seed + index,
+    }
+    if endpoint.api == "chat":
+        body["messages"] = messages
+    else:
+        body["prompt"] = "\n\n".join(str(message["content"]) for message in messages)
+    return {**body, **endpoint.extra_body}
+
+
+async def stream_answer(
+    client: httpx.AsyncClient, endpoint: Endpoint, body: dict[str, Any], question: str, category: str, turn: int
+) -> Answer:
+    """Sends one request and reads its stream. A failure is a result too: it is returned in `error`, never raised."""
+    answer = Answer(question, category, turn, started=time.perf_counter())
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    try:
+        async with client.stream("POST", endpoint.path(), json=streamed) as response:
+            if response.status_code != 200:
+                answer.error = error_message(response.status_code, (await response.aread()).decode("utf-8", "replace"))
+            else:
+                async for event in events(response):
+                    absorb(answer, event, time.perf_counter())
+    except (httpx.HTTPError, ValueError) as error:
+        answer.error = describe(error)
+    answer.finished = time.perf_counter()
+    if answer.error is None and answer.finish_reason is None:
+        answer.error = "the stream ended without a finish_reason"
+    return answer
+
+
+async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The JSON objects of a server-sent event stream, up to [DONE]; comment lines are skipped."""
+    async for line in response.aiter_lines():
+        if not line.startswith("data:"):
+            continue
+        payload = line[5:].strip()
+        if payload == "[DONE]":
+            return
+        yield json.loads(payload)
+
+
+def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
+    """Adds one stream event to an answer: text, usage, finish reason and whatever it says about speculation."""
+    if event.get("error") or event.get("object") == "error":
+        answer.error = error_message(int(event.get("code") or 500), json.dumps(event))
+        return
+    usage = event.get("usage")
+    if usage:
+        answer.prompt_tokens = usage.get("prompt_tokens") or 0
+        answer.completion_tokens = usage.get("completion_tokens") or 0
+        details = usage.get("prompt_tokens_details") or {}
+        answer.cached_tokens = details.get("cached_tokens", answer.cached_tokens)
+    for choice in event.get("choices") or []:
+        delta = choice.get("delta") or {}
+        text = (delta.get("content") if "delta" in choice else choice.get("text")) or ""
+        reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+        answer.text += text
+        answer.reasoning += reasoning
+        if text or reasoning:
+            answer.chunks.append((now, len(text) + len(reasoning)))
+        answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+        answer.tokens_per_iteration = choice.get("avg_decoded_tokens_per_iter") or answer.tokens_per_iteration
+        answer.spec_decode = choice.get("spec_decode") or answer.spec_decode
+
+
+async def complete(client: httpx.AsyncClient, endpoint: Endpoint, body: dict[str, Any]) -> dict[str, Any]:
+    """One request without streaming; returns the response's JSON. Raises TrtspecError with the server's words."""
+    try:
+        response = await client.post(endpoint.path(), json={**body, "stream": False})
+    except httpx.HTTPError as error:
+        raise TrtspecError(f"{client.base_url} does not answer: {describe(error)}", "look at the server's log") from None
+    if response.status_code != 200:
+        raise TrtspecError(error_message(response.status_code, response.text), "look at the server's log")
+    return response.json()

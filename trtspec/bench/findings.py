@@ -1,0 +1,126 @@
+"""What makes a measurement worth less than it looks: failed requests, loops, forced acceptance, ignored end of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from trtspec.bench.acceptance import TurnCounts, add_histograms
+from trtspec.bench.client import Answer
+from trtspec.bench.text_quality import judge_run
+from trtspec.errors import Problem, TrtspecError
+
+if TYPE_CHECKING:
+    from trtspec.bench.measure import Target, Workload
+
+ENOUGH_STEPS = 50
+ENOUGH_TURNS = 10
+
+
+def refuse_all_failed(name: str, answers: Sequence[Answer]) -> None:
+    """Raises TrtspecError with the server's own words when no request succeeded."""
+    if answers and all(answer.error for answer in answers):
+        raise TrtspecError(
+            f"all {len(answers)} requests to {name} failed; the first said: {answers[0].error}",
+            "send one request by hand (curl URL/v1/models, then a chat completion) and look at the server's log",
+        )
+
+
+def find_problems(name: str, target: Target, workload: Workload) -> list[Problem]:
+    """All findings on one endpoint, named by `where`."""
+    answers = target.answers()
+    counts = [count for level in target.counts.values() for count in level]
+    found = [
+        *failed_requests(name, answers),
+        *degenerate_output(name, answers),
+        *no_acceptance(name, target.server.kind, counts or target.category_counts),
+        *nothing_accepted(name, counts),
+        *forced_acceptance(name, counts, answers),
+    ]
+    if workload.extra_body.get("ignore_eos"):
+        found.append(
+            Problem(
+                "TS-BENCH-IGNORE-EOS",
+                "warning",
+                name,
+                "ignore_eos makes the model write past its own end: acceptance there is not that of real answers",
+                "measure acceptance without ignore_eos",
+            )
+        )
+    return found
+
+
+def failed_requests(name: str, answers: Sequence[Answer]) -> list[Problem]:
+    errors = [answer.error for answer in answers if answer.error]
+    if not errors:
+        return []
+    message = f"{len(errors)} of {len(answers)} requests failed; the first said: {errors[0]}"
+    return [Problem("TS-BENCH-ERRORS", "error", name, message, "look at the server's log; lower --concurrency")]
+
+
+def degenerate_output(name: str, answers: Sequence[Answer]) -> list[Problem]:
+    verdict = judge_run([answer.reasoning + answer.text for answer in answers if not answer.error])
+    if not verdict["degenerate"]:
+        return []
+    return [
+        Problem(
+            "TS-BENCH-DEGENERATE",
+            "warning",
+            name,
+            f"{verdict['loop']} loops, {verdict['empty']} empty and {verdict['noise']} noise among {verdict['answers']} "
+            f"answers (distinct 4-grams {verdict['distinct_4gram_ratio']}): loops are easy to draft, so acceptance and "
+            "speed here flatter speculation",
+            "read answers.jsonl; measure at the temperature that users have, with the right chat template",
+        )
+    ]
+
+
+def no_acceptance(name: str, kind: str, counts: Sequence[TurnCounts]) -> list[Problem]:
+    if counts:
+        return []
+    message = f"the server ({kind}) tells nothing about speculation: acceptance is not measured"
+    return [Problem("TS-BENCH-NO-ACCEPTANCE", "info", name, message, "only throughput and latency are shown")]
+
+
+def nothing_accepted(name: str, counts: Sequence[TurnCounts]) -> list[Problem]:
+    steps, drafted = sum(count.steps for count in counts), sum(count.drafted or 0 for count in counts)
+    if steps < ENOUGH_STEPS or not drafted or any(count.accepted for count in counts):
+        return []
+    return [
+        Problem(
+            "TS-BENCH-NOTHING-ACCEPTED",
+            "error",
+            name,
+            f"{drafted} tokens were drafted and none was accepted: the head does not belong to this target, or is served "
+            "with another function than it was trained with",
+            "trtspec inspect HEAD --against TARGET",
+        )
+    ]
+
+
+def forced_acceptance(name: str, counts: Sequence[TurnCounts], answers: Sequence[Answer]) -> list[Problem]:
+    """Acceptance that no drafter produces: the same number in every step. A loop may do that honestly, so loops are not
+    accused."""
+    steps = sum(count.steps for count in counts)
+    looping = judge_run([answer.text for answer in answers if not answer.error])["degenerate"]
+    if steps < ENOUGH_STEPS or looping or not any(c.accepted for c in counts) or not _same_everywhere(counts):
+        return []
+    return [
+        Problem(
+            "TS-BENCH-FORCED-ACCEPTANCE",
+            "error",
+            name,
+            f"every step accepted the same number of drafts over {steps} steps: acceptance looks forced, so the output "
+            "is corrupt and the speed fictitious",
+            "unset TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS (or the engine's equivalent) and start the server again",
+        )
+    ]
+
+
+def _same_everywhere(counts: Sequence[TurnCounts]) -> bool:
+    histogram = add_histograms(count.histogram for count in counts)
+    if histogram is not None:
+        # the last step of an answer may be cut short, hence not exactly all of them
+        return max(histogram) >= 0.98 * sum(histogram) and len(counts) < 0.2 * sum(histogram)
+    means: list[Any] = [count.tokens_per_iteration for count in counts if count.tokens >= 16]
+    return len(means) >= ENOUGH_TURNS and max(means) - min(means) < 0.02 * max(means)

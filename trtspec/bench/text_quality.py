@@ -1,0 +1,104 @@
+"""Is a text something that acceptance may be measured on? Loops, empty answers, noise, random-token prompts.
+
+Speculation is easy on a loop (every draft is right) and hopeless on random ids, so neither yields a figure worth printing
+without saying so. All functions are pure and need no tokenizer: units are words and punctuation marks.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+WORD = re.compile(r"\w+|[^\w\s]")
+NGRAM = 4
+MIN_GRAMS = 24  # below this a ratio says nothing
+LOOP_RATIO = 0.5  # fewer distinct 4-grams than this share: the answer goes round in circles
+NOISE_SHARE = 0.1
+RUN_SHARE = 0.1  # a run is called degenerate when more than this share of its answers is
+LONG_PROMPT = 60  # words from which the share of distinct words tells language from random ids
+
+
+def units(text: str) -> list[str]:
+    """Words and single punctuation marks."""
+    return WORD.findall(text)
+
+
+def distinct_ratio(tokens: Sequence[Any], n: int = NGRAM) -> float | None:
+    """Distinct n-grams over n-grams of one sequence; None when it is too short to say."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(set(grams)) / len(grams) if len(grams) >= MIN_GRAMS else None
+
+
+def mean_distinct_ratio(texts: Sequence[str], length: int | None = None) -> float | None:
+    """Mean over texts of `distinct_ratio`, each cut to its first `length` units (ratios fall with length)."""
+    found = [distinct_ratio(units(text)[:length]) for text in texts]
+    known = [ratio for ratio in found if ratio is not None]
+    return sum(known) / len(known) if known else None
+
+
+def noise_share(text: str) -> float:
+    """Share of characters that no language writes: control, unassigned, private use, U+FFFD."""
+    if not text:
+        return 0.0
+    bad = sum(1 for c in text if c == "\ufffd" or (unicodedata.category(c) in ("Cc", "Cn", "Co", "Cs") and c not in "\n\r\t"))
+    return bad / len(text)
+
+
+def tail_period(text: str, repeats: int = 4, longest: int = 24) -> int | None:
+    """Length in units of a block that ends the text `repeats` times in a row, or None."""
+    tokens = units(text)
+    for period in range(1, longest + 1):
+        needed = period * repeats
+        if len(tokens) < max(needed, MIN_GRAMS):
+            continue
+        tail = tokens[-needed:]
+        if all(tail[i] == tail[i % period] for i in range(needed)):
+            return period
+    return None
+
+
+def degeneration(text: str) -> str | None:
+    """Why an answer is degenerate ("empty", "noise", "loop"), or None."""
+    if not text.strip():
+        return "empty"
+    if noise_share(text) > NOISE_SHARE:
+        return "noise"
+    ratio = distinct_ratio(units(text))
+    if tail_period(text) or (ratio is not None and ratio < LOOP_RATIO):
+        return "loop"
+    return None
+
+
+def judge_run(texts: Sequence[str]) -> dict[str, Any]:
+    """Counts of degenerate answers and the distinct 4-gram ratio of a run."""
+    reasons = [degeneration(text) for text in texts]
+    counts = {reason: reasons.count(reason) for reason in ("empty", "noise", "loop")}
+    bad = sum(counts.values())
+    ratio = mean_distinct_ratio(texts)
+    return {
+        "answers": len(texts),
+        **counts,
+        "share": round(bad / len(texts), 4) if texts else 0.0,
+        "distinct_4gram_ratio": None if ratio is None else round(ratio, 4),
+        "degenerate": bool(texts) and bad / len(texts) > RUN_SHARE,
+    }
+
+
+def looks_random(prompt: str) -> bool:
+    """Whether a prompt reads like decoded random ids: scripts mixed inside words, or long text that repeats no word."""
+    words = re.findall(r"\w+", prompt)
+    if noise_share(prompt) > 0.02:
+        return True
+    if len(words) < 8:
+        return False
+    mixed = sum(1 for word in words if len(_scripts(word)) > 1)
+    if mixed / len(words) > 0.1:
+        return True
+    spaced = len(prompt.split())  # Chinese and Thai do not space words: the repetition test is not for them
+    return spaced >= LONG_PROMPT and len({w.lower() for w in words}) / len(words) > 0.93
+
+
+def _scripts(word: str) -> set[str]:
+    return {unicodedata.name(c, "?").split(" ")[0] for c in word if c.isalpha()} - {"MODIFIER", "FULLWIDTH"}
