@@ -1,0 +1,259 @@
+"""Kimi's tokenizer, read natively: tiktoken byte-pair ranks, 256 reserved special tokens, a jinja2 chat template.
+
+No code from the checkpoint runs. The files are `tiktoken.model` (base64 token, rank), `tokenizer_config.json`
+(`added_tokens_decoder`), `chat_template.jinja` and `generation_config.json`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import codecs
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+
+from trtspec.checkpoint.chat_template import ChatTemplate
+from trtspec.errors import TrtspecError
+
+RESERVED_SPECIAL_TOKENS = 256
+# Longer pieces make the splitting regex slow; these are the limits of Kimi's published tokenizer.
+MAX_CHARS = 400_000
+MAX_RUN_CHARS = 25_000
+
+# The split pattern of Kimi's published tokenizer (K2 to K2.7): Han runs first, Han taken out of the letter classes.
+SPLIT_PATTERN = "|".join(
+    [
+        r"[\p{Han}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+
+# Offsets from the base vocabulary's size, for checkpoints whose tokenizer_config.json does not name them.
+DEFAULT_SPECIAL_TOKENS = {
+    0: "[BOS]",
+    1: "[EOS]",
+    2: "<|im_end|>",
+    3: "<|im_user|>",
+    4: "<|im_assistant|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    9: "[EOT]",
+    10: "<|im_system|>",
+    11: "<|tool_calls_section_begin|>",
+    12: "<|tool_calls_section_end|>",
+    13: "<|tool_call_begin|>",
+    14: "<|tool_call_argument_begin|>",
+    15: "<|tool_call_end|>",
+    17: "<|im_middle|>",
+    18: "<|media_begin|>",
+    19: "<|media_content|>",
+    20: "<|media_end|>",
+    21: "<|media_pad|>",
+    22: "<think>",
+    23: "</think>",
+    254: "[UNK]",
+    255: "[PAD]",
+}
+# Marked `special: false` by Kimi: a server must see them in the text to find tool calls and reasoning.
+VISIBLE_SPECIAL_TOKENS = frozenset(
+    {
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "<think>",
+        "</think>",
+    }
+)
+_RUN_BORDERS = re.compile(rf"\s{{{MAX_RUN_CHARS}}}(?=\s)|\S{{{MAX_RUN_CHARS}}}(?=\S)")
+
+
+class KimiTokenizer:
+    """Text to token ids and back for a checkpoint directory. Raises TrtspecError when a file is missing or damaged."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        config = _read_json(self.directory / "tokenizer_config.json")
+        ranks = _read_ranks(self.directory / "tiktoken.model")
+        self.base_size = len(ranks)
+        self.special_tokens, hidden = _special_tokens(config, self.base_size)
+        self.hidden_ids = frozenset(hidden)
+        self.vocab_size = self.base_size + RESERVED_SPECIAL_TOKENS
+        self.encoding = tiktoken.Encoding(
+            name=self.directory.name or "kimi",
+            pat_str=SPLIT_PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens=self.special_tokens,
+        )
+        self._config = config
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """Bytes of each token id, special tokens as their names; ids beyond the vocabulary do not exist."""
+        decode = self.encoding.decode_single_token_bytes
+        return [decode(token) for token in range(self.vocab_size)]
+
+    @cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Token ids that end a generation: those of generation_config.json and of config.json, in that order."""
+        found: list[int] = []
+        for config in (_read_json(self.directory / "generation_config.json"), self._model_config):
+            value = config.get("eos_token_id")
+            found.extend(value if isinstance(value, list) else [] if value is None else [value])
+        if not found:
+            found = [self.special_tokens["[EOS]"]] if "[EOS]" in self.special_tokens else []
+        return tuple(dict.fromkeys(int(token) for token in found))
+
+    @cached_property
+    def _model_config(self) -> dict[str, Any]:
+        config = _read_json(self.directory / "config.json")
+        text = config.get("text_config")
+        return text if isinstance(text, dict) and "eos_token_id" in text else config
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        return ChatTemplate.from_directory(self.directory, self._config)
+
+    def special_id(self, name: str) -> int:
+        """Id of a special token by its name, for example `<|im_end|>`."""
+        try:
+            return self.special_tokens[name]
+        except KeyError:
+            raise TrtspecError(
+                f"{self.directory}: no special token is called {name!r}",
+                "check added_tokens_decoder in tokenizer_config.json",
+            ) from None
+
+    def encode(self, text: str, allow_special: bool = False) -> list[int]:
+        """Token ids of `text`; names of special tokens become their ids only when `allow_special`."""
+        allowed: Any = "all" if allow_special else set()
+        ids: list[int] = []
+        for piece in _safe_pieces(text):
+            ids.extend(self.encoding.encode(piece, allowed_special=allowed, disallowed_special=()))
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD. `skip_special` leaves out turn and padding marks."""
+        detokenizer = Detokenizer(self, skip_special=skip_special)
+        return detokenizer.push(ids) + detokenizer.flush()
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        thinking: bool | None = False,
+        **variables: Any,
+    ) -> str:
+        """The conversation as the checkpoint's template writes it; `thinking=None` leaves it to the template."""
+        if thinking is not None:
+            variables["thinking"] = thinking
+        return self.template.render(messages, tools, add_generation_prompt, **variables)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        thinking: bool | None = False,
+        **variables: Any,
+    ) -> list[int]:
+        """Token ids of `render_chat`: special tokens in the rendered text become their ids."""
+        text = self.render_chat(messages, tools, add_generation_prompt, thinking, **variables)
+        return self.encode(text, allow_special=True)
+
+
+class Detokenizer:
+    """Turns token ids into text as they arrive: a character whose bytes span tokens comes out when it is complete."""
+
+    def __init__(self, tokenizer: KimiTokenizer, skip_special: bool = True) -> None:
+        self._bytes = tokenizer.token_bytes
+        self._hidden = tokenizer.hidden_ids if skip_special else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Text that becomes certain with `ids`; ids outside the vocabulary (padding rows of lm_head) give nothing."""
+        table, hidden = self._bytes, self._hidden
+        size = len(table)
+        return self._decoder.decode(b"".join([table[i] for i in ids if i < size and i not in hidden]))
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for an unfinished character."""
+        return self._decoder.decode(b"", final=True)
+
+
+def _safe_pieces(text: str) -> Iterator[str]:
+    """Cuts text so that no piece exceeds MAX_CHARS and no run of (non-)whitespace in it exceeds MAX_RUN_CHARS."""
+    for begin in range(0, len(text), MAX_CHARS):
+        chunk = text[begin : begin + MAX_CHARS]
+        start = 0
+        for border in _RUN_BORDERS.finditer(chunk):
+            yield chunk[start : border.end()]
+            start = border.end()
+        yield chunk[start:]
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    """Parses `tiktoken.model`: one `base64 rank` per line, ranks 0..n-1."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise TrtspecError(
+            f"{path}: cannot read the tokenizer's ranks ({error.strerror})",
+            "copy tiktoken.model from the original checkpoint (quantization scripts often leave it behind)",
+        ) from None
+    try:
+        pairs = [line.split() for line in lines if line.strip()]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except (ValueError, binascii.Error):
+        raise TrtspecError(
+            f"{path}: not a tiktoken ranks file (base64 token, space, rank)", "download the file again"
+        ) from None
+    if not ranks or sorted(ranks.values()) != list(range(len(ranks))):
+        raise TrtspecError(f"{path}: ranks are not 0..{len(ranks) - 1}, the file is damaged", "download the file again")
+    return ranks
+
+
+def _special_tokens(config: dict[str, Any], base_size: int) -> tuple[dict[str, int], set[int]]:
+    """(name -> id of all reserved tokens, ids that never appear in text)."""
+    declared = {int(token): entry for token, entry in (config.get("added_tokens_decoder") or {}).items()}
+    names, hidden = {}, set()
+    for offset in range(RESERVED_SPECIAL_TOKENS):
+        token = base_size + offset
+        entry = declared.get(token)
+        if entry is not None:
+            name, visible = entry["content"], not entry.get("special", True)
+        elif declared:
+            name, visible = f"<|reserved_token_{token}|>", False
+        else:
+            name = DEFAULT_SPECIAL_TOKENS.get(offset, f"<|reserved_token_{token}|>")
+            visible = name in VISIBLE_SPECIAL_TOKENS
+        names[name] = token
+        if not visible:
+            hidden.add(token)
+    return names, hidden
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`, {} when there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TrtspecError(f"{path}: not valid JSON ({error})", "download the file again") from None

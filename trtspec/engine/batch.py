@@ -1,0 +1,97 @@
+"""The rows that decode together: sequence i of the batch always is row i of the tensors here and of every cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trtspec.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Parameters of the sampled rows of a batch. `rows` int64 [S]; temperature, top_p float32 [S]; top_k int64 [S]."""
+
+    rows: Tensor
+    temperature: Tensor
+    top_p: Tensor | None
+    top_k: Tensor | None
+
+    @staticmethod
+    def of(sequences: list[Sequence], device: torch.device) -> Sampling | None:
+        """None when every sequence is greedy."""
+        picked = [(row, sequence.request) for row, sequence in enumerate(sequences) if sequence.sampled]
+        if not picked:
+            return None
+        requests = [request for _, request in picked]
+        top_p = torch.tensor([r.top_p for r in requests], device=device) if any(r.top_p < 1 for r in requests) else None
+        top_k = torch.tensor([r.top_k for r in requests], device=device) if any(r.top_k > 0 for r in requests) else None
+        return Sampling(
+            torch.tensor([row for row, _ in picked], device=device),
+            torch.tensor([r.temperature for r in requests], dtype=torch.float32, device=device),
+            top_p,
+            top_k,
+        )
+
+
+class Batch:
+    """State of the decoding rows, compacted at the front.
+
+    block int64 [rows, 1+k]: a row's last token and its drafts. start int64 [rows]: the last token's position.
+    counts int64 [rows]: how many drafts are real. uniform float32 [rows, 2k+1]: the round's random numbers of a sampled
+    row: k to draw drafts, k to accept them, one for the token after them. draft_probs float32 [rows, k, Vd]: what the
+    drafts were drawn from, None when the drafter is deterministic.
+    """
+
+    def __init__(self, rows: int, draft_len: int, device: torch.device) -> None:
+        self.draft_len = draft_len
+        self.device = device
+        self.sequences: list[Sequence] = []
+        self.block = torch.zeros(rows, 1 + draft_len, dtype=torch.int64, device=device)
+        self.start = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.uniform = torch.zeros(rows, 2 * draft_len + 1, device=device)
+        self.draft_probs: Tensor | None = None
+        self.sampling: Sampling | None = None
+        self.row_index = torch.arange(rows, device=device)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def append(self, sequence: Sequence, token: int) -> int:
+        """Adds a sequence whose prompt is in the caches and whose first token is `token`; returns its row."""
+        row = len(self.sequences)
+        self.sequences.append(sequence)
+        self.block[row, 0] = token
+        self.start[row] = len(sequence.request.prompt_ids)
+        self.counts[row] = 0
+        self.sampling = Sampling.of(self.sequences, self.device)
+        return row
+
+    def remove(self, row: int) -> int:
+        """Takes out a row by putting the last one in its place; returns the row that moved (== row: none did)."""
+        last = len(self.sequences) - 1
+        if row != last:
+            self.sequences[row] = self.sequences[last]
+            state = [self.block, self.start, self.counts, self.uniform]
+            for tensor in [*state, self.draft_probs] if self.draft_probs is not None else state:
+                tensor[row] = tensor[last]
+        self.sequences.pop()
+        self.sampling = Sampling.of(self.sequences, self.device)
+        return last
+
+    def refill_uniform(self) -> None:
+        """Draws the next round's random numbers, the same count per row whatever the batch looks like."""
+        if self.sampling is None:
+            return
+        for row, sequence in enumerate(self.sequences):
+            if sequence.sampled:
+                self.uniform[row] = sequence.uniform(self.uniform.shape[1])
+
+    def store_draft_probs(self, step: int, rows: Tensor, probs: Tensor) -> None:
+        """Keeps the distribution [S, Vd] that draft `step` of these rows was drawn from."""
+        if self.draft_probs is None:
+            self.draft_probs = probs.new_zeros(len(self.block), self.draft_len, probs.shape[-1])
+        self.draft_probs[rows, step] = probs

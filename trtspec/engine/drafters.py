@@ -1,0 +1,145 @@
+"""Where drafts come from: an Eagle3 head, transformers' prompt lookup, or nowhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from trtspec.engine.batch import Batch
+from trtspec.engine.sampling import draw, probabilities
+from trtspec.engine.sequence import Sequence
+from trtspec.errors import MissingDependency
+
+if TYPE_CHECKING:
+    from trtspec.models.eagle3 import Eagle3Head
+    from trtspec.models.kimi import KimiModel
+
+DrafterName = Literal["eagle3", "prompt-lookup"]
+
+
+class Drafter(Protocol):
+    """What the engine asks of a drafter.
+
+    The engine calls `prompt` for each prefilled chunk, `begin` when a sequence joins the batch, `follow` after each
+    verification (device state), `propose` before each round (host state), and `move` when a row changes its place.
+    """
+
+    aux_layers: tuple[int, ...]
+    draft_ids: Tensor | None
+
+    def prompt(self, aux: Tensor | None, tokens: Tensor, start: Tensor, row: int) -> None: ...
+    def begin(self, batch: Batch, row: int) -> None: ...
+    def follow(self, batch: Batch, aux: Tensor | None, tokens: Tensor, start: Tensor, accepted: Tensor) -> None: ...
+    def propose(self, batch: Batch) -> None: ...
+    def move(self, source: int, target: int) -> None: ...
+
+
+class NoDrafter:
+    """Plain decoding: one token per round."""
+
+    aux_layers: tuple[int, ...] = ()
+    draft_ids: Tensor | None = None
+
+    def prompt(self, aux: Tensor | None, tokens: Tensor, start: Tensor, row: int) -> None:
+        pass
+
+    def begin(self, batch: Batch, row: int) -> None:
+        pass
+
+    def follow(self, batch: Batch, aux: Tensor | None, tokens: Tensor, start: Tensor, accepted: Tensor) -> None:
+        pass
+
+    def propose(self, batch: Batch) -> None:
+        pass
+
+    def move(self, source: int, target: int) -> None:
+        pass
+
+
+class Eagle3Drafter(NoDrafter):
+    """Chain drafting with an Eagle3 head and its own KV cache.
+
+    Row t of the head pairs the target's state at position t with the token at t+1. Rows of true states are written
+    for the prompt and after each verification; the rows a chain adds beyond them are overwritten by the next ones.
+    """
+
+    def __init__(self, head: Eagle3Head, target: KimiModel, rows: int, max_len: int) -> None:
+        self.head = head
+        self.aux_layers = tuple(head.spec.aux_layers or target.spec.default_aux_layers)
+        self.draft_ids = head.draft_to_target
+        self.cache = head.new_cache(rows, max_len)
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def prompt(self, aux: Tensor | None, tokens: Tensor, start: Tensor, row: int) -> None:
+        assert aux is not None
+        feedback, normed = self.head(self.head.fuse(aux), tokens, start, self.cache, row)
+        self._last = feedback[:, -1:], normed[:, -1]
+
+    def begin(self, batch: Batch, row: int) -> None:
+        assert self._last is not None
+        self._chain(batch, *self._last, row, 1)
+
+    def follow(self, batch: Batch, aux: Tensor | None, tokens: Tensor, start: Tensor, accepted: Tensor) -> None:
+        assert aux is not None
+        feedback, normed = self.head(self.head.fuse(aux), tokens, start, self.cache)
+        rows = batch.row_index[: len(accepted)]
+        self._chain(batch, feedback[rows, accepted].unsqueeze(1), normed[rows, accepted], 0, len(accepted))
+
+    def move(self, source: int, target: int) -> None:
+        self.cache.move(source, target)
+
+    def _chain(self, batch: Batch, x: Tensor, normed: Tensor, row: int, count: int) -> None:
+        """Writes drafts for batch rows [row, row+count); x [count, 1, H] and normed [count, H] are the last true row's.
+
+        A draft step's own row stands at the position of the token before its draft.
+        """
+        start, drafts = batch.start[row : row + count], batch.block[row : row + count, 1:]
+        drafts[:, 0] = self._pick(batch, normed, 0, row, count)
+        for step in range(1, batch.draft_len):
+            x, normed = self.head(x, drafts[:, step - 1 : step], start + (step - 1), self.cache, row)
+            drafts[:, step] = self._pick(batch, normed[:, 0], step, row, count)
+        batch.counts[row : row + count] = batch.draft_len
+
+    def _pick(self, batch: Batch, normed: Tensor, step: int, row: int, count: int) -> Tensor:
+        """The drafts of one chain step in target ids: argmax, or drawn with the request's own sampling parameters."""
+        logits = self.head.logits(normed)
+        ids = logits.argmax(-1)
+        sampling = batch.sampling
+        if sampling is not None:
+            chosen = ((sampling.rows >= row) & (sampling.rows < row + count)).nonzero().squeeze(1)
+            if len(chosen):
+                rows = sampling.rows[chosen]
+                top_p = None if sampling.top_p is None else sampling.top_p[chosen]
+                top_k = None if sampling.top_k is None else sampling.top_k[chosen]
+                probs = probabilities(logits[rows - row], sampling.temperature[chosen], top_p, top_k)
+                ids[rows - row] = draw(probs, batch.uniform[rows, step])
+                batch.store_draft_probs(step, rows, probs)
+        return self.head.to_target_ids(ids)
+
+
+class PromptLookupDrafter(NoDrafter):
+    """transformers' own n-gram lookup in the text so far, row by row, with its default n-gram size of 2."""
+
+    def __init__(self, draft_len: int) -> None:
+        try:
+            from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+        except ImportError:
+            raise MissingDependency(
+                "drafter prompt-lookup is transformers' own, and transformers is not installed",
+                "pip install 'trtspec[reference]'",
+            ) from None
+        self._lookup: Any = PromptLookupCandidateGenerator(num_output_tokens=draft_len, max_length=2**31)
+
+    def propose(self, batch: Batch) -> None:
+        for row, sequence in enumerate(batch.sequences):
+            found = self._candidates(sequence)
+            batch.counts[row] = len(found)
+            if len(found):
+                batch.block[row, 1 : 1 + len(found)] = found
+
+    def _candidates(self, sequence: Sequence) -> Tensor:
+        known = torch.tensor([sequence.request.prompt_ids + sequence.token_ids])
+        candidates, _ = self._lookup.get_candidates(known)
+        return candidates[0, known.shape[1] :]

@@ -1,0 +1,51 @@
+"""From logits to probabilities to tokens. Pure functions over whole batches; randomness comes in as uniform numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def probabilities(
+    logits: Tensor, temperature: Tensor, top_p: Tensor | None = None, top_k: Tensor | None = None
+) -> Tensor:
+    """The sampling distribution, float32 [N, ..., V], of logits [N, ..., V].
+
+    `temperature` float32 [N] is > 0; `top_k` int64 [N] (0 = off) keeps the k likeliest tokens, then `top_p` float32 [N]
+    (1 = off) keeps the smallest set whose mass reaches top_p. None for either means that no row asks for it.
+    """
+    shape = (-1, *([1] * (logits.dim() - 1)))
+    scaled = logits.float() / temperature.view(shape)
+    if top_k is not None:
+        scaled = keep_top_k(scaled, top_k.view(shape))
+    probs = scaled.softmax(-1)
+    return probs if top_p is None else keep_top_p(probs, top_p.view(shape))
+
+
+def keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
+    """Sets all but the `top_k` largest logits (and those equal to the last of them) to -inf; 0 keeps all."""
+    size = logits.shape[-1]
+    kept = torch.where(top_k > 0, top_k, size).clamp(max=size)
+    ordered = logits.topk(int(kept.max()), dim=-1).values
+    threshold = ordered.gather(-1, (kept - 1).expand(*logits.shape[:-1], 1))
+    return logits.masked_fill(logits < threshold, float("-inf"))
+
+
+def keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
+    """Nucleus sampling (arXiv 1904.09751): the smallest set of likeliest tokens with mass >= top_p, renormalised."""
+    ordered, order = probs.sort(-1, descending=True)
+    before = ordered.cumsum(-1) - ordered  # mass of the likelier tokens; the first is always kept
+    kept = ordered.masked_fill((before >= top_p) & (top_p < 1), 0.0)
+    result = torch.zeros_like(probs).scatter_(-1, order, kept)
+    return result / result.sum(-1, keepdim=True)
+
+
+def draw(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Token ids int64 [...] by the inverse distribution function: probs [..., V], uniform numbers [...] in [0, 1).
+
+    Summed in float64: with a vocabulary of 163840 float32 would shift mass between tokens. Unnormalised probs are fine;
+    a token of probability zero is never drawn.
+    """
+    cumulative = probs.double().cumsum(-1)
+    threshold = uniform.double().unsqueeze(-1) * cumulative[..., -1:]
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp(max=probs.shape[-1] - 1)

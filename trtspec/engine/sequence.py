@@ -1,0 +1,175 @@
+"""One request on its way through the engine: what was asked, what was produced, why it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.engine.text import TextStream
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to generate. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
+
+    `stop` strings need an engine with a tokenizer and are not part of the output. `logprobs` is how many alternatives
+    to report per token (0: none). `seed` fixes a sampled request's random numbers whatever else is in the batch.
+    """
+
+    id: str
+    prompt_ids: list[int]
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: list[str] = field(default_factory=list)
+    ignore_eos: bool = False
+    logprobs: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural-log probabilities under the model (temperature 1): the chosen token's and the likeliest ones'."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass
+class Stats:
+    """Speculation counters of a request: `histogram[j]` steps accepted j drafts; the prefill is not a step."""
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    histogram: list[int] = field(default_factory=list)
+
+    def count(self, offered: int, accepted: int) -> None:
+        self.steps += 1
+        self.drafted += offered
+        self.accepted += accepted
+        self.histogram[accepted] += 1
+
+    def to_dict(self) -> dict[str, int | list[int]]:
+        return {
+            "steps": self.steps,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "histogram": list(self.histogram),
+        }
+
+
+@dataclass
+class Output:
+    """What one engine step added to one request. The last one of a request has a finish reason and the statistics.
+
+    `round` is (drafts offered, drafts accepted) of this step, None for a prefill.
+    """
+
+    id: str
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    stats: Stats | None = None
+    round: tuple[int, int] | None = None
+
+
+@dataclass
+class Completion:
+    """A whole answer. `gaps` (with record_gaps): best minus second-best logit at each emitted token."""
+
+    id: str
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+
+    def add(self, output: Output) -> None:
+        self.token_ids += output.token_ids
+        self.text += output.text
+        self.logprobs += output.logprobs
+        self.gaps += output.gaps
+        if output.finish_reason:
+            self.finish_reason = output.finish_reason
+        if output.stats:
+            self.stats = output.stats
+
+    @property
+    def avg_decoded_tokens_per_iter(self) -> float:
+        """Output tokens per engine iteration, the prefill's included (trtllm-serve's name): 1.0 without drafts."""
+        return len(self.token_ids) / (1 + self.stats.steps) if self.token_ids else 0.0
+
+
+class Sequence:
+    """Engine-side state of a request: its tokens, text, random numbers and counters."""
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        draft_len: int,
+        max_seq_len: int,
+        eos_ids: Rows[int],
+        tokenizer: KimiTokenizer | None,
+        seed: int,
+    ) -> None:
+        self.request = request
+        self.id = request.id
+        self.token_ids: list[int] = []
+        self.limit = min(request.max_tokens, max_seq_len - len(request.prompt_ids))
+        ends = set(request.stop_token_ids)
+        self.ends = frozenset(ends if request.ignore_eos else ends | set(eos_ids))
+        self.text = TextStream(tokenizer, request.stop)
+        self.stats = Stats(histogram=[0] * (draft_len + 1))
+        self.sampled = request.temperature > 0
+        self.generator = torch.Generator().manual_seed(request.seed if request.seed is not None else seed)
+        self.prefilled = 0
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def remaining(self) -> int:
+        return self.limit - len(self.token_ids)
+
+    def uniform(self, count: int) -> torch.Tensor:
+        """The request's next `count` random numbers in [0, 1), float32."""
+        return torch.rand(count, generator=self.generator)
+
+    def emit(self, tokens: list[int], offered: int | None = None) -> Output:
+        """Takes the tokens a step produced, cut at the token that ends the request; `offered` drafts were verified.
+
+        `offered` is None for the token that comes out of the prefill, which is no speculation step.
+        """
+        accepted = len(tokens) - 1
+        tokens = tokens[: self.remaining]
+        reason: FinishReason | None = None
+        if not self.ends.isdisjoint(tokens):
+            end = next(i for i, token in enumerate(tokens) if token in self.ends)
+            tokens, reason = tokens[: end + 1], "stop"
+        text, used = self.text.push(tokens)
+        if self.text.stopped:
+            tokens, reason = tokens[:used], "stop"
+        self.token_ids += tokens
+        if reason is None and self.remaining <= 0:
+            reason = "length"
+        output = Output(self.id, tokens, text, reason)
+        if offered is not None:
+            output.round = offered, min(offered, accepted, len(tokens))
+            self.stats.count(*output.round)
+        if reason:
+            self.finish_reason = reason
+            output.text += self.text.finish()
+            output.stats = self.stats
+        return output
