@@ -1,0 +1,171 @@
+"""An Eagle3 draft head: one decoder layer over the target's captured states and the next token's embedding.
+
+EAGLE-3 (arXiv 2503.01840) and EAGLE-3.1 (arXiv 2605.09992), with latent (MLA) or Llama attention. Row t pairs the
+target state of position t with the token of position t+1; its rope index is t.
+
+    x = W_fc c                      c = captured states, low to high; EAGLE-3.1 norms each one first (fc_norm)
+    y' = x + Attn(concat(LN(E[token]; input_layernorm), LN(x; hidden_norm)))
+    y = y' + MLP(LN(y'; post_attention_layernorm))
+    logits = W_lm LN(y; norm)       next step: x = y, or LN(y; norm) in EAGLE-3.1 (norm_output)
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trtspec.models.cache import LatentCache
+from trtspec.models.layers import MLP, AttentionStep, LatentAttention, Linear, RMSNorm, rope_tables
+from trtspec.specs import HeadSpec
+
+HeadCache = LatentCache  # one layer; the width is the latent's (MLA) or that of K and V together (MHA)
+
+
+class LlamaAttention(nn.Module):
+    """Multi-head attention with grouped keys and values; q, k and v are one matrix, rope pairs are (i, i + d/2)."""
+
+    def __init__(self, input_size: int, hidden_size: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.qkv_proj = Linear(input_size, (heads + 2 * kv_heads) * head_dim)
+        self.o_proj = Linear(heads * head_dim, hidden_size)
+
+    def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
+        """x [B, T, input] -> [B, T, H]. Cached per token: rotated keys, then values, [2 * kv_heads * head_dim]."""
+        batch, tokens, _ = x.shape
+        qkv = self.qkv_proj(x).view(batch, tokens, -1, self.head_dim)
+        rotated = step.rotate(qkv[:, :, : self.heads + self.kv_heads])
+        entry = torch.cat((rotated[:, :, self.heads :], qkv[:, :, self.heads + self.kv_heads :]), 2).flatten(2)
+        cached = step.update(entry).unflatten(-1, (2 * self.kv_heads, self.head_dim)).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(
+            rotated[:, :, : self.heads].transpose(1, 2),
+            cached[:, : self.kv_heads],
+            cached[:, self.kv_heads :],
+            attn_mask=step.blocked.unsqueeze(1),
+            enable_gqa=self.heads != self.kv_heads,
+        )
+        return self.o_proj(attended.transpose(1, 2).reshape(batch, tokens, -1))
+
+
+class Eagle3Head(nn.Module):
+    """The function that every server computes for a head of shape `spec`. Build with `head_weights.load_head`."""
+
+    target_ids: Tensor | None
+
+    def __init__(self, spec: HeadSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        hidden, captured = spec.hidden_size, spec.num_aux * spec.target_hidden_size
+        self.fc = Linear(captured, hidden)
+        if spec.fc_norm:
+            self.fc_norm = nn.Parameter(torch.ones(spec.num_aux, spec.target_hidden_size))
+        if spec.norm_before_fc:
+            self.input_norm = RMSNorm(captured, spec.rms_norm_eps)
+        self.input_layernorm = RMSNorm(hidden, spec.rms_norm_eps)
+        self.hidden_norm = RMSNorm(hidden, spec.rms_norm_eps)
+        self.self_attn: nn.Module = _latent_attention(spec) if spec.attention == "mla" else _llama_attention(spec)
+        self.post_attention_layernorm = RMSNorm(hidden, spec.rms_norm_eps)
+        self.mlp = MLP(hidden, spec.intermediate_size)
+        self.norm = RMSNorm(hidden, spec.rms_norm_eps)
+        self.lm_head: nn.Module = Linear(hidden, spec.draft_vocab_size)
+        self.embed: nn.Module = nn.Embedding(spec.vocab_size, hidden)
+        self.register_buffer("target_ids", None, persistent=False)
+        self.tables: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def draft_to_target(self) -> Tensor | None:
+        """Target id of each draft id, int64 [Vd], ascending; None when the draft vocabulary is the target's."""
+        return self.target_ids
+
+    def set_embedding(self, module: nn.Module) -> None:
+        """Shares the target's embedding, as servers do when the head has none of its own."""
+        self.embed = module
+
+    def set_lm_head(self, module: nn.Module) -> None:
+        """Shares the target's lm_head; only for a head over the whole vocabulary that has none of its own."""
+        self.lm_head = module
+
+    def set_draft_vocabulary(self, d2t: Tensor) -> None:
+        """d2t int64 [Vd] is an offset in every Eagle3 format: target id = draft id + d2t[draft id]."""
+        self.target_ids = d2t.long() + torch.arange(len(d2t), device=d2t.device)
+
+    def new_cache(self, rows: int, max_len: int) -> HeadCache:
+        """A cache for `rows` drafts of up to `max_len` tokens, in the head's dtype."""
+        weight = self.fc.weight
+        return HeadCache(1, rows, max_len, self.spec.kv_elements_per_token, weight.dtype, weight.device)
+
+    def fuse(self, aux: Tensor) -> Tensor:
+        """aux [B, T, n_aux * Ht], low layer to high -> x [B, T, H]. Once per row that has a true target state."""
+        if self.spec.norm_before_fc:
+            aux = self.input_norm(aux)
+        if self.spec.fc_norm:
+            states = aux.unflatten(-1, self.fc_norm.shape)
+            aux = (F.rms_norm(states, self.fc_norm.shape[1:], eps=self.spec.rms_norm_eps) * self.fc_norm).flatten(-2)
+        return self.fc(aux)
+
+    def forward(
+        self, x: Tensor, tokens: Tensor, start: Tensor | None, cache: HeadCache | None, row: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """x [B, T, H] with tokens int64 [B, T] -> (feedback, normed), both [B, T, H].
+
+        Row b lives in cache row `row + b`; its first state stands at absolute position start[b]. Each row sees cached
+        positions up to its own. Without a cache: plain causal forward from position 0 (or `start`).
+        """
+        batch, length, _ = x.shape
+        step = AttentionStep(
+            batch,
+            length,
+            start if cache is not None else None,
+            self._rope(cache.max_len if cache else length),
+            self.spec.attention == "mla",
+            x.dtype,
+            cached=cache is not None,
+            max_len=cache.max_len if cache else 0,
+            row=row,
+        )
+        step.at(cache.layer(0) if cache else None)
+        inputs = torch.cat((self.input_layernorm(self.embed(tokens)), self.hidden_norm(x)), -1)
+        y = x + self.self_attn(inputs, step)
+        y = y + self.mlp(self.post_attention_layernorm(y))
+        normed = self.norm(y)
+        return (normed if self.spec.norm_output else y), normed
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """normed [..., H] -> float32 [..., Vd]."""
+        return self.lm_head(normed).float()
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Draft ids, any shape -> ids of the target's vocabulary."""
+        return draft_ids if self.target_ids is None else self.target_ids[draft_ids]
+
+    def _rope(self, length: int) -> tuple[Tensor, Tensor]:
+        if self.tables is None or len(self.tables[0]) < length:
+            mla = self.spec.attention == "mla"
+            dim = self.spec.qk_rope_head_dim if mla else self.spec.head_dim
+            cos, sin = rope_tables(self.spec.rope, dim, max(length, 2048), interleaved=mla)
+            self.tables = cos.to(self.fc.weight.device), sin.to(self.fc.weight.device)
+        return self.tables
+
+
+def _latent_attention(spec: HeadSpec) -> LatentAttention:
+    attention = LatentAttention(
+        input_size=2 * spec.hidden_size,
+        hidden_size=spec.hidden_size,
+        num_heads=spec.num_attention_heads,
+        q_lora_rank=spec.q_lora_rank,
+        kv_lora_rank=spec.kv_lora_rank,
+        qk_nope_head_dim=spec.qk_nope_head_dim,
+        qk_rope_head_dim=spec.qk_rope_head_dim,
+        v_head_dim=spec.v_head_dim,
+        rope=spec.rope,
+    )
+    # A head is what servers compute: TensorRT-LLM and vLLM give the latent norms the config's eps, not the class's.
+    attention.q_a_layernorm.eps = attention.kv_a_layernorm.eps = spec.rms_norm_eps
+    return attention
+
+
+def _llama_attention(spec: HeadSpec) -> LlamaAttention:
+    return LlamaAttention(
+        2 * spec.hidden_size, spec.hidden_size, spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+    )
