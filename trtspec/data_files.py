@@ -7,6 +7,9 @@ from typing import Any
 
 import yaml
 
+from trtspec.errors import UsageError
+from trtspec.specs import GpuSpec
+
 DATA = Path(__file__).parent / "data"
 
 
@@ -18,3 +21,29 @@ def load_yaml(name: str) -> Any:
 def kimi_nano_dir() -> Path:
     """The small Kimi-shaped target that ships with the package: checkpoint, tokenizer, template, prompts."""
     return DATA / "kimi-nano"
+
+
+def gpu_names() -> list[str]:
+    return sorted(load_yaml("gpus.yaml")["gpus"])
+
+
+def gpu_spec(name: str) -> GpuSpec:
+    """The row of gpus.yaml called `name` (b200, gb300, ..); raises UsageError listing the known ones."""
+    data = load_yaml("gpus.yaml")
+    row = data["gpus"].get(name.lower())
+    if row is None:
+        raise UsageError(f"there are no figures for the GPU {name!r}", f"choose one of {', '.join(data['gpus'])}")
+    row = dict(row)
+    memory = row.pop("memory_mib") * 2**20
+    return GpuSpec(name=name.lower(), memory_bytes=memory, source=data["source"], **row)
+
+
+def problem_codes() -> dict[str, dict[str, str]]:
+    """Every documented problem code with `summary`, `remedy` and `area`, from the fragments of data/problems."""
+    codes: dict[str, dict[str, str]] = {}
+    for fragment in sorted((DATA / "problems").glob("*.yaml")):
+        for code, entry in (yaml.safe_load(fragment.read_text(encoding="utf-8")) or {}).items():
+            if code in codes:
+                raise ValueError(f"{code} is documented in two fragments, {codes[code]['area']} and {fragment.stem}")
+            codes[code] = {"area": fragment.stem, **entry}
+    return codes

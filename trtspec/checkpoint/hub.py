@@ -1,0 +1,140 @@
+"""From what a user typed (a directory or a hub id) to a directory, or to what is known about the id without one."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME, read_json
+from trtspec.checkpoint.known import known, similar_ids
+from trtspec.errors import MissingDependency, TrtspecError, UsageError
+from trtspec.specs import HeadSpec, ModelSpec
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+METADATA_PATTERNS = ["config.json", HF_QUANT_NAME]
+CHECKPOINT_PATTERNS = [
+    "*.json", "*.safetensors", "*.jinja", "*.py", "tiktoken.model", "LICENSE*", "NOTICE*", "THIRD_PARTY*",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """`path` is a local directory, or None when the id is only known by name; `known` is its data/models.yaml entry."""
+
+    name: str
+    path: Path | None
+    hub_id: str | None
+    known: dict[str, Any] | None
+
+    @property
+    def kind(self) -> str:
+        """`target` or `head`."""
+        from trtspec.checkpoint.detect import config_kind
+
+        return self.known["kind"] if self.known else config_kind(self.config(), self.name)
+
+    def config(self) -> dict[str, Any]:
+        """config.json of the directory, else of the known entry; raises when neither is there."""
+        if self.path is not None:
+            return read_json(self.path / "config.json")
+        config = self.known["config"] if self.known else None
+        if config is None:
+            raise TrtspecError(
+                f"the config of {self.name} is not known offline",
+                f"run `hf download {self.hub_id}` and pass its directory",
+            )
+        return config
+
+    def hf_quant_config(self) -> dict[str, Any] | None:
+        path = self.path / HF_QUANT_NAME if self.path else None
+        return read_json(path) if path is not None and path.is_file() else None
+
+    def target_spec(self) -> ModelSpec:
+        return ModelSpec.from_config(self.config(), self.hf_quant_config())
+
+    def head_spec(self) -> HeadSpec:
+        """From the tensors where the checkpoint is here, else from the known config."""
+        from trtspec.checkpoint import dialects
+        from trtspec.checkpoint.headers import Checkpoint
+
+        if self.path is not None and any(self.path.glob("*.safetensors")):
+            return dialects.head_spec(Checkpoint.open(self.path))
+        owns = (self.known or {}).get("owns")
+        return dialects.head_spec_from_config(self.config(), dialect=(self.known or {}).get("dialect"), owns=owns)
+
+
+def resolve(name_or_path: str, *, allow_download: bool = True) -> Resolved:
+    """Finds a checkpoint.
+
+    A directory is taken as it is. A hub id is looked up in the hub cache; when it is not there, `allow_download`
+    decides: True fetches the whole checkpoint; False answers from data/models.yaml and fetches at most config.json,
+    and that only for an id which the file does not list.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return Resolved(name_or_path, path, None, None)
+    if path.exists():
+        raise UsageError(f"{name_or_path} is a file, not a checkpoint directory", f"pass its directory, {path.parent}")
+    if not HUB_ID.fullmatch(name_or_path):
+        raise UsageError(
+            f"{name_or_path} is neither a directory nor a hub id",
+            "pass an existing directory, or an id such as org/name",
+        )
+    found = known(name_or_path)
+    entry = found[1] if found else None
+    hub_id = entry.get("published_as", entry["id"]) if entry else name_or_path
+    cached = _cached(hub_id, complete=allow_download or entry is not None)
+    if cached is None and (allow_download or entry is None):
+        cached = _download(hub_id, CHECKPOINT_PATTERNS if allow_download else METADATA_PATTERNS)
+    return Resolved(name_or_path, cached, hub_id, entry)
+
+
+def _cached(hub_id: str, complete: bool) -> Path | None:
+    """The snapshot in the hub cache; with `complete`, only one that has every shard its index names."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(hub_id, "config.json")
+    if not isinstance(config, str):
+        return None
+    snapshot = Path(config).parent
+    return snapshot if not complete or _has_all_shards(snapshot) else None
+
+
+def _has_all_shards(snapshot: Path) -> bool:
+    index = snapshot / INDEX_NAME
+    if index.is_file():
+        return all((snapshot / shard).exists() for shard in set(read_json(index).get("weight_map", {}).values()))
+    return any(snapshot.glob("*.safetensors"))
+
+
+def _download(hub_id: str, patterns: list[str]) -> Path:
+    """snapshot_download into the hub's own cache. Messages never repeat the library's text: it may hold a token."""
+    from huggingface_hub import errors as hub_errors
+    from huggingface_hub import snapshot_download
+
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        raise MissingDependency(
+            f"{hub_id} is not in the hub cache and HF_HUB_OFFLINE is set",
+            _suggest(hub_id, "unset it, or pass a directory"),
+        )
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+    except hub_errors.GatedRepoError:
+        raise TrtspecError(f"{hub_id} is gated", "accept its licence on the hub, then run `hf auth login`") from None
+    except hub_errors.RepositoryNotFoundError:
+        raise TrtspecError(
+            f"the hub has no {hub_id}, or it is private", _suggest(hub_id, "check the id, or run `hf auth login`")
+        ) from None
+    except Exception as error:  # no network, full disk, hub errors: one message, whatever the transport raised
+        raise TrtspecError(
+            f"{hub_id} could not be fetched ({type(error).__name__})",
+            _suggest(hub_id, "check the network, or pass a local directory"),
+        ) from None
+
+
+def _suggest(hub_id: str, remedy: str) -> str:
+    close = similar_ids(hub_id)
+    return f"did you mean {' or '.join(close)}? Otherwise {remedy}" if close else remedy

@@ -1,0 +1,112 @@
+"""A head against its target: what must agree, and what costs acceptance when it does not."""
+
+from __future__ import annotations
+
+from trtspec.checkpoint.known import known, real_pair
+from trtspec.errors import Problem
+from trtspec.specs import HeadSpec, ModelSpec
+
+TP_SIZES = (1, 2, 4, 8, 16)
+OTHER_HEAD = "use a head that was trained for this target"
+
+
+def pair_problems(
+    head: HeadSpec, target: ModelSpec, *, head_id: str | None = None, target_id: str | None = None, tp_size: int = 1
+) -> list[Problem]:
+    """Problems of serving `head` with `target`; ids, where known, are compared with the published pairs."""
+    return [
+        *_published(head_id, target_id),
+        *_shapes(head, target),
+        *_layers(head, target),
+        *_rope(head, target),
+        *_parallel(head, tp_size),
+    ]
+
+
+def tensor_parallel_sizes(head: HeadSpec) -> list[int]:
+    """Tensor-parallel sizes that divide the head's attention heads and its MLP."""
+    return [size for size in TP_SIZES if head.num_attention_heads % size == 0 and head.intermediate_size % size == 0]
+
+
+def _published(head_id: str | None, target_id: str | None) -> list[Problem]:
+    if head_id is None or target_id is None or real_pair(head_id, target_id) is not False:
+        return []
+    entry = known(head_id)
+    targets = ", ".join(entry[1]["targets"]) if entry else ""
+    message = (
+        f"{head_id} was published for {targets}, not for {target_id}; acceptance drops from one version to the next"
+    )
+    return [Problem("TS-PAIR-OTHER-TARGET", "warning", head_id, message, OTHER_HEAD)]
+
+
+def _shapes(head: HeadSpec, target: ModelSpec) -> list[Problem]:
+    problems = []
+    if head.target_hidden_size != target.hidden_size:
+        message = (
+            f"the head fuses states of width {head.target_hidden_size}, the target's are {target.hidden_size} wide"
+        )
+        problems.append(Problem("TS-PAIR-WIDTH", "error", "fc.weight", message, OTHER_HEAD))
+    if head.vocab_size != target.vocab_size:
+        message = f"the head's vocabulary has {head.vocab_size} tokens, the target's {target.vocab_size}"
+        problems.append(Problem("TS-PAIR-VOCAB", "error", "vocab_size", message, OTHER_HEAD))
+    if not head.has_lm_head and head.draft_vocab_size != target.vocab_size:
+        message = "the head borrows the target's lm_head, which is only right for the full vocabulary"
+        problems.append(Problem("TS-PAIR-LM-HEAD", "error", "lm_head.weight", message, OTHER_HEAD))
+    if head.attention == "mha":
+        message = (
+            "an MHA head on an MLA target keeps a cache of its own: off under attention DP, and blind over a reused "
+            "prefix or a disaggregated prompt on several TensorRT-LLM versions"
+        )
+        problems.append(
+            Problem("TS-PAIR-MHA-CACHE", "info", "attention", message, "an MLA head shares the target's cache")
+        )
+    return problems
+
+
+def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
+    layers, last, default = head.aux_layers, target.num_hidden_layers, target.default_aux_layers
+    if layers is None:
+        if head.num_aux != len(default):
+            message = (
+                f"the head fuses {head.num_aux} states and does not say which; the default captures {len(default)}"
+            )
+            return [Problem("TS-PAIR-LAYERS-UNKNOWN", "error", "eagle_config", message, "ask the head's author")]
+        message = f"the head does not say which layers it reads; engines capture the outputs of {list(default)}"
+        return [Problem("TS-PAIR-LAYERS-UNKNOWN", "warning", "eagle_config", message, "check with its author")]
+    outside = [layer for layer in layers if not -1 <= layer < last]
+    if outside:
+        message = f"layers {outside} do not exist in a target of {last} layers (0 to {last - 1})"
+        return [Problem("TS-PAIR-LAYER-RANGE", "error", "eagle_config", message, OTHER_HEAD)]
+    if layers == default:
+        return []
+    if tuple(layer - 1 for layer in layers) == default:
+        message = f"{list(layers)} is one more than the usual {list(default)}: the ids probably count layers that ran"
+        remedy = f"if so, store {list(default)}"
+        return [Problem("TS-PAIR-LAYERS-SHIFTED", "warning", "eagle_config", message, remedy)]
+    message = f"the head reads layers {list(layers)}, TensorRT-LLM captures {list(default)} unless told otherwise"
+    remedy = f"`trtspec build-config` writes eagle3_layers_to_capture: {list(layers)}"
+    return [Problem("TS-PAIR-LAYERS-NOT-DEFAULT", "info", "eagle_config", message, remedy)]
+
+
+def _rope(head: HeadSpec, target: ModelSpec) -> list[Problem]:
+    problems = []
+    if head.attention == "mla" and head.rope.theta != target.rope.theta:
+        message = f"rope_theta is {head.rope.theta:g} in the head and {target.rope.theta:g} in the target"
+        remedy = "harmless if the head was trained so; else use the value it was trained with"
+        problems.append(Problem("TS-PAIR-ROPE", "info", "rope_theta", message, remedy))
+    if head.max_position_embeddings < target.max_position_embeddings:
+        message = (
+            f"the head knows positions to {head.max_position_embeddings}, the target to "
+            f"{target.max_position_embeddings}; acceptance falls beyond"
+        )
+        remedy = f"keep max_seq_len near {head.max_position_embeddings}, or measure longer prompts"
+        problems.append(Problem("TS-PAIR-CONTEXT", "info", "max_position_embeddings", message, remedy))
+    return problems
+
+
+def _parallel(head: HeadSpec, tp_size: int) -> list[Problem]:
+    sizes = tensor_parallel_sizes(head)
+    if tp_size in sizes:
+        return []
+    message = f"the head's {head.num_attention_heads} attention heads do not split over {tp_size} GPUs"
+    return [Problem("TS-PAIR-TP", "error", "num_attention_heads", message, f"use a tensor-parallel size of {sizes}")]
