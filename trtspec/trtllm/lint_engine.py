@@ -1,0 +1,178 @@
+"""Rules about the engine around the model: token budget, CUDA graphs, MoE kernels, KV cache, transfer, environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trtspec.trtllm.document import Document, add_key, delete_key, set_value
+from trtspec.trtllm.finding import Finding, Subject
+from trtspec.trtllm.lint_speculation import draft_length, kind
+
+FORCED_ACCEPTANCE = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
+SIZES = ("max_batch_size", "max_num_tokens", "max_seq_len")
+
+
+def check_engine(document: Document, subject: Subject) -> Iterator[Finding]:
+    yield from _double_settings(document, subject)
+    yield from _token_budget(document, subject)
+    yield from _cuda_graphs(document, subject)
+    yield from _moe(document, subject)
+    yield from _transfer(document, subject)
+    yield from _combinations(document, subject)
+    yield from _forced_acceptance(document)
+
+
+def _at(
+    document: Document, code: str, severity: Any, key: str, message: str, remedy: str = "", fix: Any = None
+) -> Finding:
+    return Finding(code, severity, key, message, remedy, document.line(key), fix)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _double_settings(document: Document, subject: Subject) -> Iterator[Finding]:
+    """Who wins flipped between versions, so a setting that stands in both places is always an error."""
+    for key in subject.argv:
+        if document.has(key):
+            winner = "the file" if subject.schema.precedence == "yaml" else "the option"
+            message = f"{key} stands in the file and on the command line; in {subject.version} {winner} wins, "
+            message += "in other versions the other"
+            fix = partial(delete_key, path=key)
+            yield _at(document, "TS-LINT-SET-TWICE", "error", key, message, f"remove {key} from the file", fix)
+    nested = document.get("build_config")
+    if isinstance(nested, dict) and subject.schema.line not in ("1.0", "1.1"):
+        message = "build_config is dropped for the pytorch backend: what stands in it is silently lost"
+        yield _at(document, "TS-LINT-NO-EFFECT", "error", "build_config", message, "move its keys to the top level")
+
+
+def _token_budget(document: Document, subject: Subject) -> Iterator[Finding]:
+    batch = subject.setting(document, "max_batch_size")
+    tokens = subject.setting(document, "max_num_tokens", 8192)
+    draft = draft_length(document)
+    if _whole(batch) and _whole(tokens) and tokens < batch * (draft + 1):
+        message = f"max_num_tokens {tokens} does not hold one step of a full batch: {batch} x ({draft} + 1)"
+        fix = partial(set_value, path="max_num_tokens", value=batch * (draft + 1)) if draft else None
+        fix = fix if document.has("max_num_tokens") else None
+        remedy = f"at least {batch * (draft + 1)}"
+        yield _at(document, "TS-LINT-TOKEN-BUDGET", "warning", "max_num_tokens", message, remedy, fix)
+    length = subject.setting(document, "max_seq_len")
+    limit = subject.target.max_position_embeddings if subject.target else None
+    if _whole(length) and limit and length > limit:
+        message = f"max_seq_len {length} is beyond the model's {limit} positions"
+        yield _at(document, "TS-LINT-SEQUENCE-TOO-LONG", "error", "max_seq_len", message, f"at most {limit}")
+    chunked = subject.setting(document, "enable_chunked_prefill", False)
+    if _whole(length) and _whole(tokens) and length > tokens and not chunked:
+        message = f"prompts longer than max_num_tokens ({tokens}) are refused without chunked prefill, and max_seq_len "
+        message += f"allows {length}"
+        remedy = "turn enable_chunked_prefill on, or raise max_num_tokens"
+        yield _at(document, "TS-LINT-LONG-PROMPTS", "info", "max_num_tokens", message, remedy)
+
+
+def _cuda_graphs(document: Document, subject: Subject) -> Iterator[Finding]:
+    key = "cuda_graph_config"
+    sizes, largest = document.get(f"{key}.batch_sizes"), document.get(f"{key}.max_batch_size") or 0
+    whole = isinstance(sizes, list) and bool(sizes) and all(_whole(size) for size in sizes)
+    if whole and largest and largest != max(sizes):
+        message = f"max_batch_size {largest} and the largest of batch_sizes, {max(sizes)}, must be equal"
+        fix = partial(delete_key, path=f"{key}.max_batch_size")
+        remedy = "keep batch_sizes only"
+        yield _at(document, "TS-LINT-GRAPH-SIZES", "error", f"{key}.max_batch_size", message, remedy, fix)
+    batch = subject.setting(document, "max_batch_size")
+    if document.has(key) and document.get(key) is None:
+        if batch and kind(document):
+            message = "CUDA graphs are off: at small batches a step then costs several times its kernels"
+            yield _at(document, "TS-LINT-GRAPHS-OFF", "info", key, message, "right for a prefill-only server")
+        return
+    covered = max(sizes) if whole else largest or 128
+    if _whole(batch) and batch > covered:
+        message = f"CUDA graphs end at batch {covered} and max_batch_size is {batch}: larger batches run without graphs"
+        place = f"{key}.batch_sizes" if whole else f"{key}.max_batch_size"
+        value = [*sizes, batch] if whole else batch
+        fix = partial(set_value if document.has(place) else add_key, path=place, value=value)
+        remedy = f"let them reach {batch}"
+        yield _at(document, "TS-LINT-GRAPHS-TOO-SMALL", "warning", key, message, remedy, fix)
+
+
+def _moe(document: Document, subject: Subject) -> Iterator[Finding]:
+    key, target = "moe_config.backend", subject.target
+    value = document.get(key, "AUTO")
+    if target is not None and target.quant.format == "nvfp4" and value == "AUTO":
+        message = (
+            "AUTO takes the CUTLASS kernels for Kimi-K2, about three times slower per layer than TRTLLM at batch 1"
+        )
+        fix = partial(set_value if document.has(key) else add_key, path=key, value="TRTLLM")
+        remedy = "name it: `moe_config: {backend: TRTLLM}`"
+        yield _at(document, "TS-LINT-MOE-AUTO", "warning", key, message, remedy, fix)
+    combine = "moe_config.use_low_precision_moe_combine"
+    if target is not None and target.quant.format != "nvfp4" and document.get(combine) is True:
+        message = f"low-precision combine is for NVFP4 weights; these are {target.quant.format}"
+        yield _at(document, "TS-LINT-COMBINATION", "error", combine, message, f"remove {combine}")
+    balancer = document.get("moe_config.load_balancer")
+    slots = balancer.get("num_slots") if isinstance(balancer, dict) else None
+    experts = subject.setting(document, "moe_expert_parallel_size")
+    if _whole(slots) and _whole(experts) and experts > 0 and slots % experts:
+        message = f"num_slots {slots} does not divide by moe_expert_parallel_size {experts}"
+        path = "moe_config.load_balancer.num_slots"
+        yield _at(document, "TS-LINT-EPLB-SLOTS", "error", path, message, "use a multiple")
+    if isinstance(balancer, str) and not Path(balancer).is_file():
+        message = f"{balancer} is not a file here; the engine stops with FileNotFoundError where it is missing"
+        yield _at(document, "TS-LINT-EPLB-FILE", "warning", "moe_config.load_balancer", message, "check the path")
+    tp, moe_tp = subject.setting(document, "tensor_parallel_size"), document.get("moe_tensor_parallel_size")
+    if all(_whole(item) and item > 0 for item in (tp, moe_tp, experts)) and moe_tp * experts != tp:
+        message = f"moe_tensor_parallel_size {moe_tp} x moe_expert_parallel_size {experts} must be {tp}"
+        yield _at(document, "TS-LINT-COMBINATION", "error", "moe_tensor_parallel_size", message, "leave one out")
+
+
+def _transfer(document: Document, subject: Subject) -> Iterator[Finding]:
+    key = "cache_transceiver_config"
+    backend, runtime = document.get(f"{key}.backend"), document.get(f"{key}.transceiver_runtime")
+    if runtime == "PYTHON" and backend not in (None, "NIXL", "DEFAULT"):
+        message = f"the PYTHON transceiver works with NIXL only, not with {backend}"
+        fix = partial(set_value, path=f"{key}.backend", value="NIXL")
+        yield _at(document, "TS-LINT-TRANSCEIVER", "error", f"{key}.transceiver_runtime", message, "use NIXL", fix)
+    if document.get(f"{key}.enable_pipelined_transfer") is True and (runtime == "CPP" or backend not in (None, "NIXL")):
+        message = "pipelined transfer needs the PYTHON runtime and NIXL"
+        yield _at(document, "TS-LINT-TRANSCEIVER", "error", f"{key}.enable_pipelined_transfer", message, "turn it off")
+    if backend and subject.head is not None and kind(document) is None:
+        message = "this looks like one side of a disaggregated server; both sides need the same speculative_config, "
+        message += "because the KV layout depends on it"
+        yield _at(document, "TS-LINT-DISAGGREGATED-NO-HEAD", "error", key, message, "add speculative_config here too")
+
+
+def _combinations(document: Document, subject: Subject) -> Iterator[Finding]:
+    connector = isinstance(document.get("kv_connector_config"), dict)
+    policy = document.get("scheduler_config.capacity_scheduler_policy", "GUARANTEED_NO_EVICT")
+    if connector and policy != "GUARANTEED_NO_EVICT":
+        message = f"a KV connector needs GUARANTEED_NO_EVICT, not {policy}"
+        key = "scheduler_config.capacity_scheduler_policy"
+        yield _at(document, "TS-LINT-KV-CONNECTOR", "error", key, message, "remove the policy")
+    if connector and subject.setting(document, "enable_attention_dp") is True:
+        message = "a KV connector with attention DP stops at an assertion"
+        yield _at(document, "TS-LINT-KV-CONNECTOR", "error", "enable_attention_dp", message, "use one of the two")
+    balancer = document.get("moe_config.load_balancer")
+    if str(document.get("load_format", "")).lower() == "gms" and balancer:
+        message = "load_format GMS and moe_config.load_balancer exclude each other"
+        yield _at(document, "TS-LINT-COMBINATION", "error", "load_format", message, "drop one")
+    if document.get("ray_placement_config") and document.get("orchestrator_type") != "ray":
+        message = "ray_placement_config needs `orchestrator_type: ray`"
+        yield _at(document, "TS-LINT-COMBINATION", "error", "ray_placement_config", message, "remove it")
+    if document.get("enable_iter_req_stats") is True and document.get("enable_iter_perf_stats") is not True:
+        message = "enable_iter_req_stats needs enable_iter_perf_stats"
+        fix = partial(add_key, path="enable_iter_perf_stats", value=True)
+        fix = None if document.has("enable_iter_perf_stats") else fix
+        yield _at(document, "TS-LINT-COMBINATION", "error", "enable_iter_req_stats", message, "turn both on", fix)
+
+
+def _forced_acceptance(document: Document) -> Iterator[Finding]:
+    key = "env_overrides"
+    forced = document.get(key)
+    if isinstance(forced, dict) and FORCED_ACCEPTANCE in forced:
+        message = f"{FORCED_ACCEPTANCE} accepts drafts unseen: the throughput is made up and the text is corrupt"
+        path = f"{key}.{FORCED_ACCEPTANCE}"
+        fix = partial(delete_key, path=path)
+        yield _at(document, "TS-LINT-FORCED-ACCEPTANCE", "error", path, message, "remove it", fix)

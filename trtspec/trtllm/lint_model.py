@@ -1,0 +1,182 @@
+"""Rules that need the target or the head: gates by release, captured layers, pairing, parsers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from trtspec.specs import HeadSpec, ModelSpec
+from trtspec.trtllm.document import Document, add_key, delete_key, set_value
+from trtspec.trtllm.finding import Finding, Subject
+from trtspec.trtllm.gates import family, gate
+from trtspec.trtllm.lint_speculation import EAGLE, MODEL_KEYS, SPEC, kind
+
+CAPTURE = f"{SPEC}.eagle3_layers_to_capture"
+
+
+def check_model(document: Document, subject: Subject) -> Iterator[Finding]:
+    if subject.target is not None:
+        yield from _target_gates(document, subject, subject.target)
+        yield from _parser(document, subject, subject.target)
+    if subject.head is not None:
+        yield from _head_gates(document, subject, subject.head)
+        yield from _head_use(document, subject)
+        yield from _capture_layers(document, subject, subject.head)
+        yield from _pair(document, subject, subject.head)
+
+
+def _at(
+    document: Document, code: str, severity: Any, key: str, message: str, remedy: str = "", fix: Any = None
+) -> Finding:
+    return Finding(code, severity, key, message, remedy, document.line(key), fix)
+
+
+def _gated(document: Document, subject: Subject, name: str, code: str, key: str, remedy: str) -> Iterator[Finding]:
+    needed = gate(name)
+    state = needed.state(subject.schema.version)
+    if state == "yes":
+        return
+    if state == "no":
+        message = f"TensorRT-LLM {subject.version} is too old: {needed.what}, {needed.interval}"
+        yield _at(document, code, "error", key, message, remedy)
+    else:
+        message = f"not known for {subject.version}: {needed.what} ({needed.interval})"
+        yield _at(document, code, "warning", key, message, remedy)
+
+
+def _target_gates(document: Document, subject: Subject, target: ModelSpec) -> Iterator[Finding]:
+    if family(target) == "kimi_k25":
+        yield from _gated(document, subject, "kimi_k25", "TS-LINT-MODEL-TOO-NEW", "", "use 1.3.0rc20 or later")
+        if document.get("guided_decoding_backend"):
+            remedy = "use 1.3.0rc22 or later, or leave guided_decoding_backend out"
+            key = "guided_decoding_backend"
+            yield from _gated(document, subject, "kimi_k25_guided", "TS-LINT-GUIDED-KIMI", key, remedy)
+    if target.quant.format == "nvfp4":
+        yield from _gated(document, subject, "kimi_nvfp4", "TS-LINT-MODEL-TOO-NEW", "", "use 1.2.1 or later")
+    if target.quant.format == "int4":
+        message = "TensorRT-LLM does not load Kimi's native INT4 weights (reported for 1.2.0rc5; no later support seen)"
+        yield _at(document, "TS-LINT-INT4-TARGET", "error", "", message, "run `trtspec quantize` to NVFP4")
+    if target.quant.format == "nvfp4" and not any("self_attn" in item for item in target.quant.exclude):
+        message = "the checkpoint quantizes attention; kv_b_proj in NVFP4 crashes the loader"
+        yield _at(document, "TS-LINT-ATTENTION-QUANTIZED", "error", "", message, "quantize with a published policy")
+    if kind(document) == "MTP":
+        message = "Kimi-K2 checkpoints have no MTP layers (num_nextn_predict_layers is 0)"
+        remedy = "use an Eagle3 head: `decoding_type: Eagle`"
+        yield _at(document, "TS-LINT-MTP-KIMI", "error", f"{SPEC}.decoding_type", message, remedy)
+    if target.remote_code and document.get("trust_remote_code") is False:
+        message = "Kimi's tokenizer and config classes are code of the checkpoint; without trust the load fails"
+        fix = partial(delete_key, path="trust_remote_code")
+        remedy = "pass --trust_remote_code instead"
+        yield _at(document, "TS-LINT-REMOTE-CODE-OFF", "error", "trust_remote_code", message, remedy, fix)
+
+
+def right_parser(target: ModelSpec) -> str:
+    """K2.5 and later open the thinking in the template (kimi_k25); K2-Thinking writes its own tag (kimi_k2)."""
+    return family(target)
+
+
+def _parser(document: Document, subject: Subject, target: ModelSpec) -> Iterator[Finding]:
+    written = subject.setting(document, "reasoning_parser")
+    right = right_parser(target)
+    if written in (None, "auto", right):
+        return
+    message = f"reasoning_parser {written} with {target.model_type}: reasoning lands in the answer, or the answer in "
+    message += "the reasoning, without an error"
+    fix = partial(set_value, path="reasoning_parser", value=right) if document.has("reasoning_parser") else None
+    yield _at(document, "TS-LINT-WRONG-PARSER", "error", "reasoning_parser", message, f"use {right}", fix)
+
+
+def _head_gates(document: Document, subject: Subject, head: HeadSpec) -> Iterator[Finding]:
+    if kind(document) not in EAGLE:
+        return
+    if head.attention == "mla":
+        remedy = "use 1.3.0rc20 or later, or an MHA head"
+        yield from _gated(document, subject, "mla_head", "TS-LINT-MLA-HEAD-OLD-ENGINE", SPEC, remedy)
+    if head.eagle == "3.1":
+        remedy = "use 1.3.0rc22 or later; older ones ignore fc_norm and only acceptance shows it"
+        yield from _gated(document, subject, "eagle31", "TS-LINT-EAGLE31-OLD-ENGINE", SPEC, remedy)
+        if head.attention == "mla":
+            message = "the change that brought EAGLE-3.1 lists Kimi's 3.1 MLA head as not tested"
+            yield _at(document, "TS-LINT-UNTESTED", "info", SPEC, message, "measure acceptance with `trtspec bench`")
+    if head.layer_prefix == "layers.0.":
+        remedy = "use 1.3.0rc20 or later, or `trtspec convert` the head"
+        yield from _gated(document, subject, "head_layers_prefix", "TS-LINT-HEAD-NAMES-OLD-ENGINE", SPEC, remedy)
+    fp8_kv = subject.target is not None and subject.target.quant.kv_cache == "fp8"
+    if fp8_kv and subject.setting(document, "enable_chunked_prefill") is True:
+        key = "enable_chunked_prefill"
+        remedy = "leave chunked prefill off, or use 1.2.0 or later"
+        yield from _gated(document, subject, "fp8_kv_chunked_prefill", "TS-LINT-FP8-KV-CHUNKED", key, remedy)
+
+
+def _head_use(document: Document, subject: Subject) -> Iterator[Finding]:
+    written = next((document.get(key) for key in MODEL_KEYS if document.get(key)), None)
+    if kind(document) is None:
+        message = f"the head {subject.head_name} is given and the file does not use it"
+        yield _at(document, "TS-LINT-HEAD-UNUSED", "warning", "", message, "add speculative_config, or drop --head")
+    elif written and subject.head_name and str(written) != subject.head_name:
+        message = f"the file names the head {written}, the command {subject.head_name}"
+        key = next(key for key in MODEL_KEYS if document.has(key))
+        yield _at(document, "TS-LINT-HEAD-DIFFERS", "warning", key, message, "name one head in both")
+    head = subject.head
+    if head is not None and head.has_embed_tokens and subject.target is not None and kind(document) in EAGLE:
+        if head.target_hidden_size == head.hidden_size:
+            message = "the engine shares the target's embedding and ignores the head's own copy"
+            yield _at(document, "TS-LINT-HEAD-EMBEDDING", "info", SPEC, message, "harmless unless it was fine-tuned")
+
+
+def expected_layers(target: ModelSpec | None, head: HeadSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """(layers the head was trained on, layers the engine takes by default), or None when they cannot be known."""
+    if target is None:
+        return None
+    default = target.default_aux_layers
+    return (head.aux_layers or default, default)
+
+
+def _capture_layers(document: Document, subject: Subject, head: HeadSpec) -> Iterator[Finding]:
+    layers = expected_layers(subject.target, head)
+    if layers is None or kind(document) not in EAGLE:
+        return
+    wanted, default = layers
+    written = document.get(CAPTURE)
+    trained = ", ".join(map(str, wanted))
+    if written is None:
+        if sorted(wanted) == sorted(default):
+            return
+        if CAPTURE not in subject.schema.fields:
+            message = f"the head was trained on layers {trained} and TensorRT-LLM {subject.version} can only capture "
+            message += ", ".join(map(str, default))
+            yield _at(document, "TS-LINT-CAPTURE-LAYERS-FIXED", "error", SPEC, message, "use 1.1.0 or later")
+            return
+        message = f"the head was trained on layers {trained}; the engine does not read that from the head and takes "
+        message += f"{', '.join(map(str, default))}: acceptance near 0 on a healthy server"
+        remedy = f"add `eagle3_layers_to_capture: [{trained}]`"
+        fix = partial(add_key, path=CAPTURE, value=list(wanted))
+        yield _at(document, "TS-LINT-CAPTURE-LAYERS-MISSING", "error", CAPTURE, message, remedy, fix)
+    elif isinstance(written, list) and sorted(written) != sorted(wanted):
+        message = f"eagle3_layers_to_capture {written} is not what the head was trained on ({trained})"
+        if sorted(written) == sorted(layer + 1 for layer in wanted):
+            message += "; these are layer inputs as vLLM counts them, one above the outputs that this engine counts"
+        fix = partial(set_value, path=CAPTURE, value=list(wanted))
+        remedy = f"write [{trained}]"
+        yield _at(document, "TS-LINT-CAPTURE-LAYERS-WRONG", "error", CAPTURE, message, remedy, fix)
+
+
+def _pair(document: Document, subject: Subject, head: HeadSpec) -> Iterator[Finding]:
+    target = subject.target
+    if target is not None and head.target_hidden_size != target.hidden_size:
+        message = (
+            f"the head reads states of width {head.target_hidden_size}, the target's are {target.hidden_size} wide"
+        )
+        yield _at(document, "TS-LINT-PAIR-WIDTH", "error", SPEC, message, "use a head of this target")
+    if target is not None and head.vocab_size != target.vocab_size:
+        message = f"the head's vocabulary is {head.vocab_size}, the target's {target.vocab_size}"
+        yield _at(document, "TS-LINT-PAIR-VOCABULARY", "error", SPEC, message, "use a head of this target")
+    if not head.has_lm_head and head.draft_vocab_size != head.vocab_size:
+        message = "the head has no lm_head and a reduced vocabulary: the target's lm_head does not fit it"
+        yield _at(document, "TS-LINT-HEAD-NO-LM-HEAD", "error", SPEC, message, "export the head with its lm_head")
+    tp = subject.setting(document, "tensor_parallel_size", 1)
+    adp = subject.setting(document, "enable_attention_dp", False)
+    if isinstance(tp, int) and tp > 0 and not adp and head.num_attention_heads % tp:
+        message = f"the head's {head.num_attention_heads} attention heads do not divide by tensor parallel {tp}"
+        yield _at(document, "TS-LINT-HEAD-TP", "error", "tensor_parallel_size", message, "use a divisor")
