@@ -18,7 +18,7 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if "data" not in path.rela
 # a room may import rooms with a smaller number, and itself
 LEVEL = {
     "cli": 7,
-    "engine": 6, "heads": 6, "calibrate": 6, "trtllm": 6, "bench": 6,
+    "engine": 6, "heads": 6, "calibrate": 6, "trtllm": 6, "bench": 6, "nano": 6,
     "models": 5, "plan": 5,
     "quant": 4,
     "checkpoint": 3,
@@ -144,11 +144,17 @@ def test_file_lengths() -> None:
     assert median < 160, f"median file length {median}"
 
 
+def body_length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines without decorators and signature: the options of a command are a declaration, not code to follow."""
+    return (node.end_lineno or 0) - node.body[0].lineno + 1
+
+
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_functions_fit_a_screen(path: Path) -> None:
+    functions = [node for node in ast.walk(parsed(path)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     offenders = [
-        f"{module_name(path)}:{node.lineno} {node.name} has {node.end_lineno - node.lineno + 1} lines"
-        for node in ast.walk(parsed(path))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and (node.end_lineno or 0) - node.lineno + 1 > 60
+        f"{module_name(path)}:{node.lineno} {node.name} has {body_length(node)} lines"
+        for node in functions
+        if body_length(node) > 60
     ]
     assert not offenders, "\n".join(offenders)
