@@ -1,0 +1,82 @@
+"""INT4 against compressed-tensors, FP8 blocks against the plain definition, and every format by plain names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tiny import make_target
+from tests.tiny_formats import pack_fp8_block, pack_int4
+from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.tensors import LazyTensors
+from trtspec.errors import TrtspecError
+from trtspec.quant import fp8_block, int4
+from trtspec.quant.decode import decoded, stored_format
+from trtspec.specs import ModelSpec
+
+PREFIX = "language_model.model.layers.1.mlp"
+
+
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 2**32 - 1))
+@settings(max_examples=50, deadline=None)
+def test_int4_equals_compressed_tensors(rows, groups, seed):
+    generator = torch.Generator().manual_seed(seed)
+    columns = 32 * groups
+    packed = torch.randint(-(2**31), 2**31, (rows, columns // 8), generator=generator, dtype=torch.int64).int()
+    scale = torch.randn(rows, groups, generator=generator).bfloat16()
+    codes = unpack_from_int32(packed, 4, torch.Size([rows, columns]))
+    expected = (codes.to(torch.bfloat16).view(rows, groups, 32) * scale.unsqueeze(-1)).view(rows, columns)
+    assert torch.equal(int4.dequantize(packed, scale, torch.tensor([rows, columns])), expected)
+
+
+def test_int4_of_a_random_weight_is_near_it():
+    weight = torch.randn(64, 128).bfloat16()
+    back = int4.dequantize(*pack_int4(weight).values())
+    assert (back - weight).float().norm() / weight.float().norm() < 0.13
+
+
+def test_int4_parts_that_do_not_fit_are_refused():
+    parts = pack_int4(torch.randn(8, 64).bfloat16())
+    with pytest.raises(TrtspecError, match="do not belong together"):
+        int4.dequantize(parts["weight_packed"][:4], parts["weight_scale"], parts["weight_shape"])
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (256, 384), (130, 200), (5, 300), (300, 7)])
+def test_fp8_blocks_equal_the_definition(shape):
+    parts = pack_fp8_block(torch.randn(shape).bfloat16())
+    got = fp8_block.dequantize(parts["weight"], parts["weight_scale_inv"])
+    for row in range(0, shape[0], 7):
+        for column in range(0, shape[1], 11):
+            scale = parts["weight_scale_inv"][row // 128, column // 128]
+            assert got[row, column] == (parts["weight"][row, column].float() * scale).bfloat16()
+
+
+def test_fp8_scales_that_do_not_fit_are_refused():
+    with pytest.raises(TrtspecError, match="does not fit"):
+        fp8_block.dequantize(torch.zeros(256, 128).to(torch.float8_e4m3fn), torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("format", ["bf16", "int4", "fp8-block", "nvfp4"])
+def test_a_weight_by_its_plain_name_in_every_format(tmp_path, format):
+    plain = LazyTensors(Checkpoint.open(make_target(tmp_path / "bf16", layers=2, shards=3)))
+    stored = LazyTensors(Checkpoint.open(make_target(tmp_path / format, format=format, layers=2, shards=3)))
+    spec = ModelSpec.from_config(stored.checkpoint.config)
+    name = f"{PREFIX}.experts.3.down_proj.weight"
+    assert stored_format(stored, name) == format
+    weight, expected = decoded(stored, spec, name), plain[name]
+    assert weight.dtype == torch.bfloat16 and weight.shape == expected.shape
+    error = float((weight - expected).float().norm() / expected.float().norm())
+    assert error <= {"bf16": 0.0, "int4": 0.13, "fp8-block": 0.03, "nvfp4": 0.11}[format]
+    bias = f"{PREFIX}.gate.e_score_correction_bias"
+    assert torch.equal(decoded(stored, spec, bias), plain[bias])
+
+
+def test_a_missing_scale_is_named(tmp_path):
+    tensors = LazyTensors(Checkpoint.open(make_target(tmp_path, format="int4", layers=2)))
+    name = f"{PREFIX}.experts.0.up_proj.weight"
+    del tensors.checkpoint.tensors[name + "_scale"]
+    with pytest.raises(TrtspecError, match="up_proj.weight_scale is missing"):
+        decoded(tensors, ModelSpec.from_config(tensors.checkpoint.config), name)

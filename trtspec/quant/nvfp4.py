@@ -1,0 +1,168 @@
+"""NVFP4: 4-bit E2M1 values, one FP8 E4M3 scale per 16 values of a row, one FP32 scale per tensor.
+
+real value = E2M1 value * fp32(scale) * scale_2. The bytes equal those of ModelOpt's export for the same amax, with one
+exception: where ModelOpt divides zero by zero (an all-zero tensor) and stores NaN scales, `scale_2` is 1/2688 here,
+the block scales are 1.0 (byte 0x38) and the codes 0.
+
+`quantize_plain` is the definition, step by step; `quantize` gives the same bytes several times faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from trtspec.errors import TrtspecError
+from trtspec.quant.nvfp4_pack import block_maxima, pack_blocks
+
+BLOCK = 16
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+E4M3_SMALLEST = 2.0**-9  # smaller block scales are raised to it, so that tiny blocks do not vanish
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # midpoints; ties go to the even code
+AMAX_OF_ZERO = 1.0  # stands for the amax of an all-zero tensor
+CHUNK = 1 << 16
+
+
+@dataclass(frozen=True)
+class NVFP4Tensor:
+    """A weight of shape [N, K]: `packed` uint8 [N, K/2] (even column in the low nibble), `scale` float8_e4m3fn
+    [N, K/16], `scale_2` float32 scalar."""
+
+    packed: torch.Tensor
+    scale: torch.Tensor
+    scale_2: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.packed.shape[0], self.packed.shape[1] * 2
+
+
+def block_amax(weight: torch.Tensor) -> torch.Tensor:
+    """max|w| of each block of 16: [N, K] -> [N, K/16], in the weight's dtype (a maximum is exact in any)."""
+    _check(weight)
+    blocks = weight.contiguous().view(-1, BLOCK)
+    return block_maxima(blocks).view(weight.shape[0], weight.shape[1] // BLOCK)
+
+
+def scale_2_of(amax: torch.Tensor) -> torch.Tensor:
+    """amax / (6 * 448) in float32, one division; of 1.0 where that is zero."""
+    scale_2 = amax.float() / (E2M1_MAX * E4M3_MAX)
+    return torch.where(scale_2 == 0, AMAX_OF_ZERO / (E2M1_MAX * E4M3_MAX), scale_2)
+
+
+def block_scales(block_amax: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
+    """float8_e4m3fn scales of blocks with these float32 maxima; the order of the divisions decides the last bit."""
+    scale = block_amax / (E2M1_MAX * scale_2)
+    return torch.where(scale == 0, 1.0, scale).clamp(E4M3_SMALLEST, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def quantize(weight: torch.Tensor, amax: torch.Tensor | None = None, maxima: torch.Tensor | None = None) -> NVFP4Tensor:
+    """Quantizes [N, K] bf16, fp16 or fp32; `amax` (float32 scalar) is given when gate and up share it.
+
+    `maxima` spares the first of two passes when the caller already has `block_amax(weight)`.
+    Raises TrtspecError when K is not a multiple of 16 or the weight holds NaN or infinity.
+    """
+    maxima = block_amax(weight) if maxima is None else maxima
+    largest = maxima.amax().float()
+    amax = largest if amax is None else amax
+    if not bool(torch.isfinite(largest) & torch.isfinite(amax)):
+        raise TrtspecError("the weight holds NaN or infinity", "find the tensor with `trtspec inspect --json`")
+    scale_2 = scale_2_of(amax)
+    # the quick path rounds exactly only well inside float32's range and up to the largest code
+    if float(scale_2) < 2.0**-100 or bool(largest > amax) or _denormals_are_flushed():
+        return quantize_plain(weight, amax)
+    scale = block_scales(maxima.float(), scale_2)
+    packed = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8)
+    pack_blocks(weight.contiguous().view(-1, BLOCK), scale.view(-1), scale_2, packed.view(-1))
+    return NVFP4Tensor(packed, scale, scale_2)
+
+
+def quantize_plain(weight: torch.Tensor, amax: torch.Tensor | None = None) -> NVFP4Tensor:
+    """The definition of the encoding; slow, and the oracle of `quantize`."""
+    _check(weight)
+    rows, columns = weight.shape
+    blocks = weight.reshape(rows, columns // BLOCK, BLOCK)
+    scale_2 = scale_2_of(weight.abs().amax() if amax is None else amax)
+    scale = block_scales(blocks.abs().amax(-1).float(), scale_2)
+    codes = e2m1_codes(blocks.float() / (scale.float() * scale_2).unsqueeze(-1)).reshape(rows, columns)
+    return NVFP4Tensor(codes[:, 0::2] | (codes[:, 1::2] << 4), scale, scale_2)
+
+
+def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
+    """uint8 codes of float32 values: magnitude in three bits, nearest with ties to even; bit 3 where negative."""
+    magnitude, codes = values.abs(), torch.zeros(values.shape, dtype=torch.uint8)
+    for index, bound in enumerate(E2M1_BOUNDS):
+        codes += ~((magnitude < bound) if index % 2 else (magnitude <= bound))
+    return codes | ((values < 0).to(torch.uint8) << 3)
+
+
+def _check(weight: torch.Tensor) -> None:
+    if weight.dim() != 2 or weight.shape[1] % BLOCK:
+        raise TrtspecError(
+            f"a weight of shape {list(weight.shape)} has no whole blocks of {BLOCK} along its rows",
+            "exclude this tensor from quantization",
+        )
+
+
+def _denormals_are_flushed() -> bool:
+    return bool(torch.tensor([2.0**-130]).mul(0.5).eq(0))
+
+
+def codes_times_scale(tensor: NVFP4Tensor) -> torch.Tensor:
+    """bf16 [N, K] of E2M1 value * block scale, exact (six significant bits); the real weight is this times scale_2."""
+    rows, columns = tensor.shape
+    values = _value_pairs()[tensor.packed.reshape(-1).to(torch.int32)].view(torch.bfloat16)
+    return (values.view(-1, BLOCK) * tensor.scale.reshape(-1, 1).to(torch.bfloat16)).view(rows, columns)
+
+
+def dequantize(tensor: NVFP4Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """[N, K] of value * (fp32(scale) * scale_2), computed in float32, then cast."""
+    rows, columns = tensor.shape
+    result = torch.empty(rows, columns, dtype=dtype)
+    blocks, packed = result.view(-1, BLOCK), tensor.packed.reshape(-1, BLOCK // 2)
+    factor = (tensor.scale.float() * tensor.scale_2).reshape(-1, 1)
+    step = CHUNK // BLOCK
+    for start in range(0, blocks.shape[0], step):
+        part = slice(start, start + step)
+        pairs = _value_pairs()[packed[part].reshape(-1).to(torch.int32)]
+        blocks[part] = pairs.view(torch.bfloat16).view(-1, BLOCK).float() * factor[part]
+    return result
+
+
+def fake_quantize_activation(x: torch.Tensor, input_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What an NVFP4 kernel sees of an activation: (values, input_scale), real = values * input_scale.
+
+    `x` [..., K] of any float dtype, `input_scale` float32 scalar (amax / 2688 of calibration). Values are E2M1 code *
+    E4M3 block scale, exact in bf16. A block larger than calibration saw saturates, as on the device.
+    """
+    blocks = x.float().reshape(-1, BLOCK)
+    scale = block_scales(blocks.abs().amax(-1, keepdim=True), input_scale).float()
+    values = round_to_e2m1(blocks / (scale * input_scale)) * scale
+    return values.to(torch.bfloat16).reshape(x.shape), input_scale
+
+
+def round_to_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Nearest E2M1 value, ties to even, as float32.
+
+    Adding and subtracting 2^22, 2^23 or 2^24 rounds to multiples of 0.5, 1 or 2: E2M1's steps below 2, below 4, above.
+    """
+    magnitude = values.abs()
+    fine, middle, coarse = ((magnitude + 2.0**bits) - 2.0**bits for bits in (22, 23, 24))
+    rounded = torch.where(magnitude < 2, fine, torch.where(magnitude < 4, middle, coarse)).clamp(max=E2M1_MAX)
+    return torch.copysign(rounded, values)
+
+
+def _value_pairs() -> torch.Tensor:
+    """int32 [256]: for each packed byte its two values as two bf16, low nibble first. -0 decodes to +0."""
+    if not _TABLE:
+        signed = torch.tensor(E2M1_VALUES + (0.0,) + tuple(-value for value in E2M1_VALUES[1:]))
+        codes = torch.arange(256)
+        pairs = torch.stack((signed[codes & 15], signed[codes >> 4]), dim=-1).to(torch.bfloat16)
+        _TABLE.append(pairs.view(torch.int32).reshape(256))
+    return _TABLE[0]
+
+
+_TABLE: list[torch.Tensor] = []
