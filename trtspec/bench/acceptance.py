@@ -4,8 +4,8 @@ What is stored is `steps`, `drafted`, `accepted` and the histogram (entry j = nu
 exactly j draft tokens); every rate is derived, because the same words name different numbers in the field:
 
 - acceptance length = 1 + accepted / steps over all answers (micro average; vLLM's "mean acceptance length");
-- per-turn mean = tokens per iteration of each answer, averaged over answers (macro), the prefill counted as one iteration
-  of length 1, as ModelOpt's specdec_bench and NVIDIA's model cards report it;
+- per-turn mean = tokens per iteration of each answer, averaged over answers (macro), the prefill counted as one
+  iteration of length 1, as ModelOpt's specdec_bench and NVIDIA's model cards report it;
 - cumulative acceptance at position k = share of steps that accepted at least k drafts (vLLM's "per-position");
 - conditional acceptance at position k = the same share among the steps that accepted k - 1.
 """
@@ -79,7 +79,7 @@ def add_histograms(histograms: Iterable[Sequence[int] | None]) -> list[int] | No
 
 
 def bootstrap_interval(turns: Sequence[TurnCounts], seed: int = 0) -> list[float] | None:
-    """95 % interval of the acceptance length, resampling whole questions (turns of one question are not independent)."""
+    """95 % interval of the acceptance length, resampling whole questions: turns of one are not independent."""
     per_question: dict[str, list[int]] = {}
     for turn in turns:
         entry = per_question.setdefault(turn.question, [0, 0])

@@ -3,8 +3,8 @@
 | server | source | histogram |
 |---|---|---|
 | trtspec reference | `spec_decode` on each choice | yes |
-| trtllm-serve | `avg_decoded_tokens_per_iter` on each choice: steps = tokens / average, the prefill iteration included | no |
-| vLLM | Prometheus counters vllm:spec_decode_num_* around a run, so nobody else may use the server meanwhile | from positions |
+| trtllm-serve | `avg_decoded_tokens_per_iter` on each choice: steps = tokens / average, prefill included | no |
+| vLLM | counters vllm:spec_decode_num_* around a run, which must be alone on the server | from positions |
 | SGLang | `avg_spec_accept_length` of /get_server_info, the server's own running mean | no |
 """
 

@@ -185,7 +185,9 @@ async def complete(client: httpx.AsyncClient, endpoint: Endpoint, body: dict[str
     try:
         response = await client.post(endpoint.path(), json={**body, "stream": False})
     except httpx.HTTPError as error:
-        raise TrtspecError(f"{client.base_url} does not answer: {describe(error)}", "look at the server's log") from None
+        raise TrtspecError(
+            f"{client.base_url} does not answer: {describe(error)}", "look at the server's log"
+        ) from None
     if response.status_code != 200:
         raise TrtspecError(error_message(response.status_code, response.text), "look at the server's log")
     return response.json()

@@ -21,7 +21,8 @@ def read_results(path: Path) -> dict[str, Any]:
         found["workload"], found["concurrency"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"{file} is not a result of `trtspec bench`: {error}", "pass the directory given to bench -o, or its results.json"
+            f"{file} is not a result of `trtspec bench`: {error}",
+            "pass the directory given to bench -o, or its results.json",
         ) from None
     return found
 

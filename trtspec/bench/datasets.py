@@ -1,4 +1,4 @@
-"""Prompt sets for bench and check: MT-Bench style `turns`, `messages`, or a plain `prompt`, one JSON object per line."""
+"""Prompt sets for bench and check: MT-Bench `turns`, `messages`, or a plain `prompt`, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -36,17 +36,19 @@ class Dataset:
 
 
 def load_dataset(name: str, samples: int | None = None) -> Dataset:
-    """Reads `nano` (the held-out prompts shipped with kimi-nano) or a .jsonl file; takes `samples` spread over categories."""
+    """Reads `nano` (the held-out prompts of kimi-nano) or a .jsonl file; takes `samples`, spread over categories."""
     path = data_files.kimi_nano_dir() / "prompts_heldout.jsonl" if name == NANO else Path(name)
     if not path.is_file():
         raise UsageError(f"the dataset {path} does not exist", "pass --dataset FILE.jsonl, or --dataset nano")
     raw = path.read_bytes()
-    questions = []
+    questions: list[Question] = []
     for number, line in enumerate(raw.decode("utf-8").splitlines(), start=1):
         if line.strip():
             questions.append(parse_line(line, f"{path}:{number}", len(questions)))
     if not questions:
-        raise UsageError(f"the dataset {path} holds no prompt", "each line is one JSON object with turns, messages or prompt")
+        raise UsageError(
+            f"the dataset {path} holds no prompt", "each line is one JSON object with turns, messages or prompt"
+        )
     chosen = spread(questions, samples)
     return Dataset(
         name=name if name == NANO else path.name,
@@ -69,7 +71,9 @@ def parse_line(line: str, where: str, index: int) -> Question:
     if "turns" in record:
         return Question(identity, category, tuple(_text(turn, where) for turn in record["turns"]))
     if "messages" in record:
-        messages = [message for message in record["messages"] if message.get("role") != "assistant" or message.get("content")]
+        messages = [
+            message for message in record["messages"] if message.get("role") != "assistant" or message.get("content")
+        ]
         last_user = max((i for i, m in enumerate(messages) if m.get("role") == "user"), default=None)
         if last_user is None:
             raise UsageError(f"{where} has no user message", "messages must hold at least one {role: user, content}")
@@ -92,7 +96,7 @@ def _text(value: Any, where: str) -> str:
 
 
 def spread(questions: list[Question], samples: int | None) -> list[Question]:
-    """The first `samples` questions taken round-robin over categories, so that a small sample still covers all of them."""
+    """`samples` questions taken round-robin over categories, so that a small sample still covers all of them."""
     if samples is None or samples >= len(questions):
         return list(questions)
     groups: dict[str, list[Question]] = {}

@@ -67,7 +67,7 @@ def degenerate_output(name: str, answers: Sequence[Answer]) -> list[Problem]:
             "TS-BENCH-DEGENERATE",
             "warning",
             name,
-            f"{verdict['loop']} loops, {verdict['empty']} empty and {verdict['noise']} noise among {verdict['answers']} "
+            f"{verdict['loop']} loops, {verdict['empty']} empty, {verdict['noise']} noise among {verdict['answers']} "
             f"answers (distinct 4-grams {verdict['distinct_4gram_ratio']}): loops are easy to draft, so acceptance and "
             "speed here flatter speculation",
             "read answers.jsonl; measure at the temperature that users have, with the right chat template",
@@ -91,8 +91,8 @@ def nothing_accepted(name: str, counts: Sequence[TurnCounts]) -> list[Problem]:
             "TS-BENCH-NOTHING-ACCEPTED",
             "error",
             name,
-            f"{drafted} tokens were drafted and none was accepted: the head does not belong to this target, or is served "
-            "with another function than it was trained with",
+            f"{drafted} tokens were drafted and none was accepted: the head does not belong to this target, or is "
+            "served with another function than it was trained with",
             "trtspec inspect HEAD --against TARGET",
         )
     ]

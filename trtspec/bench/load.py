@@ -17,7 +17,7 @@ from trtspec.bench.datasets import Question
 
 @dataclass(frozen=True)
 class Round:
-    """One closed-loop run. Times are time.perf_counter() seconds; while `busy_from`..`busy_until` every slot was busy."""
+    """One closed-loop run, in time.perf_counter() seconds; from `busy_from` to `busy_until` all slots were busy."""
 
     concurrency: int
     answers: list[Answer]
@@ -74,7 +74,7 @@ async def converse(
 
 
 def throughput(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Rates over rounds of one concurrency. `steady_tokens_per_s` counts only the time in which every slot was busy, the
+    """Rates over rounds of one concurrency. `steady_tokens_per_s` counts only the time in which every slot was busy, a
     fair figure for a comparison: the tail, where slots run empty, would otherwise reward the luckier last answer."""
     answers = [answer for run in rounds for answer in run.answers]
     good = [answer for answer in answers if not answer.error]
@@ -102,7 +102,7 @@ def total_rate(run: Round) -> float:
 
 
 def steady_rate(run: Round) -> float | None:
-    """Output tokens per second while all slots were busy; None when a slot got no second conversation to measure with."""
+    """Output tokens per second while all slots were busy; None with fewer than two conversations per slot."""
     seconds = run.busy_until - run.busy_from
     if seconds <= 0 or len({answer.question for answer in run.answers}) < 2 * run.concurrency:
         return None
@@ -117,7 +117,7 @@ def user_rate(answer: Answer) -> float | None:
 
 
 def inter_token(answer: Answer) -> float | None:
-    """Mean seconds between tokens after the first; chunks of several tokens (speculation) count with all their tokens."""
+    """Mean seconds between tokens after the first; a chunk of several tokens counts with all of them."""
     if answer.completion_tokens < 2 or len(answer.chunks) < 2:
         return None
     return (answer.chunks[-1][0] - answer.chunks[0][0]) / (answer.completion_tokens - 1)

@@ -1,7 +1,7 @@
 """`bench`: runs the load over one or several endpoints, in alternating rounds, and makes results.json of it.
 
-Several endpoints are loaded one at a time, round by round and in rotating order, so that a noisy machine disturbs all of
-them alike; a comparison is the median over rounds of the ratio inside a round.
+Several endpoints are loaded one at a time, round by round and in rotating order, so that a noisy machine disturbs all
+of them alike; a comparison is the median over rounds of the ratio inside a round.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def describe_target(target: Target) -> dict[str, Any]:
 
 
 def interleaved(targets: Sequence[Target]) -> list[dict[str, Any]]:
-    """Per concurrency: each endpoint's rate by round, and for every pair the median and range of the ratio in a round."""
+    """Per concurrency: each endpoint's rate by round, and for every pair the ratio by round, its median and range."""
     levels = []
     for concurrency in targets[0].rounds:
         steady = {t.name: [steady_rate(run) for run in t.rounds[concurrency]] for t in targets}

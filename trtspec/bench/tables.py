@@ -1,4 +1,4 @@
-"""What `bench` and `demo` found, as rows of text: the same rows are printed on the terminal and set in the HTML report."""
+"""What `bench` and `demo` found, as rows of text: the same rows stand on the terminal and in the HTML report."""
 
 from __future__ import annotations
 
@@ -54,10 +54,18 @@ def acceptance_by_category(results: dict[str, Any]) -> Table:
     work = results["workload"]
     note = (
         f"{work['dataset']}, temperature {work['temperature']:g}, at most {work['max_tokens']} tokens, "
-        f"{work['template']}; source: {results['source']}. Acceptance length = 1 + accepted / steps with a 95 % bootstrap "
-        "interval over questions; per turn = mean of tokens per iteration, prefill counted, and its standard deviation."
+        f"{work['template']}; source: {results['source']}. Acceptance length = 1 + accepted / steps with a 95 % "
+        "bootstrap interval over questions; per turn = mean and standard deviation of tokens per iteration, with prefill."
     )
-    columns = ["category", "questions", "turns", "steps", "acceptance length", "per turn", "accepted at position 1 / 2 / \u2026"]
+    columns = [
+        "category",
+        "questions",
+        "turns",
+        "steps",
+        "acceptance length",
+        "per turn",
+        "accepted at position 1 / 2 / \u2026",
+    ]
     return Table(f"Acceptance of {results['name']}", columns, rows, note)
 
 
@@ -86,8 +94,20 @@ def throughput_table(results: dict[str, Any]) -> Table:
                     f"{speed['requests']} / {speed['errors']}",
                 ]
             )
-    columns = ["endpoint", "concurrency", "tokens/s", "steady", "per user", "TTFT ms", "p99", "per token ms", "acceptance"]
-    note = "steady = while every slot was busy (needs two conversations per slot); per user, TTFT and per token are medians."
+    columns = [
+        "endpoint",
+        "concurrency",
+        "tokens/s",
+        "steady",
+        "per user",
+        "TTFT ms",
+        "p99",
+        "per token ms",
+        "acceptance",
+    ]
+    note = (
+        "steady = while every slot was busy (two conversations per slot or more); per user, TTFT, per token: medians."
+    )
     return Table("Speed", [*columns, "requests / errors"], rows, note)
 
 
@@ -110,7 +130,9 @@ def ratio_table(results: dict[str, Any], over: str) -> Table | None:
     ]
     if not rows:
         return None
-    note = "Rounds alternate between the endpoints, one loaded at a time, same questions in each; median and range of the ratios."
+    note = (
+        "Rounds alternate between endpoints, one loaded at a time, same questions in each; median and range of ratios."
+    )
     columns = ["endpoint", "concurrency", f"{over} tokens/s", "its tokens/s", "ratio", "range", "rounds"]
     return Table(f"Speed over {over}", columns, rows, note)
 
@@ -125,7 +147,9 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
         [f"tokens/s at concurrency {r['concurrency']}", number(r["ratio"], 3), f"{r['low']:.3f} \u2013 {r['high']:.3f}"]
         for r in comparison["speed"]
     ]
-    note = "Acceptance: per-turn means with a 95 % bootstrap interval; speed: extremes over rounds, two different moments."
+    note = (
+        "Acceptance: per-turn means with a 95 % bootstrap interval; speed: extremes over rounds, two different moments."
+    )
     return Table(f"This run over {comparison['old']['name']}", ["figure", "new / old", "spread"], rows, note)
 
 

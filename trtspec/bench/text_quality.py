@@ -1,7 +1,7 @@
 """Is a text something that acceptance may be measured on? Loops, empty answers, noise, random-token prompts.
 
-Speculation is easy on a loop (every draft is right) and hopeless on random ids, so neither yields a figure worth printing
-without saying so. All functions are pure and need no tokenizer: units are words and punctuation marks.
+Speculation is easy on a loop (every draft is right) and hopeless on random ids, so neither yields a figure worth
+printing without saying so. All functions are pure and need no tokenizer: units are words and punctuation marks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def noise_share(text: str) -> float:
     """Share of characters that no language writes: control, unassigned, private use, U+FFFD."""
     if not text:
         return 0.0
-    bad = sum(1 for c in text if c == "\ufffd" or (unicodedata.category(c) in ("Cc", "Cn", "Co", "Cs") and c not in "\n\r\t"))
+    bad = sum(
+        1 for c in text if c == "\ufffd" or (unicodedata.category(c) in ("Cc", "Cn", "Co", "Cs") and c not in "\n\r\t")
+    )
     return bad / len(text)
 
 

@@ -1,0 +1,72 @@
+"""Starts stand-in servers as real processes on loopback, one per distinct setting and session."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+STAND_IN = Path(__file__).with_name("stand_in.py")
+TOPICS = {"code": "Write a function that", "docs": "Explain the module that", "list": "Name three things that"}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def stand_in() -> Iterator[Callable[..., str]]:
+    """stand_in(kind="vllm", loop=True) -> base URL of a running server with these settings."""
+    running: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
+
+    def start(**settings: object) -> str:
+        key = json.dumps(settings, sort_keys=True)
+        if key not in running:
+            port = free_port()
+            process = subprocess.Popen([sys.executable, str(STAND_IN), str(port), key])
+            url = f"http://127.0.0.1:{port}"
+            running[key] = (process, url)
+            wait_until_healthy(process, url)
+        return running[key][1]
+
+    yield start
+    for process, _ in running.values():
+        process.terminate()
+    for process, _ in running.values():
+        process.wait(timeout=10)
+
+
+def wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
+    for _ in range(300):
+        assert process.poll() is None, "the stand-in server died"
+        try:
+            if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.05)
+    raise AssertionError("the stand-in server did not come up")
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    """36 two-category-and-one prompts, the first of each category with two turns."""
+    lines = []
+    for index in range(36):
+        category = list(TOPICS)[index % 3]
+        turns = [f"{TOPICS[category]} sorts {index} numbers"]
+        if index < 3:
+            turns.append("Now make it shorter")
+        lines.append(json.dumps({"question_id": index, "category": category, "turns": turns}))
+    path = tmp_path / "questions.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
