@@ -1,0 +1,156 @@
+"""Runs the reference server: loads a target and a head, binds the port, serves until a signal ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import psutil
+import torch
+import uvicorn
+
+from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.engine.app import create_app
+from trtspec.engine.drafters import DrafterName
+from trtspec.engine.engine import Engine
+from trtspec.errors import TrtspecError, UsageError
+from trtspec.models.head_weights import load_head
+from trtspec.models.weights import load_target
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DEFAULT_MAX_SEQ_LEN = 4096
+GRACE_SECONDS = 30
+
+
+def run(
+    target: Path,
+    head: Path | None,
+    *,
+    host: str,
+    port: int,
+    dtype: str = "bfloat16",
+    draft_len: int = 3,
+    drafter: str | None = None,
+    max_batch_size: int = 16,
+    max_seq_len: int | None = None,
+    served_model_name: str | None = None,
+    device: str = "cpu",
+) -> None:
+    """Serves until SIGTERM (returns) or SIGINT (raises KeyboardInterrupt); requests in flight are finished first.
+
+    `drafter` is eagle3 (the default with a head) or prompt-lookup. `max_seq_len` defaults to the target's own
+    maximum, at most 4096. Raises TrtspecError when something does not load or the port is taken.
+    """
+    torch.set_num_threads(thread_count())
+    listener = bind(host, port)  # before the weights: a taken port should not cost a load
+    engine, tokenizer = build_engine(
+        target,
+        head,
+        dtype=dtype,
+        draft_len=draft_len,
+        drafter=drafter,
+        max_batch_size=max_batch_size,
+        max_seq_len=max_seq_len,
+        device=device,
+    )
+    name = served_model_name or target.resolve().name
+    how = f"drafter {drafter or 'eagle3'}, draft length {engine.draft_len}" if engine.draft_len else "no speculation"
+    config = uvicorn.Config(
+        create_app(engine, tokenizer, name), log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS, lifespan="on"
+    )
+    server = Server(config, f"trtspec: serving {name} on http://{host}:{listener.getsockname()[1]} ({how})")
+    server.run(sockets=[listener])
+    if server.ended_by == signal.SIGINT:
+        raise KeyboardInterrupt
+
+
+def build_engine(
+    target: Path,
+    head: Path | None = None,
+    *,
+    dtype: str = "bfloat16",
+    draft_len: int = 3,
+    drafter: str | None = None,
+    max_batch_size: int = 16,
+    max_seq_len: int | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+) -> tuple[Engine, KimiTokenizer]:
+    """Loads checkpoint directories into an engine with its tokenizer."""
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", "use --dtype bfloat16")
+    tokenizer = KimiTokenizer(target)
+    model = load_target(target, dtype=DTYPES[dtype], device=device)
+    draft_head = None if head is None else load_head(head, model, dtype=DTYPES[dtype], device=device)
+    name: DrafterName | None = drafter or ("eagle3" if head else None)  # type: ignore[assignment]
+    engine = Engine(
+        model,
+        draft_head,
+        drafter=name,
+        draft_len=draft_len,
+        max_batch_size=max_batch_size,
+        max_seq_len=max_seq_len or min(model.spec.max_position_embeddings, DEFAULT_MAX_SEQ_LEN),
+        seed=seed,
+        tokenizer=tokenizer,
+    )
+    return engine, tokenizer
+
+
+def thread_count() -> int:
+    """TRTSPEC_THREADS, else the physical cores this process may use."""
+    wanted = os.environ.get("TRTSPEC_THREADS", "")
+    if wanted:
+        if not wanted.isdigit() or int(wanted) < 1:
+            raise UsageError(f"TRTSPEC_THREADS is {wanted!r}", "set it to a positive number or unset it")
+        return int(wanted)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(usable, psutil.cpu_count(logical=False) or usable)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises TrtspecError when the address is taken or not ours."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        return listener
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise TrtspecError(
+            f"cannot listen on {host}:{port}: {reason}", "stop what uses the port, or pass --port"
+        ) from None
+
+
+class Server(uvicorn.Server):
+    """uvicorn, announcing itself when ready, and remembering which signal ended it instead of raising it again."""
+
+    def __init__(self, config: uvicorn.Config, ready: str) -> None:
+        super().__init__(config)
+        self.ready = ready
+        self.ended_by: int | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            sys.stderr.write(self.ready + "\n")
+            sys.stderr.flush()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        previous = {number: signal.signal(number, self._end) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        self.ended_by = number
+        self.handle_exit(number, frame)

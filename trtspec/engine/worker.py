@@ -1,0 +1,120 @@
+"""The engine's own thread, and the bridge between it and an asyncio server."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from queue import SimpleQueue
+from typing import Any
+
+from trtspec.engine.engine import Engine, check_request
+from trtspec.engine.sequence import Output, Request
+
+ITERATIONS_KEPT = 1000
+
+
+class EngineFailed(Exception):
+    """The engine thread died; the server answers 500 and is unhealthy from then on."""
+
+
+class Worker:
+    """Runs an engine in a thread. All methods but `start` and `stop` are called from the event loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.iterations: deque[dict[str, Any]] = deque(maxlen=ITERATIONS_KEPT)
+        self.failure: BaseException | None = None
+        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._outputs: dict[str, asyncio.Queue[Output | None]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread; outputs go to the event loop that calls this."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after the current step and waits for it."""
+        self._commands.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout=60)
+
+    @property
+    def healthy(self) -> bool:
+        return self.failure is None and self._thread.is_alive()
+
+    def check(self, request: Request) -> None:
+        """Raises UsageError for a request that the engine would refuse."""
+        engine = self.engine
+        check_request(request, engine.max_seq_len, engine.target.spec.vocab_size, engine.tokenizer is not None)
+
+    async def run(self, request: Request) -> AsyncIterator[Output]:
+        """Outputs of a request as they come. Leaving the loop early cancels it. Raises EngineFailed."""
+        self.check(request)
+        outputs: asyncio.Queue[Output | None] = asyncio.Queue()
+        self._outputs[request.id] = outputs
+        if not self.healthy:
+            raise EngineFailed("the engine stopped")
+        self._commands.put(lambda: self.engine.submit(request))
+        finished = False
+        try:
+            while not finished:
+                output = await outputs.get()
+                if output is None:
+                    raise EngineFailed("the engine stopped")
+                finished = output.finish_reason is not None
+                yield output
+        finally:
+            del self._outputs[request.id]
+            if not finished:
+                self._commands.put(lambda: self.engine.cancel(request.id))
+
+    def drain_iterations(self) -> list[dict[str, Any]]:
+        """Iteration records since the last call, oldest first; at most the last ITERATIONS_KEPT."""
+        drained = []
+        while self.iterations:
+            drained.append(self.iterations.popleft())
+        return drained
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                outputs = self.engine.step()
+                if self.engine.iteration is not None:
+                    self.iterations.append(self.engine.iteration.to_dict())
+                self._deliver(outputs)
+        except BaseException as error:
+            self.failure = error
+            traceback.print_exc(file=sys.stderr)
+        finally:
+            self._deliver(None)
+
+    def _obey(self) -> bool:
+        """Executes what was asked; waits when there is nothing to compute. False: stop."""
+        while not (self._commands.empty() and self.engine.has_work):
+            command = self._commands.get()
+            if command is None:
+                return False
+            command()
+        return True
+
+    def _deliver(self, outputs: list[Output] | None) -> None:
+        """Hands a step's outputs to the event loop in one call; None tells every waiting request that all is over."""
+        assert self._loop is not None
+        if outputs == [] or self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._distribute, outputs)
+
+    def _distribute(self, outputs: list[Output] | None) -> None:
+        if outputs is None:
+            for queue in self._outputs.values():
+                queue.put_nowait(None)
+            return
+        for output in outputs:
+            if output.id in self._outputs:  # a cancelled request has nobody waiting
+                self._outputs[output.id].put_nowait(output)
