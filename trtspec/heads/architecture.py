@@ -6,6 +6,7 @@ The MHA shape is a Llama layer with plain rope, which every server loads.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from trtspec.errors import UsageError
@@ -39,6 +40,9 @@ def new_head_spec(
             f"pass --draft-vocab-size between 1 and {target.vocab_size}",
         )
     mla = attention == "mla"
+    rope = RopeSpec(theta=target.rope.theta)
+    if mla:  # TensorRT-LLM computes YaRN for every MLA draft; factor 1 is plain rope
+        rope = target.rope if target.rope.rope_type == "yarn" else replace(rope, rope_type="yarn", factor=1.0)
     return HeadSpec(
         eagle=eagle,
         attention=attention,
@@ -52,7 +56,7 @@ def new_head_spec(
         vocab_size=target.vocab_size,
         draft_vocab_size=draft,
         rms_norm_eps=target.rms_norm_eps,
-        rope=target.rope if mla else RopeSpec(theta=target.rope.theta),
+        rope=rope,
         num_aux=len(layers),
         aux_layers=tuple(layers),
         q_lora_rank=target.q_lora_rank if mla else 0,

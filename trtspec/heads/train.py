@@ -173,7 +173,7 @@ def loss_and_accuracy(
     """
     weight = model.lm_head.weight.dtype if not torch.is_autocast_enabled(tokens.device.type) else torch.bfloat16
     states = {"base_model_hidden_states": hidden.to(weight), "aux_hidden_states": aux.to(weight)}
-    output = model(input_ids=tokens, base_model_outputs=states, loss_mask=loss_mask[..., None].squeeze(-1))
+    output = model(input_ids=tokens, base_model_outputs=states, loss_mask=loss_mask)
     return output.loss, output.train_acc[0]
 
 

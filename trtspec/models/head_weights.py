@@ -8,8 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from trtspec.checkpoint.dialects import head_spec
+from trtspec.checkpoint.dialects import read_head
 from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.pairing import pair_problems
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError
 from trtspec.models.eagle3 import Eagle3Head
@@ -26,9 +27,6 @@ class Tensors(Protocol):
     def __getitem__(self, name: str, /) -> Tensor: ...
 
 
-OPTIONAL = ("lm_head.weight", "embed_tokens.weight", "d2t", "t2d")
-
-
 def load_head(
     path: Path | str, target: KimiModel, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
 ) -> Eagle3Head:
@@ -38,12 +36,16 @@ def load_head(
     head whose function the servers do not compute (norm_before_residual).
     """
     checkpoint = Checkpoint.open(Path(path))
-    spec = head_spec(checkpoint)
-    problems = _unfit(spec, target) + _misfits(checkpoint, spec)
+    spec, found = read_head(checkpoint)
+    found = [problem for problem in found + pair_problems(spec, target.spec) if problem.severity == "error"]
+    problems = [f"[{problem.code}] {problem.where}: {problem.message}" for problem in found]
+    if not problems:
+        with torch.device("meta"):
+            problems = _misfits(checkpoint, Eagle3Head(spec))
     if problems:
         raise TrtspecError(
             f"{path} cannot draft for this target: {'; '.join(problems)}",
-            f"run `trtspec inspect {path} --against TARGET`",
+            found[0].remedy if found else f"run `trtspec inspect {path}`",
         )
     tensors = LazyTensors(checkpoint)
     head = assemble(spec, tensors, target, dtype=dtype, device=device)
@@ -88,86 +90,15 @@ def layout(spec: HeadSpec) -> dict[str, tuple[str, ...]]:
     return table
 
 
-def expected_shapes(spec: HeadSpec) -> dict[str, tuple[int, ...]]:
-    """Shape of every required and optional tensor of a head, by its name in the checkpoint."""
-    hidden, captured, layer = spec.hidden_size, spec.num_aux * spec.target_hidden_size, spec.layer_prefix
-    inner, heads = spec.intermediate_size, spec.num_attention_heads
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, captured),
-        "norm.weight": (hidden,),
-        "lm_head.weight": (spec.draft_vocab_size, hidden),
-        "embed_tokens.weight": (spec.vocab_size, hidden),
-        "d2t": (spec.draft_vocab_size,),
-        "t2d": (spec.vocab_size,),
-        "input_norm.weight": (captured,),
-    }
-    shapes |= {f"fc_norm.{i}.weight": (spec.target_hidden_size,) for i in range(spec.num_aux)}
-    block: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (hidden,),
-        "hidden_norm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    if spec.attention == "mla":
-        nope, rope, value = spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim
-        block |= {
-            "self_attn.q_a_proj": (spec.q_lora_rank, 2 * hidden),
-            "self_attn.q_a_layernorm": (spec.q_lora_rank,),
-            "self_attn.q_b_proj": (heads * (nope + rope), spec.q_lora_rank),
-            "self_attn.kv_a_proj_with_mqa": (spec.kv_lora_rank + rope, 2 * hidden),
-            "self_attn.kv_a_layernorm": (spec.kv_lora_rank,),
-            "self_attn.kv_b_proj": (heads * (nope + value), spec.kv_lora_rank),
-            "self_attn.o_proj": (hidden, heads * value),
-        }
-    else:
-        keys = spec.num_key_value_heads * spec.head_dim
-        block |= {
-            "self_attn.q_proj": (heads * spec.head_dim, 2 * hidden),
-            "self_attn.k_proj": (keys, 2 * hidden),
-            "self_attn.v_proj": (keys, 2 * hidden),
-            "self_attn.o_proj": (hidden, heads * spec.head_dim),
-        }
-    return shapes | {f"{layer}{name}.weight": shape for name, shape in block.items()}
-
-
-def _unfit(spec: HeadSpec, target: KimiModel) -> list[str]:
-    """Why this head's function or widths rule it out for the target."""
+def _misfits(checkpoint: Checkpoint, head: Eagle3Head) -> list[str]:
+    """Tensors whose shape is not the one that the parameter (its equal share of rows) has."""
     problems = []
-    if spec.norm_before_residual:
-        problems.append(
-            "TS-HEAD-NORM-BEFORE-RESIDUAL it was trained with the normed state as residual, which TensorRT-LLM does not "
-            "compute and no change of weights can express"
-        )
-    if spec.target_hidden_size != target.spec.hidden_size:
-        problems.append(
-            f"TS-HEAD-TARGET-WIDTH fc expects states of width {spec.target_hidden_size}, the target's are "
-            f"{target.spec.hidden_size}"
-        )
-    if spec.vocab_size != target.spec.vocab_size:
-        problems.append(f"TS-HEAD-VOCAB vocab_size {spec.vocab_size}, the target's is {target.spec.vocab_size}")
-    if not spec.has_d2t and spec.draft_vocab_size != spec.vocab_size:
-        problems.append(
-            f"TS-HEAD-D2T-MISSING {spec.draft_vocab_size} draft tokens of {spec.vocab_size} and no d2t to name them"
-        )
-    layers = spec.aux_layers or ()
-    if any(layer >= target.spec.num_hidden_layers for layer in layers):
-        problems.append(
-            f"TS-HEAD-AUX-LAYERS capture layers {list(layers)}, the target has {target.spec.num_hidden_layers} layers"
-        )
-    return problems
-
-
-def _misfits(checkpoint: Checkpoint, spec: HeadSpec) -> list[str]:
-    shapes = expected_shapes(spec)
-    required = [name for names in layout(spec).values() for name in names]
-    problems = [f"TS-HEAD-TENSOR-MISSING {name}" for name in required if name not in checkpoint.tensors]
-    for name, info in checkpoint.tensors.items():
-        if name not in required and name not in OPTIONAL:
-            problems.append(f"TS-HEAD-TENSOR-UNKNOWN {name}")
-        elif tuple(info.shape) != shapes[name]:
-            problems.append(f"TS-HEAD-TENSOR-SHAPE {name} is {tuple(info.shape)}, config.json implies {shapes[name]}")
+    for parameter, names in layout(head.spec).items():
+        wanted = tuple(head.get_parameter(parameter).shape)
+        shapes = [tuple(checkpoint.tensors[name].shape) for name in names if name in checkpoint.tensors]
+        rows = sum(shape[0] for shape in shapes) if parameter != "fc_norm" else wanted[0]
+        if rows != wanted[0] or any(shape[-1] != wanted[-1] for shape in shapes):
+            problems.append(f"[TS-HEAD-TENSOR-SHAPE] {', '.join(names)}: {shapes}, together they must be {wanted}")
     return problems
 
 
@@ -184,7 +115,7 @@ def _attach(head: Eagle3Head, tensors: Tensors, target: KimiModel, dtype: torch.
         head.set_lm_head(target.lm_head)
     else:
         raise TrtspecError(
-            "TS-HEAD-LM-HEAD-MISSING the head has no lm_head and the target's does not fit its draft vocabulary",
+            "[TS-HEAD-LM-HEAD] the head has no lm_head and the target's does not fit its draft vocabulary",
             "export the head again with its lm_head",
         )
     if (weight := own("embed_tokens.weight")) is not None:
@@ -206,6 +137,6 @@ def _check_vocabulary(d2t: Tensor, spec: HeadSpec) -> None:
     ids = d2t.long() + torch.arange(len(d2t), device=d2t.device)
     if int(ids.min()) < 0 or int(ids.max()) >= spec.vocab_size or len(ids.unique()) != len(ids):
         raise TrtspecError(
-            "TS-HEAD-D2T-RANGE d2t does not map the draft vocabulary to different target ids",
+            "[TS-HEAD-D2T-RANGE] d2t does not map the draft vocabulary to different target ids",
             "d2t holds offsets (target id - draft id), not ids; rebuild it from the training vocabulary",
         )

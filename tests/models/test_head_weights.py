@@ -1,0 +1,100 @@
+"""Loading a head: both namings, what the target lends, and every misfit refused with its code in one message."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tiny import make_head, make_target
+from trtspec.errors import TrtspecError
+from trtspec.models.head_weights import load_head
+from trtspec.models.weights import load_target
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory):
+    return make_target(tmp_path_factory.mktemp("target"), layers=7)
+
+
+@pytest.fixture(scope="module")
+def target(target_dir):
+    return load_target(target_dir, dtype=torch.float32)
+
+
+def edit(head: Path, change_tensors=None, **config) -> Path:
+    tensors = load_file(head / "model.safetensors")
+    if change_tensors:
+        change_tensors(tensors)
+        save_file(tensors, head / "model.safetensors", {"format": "pt"})
+    stored = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(stored | config))
+    return head
+
+
+def outputs(head, seed=0):
+    torch.manual_seed(seed)
+    x = head.fuse(torch.randn(2, 6, head.spec.num_aux * head.spec.target_hidden_size))
+    tokens = torch.randint(0, head.spec.vocab_size, (2, 6))
+    return head.logits(head(x, tokens, None, None)[1])
+
+
+@pytest.mark.parametrize("attention", ["mha", "mla"])
+def test_both_namings_are_the_same_head(tmp_path, target_dir, target, attention):
+    names = ("modelopt", "midlayer")
+    paths = [make_head(tmp_path / name, target_dir, attention=attention, dialect=name) for name in names]
+    first, second = (outputs(load_head(path, target, dtype=torch.float32)) for path in paths)
+    assert torch.equal(first, second)
+
+
+def test_the_target_lends_lm_head_and_embedding(tmp_path, target_dir, target):
+    path = edit(make_head(tmp_path / "head", target_dir), lambda tensors: tensors.pop("lm_head.weight"))
+    head = load_head(path, target, dtype=torch.float32)
+    assert head.lm_head is target.lm_head
+    assert head.embed is target.embed
+
+
+def test_an_embedding_of_its_own_is_used(tmp_path, target_dir, target):
+    path = make_head(tmp_path / "head", target_dir)
+    own = torch.randn(512, 64).to(torch.bfloat16)
+    edit(path, lambda tensors: tensors.update({"embed_tokens.weight": own}))
+    head = load_head(path, target, dtype=torch.float32)
+    assert torch.equal(head.embed.weight, own.float())
+
+
+def _widen(tensors):
+    tensors["layers.0.mlp.down_proj.weight"] = torch.zeros(64, 100, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "code"),
+    [
+        (None, {"norm_before_residual": True}, "TS-HEAD-NORM-RESIDUAL"),
+        (lambda t: t.pop("fc.weight"), {}, "TS-HEAD-TENSOR-MISSING"),
+        (_widen, {}, "TS-HEAD-TENSOR-SHAPE"),
+        (lambda t: t.pop("d2t"), {"draft_vocab_size": 100}, "TS-HEAD-D2T-MISSING"),
+        (None, {"vocab_size": 600}, "TS-PAIR-VOCAB"),
+    ],
+)
+def test_a_head_that_cannot_work_is_refused(tmp_path, target_dir, target, change, config, code):
+    path = make_head(tmp_path / "head", target_dir, attention="mha", draft_vocab=100)
+    edit(path, change, **config)
+    with pytest.raises(TrtspecError, match=code):
+        load_head(path, target, dtype=torch.float32)
+
+
+def test_all_misfits_stand_in_one_message(tmp_path, target_dir, target):
+    path = make_head(tmp_path / "head", target_dir, attention="mha")
+
+    def spoil(tensors):
+        for name in ("gate", "down"):
+            shape = tensors[f"layers.0.mlp.{name}_proj.weight"].shape
+            tensors[f"layers.0.mlp.{name}_proj.weight"] = torch.zeros(shape[0], shape[1] + 1, dtype=torch.bfloat16)
+
+    with pytest.raises(TrtspecError) as refused:
+        load_head(edit(path, spoil), target, dtype=torch.float32)
+    assert "gate_proj" in refused.value.message
+    assert "down_proj" in refused.value.message

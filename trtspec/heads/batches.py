@@ -1,0 +1,75 @@
+"""Which samples make up which step: a pure function of the seed, so that a resumed run continues the same sequence."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trtspec.heads.features import Features
+
+WINDOW_BATCHES = 16  # samples are sorted by length within this many batches: little padding, much shuffling
+
+
+@dataclass
+class Batch:
+    """tokens, loss_mask [B, S]; hidden [B, S, H]; aux [B, S, n_aux*H]; padded on the right."""
+
+    tokens: Tensor
+    hidden: Tensor
+    aux: Tensor
+    loss_mask: Tensor
+    real_tokens: int
+
+
+def split_held_out(ids: list[str], share: float, seed: int) -> tuple[list[int], list[int]]:
+    """(training indices, held-out indices): by hash of the id, so that more data never moves a sample over."""
+    limit = int(share * 2**32)
+
+    def bucket(name: str) -> int:
+        return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:4], "big")
+
+    held = [index for index, name in enumerate(ids) if bucket(name) < limit]
+    chosen = set(held)
+    train = [index for index in range(len(ids)) if index not in chosen]
+    return (train, held) if train else (held, [])
+
+
+def batches_of_epoch(
+    lengths: list[int], indices: list[int], batch_size: int, seed: int, epoch: int
+) -> list[list[int]]:
+    """Every index once: shuffled, sorted by length within windows, cut into batches, the batches shuffled."""
+    shuffler = random.Random(f"{seed}:{epoch}")
+    order = list(indices)
+    shuffler.shuffle(order)
+    window = WINDOW_BATCHES * batch_size
+    batches = []
+    for begin in range(0, len(order), window):
+        part = sorted(order[begin : begin + window], key=lambda index: lengths[index])
+        batches += [part[i : i + batch_size] for i in range(0, len(part), batch_size)]
+    shuffler.shuffle(batches)
+    return batches
+
+
+def collate(features: Features, indices: list[int], answer_only: bool, device: str = "cpu") -> Batch:
+    """Gathers the samples' states. The mask marks positions whose *next* token counts: every one but the last, or
+    those before a token that the target wrote."""
+    length = max(len(features.samples[index].tokens) for index in indices)
+    tokens = torch.zeros(len(indices), length, dtype=torch.int64)
+    mask = torch.zeros(len(indices), length)
+    hidden = torch.zeros(len(indices), length, features.hidden.shape[-1], dtype=torch.bfloat16)
+    aux = torch.zeros(len(indices), length, features.aux.shape[-1], dtype=torch.bfloat16)
+    for row, index in enumerate(indices):
+        sample, rows = features.samples[index], features.rows(index)
+        count = len(sample.tokens)
+        tokens[row, :count] = torch.tensor(sample.tokens)
+        hidden[row, :count], aux[row, :count] = features.hidden[rows], features.aux[rows]
+        if answer_only:
+            mask[row, : count - 1] = torch.tensor(sample.answer[1:], dtype=torch.float32)
+        else:
+            mask[row, :count] = 1.0
+    real = sum(len(features.samples[index].tokens) for index in indices)
+    return Batch(tokens.to(device), hidden.to(device), aux.to(device), mask.to(device), real)

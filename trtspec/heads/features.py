@@ -1,0 +1,157 @@
+"""The target's states that a head learns from: computed once per token, kept in memory or as ModelOpt's dumps.
+
+Per token: the state after the final norm (it gives the target's distribution) and the captured layer outputs, in bf16,
+(1 + n_aux) * H * 2 bytes. A dump directory holds one .pt per conversation in ModelOpt's offline format:
+input_ids [S], hidden_states [S, H], aux_hidden_states [S, n_aux*H], loss_mask [S], conversation_id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trtspec.errors import TrtspecError
+from trtspec.heads.data import Sample
+from trtspec.specs import ModelSpec
+
+FORWARD_TOKENS = 2048  # per forward of the target: large enough for full matrix multiplications
+
+
+class Target(Protocol):
+    """The part of models.kimi.KimiModel that features need."""
+
+    spec: ModelSpec
+
+    def __call__(self, tokens: Tensor, start: None, cache: None, *, aux_layers: tuple[int, ...], last_only: bool): ...
+
+
+@dataclass
+class Features:
+    """States of all samples end to end: hidden [N, H], aux [N, n_aux*H], sample i at offsets[i]..offsets[i+1]."""
+
+    samples: list[Sample]
+    offsets: list[int]
+    hidden: Tensor
+    aux: Tensor
+
+    def rows(self, index: int) -> slice:
+        return slice(self.offsets[index], self.offsets[index + 1])
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.numel() * part.element_size() for part in (self.hidden, self.aux))
+
+
+def bytes_per_token(spec: ModelSpec, num_aux: int) -> int:
+    return (1 + num_aux) * spec.hidden_size * 2
+
+
+def empty_features(samples: list[Sample], hidden_size: int, num_aux: int) -> Features:
+    offsets = [0]
+    for sample in samples:
+        offsets.append(offsets[-1] + len(sample.tokens))
+    hidden = torch.empty(offsets[-1], hidden_size, dtype=torch.bfloat16)
+    aux = torch.empty(offsets[-1], num_aux * hidden_size, dtype=torch.bfloat16)
+    return Features(samples, offsets, hidden, aux)
+
+
+def compute_features(
+    target: Target, samples: list[Sample], aux_layers: tuple[int, ...], advance: Callable[[int], None] = lambda _: None
+) -> Features:
+    """Runs the target once over every sample (right-padded batches of similar length); `advance` gets token counts."""
+    features = empty_features(samples, target.spec.hidden_size, len(aux_layers))
+    for batch in _similar_length(samples):
+        length = len(samples[batch[-1]].tokens)
+        tokens = torch.zeros(len(batch), length, dtype=torch.int64)
+        for row, index in enumerate(batch):
+            tokens[row, : len(samples[index].tokens)] = torch.tensor(samples[index].tokens)
+        with torch.inference_mode():
+            output = target(tokens, None, None, aux_layers=aux_layers, last_only=True)
+        for row, index in enumerate(batch):
+            place, count = features.rows(index), len(samples[index].tokens)
+            features.hidden[place] = output.hidden[row, :count].to(torch.bfloat16)
+            features.aux[place] = output.aux[row, :count].to(torch.bfloat16)
+        advance(sum(len(samples[index].tokens) for index in batch))
+    return features
+
+
+def _similar_length(samples: list[Sample]) -> Iterator[list[int]]:
+    """Indices in batches, short samples first, at most FORWARD_TOKENS padded tokens each."""
+    batch: list[int] = []
+    for index in sorted(range(len(samples)), key=lambda i: len(samples[i].tokens)):
+        if batch and (len(batch) + 1) * len(samples[index].tokens) > FORWARD_TOKENS:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def dump_path(directory: Path, sample: Sample) -> Path:
+    """File of a sample: its id made safe, and a hash of its tokens, so that stale dumps are never taken for it."""
+    digest = hashlib.sha256(repr(sample.tokens).encode()).hexdigest()[:12]
+    return directory / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', sample.id)[:80]}-{digest}.pt"
+
+
+def write_dumps(features: Features, directory: Path) -> None:
+    """One .pt per sample, each appearing whole; files that are there already are left alone."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for index, sample in enumerate(features.samples):
+        path, rows = dump_path(directory, sample), features.rows(index)
+        if path.exists():
+            continue
+        record = {
+            "conversation_id": sample.id,
+            "input_ids": torch.tensor(sample.tokens),
+            "hidden_states": features.hidden[rows].clone(),
+            "aux_hidden_states": features.aux[rows].clone(),
+            "loss_mask": torch.tensor(sample.answer),
+        }
+        partial = path.with_suffix(".partial")
+        torch.save(record, partial)
+        partial.replace(path)
+
+
+def read_dumps(directory: Path, spec: ModelSpec, num_aux: int) -> Features:
+    """All dumps of a directory, whoever wrote them (weights_only: a dump runs no code).
+
+    Raises TrtspecError when there is none, when one is not a dump, or its widths are not the target's.
+    """
+    records = [_read_dump(path, spec, num_aux) for path in sorted(directory.glob("*.pt"))]
+    if not records:
+        raise TrtspecError(f"TS-FEATURES-NONE {directory} holds no .pt dumps", "pass a directory of ModelOpt dumps")
+    features = empty_features([sample for sample, _ in records], spec.hidden_size, num_aux)
+    for index, (_, record) in enumerate(records):
+        features.hidden[features.rows(index)] = record["hidden_states"].to(torch.bfloat16)
+        features.aux[features.rows(index)] = record["aux_hidden_states"].to(torch.bfloat16)
+    return features
+
+
+def _read_dump(path: Path, spec: ModelSpec, num_aux: int) -> tuple[Sample, dict[str, Tensor]]:
+    try:
+        record = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+        tokens = tuple(record["input_ids"].flatten().tolist())
+        hidden, aux = record["hidden_states"], record["aux_hidden_states"]
+    except Exception as error:  # torch.load raises many kinds for a damaged or foreign file
+        raise TrtspecError(f"TS-FEATURES-DUMP {path}: not a dump ({error})", "dump the states again") from None
+    wanted = ((len(tokens), spec.hidden_size), (len(tokens), num_aux * spec.hidden_size))
+    if (tuple(hidden.shape), tuple(aux.shape)) != wanted:
+        raise TrtspecError(
+            f"TS-FEATURES-DUMP {path}: states {tuple(hidden.shape)} and {tuple(aux.shape)}, wanted {wanted[0]} and {wanted[1]}",
+            "dump the states of this target and these capture layers",
+        )
+    if record.get("hidden_states_prenorm"):
+        raise TrtspecError(
+            f"TS-FEATURES-PRENORM {path}: hidden_states are from before the target's final norm",
+            "dump the normed state, or apply the final norm to the dumps",
+        )
+    mask = record.get("loss_mask")
+    answer = (1,) * len(tokens) if mask is None else tuple(mask.flatten().tolist())
+    return Sample(str(record.get("conversation_id", path.stem)), tokens, answer, len(tokens)), record

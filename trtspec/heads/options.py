@@ -1,0 +1,88 @@
+"""What a training run depends on. Two runs with equal options and data have the same loss curve."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from trtspec.errors import UsageError
+from trtspec.specs import Attention
+
+PEAK_LR_TIMES_WIDTH = 0.5  # the learning rate falls with width: 2e-3 at 256, 7e-5 at Kimi's 7168
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Sizes in tokens and steps. `None` means: derived from the target (see the property of the same meaning)."""
+
+    attention: Attention = "mla"
+    eagle: Literal["3", "3.1"] = "3"
+    draft_vocab_size: int | None = None
+    intermediate_size: int | None = None
+    aux_layers: tuple[int, ...] | None = None
+    ttt_steps: int = 3
+    epochs: int = 3
+    steps: int | None = None
+    lr: float | None = None
+    warmup: float = 0.05
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    seq_len: int = 2048
+    batch_size: int = 8
+    seed: int = 0
+    answer_only: bool = False
+    held_out: float = 0.05
+    precision: Literal["bf16", "fp32"] = "bf16"
+
+    def peak_lr(self, hidden_size: int) -> float:
+        return self.lr if self.lr is not None else min(2e-3, PEAK_LR_TIMES_WIDTH / hidden_size)
+
+    def to_dict(self) -> dict[str, Any]:
+        values = asdict(self)
+        values["aux_layers"] = list(self.aux_layers) if self.aux_layers else None
+        return values
+
+    def checked(self) -> TrainOptions:
+        """Returns itself; UsageError names the first value that cannot be."""
+        wrong = [
+            (self.attention in ("mha", "mla"), "attention", "mha or mla"),
+            (self.eagle in ("3", "3.1"), "eagle", "3 or 3.1"),
+            (self.precision in ("bf16", "fp32"), "precision", "bf16 or fp32"),
+            (1 <= self.ttt_steps <= 16, "ttt_steps", "1 to 16"),
+            (self.epochs >= 1, "epochs", "1 or more"),
+            (self.steps is None or self.steps >= 1, "steps", "1 or more"),
+            (self.batch_size >= 1, "batch_size", "1 or more"),
+            (self.seq_len > self.ttt_steps + 1, "seq_len", "more than ttt_steps + 1"),
+            (0 <= self.held_out < 1, "held_out", "0 up to 1"),
+            (0 <= self.warmup < 1, "warmup", "0 up to 1"),
+        ]
+        for fine, name, allowed in wrong:
+            if not fine:
+                raise UsageError(f"{name} is {getattr(self, name)!r}, it must be {allowed}", f"pass --{name.replace('_', '-')}")
+        return self
+
+
+def read_options(path: Path | None, overrides: dict[str, Any]) -> TrainOptions:
+    """Defaults, then the YAML file's keys (the option names, with - or _), then `overrides` that are not None."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise UsageError(f"cannot read the config file {path}: {error}", "pass a YAML mapping of option names") from None
+        if not isinstance(loaded, dict):
+            raise UsageError(f"{path} is not a mapping of option names to values", "see `trtspec train --help`")
+        values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
+    values |= {key: value for key, value in overrides.items() if value is not None}
+    known = {field.name for field in fields(TrainOptions)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise UsageError(f"{path}: unknown training options {', '.join(unknown)}", f"known: {', '.join(sorted(known))}")
+    if values.get("aux_layers") is not None:
+        values["aux_layers"] = tuple(int(layer) for layer in values["aux_layers"])
+    if values.get("eagle") is not None:
+        values["eagle"] = str(values["eagle"])
+    return replace(TrainOptions(), **values).checked()

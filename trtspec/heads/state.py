@@ -1,0 +1,94 @@
+"""A training run on disk: weights, moments and step in one safetensors file that appears whole; a loss curve beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from trtspec.checkpoint.writer import write_shard
+from trtspec.errors import UsageError
+
+STATE_NAME = "state.safetensors"
+RESTART = "pass --restart to begin anew, or repeat the command as it was"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Curve:
+    """training.jsonl: one line per step. `position` is what the saved state counts as written."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab+")
+
+    @property
+    def position(self) -> int:
+        return self._file.seek(0, os.SEEK_END)
+
+    def cut(self, position: int) -> None:
+        """Drops what was written after the state from which the run goes on."""
+        self._file.truncate(position)
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def save_state(
+    directory: Path,
+    parameters: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: int,
+    position: int,
+    fingerprint: dict[str, Any],
+) -> None:
+    """Writes state.safetensors atomically; a kill leaves the previous state."""
+    tensors = {f"head.{name}": value.detach() for name, value in parameters.items()}
+    for name, value in parameters.items():
+        tensors |= {f"{moment}.{name}": optimizer.state[value][moment] for moment in MOMENTS if optimizer.state[value]}
+    record = {"step": step, "position": position, "fingerprint": fingerprint}
+    directory.mkdir(parents=True, exist_ok=True)
+    write_shard(directory / STATE_NAME, tensors, {"run": json.dumps(record)})
+
+
+def load_state(
+    directory: Path,
+    parameters: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    fingerprint: dict[str, Any],
+) -> tuple[int, int]:
+    """Puts a saved run back; returns (step, curve position), (0, 0) when there is none.
+
+    Raises UsageError naming what changed when the run was begun with other options, data or target.
+    """
+    path = directory / STATE_NAME
+    if not path.is_file():
+        return 0, 0
+    with safe_open(path, "pt") as state:
+        record = json.loads((state.metadata() or {})["run"])
+        _compare(record["fingerprint"], fingerprint, directory)
+        with torch.no_grad():
+            for name, value in parameters.items():
+                value.copy_(state.get_tensor(f"head.{name}"))
+                optimizer.state[value] = {
+                    "step": torch.tensor(float(record["step"])),
+                    **{moment: state.get_tensor(f"{moment}.{name}").to(value.device) for moment in MOMENTS},
+                }
+    return record["step"], record["position"]
+
+
+def _compare(old: dict[str, Any], new: dict[str, Any], directory: Path) -> None:
+    new = json.loads(json.dumps(new))
+    changed = [f"{key} was {old.get(key)}, now {new.get(key)}" for key in sorted(old | new) if old.get(key) != new.get(key)]
+    if changed:
+        raise UsageError(f"the run in {directory} was begun with something else: {'; '.join(changed)}", RESTART)
