@@ -29,14 +29,17 @@ def target_problems(checkpoint: Checkpoint, spec: ModelSpec) -> list[Problem]:
 
 def _weights(checkpoint: Checkpoint, spec: ModelSpec) -> list[Problem]:
     """Every linear that the architecture needs, with its scales and shape; reported once per kind of fault."""
-    missing, unscaled, misshaped = [], [], []
+    missing, unscaled, misshaped, mistyped = [], [], [], []
     tensors = checkpoint.tensors
     for module, shape in linear_shapes(spec):
         stored = stored_format(tensors, module)
         if stored is None:
             missing.append(module)
             continue
-        wanted = COMPANIONS[stored][2] if stored in COMPANIONS else ()
+        if stored not in COMPANIONS:
+            mistyped.append(f"{module} is {stored}")
+            continue
+        wanted = COMPANIONS[stored]
         unscaled += [f"{module}.{name}" for name in wanted if f"{module}.{name}" not in tensors]
         if logical_shape(tensors, module, stored) != shape:
             misshaped.append(
@@ -45,6 +48,7 @@ def _weights(checkpoint: Checkpoint, spec: ModelSpec) -> list[Problem]:
     return [
         *_one("TS-TARGET-WEIGHT-MISSING", missing, "weights are absent", REMEDY),
         *_one("TS-TARGET-SCALE-MISSING", unscaled, "scales are absent", REMEDY),
+        *_one("TS-TARGET-DTYPE", mistyped, "weights have a type that no Kimi format uses", REMEDY),
         *_one("TS-TARGET-SHAPE", misshaped, "weights have another shape", "check that config.json is theirs"),
     ]
 

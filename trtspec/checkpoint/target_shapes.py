@@ -10,9 +10,10 @@ from trtspec.specs import ModelSpec
 SCALES = ("weight_scale", "weight_scale_2", "weight_scale_inv", "weight_shape", "input_scale", "k_scale", "v_scale")
 VISION = ("vision_tower.", "mm_projector.")
 COMPANIONS = {
-    "nvfp4": ("weight", "U8", ("weight_scale", "weight_scale_2", "input_scale")),
-    "int4": ("weight_packed", "I32", ("weight_scale", "weight_shape")),
-    "fp8-block": ("weight", "F8_E4M3", ("weight_scale_inv",)),
+    "nvfp4": ("weight_scale", "weight_scale_2", "input_scale"),
+    "int4": ("weight_scale", "weight_shape"),
+    "fp8-block": ("weight_scale_inv",),
+    "bf16": (),
 }
 
 
@@ -63,13 +64,14 @@ def _mlp(name: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, i
 
 
 def stored_format(tensors: dict[str, TensorInfo], module: str) -> str | None:
-    """How one linear is stored: bf16, fp8-block, int4 or nvfp4; None when it is absent."""
+    """How one linear is stored: bf16 (any 16- or 32-bit float), fp8-block, int4, nvfp4, else its dtype; None: absent."""
     if f"{module}.weight_packed" in tensors:
         return "int4"
     info = tensors.get(f"{module}.weight")
     if info is None:
         return None
-    return {"U8": "nvfp4", "F8_E4M3": "fp8-block"}.get(info.dtype, "bf16")
+    known = {"U8": "nvfp4", "F8_E4M3": "fp8-block", "BF16": "bf16", "F16": "bf16", "F32": "bf16"}
+    return known.get(info.dtype, info.dtype)
 
 
 def logical_shape(tensors: dict[str, TensorInfo], module: str, stored: str) -> tuple[int, ...]:

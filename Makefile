@@ -1,0 +1,39 @@
+# Everything runs in .venv, which is made from constraints.txt on first use.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+DEMO_OUT ?= demo-out
+
+.PHONY: demo test test-all lint docs clean
+
+demo: $(STAMP)  ## the whole chain on a small Kimi, on a CPU, ending in a report
+	@TRTSPEC_PROGRESS=1 $(BIN)/trtspec demo -o $(DEMO_OUT)
+
+test: lint  ## lint, then the default test suite
+	@echo "== tests (several minutes; slow ones are in 'make test-all')"
+	@$(BIN)/python -m pytest
+
+test-all: lint  ## also the tests that take minutes each
+	@echo "== all tests"
+	@$(BIN)/python -m pytest -m "slow or not slow" --timeout=1800
+
+lint: $(STAMP)  ## style, types, generated documents up to date
+	@echo "== lint (ruff, mypy, generated documents)"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/python docs/generate.py --check
+
+docs: $(STAMP)  ## the documentation as a site in site/
+	@$(BIN)/python docs/generate.py
+	@$(BIN)/zensical build --clean
+
+clean:
+	rm -rf .venv site demo-out build dist .pytest_cache .mypy_cache .ruff_cache
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "== installing into .venv (about 2 GB, two to three minutes on two cores)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[dev]"
+	@touch $@

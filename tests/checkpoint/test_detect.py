@@ -1,0 +1,136 @@
+"""Targets and heads told apart, described, and their faults found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tiny import make_head, make_target
+from trtspec.checkpoint.describe import describe
+from trtspec.checkpoint.detect import config_kind, detect, target_spec
+from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.hub import resolve
+from trtspec.checkpoint.target_problems import target_problems
+from trtspec.errors import TrtspecError
+
+FORMATS = ("bf16", "int4", "fp8-block", "nvfp4")
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    text = config.get("text_config", config)
+    for key, value in changes.items():
+        text[key] = value
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def edit_shard(path: Path, change) -> None:
+    """Rewrites the single-file checkpoint after `change(tensors)`."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
+def codes(path: Path) -> list[str]:
+    checkpoint = Checkpoint.open(path)
+    return [problem.code for problem in target_problems(checkpoint, target_spec(checkpoint))]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("nested", [True, False])
+def test_every_format_is_recognised_and_clean(tmp_path: Path, format: str, nested: bool) -> None:
+    path = make_target(tmp_path, format=format, nested=nested, vision=nested)
+    report = describe(resolve(str(path)))
+    assert report["kind"] == "target"
+    assert report["format"] == format
+    assert report["model_type"] == ("kimi_k25" if nested else "kimi_k2")
+    assert report["problems"] == []
+
+
+def test_parameters_are_the_same_in_every_format(tmp_path: Path) -> None:
+    """The formats hold the same weights, so they count the same; the model built from the config is the oracle."""
+    counts = {
+        format: describe(resolve(str(make_target(tmp_path / format, format=format))))["parameters"]
+        for format in FORMATS
+    }
+    plain = load_file(make_target(tmp_path / "one", shards=1) / "model.safetensors")
+    assert set(counts.values()) == {sum(tensor.numel() for tensor in plain.values())}
+
+
+@pytest.mark.parametrize("attention", ["mha", "mla"])
+def test_heads_are_recognised(tmp_path: Path, attention: str) -> None:
+    target = make_target(tmp_path / "target")
+    head = make_head(tmp_path / "head", target, attention=attention, eagle="3.1", draft_vocab=128)
+    assert detect(head) == "head"
+    assert detect(target) == "target"
+    report = describe(resolve(str(head)))
+    facts = {key: report[key] for key in ("kind", "attention", "eagle", "draft_vocab_size", "aux_layers")}
+    assert facts == {
+        "kind": "head", "attention": attention, "eagle": "3.1", "draft_vocab_size": 128, "aux_layers": [1, 2, 3],
+    }  # fmt: skip
+
+
+def test_other_models_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(TrtspecError, match="'qwen3'"):
+        config_kind({"model_type": "qwen3", "num_hidden_layers": 36}, "some/model")
+    path = make_target(tmp_path, nested=False)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k3"}))
+    with pytest.raises(TrtspecError, match="Kimi-K3"):
+        describe(resolve(str(path)))
+
+
+def test_a_missing_weight_is_found(tmp_path: Path) -> None:
+    path = make_target(tmp_path, shards=1)
+    edit_shard(path, lambda t: t.pop("language_model.model.layers.3.mlp.experts.2.up_proj.weight"))
+    assert codes(path) == ["TS-TARGET-WEIGHT-MISSING"]
+
+
+def test_a_missing_scale_is_found(tmp_path: Path) -> None:
+    path = make_target(tmp_path, format="nvfp4", shards=1)
+    edit_shard(path, lambda t: t.pop("language_model.model.layers.3.mlp.experts.2.up_proj.input_scale"))
+    assert codes(path) == ["TS-TARGET-SCALE-MISSING"]
+
+
+def test_a_wrong_shape_is_found(tmp_path: Path) -> None:
+    path = make_target(tmp_path)
+    edit_config(path, moe_intermediate_size=64)
+    assert codes(path) == ["TS-TARGET-SHAPE"]
+
+
+def test_exclude_patterns_must_match_the_tensors(tmp_path: Path) -> None:
+    path = make_target(tmp_path, format="nvfp4")
+    config = json.loads((path / "config.json").read_text())
+    ignore = config["quantization_config"]["ignore"]
+    config["quantization_config"]["ignore"] = [*ignore, "language_model.model.layers.2.mlp.experts*"]
+    (path / "config.json").write_text(json.dumps(config))
+    assert set(codes(path)) == {"TS-TARGET-QUANT-CONFIGS", "TS-TARGET-EXCLUDE"}
+    config["quantization_config"]["ignore"] = [name for name in ignore if "lm_head" not in name]
+    (path / "config.json").write_text(json.dumps(config))
+    assert "TS-TARGET-EXCLUDE" in codes(path)
+
+
+def test_missing_companion_files_are_warnings(tmp_path: Path) -> None:
+    path = make_target(tmp_path)
+    (path / "tiktoken.model").unlink()
+    (path / "chat_template.jinja").unlink()
+    config = json.loads((path / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "configuration_kimi_k25.KimiK25Config"}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert codes(path) == ["TS-TARGET-TOKENIZER", "TS-TARGET-TEMPLATE", "TS-TARGET-REMOTE-CODE", "TS-TARGET-EOS"]
+
+
+def test_half_precision_files_are_counted_by_dtype(tmp_path: Path) -> None:
+    path = make_target(tmp_path, shards=1)
+    name = "language_model.lm_head.weight"
+    edit_shard(path, lambda t: t.update({name: t[name].to(torch.float16)}))
+    report = describe(resolve(str(path)))
+    assert report["dtypes"]["F16"] == 512 * 64 * 2
+    assert sum(report["dtypes"].values()) == report["bytes"]

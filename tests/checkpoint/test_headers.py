@@ -1,0 +1,182 @@
+"""Headers against the safetensors library, and every way a directory can be broken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from tests.tiny import make_target
+from trtspec.checkpoint.headers import Checkpoint, read_header
+from trtspec.errors import TrtspecError
+
+FORMATS = ("bf16", "int4", "fp8-block", "nvfp4")
+
+
+def small(directory: Path, shards: int = 2) -> Path:
+    """Two or three tensors in `shards` files, with an index and a config."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text('{"model_type": "kimi_k2"}')
+    weight_map = {}
+    for number in range(shards):
+        name = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        save_file({f"w{number}": np.arange(6, dtype=np.float32).reshape(2, 3)}, directory / name)
+        weight_map[f"w{number}"] = name
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return directory
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_matches_the_safetensors_library(tmp_path: Path, format: str) -> None:
+    path = make_target(tmp_path, format=format, shards=3, vision=True)
+    checkpoint = Checkpoint.open(path)
+    seen = 0
+    for shard in checkpoint.shards:
+        with safe_open(path / shard, "np") as theirs:
+            for name in theirs.keys():  # noqa: SIM118 - safe_open is not a mapping
+                info, view = checkpoint.tensors[name], theirs.get_slice(name)
+                assert (info.shape, info.dtype, info.shard) == (tuple(view.get_shape()), view.get_dtype(), shard)
+                seen += 1
+    assert seen == len(checkpoint.tensors)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert checkpoint.bytes == index["metadata"]["total_size"]
+
+
+def test_offsets_are_absolute(tmp_path: Path) -> None:
+    array = np.arange(12, dtype=np.int64).reshape(3, 4)
+    save_file({"a": np.ones(5, np.float32), "b": array}, tmp_path / "x.safetensors")
+    info = read_header(tmp_path / "x.safetensors")["b"]
+    raw = (tmp_path / "x.safetensors").read_bytes()[info.begin : info.end]
+    assert np.array_equal(np.frombuffer(raw, np.int64).reshape(info.shape), array)
+    assert info.nbytes == array.nbytes
+
+
+def test_reads_a_single_file_and_loose_shards(tmp_path: Path) -> None:
+    path = small(tmp_path, shards=2)
+    (path / "model.safetensors.index.json").unlink()
+    assert sorted(Checkpoint.open(path).tensors) == ["w0", "w1"]
+    save_file({"only": np.zeros(1, np.float32)}, path / "model.safetensors")
+    assert list(Checkpoint.open(path).tensors) == ["only"]
+
+
+def break_missing_config(path: Path) -> None:
+    (path / "config.json").unlink()
+
+
+def break_config(path: Path) -> None:
+    (path / "config.json").write_text("{not json")
+
+
+def break_missing_shard(path: Path) -> None:
+    (path / "model-00002-of-00002.safetensors").unlink()
+
+
+def break_truncated(path: Path) -> None:
+    shard = path / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-4])
+
+
+def break_empty(path: Path) -> None:
+    (path / "model-00002-of-00002.safetensors").write_bytes(b"")
+
+
+def break_longer(path: Path) -> None:
+    shard = path / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes() + b"1234")
+
+
+def break_header(path: Path) -> None:
+    shard = path / "model-00002-of-00002.safetensors"
+    raw = bytearray(shard.read_bytes())
+    raw[9:12] = b"\xff\xff\xff"
+    shard.write_bytes(raw)
+
+
+def break_not_safetensors(path: Path) -> None:
+    (path / "model-00002-of-00002.safetensors").write_text("<html>404</html>" * 20)
+
+
+def edit_index(path: Path, name: str, shard: str) -> None:
+    index = path / "model.safetensors.index.json"
+    value = json.loads(index.read_text())
+    value["weight_map"][name] = shard
+    index.write_text(json.dumps(value))
+
+
+def break_index_name(path: Path) -> None:
+    edit_index(path, "ghost", "model-00001-of-00002.safetensors")
+
+
+def break_index_shard(path: Path) -> None:
+    edit_index(path, "w0", "model-00002-of-00002.safetensors")
+
+
+def break_index_escape(path: Path) -> None:
+    edit_index(path, "w0", "../secret.safetensors")
+
+
+def break_unlisted(path: Path) -> None:
+    save_file({"w0": np.zeros((2, 3), np.float32), "more": np.zeros(2)}, path / "model-00001-of-00002.safetensors")
+
+
+def break_shape(path: Path) -> None:
+    shard = path / "model-00001-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes().replace(b'"shape":[2,3]', b'"shape":[2,4]'))
+
+
+def break_pickle(path: Path) -> None:
+    for shard in path.glob("*.safetensors*"):
+        shard.unlink()
+    (path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+
+
+def break_no_weights(path: Path) -> None:
+    for shard in path.glob("*.safetensors*"):
+        shard.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (break_missing_config, "has no config.json"),
+        (break_config, "not valid JSON"),
+        (break_missing_shard, "model-00002-of-00002.safetensors is missing"),
+        (break_truncated, "is truncated"),
+        (break_empty, "is truncated or not a safetensors file"),
+        (break_longer, "longer than its header says"),
+        (break_header, "corrupt safetensors header"),
+        (break_not_safetensors, "truncated or not a safetensors file"),
+        (break_index_name, "first ghost"),
+        (break_index_shard, "first w0"),
+        (break_index_escape, "not a file of this directory"),
+        (break_unlisted, "does not list 1 tensors"),
+        (break_shape, "takes 24 bytes where F32 [2, 4] needs 32"),
+        (break_pickle, "pickle"),
+        (break_no_weights, "has no *.safetensors"),
+    ],
+)
+def test_broken_directories_are_named(tmp_path: Path, damage, says: str) -> None:
+    path = small(tmp_path / "checkpoint")
+    damage(path)
+    with pytest.raises(TrtspecError) as caught:
+        Checkpoint.open(path)
+    assert says in caught.value.message
+    assert caught.value.remedy
+    assert caught.value.exit_code == 1
+
+
+def test_a_name_in_two_shards_is_refused(tmp_path: Path) -> None:
+    path = small(tmp_path)
+    (path / "model.safetensors.index.json").unlink()
+    save_file({"w0": np.zeros(1, np.float32)}, path / "model-00002-of-00002.safetensors")
+    with pytest.raises(TrtspecError, match="w0 is in both"):
+        Checkpoint.open(path)
+
+
+def test_not_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(TrtspecError, match="is not a directory"):
+        Checkpoint.open(tmp_path / "nothing")
