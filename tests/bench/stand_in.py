@@ -1,7 +1,7 @@
 """A small OpenAI-like server that behaves as a speculating engine does, without a model behind it.
 
-Its text is a fixed function of the prompt. It emits several tokens per step, counts its steps, sleeps per step, and can be
-given the defects that the gate must find. Started as its own process: `python stand_in.py PORT JSON_SETTINGS`.
+Its text is a fixed function of the prompt. It emits several tokens per step, counts its steps, sleeps per step, and can
+be given the defects that the gate must find. Started as its own process: `python stand_in.py PORT JSON_SETTINGS`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
-WORDS = (
+TEXT = (
     "the a of to in is that for on with as by this from or be are an it at not which have has was can will if more when "
-    "one all been their there would what so up out about who get make time just him know take people into year your good "
+    "one all been their there would what so up out about who get make time just him know take people into year your "
     "some could them see other than then now look only come its over think also back after use two how our work first "
-    "well way even new want because any these give day most us module function class object string value list returns"
-).split()
+    "well way even new want because any these give day most module function class object string value list returns"
+)
+WORDS = TEXT.split()
 
 SETTINGS: dict[str, Any] = {
     "kind": "reference",  # reference | trtllm | vllm | plain
@@ -142,18 +143,18 @@ def metrics() -> Any:
 
 
 def tool_message() -> dict[str, Any]:
-    arguments = {"call": '{"city": "Beijing"}', "malformed": '{"city": "Beij'}.get(SETTINGS["tool"])
+    arguments = {"call": '{"name": "parse_args"}', "malformed": '{"name": "parse_'}.get(SETTINGS["tool"])
     if arguments is None:
         return {
             "role": "assistant",
-            "content": "" if SETTINGS["tool"] == "vanish" else "It is sunny.",
+            "content": "" if SETTINGS["tool"] == "vanish" else "It parses.",
             "tool_calls": [],
         }
-    call = {"id": "functions.get_weather:0", "type": "function"}
+    call = {"id": "functions.lookup:0", "type": "function"}
     return {
         "role": "assistant",
         "content": None,
-        "tool_calls": [call | {"function": {"name": "get_weather", "arguments": arguments}}],
+        "tool_calls": [call | {"function": {"name": "lookup", "arguments": arguments}}],
     }
 
 

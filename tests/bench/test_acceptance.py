@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from trtspec.bench import acceptance
 from trtspec.bench.acceptance import TurnCounts
 

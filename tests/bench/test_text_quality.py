@@ -8,6 +8,7 @@ import random
 import textwrap
 
 import pytest
+
 from trtspec.bench import text_quality as quality
 
 PROSE = inspect.getdoc(json) or ""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from trtspec.bench.acceptance import summarize
 from trtspec.bench.lossless import compare_transcripts
 from trtspec.bench.text_quality import RUN_SHARE, judge_run
-from trtspec.bench.transcript import WEATHER_TOOL, Recording, ToolReply
+from trtspec.bench.transcript import TOOL, Recording, ToolReply
 
 Status = Literal["pass", "fail", "skipped"]
 TOOL_MARKERS = ("<|tool_call", "<tool_call", "[TOOL_CALLS]")
@@ -130,7 +130,7 @@ def why_not_shown(reply: ToolReply) -> str:
 
 def call_fault(call: dict[str, str]) -> str | None:
     """What is wrong with a call of the tool that was offered, or None."""
-    offered: Any = WEATHER_TOOL["function"]
+    offered: Any = TOOL["function"]
     if call["name"] != offered["name"]:
         return f"it names {call['name']!r}, the tool offered is {offered['name']!r}"
     arguments = _arguments(call)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trtspec.bench.acceptance import TurnCounts, add_histograms
 from trtspec.bench.client import Answer
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 ENOUGH_STEPS = 50
 ENOUGH_TURNS = 10
+MAX_DRAFTS = 16
 
 
 def refuse_all_failed(name: str, answers: Sequence[Answer]) -> None:
@@ -122,5 +124,11 @@ def _same_everywhere(counts: Sequence[TurnCounts]) -> bool:
     if histogram is not None:
         # the last step of an answer may be cut short, hence not exactly all of them
         return max(histogram) >= 0.98 * sum(histogram) and len(counts) < 0.2 * sum(histogram)
-    means: list[Any] = [count.tokens_per_iteration for count in counts if count.tokens >= 16]
-    return len(means) >= ENOUGH_TURNS and max(means) - min(means) < 0.02 * max(means)
+    long = [count for count in counts if count.tokens >= 16]
+    return len(long) >= ENOUGH_TURNS and any(all(_is_constant(c, j) for c in long) for j in range(1, MAX_DRAFTS + 1))
+
+
+def _is_constant(count: TurnCounts, accepted: int) -> bool:
+    """Whether exactly `accepted` drafts in each step (the last may be cut short) give these steps for these tokens."""
+    steps = count.steps - (1 if count.prefill_in_steps else 0)
+    return steps == math.ceil((count.tokens - 1) / (1 + accepted))

@@ -91,7 +91,7 @@ def _svg(figure: Any, axes: Any, legend: bool) -> str:
         text.set_color(INK)
     if legend:
         figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=8, labelcolor=INK)
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "trtspec"}
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "trtspec"}
     buffer = io.StringIO()
     with matplotlib.rc_context(settings):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})

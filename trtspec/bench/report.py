@@ -43,7 +43,7 @@ def bench_html(results: dict[str, Any]) -> str:
             keys=key_figures(results),
             quality=tables.quality_line(results),
             problems=results["problems"],
-            acceptance_tables=[tables.acceptance_by_category({**results, **e}) for e in endpoints],
+            acceptance_tables=[tables.acceptance_by_category({**results, **e}) for e in endpoints if e["steps"]],
             speed_tables=[tables.throughput_table(results), *ratios],
             comparison_table=tables.comparison_table(comparison) if comparison else None,
             category_plot=category_plot({e["name"]: e for e in endpoints}) if drawn else "",
@@ -62,8 +62,8 @@ def workload_line(results: dict[str, Any]) -> str:
     return (
         f"{results['url']}{f' (version {version})' if version else ''}; dataset {work['dataset']} "
         f"(sha256 {work['dataset_sha256'][:12]}), {' / '.join(map(str, work['questions']))} questions at concurrency "
-        f"{' / '.join(map(str, work['concurrency']))}, temperature {work['temperature']:g}, at most {work['max_tokens']} "
-        f"tokens, {work['template']}, seed {work['seed']}"
+        f"{' / '.join(map(str, work['concurrency']))}, temperature {work['temperature']:g}, at most "
+        f"{work['max_tokens']} tokens, {work['template']}, seed {work['seed']}"
     )
 
 

@@ -55,7 +55,7 @@ def acceptance_by_category(results: dict[str, Any]) -> Table:
     note = (
         f"{work['dataset']}, temperature {work['temperature']:g}, at most {work['max_tokens']} tokens, "
         f"{work['template']}; source: {results['source']}. Acceptance length = 1 + accepted / steps with a 95 % "
-        "bootstrap interval over questions; per turn = mean and standard deviation of tokens per iteration, with prefill."
+        "bootstrap interval over questions; per turn = mean and standard deviation of tokens per iteration."
     )
     columns = [
         "category",

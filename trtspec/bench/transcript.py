@@ -17,19 +17,15 @@ from trtspec.bench.client import Answer, Endpoint, Sampling, complete, new_clien
 from trtspec.bench.datasets import Question
 from trtspec.errors import TrtspecError, UsageError
 
-WEATHER_TOOL = {
+TOOL = {
     "type": "function",
     "function": {
-        "name": "get_weather",
-        "description": "Current weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "description": "Name of the city."}},
-            "required": ["city"],
-        },
+        "name": "lookup",
+        "description": "Finds a name in the documentation.",
+        "parameters": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
     },
 }
-TOOL_QUESTION = "What is the weather in Beijing right now? Use the tool."
+TOOL_QUESTION = "Look up `parse_args` in the documentation."
 TOOL_TOKENS = 256
 
 
@@ -173,7 +169,7 @@ async def ask_tool(client: httpx.AsyncClient, endpoint: Endpoint) -> ToolReply:
     messages = [{"role": "user", "content": TOOL_QUESTION}]
     body = request_body(endpoint, messages, Sampling(TOOL_TOKENS, 0.0), 0)
     try:
-        reply = await complete(client, endpoint, {**body, "tools": [WEATHER_TOOL], "tool_choice": "auto"})
+        reply = await complete(client, endpoint, {**body, "tools": [TOOL], "tool_choice": "auto"})
     except TrtspecError as error:
         return ToolReply(error=error.message)
     message = reply["choices"][0]["message"]

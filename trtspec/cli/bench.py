@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,16 +13,20 @@ from trtspec import report
 from trtspec.cli.options import ForceOption, JsonOption
 from trtspec.errors import CheckFailed, MissingDependency, UsageError
 
+if TYPE_CHECKING:
+    from trtspec.bench.client import Sampling
+    from trtspec.bench.measure import Workload
+
 
 def bench(
     url: Annotated[str, typer.Argument(help="An OpenAI-like endpoint, as URL or NAME=URL.", show_default=False)],
     output: Annotated[
         Path | None, typer.Option("--output", "--output-dir", "-o", help="Directory for results.json and report.html.")
     ] = None,
-    dataset: Annotated[str, typer.Option(help="A .jsonl of turns, messages or prompt; nano = the shipped ones.")] = "nano",
-    samples: Annotated[
-        str, typer.Option(help="Questions asked: one number, or one per concurrency; 0 = all.")
-    ] = "0",
+    dataset: Annotated[
+        str, typer.Option(help="A .jsonl of turns, messages or prompt; nano = the shipped ones.")
+    ] = "nano",
+    samples: Annotated[str, typer.Option(help="Questions asked: one number, or one per concurrency; 0 = all.")] = "0",
     concurrency: Annotated[str, typer.Option(help="Conversations in flight, one measurement each.")] = "1,4,16",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
@@ -30,12 +34,16 @@ def bench(
     against_url: Annotated[
         list[str] | None, typer.Option(help="NAME=URL of an endpoint measured in alternating rounds; repeatable.")
     ] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Parts the questions are split in; default 1, or 3 with --against-url.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Parts the questions are split in; default 1, or 3 with --against-url.")
+    ] = None,
     compare: Annotated[Path | None, typer.Option(help="Results of an earlier run to set this one against.")] = None,
     api: Annotated[str, typer.Option(help="chat or completions (raw prompts, no chat template).")] = "chat",
     model: Annotated[str | None, typer.Option(help="Model name; default: the first of /v1/models.")] = None,
     extra_body: Annotated[str, typer.Option(help="JSON object merged into every request.")] = "{}",
-    choose_draft: Annotated[bool, typer.Option("--choose-draft", help="Recommend a draft length (not built yet).")] = False,
+    choose_draft: Annotated[
+        bool, typer.Option("--choose-draft", help="Recommend a draft length (not built yet).")
+    ] = False,
     force: ForceOption = False,
     json_output: JsonOption = False,
 ) -> None:
@@ -45,28 +53,17 @@ def bench(
     """
     if choose_draft:
         raise MissingDependency(
-            "`bench --choose-draft` is not built yet in this version", "run bench once per draft length and use --compare"
+            "`bench --choose-draft` is not built yet in this version",
+            "run bench once per draft length and use --compare",
         )
     from trtspec.bench import compare as comparison
-    from trtspec.bench import measure
     from trtspec.bench.client import Sampling
-    from trtspec.bench.datasets import load_dataset
 
-    if api not in ("chat", "completions"):
-        raise UsageError(f"--api {api} is neither chat nor completions", "pass --api chat")
     if output is not None:
         report.refuse_overwrite(output, force)
     old = comparison.read_results(compare) if compare else None
-    levels = numbers(concurrency, "--concurrency")
-    work = measure.Workload(
-        dataset=load_dataset(dataset),
-        sampling=Sampling(max_tokens, temperature, seed),
-        concurrency=tuple(levels),
-        samples=samples_per_level(samples, len(levels)),
-        rounds=rounds or (3 if against_url else 1),
-        api=api,
-        extra_body=json_object(extra_body),
-    )
+    rounds = rounds or (3 if against_url else 1)
+    work = workload(dataset, samples, concurrency, rounds, Sampling(max_tokens, temperature, seed), api, extra_body)
     results, answers = run(endpoints(url, against_url or []), work, model)
     if old is not None:
         results["comparison"] = comparison.compare(results, old)
@@ -78,7 +75,28 @@ def bench(
         raise CheckFailed("the measurement is not sound: see the problems above", "fix them and run bench again")
 
 
-def run(urls: dict[str, str], work: Any, model: str | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def workload(
+    dataset: str, samples: str, concurrency: str, rounds: int, sampling: Sampling, api: str, extra_body: str
+) -> Workload:
+    """What the options ask for; UsageError names the first option that cannot be."""
+    from trtspec.bench.datasets import load_dataset
+    from trtspec.bench.measure import Workload
+
+    if api not in ("chat", "completions"):
+        raise UsageError(f"--api {api} is neither chat nor completions", "pass --api chat")
+    levels = numbers(concurrency, "--concurrency")
+    return Workload(
+        dataset=load_dataset(dataset),
+        sampling=sampling,
+        concurrency=tuple(levels),
+        samples=samples_per_level(samples, len(levels)),
+        rounds=rounds,
+        api=api,
+        extra_body=json_object(extra_body),
+    )
+
+
+def run(urls: dict[str, str], work: Workload, model: str | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Runs the measurement and stamps it with versions and time."""
     import asyncio
 
@@ -123,7 +141,9 @@ def endpoints(url: str, others: list[str]) -> dict[str, str]:
     for position, text in enumerate([url, *others]):
         match = re.match(r"^([A-Za-z][\w.-]*)=(.+)$", text)
         if position and not match:
-            raise UsageError(f"--against-url {text} has no name", "write NAME=URL, for example plain=http://127.0.0.1:8001")
+            raise UsageError(
+                f"--against-url {text} has no name", "write NAME=URL, for example plain=http://127.0.0.1:8001"
+            )
         name, address = (match[1], match[2]) if match else ("endpoint", text)
         if name in found:
             raise UsageError(f"the name {name} is given twice", "give each endpoint its own name")

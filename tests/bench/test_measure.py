@@ -1,0 +1,156 @@
+"""`bench` against real loopback servers: counts per source, steady rates, interleaving, findings, exit statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trtspec.bench import adapters, measure
+from trtspec.bench.client import Answer, Sampling
+from trtspec.bench.datasets import load_dataset
+from trtspec.bench.load import Round, steady_rate
+
+Start = Callable[..., str]
+
+
+def run(urls: dict[str, str], dataset: Path, **options: Any) -> dict[str, Any]:
+    sampling = Sampling(max_tokens=64, temperature=options.pop("temperature", 0.0))
+    settings: dict[str, Any] = {"concurrency": (1, 4), "samples": (6, 24), **options}
+    work = measure.Workload(dataset=load_dataset(str(dataset)), sampling=sampling, **settings)
+    return asyncio.run(measure.measure(urls, work))[0]
+
+
+def codes(results: dict[str, Any]) -> set[str]:
+    return {problem["code"] for problem in results["problems"]}
+
+
+def trtspec(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "trtspec", *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_every_source_agrees_on_the_same_answers(stand_in: Start, dataset: Path) -> None:
+    """The three kinds of server speculate alike here, so what each tells must lead to the same acceptance."""
+    exact = run({"e": stand_in(kind="reference")}, dataset)
+    average = run({"e": stand_in(kind="trtllm")}, dataset)
+    counters = run({"e": stand_in(kind="vllm")}, dataset)
+    assert exact["source"] == adapters.FROM_CHOICE and exact["server"]["kind"] == "reference"
+    assert average["source"] == adapters.FROM_AVERAGE and average["server"]["kind"] == "trtllm"
+    assert counters["source"] == adapters.FROM_COUNTERS and counters["server"]["kind"] == "vllm"
+    for key in ("steps", "drafted", "accepted", "histogram", "acceptance_length"):
+        assert counters[key] == exact[key], key
+    # trtllm-serve counts the prefill as a step: one more step per answer, the same accepted tokens
+    assert average["steps"] == exact["steps"] + exact["turns"] and average["accepted"] == exact["accepted"]
+    assert average["per_turn_mean"] == exact["per_turn_mean"]
+    assert average["histogram"] is None and average["drafted"] is None
+    assert set(counters["categories"]) == set(exact["categories"]) == {"code", "docs", "list"}
+
+
+def test_counts_of_one_answer_match_the_servers_arithmetic(stand_in: Start, dataset: Path) -> None:
+    results = run({"e": stand_in(kind="reference")}, dataset, concurrency=(2,), samples=(36,))
+    level = results["concurrency"][0]
+    # every token but the first comes out of a verification step
+    assert level["tokens"] == level["steps"] + level["accepted"] + level["turns"]
+    assert sum(level["histogram"]) == level["steps"] and level["drafted"] == 3 * level["steps"]
+    assert results["turns"] == 39, "three questions have a second turn"
+    assert level["throughput"]["output_tokens"] == level["tokens"] and level["throughput"]["errors"] == 0
+
+
+def test_interleaved_ratio_is_the_ratio_of_steps(stand_in: Start, dataset: Path) -> None:
+    """Both servers sleep per step, so the speed-up is tokens per step; a drifting machine cancels in the rounds."""
+    urls = {"spec": stand_in(kind="reference", step_s=0.004), "plain": stand_in(kind="plain", step_s=0.004)}
+    results = run(urls, dataset, concurrency=(2,), samples=(24,), rounds=3)
+    level = results["interleaved"][0]
+    ratio = next(pair for pair in level["ratios"] if (pair["of"], pair["over"]) == ("spec", "plain"))
+    assert level["metric"] == "steady_tokens_per_s"
+    assert len(ratio["per_round"]) == 3 and ratio["low"] <= ratio["median"] <= ratio["high"]
+    assert ratio["median"] == pytest.approx(results["per_turn_mean"], rel=0.15)
+    asked = [results["concurrency"][0]["throughput"]["requests"], results["endpoints"]["plain"]["concurrency"][0]]
+    assert asked[0] == asked[1]["throughput"]["requests"]
+
+
+def test_sampled_answers_differ_between_questions_and_repeat_with_the_seed(stand_in: Start, dataset: Path) -> None:
+    url = stand_in(kind="reference")
+    work = measure.Workload(load_dataset(str(dataset)), Sampling(32, 1.0, seed=5), (4,), (8,))
+    first, second = (asyncio.run(measure.measure({"e": url}, work))[1] for _ in range(2))
+    texts = [{(a["question"], a["turn"]): a["text"] for a in answers} for answers in (first, second)]
+    assert texts[0] == texts[1]
+    assert len(set(texts[0].values())) == len(texts[0])
+
+
+def test_steady_rate_leaves_out_the_tail() -> None:
+    """Two slots, 10 tokens a second each; from second 4 on only one is busy."""
+
+    def answer(question: str, begin: float, seconds: float) -> Answer:
+        made = Answer(question, "c", 0, started=begin, finished=begin + seconds)
+        made.chunks = [(begin + 0.1 * (i + 1), 1) for i in range(round(10 * seconds))]
+        made.completion_tokens = len(made.chunks)
+        return made
+
+    answers = [answer("a", 0, 2), answer("b", 0, 4), answer("c", 2, 8), answer("d", 0, 0.0)]
+    busy = Round(2, answers, 0.0, 10.0, 0.0, 4.0)
+    assert steady_rate(busy) == pytest.approx(20, rel=0.03)
+    assert steady_rate(Round(3, answers, 0.0, 10.0, 0.0, 4.0)) is None, "too few conversations to fill the slots"
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({"forced": 2}, "TS-BENCH-FORCED-ACCEPTANCE"),
+        ({"accept_nothing": True}, "TS-BENCH-NOTHING-ACCEPTED"),
+        ({"loop": True}, "TS-BENCH-DEGENERATE"),
+        ({"fail_every": 5}, "TS-BENCH-ERRORS"),
+        ({"kind": "other"}, "TS-BENCH-NO-ACCEPTANCE"),
+    ],
+)
+def test_unsound_measurements_are_named(stand_in: Start, dataset: Path, settings: dict, code: str) -> None:
+    assert codes(run({"e": stand_in(**settings)}, dataset)) == {code}
+
+
+def test_forced_acceptance_is_seen_through_trtllm_averages_too(stand_in: Start, dataset: Path) -> None:
+    results = run({"e": stand_in(kind="trtllm", forced=3, draft_len=3)}, dataset, concurrency=(4,), samples=(36,))
+    assert "TS-BENCH-FORCED-ACCEPTANCE" in codes(results)
+    assert not codes(run({"e": stand_in(kind="trtllm")}, dataset))
+
+
+def test_command_writes_results_report_and_compares(stand_in: Start, dataset: Path, tmp_path: Path) -> None:
+    url, out = stand_in(kind="reference"), tmp_path / "out"
+    common = ["--dataset", str(dataset), "--concurrency", "1,4", "--samples", "6,24", "--max-tokens", "48"]
+    first = trtspec("bench", url, *common, "-o", str(out))
+    assert first.returncode == 0, first.stderr
+    assert "distinct 4-grams" in first.stdout and "acceptance length" in first.stdout
+    results = json.loads((out / "results.json").read_text())
+    assert [level["concurrency"] for level in results["concurrency"]] == [1, 4]
+    page = (out / "report.html").read_text()
+    assert f"{results['acceptance_length']:.2f}" in page and "http://" not in page.replace(url, "").replace(
+        "http://www.w3.org", ""
+    )
+    assert len((out / "answers.jsonl").read_text().splitlines()) == sum(
+        level["throughput"]["requests"] for level in results["concurrency"]
+    )
+    refused = trtspec("bench", url, *common, "-o", str(out))
+    assert refused.returncode == 2 and "--force" in refused.stderr
+    again = trtspec("bench", url, *common, "--compare", str(out), "--json")
+    comparison = json.loads(again.stdout)["comparison"]
+    assert comparison["acceptance"]["all"]["ratio"] == 1.0 and not comparison["differs"]
+    other = trtspec("bench", url, *common[:-2], "--compare", str(out), "--json")
+    assert json.loads(other.stdout)["comparison"]["differs"] == ["max_tokens"]
+
+
+def test_command_says_what_is_wrong(stand_in: Start, dataset: Path, tmp_path: Path) -> None:
+    nobody = trtspec("bench", "127.0.0.1:9", "--dataset", str(dataset))
+    assert nobody.returncode == 1 and "does not answer" in nobody.stderr
+    failing = trtspec("bench", stand_in(fail_every=1), "--dataset", str(dataset))
+    assert failing.returncode == 1 and "out of blocks" in failing.stderr
+    assert trtspec("bench", "x", "--choose-draft").returncode == 4
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text('{"prompt": [17, 4, 99]}\n')
+    random = trtspec("bench", stand_in(), "--dataset", str(ids))
+    assert random.returncode == 2 and "token ids" in random.stderr
+    assert trtspec("bench", stand_in(), "--dataset", str(dataset), "--samples", "1,2").returncode == 2
