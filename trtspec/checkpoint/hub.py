@@ -74,13 +74,13 @@ def resolve(name_or_path: str, *, allow_download: bool = True) -> Resolved:
     and that only for an id which the file does not list.
     """
     path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    if name_or_path and path.is_dir():
         return Resolved(name_or_path, path, None, None)
-    if path.exists():
+    if name_or_path and path.exists():
         raise UsageError(f"{name_or_path} is a file, not a checkpoint directory", f"pass its directory, {path.parent}")
     if not HUB_ID.fullmatch(name_or_path):
         raise UsageError(
-            f"{name_or_path} is neither a directory nor a hub id",
+            f"{name_or_path!r} is neither a directory nor a hub id",
             "pass an existing directory, or an id such as org/name",
         )
     found = known(name_or_path)

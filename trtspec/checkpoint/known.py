@@ -20,8 +20,8 @@ def catalogue() -> dict[str, Any]:
     data = load_yaml("models.yaml")
     for entry in (*data["targets"].values(), *data["heads"].values()):
         quantization = (entry["config"] or {}).get("quantization_config")
-        if quantization:
-            quantization["ignore"] = expand_patterns(quantization.get("ignore", []))
+        if quantization and "ignore" in quantization:
+            quantization["ignore"] = expand_patterns(quantization["ignore"])
     for name, entry in list(data["heads"].items()):
         for alias in entry.get("aliases", ()):
             data["heads"][alias] = entry | {"published_as": name}

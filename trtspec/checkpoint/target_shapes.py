@@ -64,7 +64,7 @@ def _mlp(name: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, i
 
 
 def stored_format(tensors: dict[str, TensorInfo], module: str) -> str | None:
-    """How one linear is stored: bf16 (any 16- or 32-bit float), fp8-block, int4, nvfp4, else its dtype; None: absent."""
+    """How one linear is stored: bf16 (any plain float), fp8-block, int4, nvfp4, else its dtype; None if absent."""
     if f"{module}.weight_packed" in tensors:
         return "int4"
     info = tensors.get(f"{module}.weight")

@@ -1,0 +1,177 @@
+"""What a user types becomes a directory, a published model, or a clear refusal; offline and without a download."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import make_target
+from trtspec.checkpoint.hub import resolve
+from trtspec.checkpoint.known import catalogue, expand_patterns, known, real_pair
+from trtspec.data_files import gpu_names, gpu_spec
+from trtspec.errors import MissingDependency, TrtspecError, UsageError
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty hub cache, offline: whatever answers here, answers without the network."""
+    cache = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return cache
+
+
+def published(cache: Path, hub_id: str, source: Path, leave_out: str = "") -> Path:
+    """Lays a checkpoint into the hub cache the way a download does."""
+    repository = cache / f"models--{hub_id.replace('/', '--')}"
+    snapshot = repository / "snapshots" / "abc123"
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc123")
+    for file in source.iterdir():
+        if file.name != leave_out:
+            (snapshot / file.name).write_bytes(file.read_bytes())
+    return snapshot
+
+
+def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+    path = make_target(tmp_path / "model")
+    resolved = resolve(str(path))
+    assert (resolved.path, resolved.hub_id, resolved.kind) == (path, None, "target")
+    assert resolved.target_spec().num_hidden_layers == 7
+
+
+@pytest.mark.parametrize("hub_id", [name for name in catalogue()["targets"]])
+def test_every_published_target_answers_offline(hub_id: str) -> None:
+    resolved = resolve(hub_id, allow_download=False)
+    spec = resolved.target_spec()
+    assert resolved.path is None
+    assert resolved.known is not None and spec.quant.format == resolved.known["format"]
+    assert (spec.num_hidden_layers, spec.hidden_size, spec.kv_elements_per_token) == (61, 7168, 35136)
+    assert spec.default_aux_layers == (1, 29, 57)
+
+
+@pytest.mark.parametrize("hub_id", [name for name, entry in catalogue()["heads"].items() if entry["config"]])
+def test_every_published_head_answers_offline(hub_id: str) -> None:
+    spec = resolve(hub_id, allow_download=False).head_spec()
+    assert (spec.hidden_size, spec.vocab_size, spec.num_aux) == (7168, 163840, 3)
+    assert spec.eagle == ("3.1" if "3.1" in hub_id else "3")
+
+
+def test_a_head_without_a_known_config_says_so() -> None:
+    with pytest.raises(TrtspecError, match="not known offline"):
+        resolve("AQ-MedAI/Kimi-K25-eagle3", allow_download=False).head_spec()
+
+
+def test_aliases_and_case() -> None:
+    assert resolve("nvidia/kimi-k2.5-eagle3", allow_download=False).hub_id == "nvidia/Kimi-K2.5-Eagle3"
+    assert resolve("nvidia/Kimi-K2.5-Thinking-Eagle3", allow_download=False).hub_id == "nvidia/Kimi-K2.5-Eagle3"
+
+
+def test_k3_is_refused_by_name() -> None:
+    with pytest.raises(TrtspecError, match="kimi_k3"):
+        resolve("moonshotai/Kimi-K3", allow_download=False)
+
+
+def test_a_typo_gets_a_suggestion() -> None:
+    with pytest.raises(MissingDependency) as caught:
+        resolve("nvidia/Kimi-K2.5-Eagle", allow_download=False)
+    assert "nvidia/Kimi-K2.5-Eagle3" in caught.value.remedy
+    assert "HF_HUB_OFFLINE" in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["no such thing", "./missing", "a/b/c", "https://huggingface.co/x/y", ""])
+def test_what_is_neither_is_a_usage_error(name: str) -> None:
+    with pytest.raises(UsageError):
+        resolve(name, allow_download=False)
+
+
+def test_a_file_is_a_usage_error(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(UsageError, match="is a file"):
+        resolve(str(tmp_path / "model.safetensors"))
+
+
+def test_a_cached_checkpoint_is_used(tmp_path: Path, empty_cache: Path) -> None:
+    snapshot = published(empty_cache, "someone/kimi-tune", make_target(tmp_path / "model"))
+    resolved = resolve("someone/kimi-tune")
+    assert resolved.path == snapshot
+    assert resolved.target_spec().num_hidden_layers == 7
+
+
+def test_a_partly_cached_checkpoint_is_not_whole(tmp_path: Path, empty_cache: Path) -> None:
+    """With one shard missing, a command that needs weights refuses; one that needs the config gets it."""
+    model = make_target(tmp_path / "model")
+    published(empty_cache, "someone/kimi-tune", model, leave_out="model-00002-of-00002.safetensors")
+    with pytest.raises(MissingDependency):
+        resolve("someone/kimi-tune", allow_download=True)
+    assert resolve("someone/kimi-tune", allow_download=False).config()["model_type"] == "kimi_k25"
+
+
+def test_messages_never_hold_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Online, with a proxy that refuses: whatever the transport says stays out of the message."""
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9/secret-endpoint")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9/secret-endpoint")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret_token")
+    with pytest.raises(TrtspecError) as caught:
+        resolve("someone/private-thing", allow_download=False)
+    assert "secret" not in caught.value.message + caught.value.remedy
+
+
+def test_real_pairs() -> None:
+    assert real_pair("nvidia/Kimi-K2.5-Eagle3", "nvidia/Kimi-K2.5-NVFP4") is True
+    assert real_pair("nvidia/Kimi-K2.5-Eagle3", "nvidia/Kimi-K2.6-NVFP4") is False
+    assert real_pair("someone/else", "nvidia/Kimi-K2.6-NVFP4") is None
+    for name, entry in catalogue()["heads"].items():
+        assert all(target in catalogue()["targets"] for target in entry["targets"]), name
+
+
+def test_published_exclude_lists_have_their_published_length() -> None:
+    lengths = {"nvidia/Kimi-K2.5-NVFP4": 64, "nvidia/Kimi-K2.6-NVFP4": 124, "nvidia/Kimi-K2.7-Code-NVFP4": 125}
+    for hub_id, length in lengths.items():
+        assert len(resolve(hub_id, allow_download=False).target_spec().quant.exclude) == length
+    assert expand_patterns(["a.{0..11}*", "b"])[:4] == ["a.0*", "a.1*", "a.10*", "a.11*"]
+
+
+def test_every_figure_has_a_source() -> None:
+    for section in ("targets", "heads"):
+        for name, entry in catalogue()[section].items():
+            assert entry["sources"], name
+            for figure in ("parameters", "bytes", "shards"):
+                stated = entry.get(figure) is not None
+                assert not stated or figure in entry["sources"] or figure in entry["unverified"], f"{name} {figure}"
+
+
+def differing(known_value: Any, published_value: Any, where: str) -> list[str]:
+    """Keys of ours that the published config states differently; keys that it lacks count as differing."""
+    if isinstance(known_value, dict) and isinstance(published_value, dict):
+        return [
+            line
+            for key in known_value
+            for line in differing(known_value[key], published_value.get(key), f"{where}.{key}")
+        ]
+    return [] if known_value == published_value else [f"{where}: {known_value!r} is published as {published_value!r}"]
+
+
+@pytest.mark.parametrize("hub_id", ["moonshotai/Kimi-K2-Instruct", "moonshotai/Kimi-K2.5", "nvidia/Kimi-K2.5-NVFP4"])
+def test_the_catalogue_repeats_the_published_config(upstream_data: Path, hub_id: str) -> None:
+    published_config = json.loads(
+        (upstream_data / "model_configs" / f"{hub_id.replace('/', '--')}_config.json").read_text()
+    )
+    entry = known(hub_id)
+    assert entry is not None
+    lines = differing(entry[1]["config"], published_config, "config")
+    assert [line for line in lines if line.split(":")[0].split(".")[-1] not in entry[1]["unverified"]] == []
+
+
+def test_gpus() -> None:
+    assert gpu_spec("B200").memory_bytes == 183359 * 2**20
+    assert "h200" in gpu_names()
+    with pytest.raises(UsageError, match="RTX"):
+        gpu_spec("RTX 4090")
