@@ -1,0 +1,246 @@
+"""Trains kimi-nano, the small Kimi-shaped target that ships with trtspec: `python -m trtspec.nano.train -o DIR`.
+
+Everything is as in Kimi-K2.5 except the sizes; the corpus is the standard library of the running Python (3.11 for
+the shipped file). The result depends on the number of steps, not on the clock: --tokens says how much is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.checkpoint.writer import write_shard
+from trtspec.models.kimi import KimiModel
+from trtspec.models.moe import MoE
+from trtspec.models.names import checkpoint_tensors
+from trtspec.nano import corpus, vocabulary
+from trtspec.report import provenance, write_atomic, write_json
+from trtspec.specs import ModelSpec
+
+BASE_VOCABULARY = 1792
+SEQUENCE = 384
+BALANCE_SPEED = 1e-3  # step of the correction bias (DeepSeek-V3's auxiliary-loss-free balancing)
+
+
+def model_config() -> dict[str, Any]:
+    """config.json of kimi-nano, in the shape of Kimi-K2.5's."""
+    base = BASE_VOCABULARY
+    text = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "bos_token_id": base,
+        "dtype": "bfloat16",
+        "eos_token_id": base + 2,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 256,
+        "initializer_range": 0.02,
+        "intermediate_size": 1024,
+        "kv_lora_rank": 64,
+        "max_position_embeddings": 2048,
+        "model_type": "kimi_k2",
+        "moe_intermediate_size": 48,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 4,
+        "num_nextn_predict_layers": 0,
+        "pad_token_id": base + 255,
+        "q_lora_rank": 128,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 512,
+            "type": "yarn",
+        },
+        "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.827,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 64,
+        "vocab_size": base + 256,
+    }
+    return {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "bos_token_id": base,
+        "dtype": "bfloat16",
+        "eos_token_id": base + 2,
+        "ignore_index": -100,
+        "media_placeholder_token_id": base + 21,
+        "model_type": "kimi_k25",
+        "pad_token_id": base + 255,
+        "text_config": text,
+        "tie_word_embeddings": False,
+    }
+
+
+def initialize(model: KimiModel) -> None:
+    """Normal(0, 0.02); projections that end a residual branch are scaled down by sqrt(2 * layers)."""
+    depth = math.sqrt(2 * model.spec.num_hidden_layers)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        final = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down"))
+        nn.init.normal_(parameter, std=0.02 / depth if final else 0.02)
+
+
+def documents(tokenizer: KimiTokenizer, modules: list[corpus.Module], seed: int) -> list[list[int]]:
+    """Token ids of conversations (tool calls among them) and of source files, shuffled."""
+    chats = [chat for module in modules for chat in corpus.conversations(module)]
+    tools = [chat for module in modules for chat in corpus.tool_conversations(module)]
+    rng = random.Random(seed)
+    chats += rng.sample(tools, min(len(tools), len(chats) // 6))
+    encoded = [
+        tokenizer.apply_chat_template(corpus.messages(chat), list(chat.tools) or None, add_generation_prompt=False)
+        for chat in chats
+    ]
+    encoded += [tokenizer.encode(module.text) + [tokenizer.special_id("[EOS]")] for module in modules]
+    rng.shuffle(encoded)
+    return encoded
+
+
+class Balancer:
+    """Counts how often each expert is chosen and moves the selection bias against the imbalance."""
+
+    def __init__(self, model: KimiModel) -> None:
+        self.counts: dict[nn.Module, Tensor] = {}
+        for module in model.modules():
+            if isinstance(module, MoE):
+                module.gate.register_forward_hook(self.count)
+
+    def count(self, gate: nn.Module, _: Any, output: tuple[Tensor, Tensor]) -> None:
+        chosen = torch.bincount(output[0].flatten(), minlength=gate.spec.n_routed_experts).float()
+        self.counts[gate] = self.counts.get(gate, 0) + chosen
+
+    def step(self) -> None:
+        for gate, counts in self.counts.items():
+            gate.e_score_correction_bias.data += BALANCE_SPEED * torch.sign(counts.mean() - counts)
+        self.counts.clear()
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up over 100 steps, then cosine down to 5 % of the peak."""
+    warm = min(1.0, (step + 1) / 100)
+    return peak * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+
+
+def train(model: KimiModel, stream: Tensor, steps: int, batch: int, peak: float, seed: int, log: Path) -> None:
+    """AdamW on random windows of the token stream, bf16 compute, float32 weights; one JSON line per 20 steps."""
+    generator = torch.Generator().manual_seed(seed)
+    decayed = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
+    plain = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
+    balancer = Balancer(model)
+    began = time.monotonic()
+    with log.open("w") as out:
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, steps, peak)
+            begin = torch.randint(0, len(stream) - SEQUENCE - 1, (batch,), generator=generator)
+            window = torch.stack([stream[i : i + SEQUENCE + 1] for i in begin.tolist()])
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = model(window[:, :-1]).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            balancer.step()
+            if step % 20 == 0 or step == steps - 1:
+                seen = (step + 1) * batch * SEQUENCE
+                row = {"step": step, "loss": round(loss.item(), 4), "tokens": seen, "seconds": round(time.monotonic() - began, 1)}
+                out.write(json.dumps(row) + "\n")
+                out.flush()
+                print(row, flush=True)
+
+
+def write_prompts(path: Path, chats: list[corpus.Conversation], answers: bool) -> None:
+    """One JSON object a line: id, category, messages; `reference` holds the corpus's own answer for held-out prompts."""
+    rows = []
+    for chat in chats:
+        row: dict[str, Any] = {"id": chat.id, "category": chat.category}
+        row["messages"] = [{"role": "user", "content": chat.question}]
+        if answers:
+            row["reference"] = chat.answer
+        rows.append(json.dumps(row, ensure_ascii=False) + "\n")
+    write_atomic(path, "".join(rows))
+
+
+def sampled(modules: list[corpus.Module], count: int, seed: int) -> list[corpus.Conversation]:
+    return corpus.sample([chat for module in modules for chat in corpus.conversations(module)], count, seed)
+
+
+def save(model: KimiModel, directory: Path, options: dict[str, Any]) -> None:
+    """Writes the checkpoint in bf16 (the correction bias in float32) with config, generation config and provenance."""
+    tensors = {
+        name: tensor if name.endswith("e_score_correction_bias") else tensor.to(torch.bfloat16)
+        for name, tensor in checkpoint_tensors(model).items()
+    }
+    write_shard(directory / "model.safetensors", tensors, {"format": "pt"})
+    config = model_config()
+    write_json(directory / "config.json", config)
+    write_json(
+        directory / "generation_config.json",
+        {"bos_token_id": config["bos_token_id"], "eos_token_id": [config["eos_token_id"], BASE_VOCABULARY + 1]},
+    )
+    write_json(directory / "provenance.json", provenance("python -m trtspec.nano.train", {"text": "Python standard library"}, options))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--tokens", type=float, default=6e6, help="tokens to see")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of 384 tokens a step")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.manual_seed(options.seed)
+    torch.set_num_threads(options.threads)
+    options.output.mkdir(parents=True, exist_ok=True)
+
+    modules = corpus.modules()
+    training = [module for module in modules if not module.heldout]
+    heldout = [module for module in modules if module.heldout]
+    ranks = vocabulary.learn_ranks((module.text for module in training[::2]), BASE_VOCABULARY)
+    vocabulary.write_tokenizer(options.output, ranks)
+    write_prompts(options.output / "prompts_train.jsonl", sampled(training, 2000, seed=1), answers=False)
+    write_prompts(options.output / "prompts_heldout.jsonl", sampled(heldout, 250, seed=2), answers=True)
+    tokenizer = KimiTokenizer(options.output)
+    stream = torch.tensor([token for document in documents(tokenizer, training, options.seed) for token in document])
+    print(f"{len(training)} modules to train on, {len(heldout)} held out, {len(stream) / 1e6:.2f}M tokens", flush=True)
+
+    model = KimiModel(ModelSpec.from_config(model_config()))
+    initialize(model)
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters", flush=True)
+    steps = int(options.tokens / (options.batch * SEQUENCE))
+    train(model, stream, steps, options.batch, options.lr, options.seed, options.output / "training.jsonl")
+    save(model, options.output, {key: str(value) for key, value in vars(options).items() if key != "output"})
+
+
+if __name__ == "__main__":
+    main()
