@@ -56,8 +56,8 @@ def _token_budget(document: Document, subject: Subject) -> Iterator[Finding]:
     draft = draft_length(document)
     if _whole(batch) and _whole(tokens) and tokens < batch * (draft + 1):
         message = f"max_num_tokens {tokens} does not hold one step of a full batch: {batch} x ({draft} + 1)"
-        fix = partial(set_value, path="max_num_tokens", value=batch * (draft + 1)) if draft else None
-        fix = fix if document.has("max_num_tokens") else None
+        mendable = draft and document.has("max_num_tokens")
+        fix = partial(set_value, path="max_num_tokens", value=batch * (draft + 1)) if mendable else None
         remedy = f"at least {batch * (draft + 1)}"
         yield _at(document, "TS-LINT-TOKEN-BUDGET", "warning", "max_num_tokens", message, remedy, fix)
     length = subject.setting(document, "max_seq_len")
@@ -163,8 +163,8 @@ def _combinations(document: Document, subject: Subject) -> Iterator[Finding]:
         yield _at(document, "TS-LINT-COMBINATION", "error", "ray_placement_config", message, "remove it")
     if document.get("enable_iter_req_stats") is True and document.get("enable_iter_perf_stats") is not True:
         message = "enable_iter_req_stats needs enable_iter_perf_stats"
-        fix = partial(add_key, path="enable_iter_perf_stats", value=True)
-        fix = None if document.has("enable_iter_perf_stats") else fix
+        stated = document.has("enable_iter_perf_stats")
+        fix = None if stated else partial(add_key, path="enable_iter_perf_stats", value=True)
         yield _at(document, "TS-LINT-COMBINATION", "error", "enable_iter_req_stats", message, "turn both on", fix)
 
 

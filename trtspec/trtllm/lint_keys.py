@@ -76,7 +76,8 @@ def _known(document: Document, schema: Schema, entry: Entry, field: Field) -> It
             "TS-LINT-KEY-UNCERTAIN", "warning", path, message, "leave it out unless you have seen it work", line
         )
     if field.status == "deprecated":
-        message = f"{path} is deprecated{f' ({field.note})' if field.note else ''}"
+        why = field.note.removeprefix("deprecated, ")
+        message = f"{path} is deprecated{f': {why}' if why else ''}"
         yield Finding("TS-LINT-DEPRECATED", "info", path, message, "", line)
     kind = document.get("speculative_config.decoding_type")
     if field.variants and isinstance(kind, str) and kind not in field.variants:

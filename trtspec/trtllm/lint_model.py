@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from trtspec.checkpoint.pairing import pair_problems
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 from trtspec.trtllm.finding import Finding, Subject
@@ -38,7 +39,7 @@ def _gated(document: Document, subject: Subject, name: str, code: str, key: str,
     if state == "yes":
         return
     if state == "no":
-        message = f"TensorRT-LLM {subject.version} is too old: {needed.what}, {needed.interval}"
+        message = f"TensorRT-LLM {subject.version} is too old for this: {needed.what} ({needed.interval})"
         yield _at(document, code, "error", key, message, remedy)
     else:
         message = f"not known for {subject.version}: {needed.what} ({needed.interval})"
@@ -119,10 +120,10 @@ def _head_use(document: Document, subject: Subject) -> Iterator[Finding]:
         key = next(key for key in MODEL_KEYS if document.has(key))
         yield _at(document, "TS-LINT-HEAD-DIFFERS", "warning", key, message, "name one head in both")
     head = subject.head
-    if head is not None and head.has_embed_tokens and subject.target is not None and kind(document) in EAGLE:
-        if head.target_hidden_size == head.hidden_size:
-            message = "the engine shares the target's embedding and ignores the head's own copy"
-            yield _at(document, "TS-LINT-HEAD-EMBEDDING", "info", SPEC, message, "harmless unless it was fine-tuned")
+    shared = head is not None and head.has_embed_tokens and head.target_hidden_size == head.hidden_size
+    if shared and subject.target is not None and kind(document) in EAGLE:
+        message = "the engine shares the target's embedding and ignores the head's own copy"
+        yield _at(document, "TS-LINT-HEAD-EMBEDDING", "info", SPEC, message, "harmless unless it was fine-tuned")
 
 
 def expected_layers(target: ModelSpec | None, head: HeadSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -163,20 +164,13 @@ def _capture_layers(document: Document, subject: Subject, head: HeadSpec) -> Ite
 
 
 def _pair(document: Document, subject: Subject, head: HeadSpec) -> Iterator[Finding]:
-    target = subject.target
-    if target is not None and head.target_hidden_size != target.hidden_size:
-        message = (
-            f"the head reads states of width {head.target_hidden_size}, the target's are {target.hidden_size} wide"
-        )
-        yield _at(document, "TS-LINT-PAIR-WIDTH", "error", SPEC, message, "use a head of this target")
-    if target is not None and head.vocab_size != target.vocab_size:
-        message = f"the head's vocabulary is {head.vocab_size}, the target's {target.vocab_size}"
-        yield _at(document, "TS-LINT-PAIR-VOCABULARY", "error", SPEC, message, "use a head of this target")
-    if not head.has_lm_head and head.draft_vocab_size != head.vocab_size:
-        message = "the head has no lm_head and a reduced vocabulary: the target's lm_head does not fit it"
-        yield _at(document, "TS-LINT-HEAD-NO-LM-HEAD", "error", SPEC, message, "export the head with its lm_head")
+    """What the head and the target must agree on; the problems of `trtspec inspect`, judged for this parallelism."""
+    if subject.target is None:
+        return
     tp = subject.setting(document, "tensor_parallel_size", 1)
-    adp = subject.setting(document, "enable_attention_dp", False)
-    if isinstance(tp, int) and tp > 0 and not adp and head.num_attention_heads % tp:
-        message = f"the head's {head.num_attention_heads} attention heads do not divide by tensor parallel {tp}"
-        yield _at(document, "TS-LINT-HEAD-TP", "error", "tensor_parallel_size", message, "use a divisor")
+    attention_dp = subject.setting(document, "enable_attention_dp", False) is True
+    ranks = tp if isinstance(tp, int) and not isinstance(tp, bool) and tp > 0 and not attention_dp else 1
+    names = {"head_id": subject.head_name or None, "target_id": subject.target_name or None}
+    for problem in pair_problems(head, subject.target, tp_size=ranks, **names):
+        remedy = f"{problem.where}: {problem.remedy}"
+        yield _at(document, problem.code, problem.severity, SPEC, problem.message, remedy)

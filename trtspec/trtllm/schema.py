@@ -196,7 +196,7 @@ def _line(line: str, version: Version) -> Schema:
 
 
 def _typed(entry: dict[str, Any]) -> dict[str, Any]:
-    typed = {
+    typed: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) and key != "default" else value for key, value in entry.items()
     }
     if "since" in typed:

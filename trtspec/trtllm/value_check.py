@@ -30,9 +30,9 @@ def check_value(field: Field, value: Any) -> Verdict | None:
 def describe(field: Field) -> str:
     """The accepted values in words."""
     if field.allowed:
-        words = " or ".join(NAMES[kind] for kind in field.types if kind in ("bool", "int", "float"))
+        plain = " or ".join(NAMES[kind] for kind in field.types if kind in ("bool", "int", "float"))
         listed = f"one of {', '.join(str(item) for item in field.allowed)}"
-        return f"{words} or {listed}" if words else listed
+        return f"{plain} or {listed}" if plain else listed
     words = [NAMES.get(kind) or _container(kind) for kind in field.types if kind != "null"]
     return " or ".join(words) + (" or null" if "null" in field.types else "")
 

@@ -1,0 +1,154 @@
+"""One `serve` request put together: target, head, configuration, command line and every problem before the launch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trtspec.errors import Problem, UsageError
+from trtspec.trtllm.command import CONFIG_NAME, build_command
+from trtspec.trtllm.config import compose
+from trtspec.trtllm.document import Document
+from trtspec.trtllm.finding import Subject
+from trtspec.trtllm.intent import Intent, parse_intent
+from trtspec.trtllm.lint import lint
+from trtspec.trtllm.preflight import engine_version, preflight
+from trtspec.trtllm.schema import schema_for
+from trtspec.trtllm.subject import Head, Target, choose_version, findable, head_in, load_head, load_target
+
+# the engine's log shows a phase when it begins, not when a buffer is full
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user typed; sizes that are None were not typed."""
+
+    target: str
+    head: str | None = None
+    config: Path | None = None
+    version: str | None = None
+    goal: str | None = None
+    tp_size: int | None = None
+    max_batch_size: int | None = None
+    max_num_tokens: int | None = None
+    max_seq_len: int | None = None
+    draft_len: int | None = None
+    trust_remote_code: bool = False
+    host: str = "localhost"
+    port: int = 8000
+    passed: list[str] = field(default_factory=list)
+
+    def typed_sizes(self) -> dict[str, int]:
+        """By YAML path."""
+        sizes = {
+            "tensor_parallel_size": self.tp_size,
+            "max_batch_size": self.max_batch_size,
+            "max_num_tokens": self.max_num_tokens,
+            "max_seq_len": self.max_seq_len,
+        }
+        return {key: value for key, value in sizes.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """`config_text` is what the engine reads; `config_path` is the user's file, or the name that ours will have."""
+
+    argv: list[str]
+    env: dict[str, str]
+    config_text: str
+    config_path: str
+    problems: list[Problem]
+    version: str
+    version_reason: str
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return Document.parse(self.config_text).value or {}
+
+
+def plan_serve(request: Request, *, launching: bool) -> ServePlan:
+    """Raises for what cannot be answered at all (unknown ids, unreadable files); everything else is a problem."""
+    text = _read(request.config)
+    written = parse_intent(text) if text is not None else None
+    target = load_target(request.target)
+    head_name = request.head or (head_in(Document.parse(text)) if text is not None else None)
+    head = load_head(head_name) if head_name and (request.head or findable(head_name)) else None
+    asked = request.version or (engine_version() if launching else None)
+    if asked is None and written is not None:
+        version, reason = written.version, f"the version {request.config} was written for"
+    else:
+        version, reason = choose_version(asked, target.spec, head.spec if head else None)
+    intent = _intent(request, written, version, head_name)
+    problems: list[Problem] = []
+    if text is None:
+        text = compose(intent, target.spec, head.spec if head else None)
+    elif written is not None and written.version != version:
+        message = f"{request.config} was written for TensorRT-LLM {written.version} and is judged for {version}"
+        problems.append(Problem("TS-SERVE-OTHER-VERSION", "warning", str(request.config), message, "write it again"))
+    return _assemble(request, intent, target, head, text, problems, (version, reason), launching)
+
+
+def _assemble(
+    request: Request,
+    intent: Intent,
+    target: Target,
+    head: Head | None,
+    text: str,
+    problems: list[Problem],
+    version: tuple[str, str],
+    launching: bool,
+) -> ServePlan:
+    schema = schema_for(version[0])
+    path = str(request.config) if request.config else CONFIG_NAME
+    document = Document.parse(text)
+    command = build_command(
+        intent, target.spec, schema, document,
+        host=request.host, port=request.port, config_path=path, explicit=request.typed_sizes(), passed=request.passed,
+    )  # fmt: skip
+    subject = Subject(
+        schema, target.spec, intent.target, head.spec if head else None, intent.head or "", argv=command.settings
+    )
+    found = [finding.problem(path) for finding in lint(text, subject)]
+    trusted = "--trust_remote_code" in command.argv or document.get("trust_remote_code") is True
+    resolved = [target.resolved, *([head.resolved] if head else [])]
+    ready = preflight(
+        resolved, host=request.host, port=request.port, gpus_needed=_gpus(subject, document),
+        remote_code=target.spec.remote_code, trusted=trusted, environ=os.environ, launching=launching,
+    )  # fmt: skip
+    everything = [*problems, *command.problems, *found, *ready]
+    return ServePlan(command.argv, dict(ENVIRONMENT), text, path, everything, *version)
+
+
+def _read(config: Path | None) -> str | None:
+    if config is None:
+        return None
+    try:
+        return config.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{config} cannot be read ({error})", "write one with `trtspec build-config`") from None
+
+
+def _intent(request: Request, written: Intent | None, version: str, head: str | None) -> Intent:
+    """What was typed, over what the file's first line says, over the goal's defaults."""
+    start = written or Intent(request.target, version)
+    typed = {
+        key: value
+        for key in ("goal", "tp_size", "max_batch_size", "max_num_tokens", "max_seq_len", "draft_len")
+        if (value := getattr(request, key)) is not None
+    }
+    trusted = request.trust_remote_code or start.trust_remote_code
+    return replace(start, target=request.target, version=version, head=head, trust_remote_code=trusted, **typed)
+
+
+def _gpus(subject: Subject, document: Document) -> int:
+    sizes = [
+        subject.setting(document, key, 1)
+        for key in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+    ]
+    product = 1
+    for size in sizes:
+        product *= size if isinstance(size, int) and size > 0 else 1
+    return product

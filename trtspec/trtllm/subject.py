@@ -1,0 +1,78 @@
+"""From the names a user typed to the specs that lint, build-config and serve judge by; nothing is downloaded for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from trtspec.checkpoint.hub import Resolved, resolve
+from trtspec.checkpoint.known import known
+from trtspec.errors import UsageError
+from trtspec.specs import HeadSpec, ModelSpec
+from trtspec.trtllm.document import Document
+from trtspec.trtllm.gates import default_version
+from trtspec.trtllm.lint_speculation import MODEL_KEYS
+
+
+@dataclass(frozen=True)
+class Target:
+    resolved: Resolved
+    spec: ModelSpec
+
+
+@dataclass(frozen=True)
+class Head:
+    resolved: Resolved
+    spec: HeadSpec
+
+
+def load_target(name: str) -> Target:
+    """Raises UsageError when the name is a head's."""
+    resolved = resolve(name, allow_download=False)
+    if resolved.kind != "target":
+        raise UsageError(f"{name} is a draft head, not a target", "pass the target first and the head with --head")
+    return Target(resolved, resolved.target_spec())
+
+
+def load_head(name: str) -> Head:
+    resolved = resolve(name, allow_download=False)
+    if resolved.kind != "head":
+        raise UsageError(f"{name} is a target, not a draft head", "pass an Eagle3 head with --head")
+    return Head(resolved, resolved.head_spec())
+
+
+def installed_version() -> str | None:
+    """Version of the tensorrt_llm package of this environment, without importing it."""
+    for name in ("tensorrt_llm", "tensorrt-llm"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def choose_version(asked: str | None, target: ModelSpec | None, head: HeadSpec | None) -> tuple[str, str]:
+    """The version to write or judge for, and why: asked for, installed, or the newest known to run this model."""
+    if asked:
+        return asked, "asked for"
+    installed = installed_version()
+    if installed:
+        return installed, "installed here"
+    if target is None:
+        raise UsageError(
+            "which TensorRT-LLM version? None is installed here, and none is given",
+            "pass --trtllm-version, for example --trtllm-version 1.3.0rc20",
+        )
+    version, source = default_version(target, head)
+    return version, f"newest one known to run this model ({source})"
+
+
+def head_in(document: Document) -> str | None:
+    """The head that a file names."""
+    return next((str(document.get(key)) for key in MODEL_KEYS if document.get(key)), None)
+
+
+def findable(name: str) -> bool:
+    """Whether a name that only a file gives can be looked at here; it may lie on another machine."""
+    return Path(name).is_dir() or known(name) is not None
