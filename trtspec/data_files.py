@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trtspec.errors import UsageError
 from trtspec.specs import GpuSpec
 
@@ -15,6 +13,8 @@ DATA = Path(__file__).parent / "data"
 
 def load_yaml(name: str) -> Any:
     """Parses a file of trtspec/data, for example `models.yaml`."""
+    import yaml  # here, because `trtspec --help` needs none
+
     return yaml.safe_load((DATA / name).read_text(encoding="utf-8"))
 
 
@@ -42,7 +42,7 @@ def problem_codes() -> dict[str, dict[str, str]]:
     """Every documented problem code with `summary`, `remedy` and `area`, from the fragments of data/problems."""
     codes: dict[str, dict[str, str]] = {}
     for fragment in sorted((DATA / "problems").glob("*.yaml")):
-        for code, entry in (yaml.safe_load(fragment.read_text(encoding="utf-8")) or {}).items():
+        for code, entry in (load_yaml(f"problems/{fragment.name}") or {}).items():
             if code in codes:
                 raise ValueError(f"{code} is documented in two fragments, {codes[code]['area']} and {fragment.stem}")
             codes[code] = {"area": fragment.stem, **entry}

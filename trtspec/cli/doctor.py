@@ -1,0 +1,189 @@
+"""`trtspec doctor`: what is installed, what each command lacks, and what on this machine will bite."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from trtspec.cli.options import JsonOption
+from trtspec.errors import Problem, has_errors
+
+# the extras of the package that a command needs beyond the base installation
+NEEDS = {
+    "demo": ("reference", "modelopt", "report"),
+    "inspect": (),
+    "quantize": ("reference",),
+    "synthesize": (),
+    "train": ("reference", "modelopt"),
+    "build-config": (),
+    "lint": (),
+    "serve --backend reference": ("reference",),
+    "serve --backend trtllm": ("trtllm",),
+    "bench": ("report",),
+    "check": (),
+}
+FORCED = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
+GPU_FIELDS = ("name", "memory.total", "driver_version", "compute_cap")
+
+
+def doctor(json_output: JsonOption = False) -> None:
+    """Say what is installed, what is missing for which command, and what this machine has.
+
+    Nothing heavy is imported and nothing is changed. Exit status 3 when something is broken, not when an optional
+    part is merely absent.
+    """
+    from trtspec.report import print_json
+
+    report = examine()
+    problems: list[Problem] = report["problems"]
+    if json_output:
+        print_json(report | {"problems": [problem.to_dict() for problem in problems]})
+    else:
+        show(report)
+    if has_errors(problems):
+        raise typer.Exit(3)
+
+
+def examine() -> dict[str, Any]:
+    """Everything that doctor reports; no key of it holds a secret."""
+    extras, wrong = package_state()
+    gpus = query_gpus()
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "packages": {name: found for extra in extras.values() for name, found in extra.items()},
+        "commands": {command: command_state(needs, extras) for command, needs in NEEDS.items()},
+        "trtllm_serve": shutil.which("trtllm-serve"),
+        "gpus": gpus,
+        "hub": hub_state(),
+        "disk": disk_state(),
+        "problems": wrong + environment_problems(gpus),
+    }
+
+
+def package_state() -> tuple[dict[str, dict[str, str | None]], list[Problem]]:
+    """Installed version (or None) of every requirement, by extra ("" is the base), and versions that do not fit."""
+    from packaging.requirements import Requirement
+
+    extras: dict[str, dict[str, str | None]] = {}
+    problems = []
+    for line in metadata.requires("trtspec") or []:
+        requirement = Requirement(line)
+        extra = _extra(line)
+        if requirement.name == "trtspec" or extra == "dev":
+            continue
+        version = _version(requirement.name)
+        extras.setdefault(extra, {})[requirement.name] = version
+        if version is not None and not requirement.specifier.contains(version, prereleases=True):
+            message = f"{requirement.name} {version} is installed, trtspec needs {requirement.specifier}"
+            remedy = "install with -c constraints.txt, or in an environment of its own"
+            problems.append(Problem("TS-DOCTOR-VERSION", "error", requirement.name, message, remedy))
+    return extras, problems
+
+
+def _extra(requirement: str) -> str:
+    marker = requirement.partition("extra ==")[2].strip()
+    return marker.strip("'\" ") if marker else ""
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def command_state(needs: tuple[str, ...], extras: dict[str, dict[str, str | None]]) -> dict[str, Any]:
+    """`ready`, the missing packages and the command that installs them."""
+    missing = [name for extra in needs for name, version in extras.get(extra, {}).items() if version is None]
+    if needs == ("trtllm",) and shutil.which("trtllm-serve") is None:
+        return {"ready": False, "missing": ["trtllm-serve"], "install": "run inside NVIDIA's TensorRT-LLM container"}
+    install = f'pip install "trtspec[{",".join(needs)}]"' if missing else ""
+    return {"ready": not missing, "missing": missing, "install": install}
+
+
+def query_gpus() -> list[dict[str, str]]:
+    """What nvidia-smi reports; empty where there is no driver."""
+    executable = shutil.which("nvidia-smi")
+    if executable is None:
+        return []
+    query = [executable, f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (subprocess.SubprocessError, OSError):
+        return []
+    keys = ("name", "memory", "driver", "compute_capability")
+    return [dict(zip(keys, map(str.strip, line.split(",")), strict=True)) for line in done.stdout.splitlines() if line]
+
+
+def hub_state() -> dict[str, Any]:
+    from huggingface_hub import constants, get_token
+
+    return {
+        "cache": constants.HF_HUB_CACHE,
+        "cache_exists": Path(constants.HF_HUB_CACHE).is_dir(),
+        "offline": bool(constants.HF_HUB_OFFLINE),
+        "token": "set" if get_token() else "not set",
+    }
+
+
+def disk_state() -> dict[str, int]:
+    """Free bytes where outputs, the hub cache and shared memory lie."""
+    from huggingface_hub import constants
+
+    places = {"here": Path.cwd(), "hub_cache": Path(constants.HF_HUB_CACHE), "shared_memory": Path("/dev/shm")}
+    free = {}
+    for name, place in places.items():
+        while not place.exists():
+            place = place.parent
+        free[name] = shutil.disk_usage(place).free
+    return free
+
+
+def environment_problems(gpus: list[dict[str, str]]) -> list[Problem]:
+    problems = []
+    if os.environ.get(FORCED):
+        message = f"{FORCED} is set: TensorRT-LLM then fakes acceptance and corrupts the text"
+        problems.append(Problem("TS-DOCTOR-FORCED-ACCEPTANCE", "error", FORCED, message, f"unset {FORCED}"))
+    old = [gpu["name"] for gpu in gpus if float(gpu["compute_capability"]) < 10.0]
+    if old:
+        message = f"{old[0]} has no FP4 tensor cores; NVFP4 checkpoints need Blackwell (compute capability 10.0)"
+        remedy = "serve the INT4 or FP8 checkpoint here"
+        problems.append(Problem("TS-DOCTOR-NO-FP4", "warning", "gpu", message, remedy))
+    return problems
+
+
+def show(report: dict[str, Any]) -> None:
+    """One table of commands, then the machine, then the problems; on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from trtspec.report import problem_lines
+
+    console = Console(highlight=False)
+    table = Table(title="commands", title_justify="left", box=None, pad_edge=False)
+    for column in ("command", "", "missing", "install"):
+        table.add_column(column)
+    for command, state in report["commands"].items():
+        mark = "[green]ready[/green]" if state["ready"] else "[yellow]missing[/yellow]"
+        table.add_row(command, mark, ", ".join(state["missing"]), state["install"].replace("[", r"\["))
+    console.print(table)
+    console.print(f"\npython {report['python']} on {report['platform']}, {report['cpu_count']} CPUs", markup=False)
+    versions = [f"{name} {version}" for name, version in report["packages"].items() if version]
+    console.print(", ".join(versions), markup=False)
+    for gpu in report["gpus"] or [{"name": "no NVIDIA GPU", "memory": "-", "driver": "-", "compute_capability": "-"}]:
+        console.print(f"gpu: {gpu['name']}, {gpu['memory']}, driver {gpu['driver']}, sm {gpu['compute_capability']}")
+    hub = report["hub"]
+    console.print(f"hub cache: {hub['cache']} (offline: {hub['offline']}, token: {hub['token']})", markup=False)
+    free = ", ".join(f"{place.replace('_', ' ')} {size / 1e9:,.0f} GB" for place, size in report["disk"].items())
+    console.print(f"free: {free}")
+    lines = problem_lines(report["problems"])
+    console.print("\n".join(["", *lines]) if lines else "\nno problems found", markup=False, soft_wrap=True)
