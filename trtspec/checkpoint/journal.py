@@ -20,16 +20,25 @@ class Journal:
     """`done` maps each finished key to its record. The file is locked while open: one run per output.
 
     Raises UsageError when `header` is not the one that the file was begun with (naming what changed), when the file
-    is no journal, and when another process holds it.
+    is no journal, and when another process holds it. `restart` forgets what the file records, once it is locked.
     """
 
-    def __init__(self, path: Path, header: dict[str, Any], *, remedy: str = "pass --restart to begin anew") -> None:
+    def __init__(
+        self,
+        path: Path,
+        header: dict[str, Any],
+        *,
+        restart: bool = False,
+        remedy: str = "pass --restart to begin anew",
+    ) -> None:
         self.path, self.remedy = path, remedy
         self.done: dict[str, dict[str, Any]] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             self._lock()
+            if restart:
+                os.ftruncate(self._file, 0)
             self._load(json.loads(json.dumps(header)))
         except BaseException:
             os.close(self._file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -75,6 +76,15 @@ class LazyTensors:
         raw = buffer[: info.nbytes]
         self._read(info, raw.numpy().data)
         return raw.view(self.dtype(info)).reshape(info.shape)
+
+    def chunks(self, name: str, size: int = 1 << 24) -> Iterator[memoryview]:
+        """The tensor's bytes in order, `size` at a time, through one reused buffer: for copying what is not decoded."""
+        info = self.info(name)
+        buffer = memoryview(bytearray(min(size, max(info.nbytes, 1))))
+        for begin in range(info.begin, info.end, size):
+            part = buffer[: min(size, info.end - begin)]
+            self._read(replace(info, begin=begin), part)
+            yield part
 
     def _read(self, info: TensorInfo, target: memoryview) -> None:
         file, offset = self._open(info.shard), info.begin

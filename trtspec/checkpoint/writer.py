@@ -10,7 +10,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -31,7 +31,8 @@ class ShardFile:
     """
 
     def __init__(self, path: Path, layout: Layout, metadata: Mapping[str, str] | None = None) -> None:
-        self.path, self.temporary = path, path.with_name(f".{path.name}.partial")
+        # the process id keeps a killed run's straggler out of the file that its successor is writing
+        self.path, self.temporary = path, path.with_name(f".{path.name}.{os.getpid()}.partial")
         self._layout, self._missing = layout, set(layout)
         header, self._offsets, self.size = _header(layout, metadata)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,6 +46,17 @@ class ShardFile:
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, the layout says {code} {list(shape)}")
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         self._write(data.numpy().data, self._offsets[name])
+        self._missing.discard(name)
+
+    def write_chunks(self, name: str, chunks: Iterable[memoryview]) -> None:
+        """Writes a tensor from its bytes in order; their number must be the layout's."""
+        code, shape = self._layout[name]
+        begin = offset = self._offsets[name]
+        for chunk in chunks:
+            self._write(chunk, offset)
+            offset += len(chunk)
+        if offset - begin != math.prod(shape) * DTYPES[code].itemsize:
+            raise ValueError(f"{name} came as {offset - begin} bytes, the layout says {code} {list(shape)}")
         self._missing.discard(name)
 
     def finish(self) -> None:
@@ -88,6 +100,7 @@ def _header(layout: Layout, metadata: Mapping[str, str] | None) -> tuple[bytes, 
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype codes and shapes of tensors at hand."""
     return {name: (CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
+
 import torch
 
 from trtspec.checkpoint.tensors import LazyTensors
@@ -15,31 +17,40 @@ PARTS: dict[WeightFormat, tuple[str, ...]] = {
     "fp8-block": ("weight", "weight_scale_inv"),
     "bf16": ("weight",),
 }
+SIDE_PARTS = ("weight_scale", "weight_shape", "weight_scale_inv", "weight_scale_2", "input_scale")
 
 
-def stored_format(tensors: LazyTensors, name: str) -> WeightFormat:
+def stored_format(names: Container[str], name: str) -> WeightFormat:
     """How `name` (ending in .weight) is stored, told by the tensors that are there, not by the config."""
     stem = name.removesuffix(".weight")
-    if f"{stem}.weight_packed" in tensors:
+    if f"{stem}.weight_packed" in names:
         return "int4"
-    if f"{stem}.weight_scale_inv" in tensors:
+    if f"{stem}.weight_scale_inv" in names:
         return "fp8-block"
-    if f"{stem}.weight_scale_2" in tensors:
+    if f"{stem}.weight_scale_2" in names:
         return "nvfp4"
     return "bf16"
 
 
-def parts_of(tensors: LazyTensors, name: str) -> list[str]:
+def parts_of(names: Container[str], name: str) -> list[str]:
     """The stored tensors that make up the weight `name`; raises TrtspecError naming one that is missing."""
-    stem, format = name.removesuffix(".weight"), stored_format(tensors, name)
-    names = [f"{stem}.{suffix}" for suffix in PARTS[format]] if name.endswith(".weight") else [name]
-    for part in names:
-        if part not in tensors:
-            raise TrtspecError(
-                f"{tensors.checkpoint.path}: {part} is missing, so {name} cannot be decoded",
-                "download the checkpoint again",
-            )
-    return names
+    stem, format = name.removesuffix(".weight"), stored_format(names, name)
+    parts = [f"{stem}.{suffix}" for suffix in PARTS[format]] if name.endswith(".weight") else [name]
+    for part in parts:
+        if part not in names:
+            raise TrtspecError(f"{part} is missing, so {name} cannot be decoded", "download the checkpoint again")
+    return parts
+
+
+def plain_names(stored: Mapping[str, object]) -> dict[str, str]:
+    """Plain name -> the stored tensor that carries its values, in stored order; scales and shapes are not names."""
+    found = {}
+    for name in stored:
+        stem, _, suffix = name.rpartition(".")
+        if suffix in SIDE_PARTS and (f"{stem}.weight" in stored or f"{stem}.weight_packed" in stored):
+            continue
+        found[f"{stem}.weight" if suffix == "weight_packed" else name] = name
+    return found
 
 
 def decoded(tensors: LazyTensors, spec: ModelSpec, name: str) -> torch.Tensor:

@@ -1,0 +1,150 @@
+"""`trtspec quantize`: a BF16, FP8-block or INT4 Kimi checkpoint to NVFP4."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trtspec.cli.options import DryRunOption, ForceOption, JsonOption
+from trtspec.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trtspec.quant.policy import Policy
+
+
+def quantize(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A Kimi checkpoint: a directory or a hub id.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the NVFP4 checkpoint.")],
+    policy: Annotated[
+        str | None,
+        typer.Option(help="k2.5, k2.6, k2.7-code or a YAML file; default: the published one of the source's family."),
+    ] = None,
+    kv_cache: Annotated[
+        str, typer.Option(help="fp8: serve with an FP8 KV cache (a cast without scales); none: leave it to the engine.")
+    ] = "fp8",
+    input_scales: Annotated[
+        str,
+        typer.Option(help="Activation scales: `one` for 1.0 everywhere, or the file that calibration wrote."),
+    ] = "one",
+    workers: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core for a large source.")] = 0,
+    engine: Annotated[
+        str,
+        typer.Option(help="stream: shard by shard in bounded memory; modelopt: ModelOpt's whole-model PTQ and export."),
+    ] = "stream",
+    dry_run: DryRunOption = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Forget what an earlier run finished, begin anew.")
+    ] = False,
+    force: ForceOption = False,
+    json_output: JsonOption = False,
+) -> None:
+    """Convert BF16, FP8-block or INT4 weights to NVFP4, keeping the hub's names and files.
+
+    Works shard by shard in bounded memory, and continues after a kill when it is run again.
+
+    The bytes equal those of ModelOpt's export for the same scales.
+    """
+    from trtspec.report import print_json
+
+    _check_choice("--kv-cache", kv_cache, ("fp8", "none"))
+    _check_choice("--engine", engine, ("stream", "modelopt"))
+    path = _local(source)
+    convert: Callable[..., dict[str, Any]] = _engine(engine)
+    with _progress() as progress:
+        result = convert(
+            path,
+            output,
+            _policy(policy, source, path),
+            kv_cache=None if kv_cache == "none" else kv_cache,
+            input_scales=None if input_scales == "one" else Path(input_scales),
+            workers=workers,
+            dry_run=dry_run,
+            restart=restart,
+            force=force,
+            progress=progress,
+        )
+    if json_output:
+        print_json(result)
+    else:
+        _show(result)
+
+
+def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"{option} {value} is not one of {', '.join(choices)}", "see `trtspec quantize --help`")
+
+
+def _engine(name: str) -> Callable[..., dict[str, Any]]:
+    if name == "modelopt":
+        from trtspec.quant.modelopt import quantize_with_modelopt
+
+        return quantize_with_modelopt
+    from trtspec.quant.streaming import quantize_checkpoint
+
+    return quantize_checkpoint
+
+
+def _local(source: str) -> Path:
+    from trtspec.checkpoint.hub import resolve
+
+    path = resolve(source).path
+    if path is None:
+        raise UsageError(f"{source} is not on this machine", f"run `hf download {source}` and pass its directory")
+    return path
+
+
+def _policy(name: str | None, source: str, path: Path) -> Policy:
+    from trtspec.quant.policy import default_policy, load_policy
+
+    return load_policy(name) if name else default_policy(source, str(path.resolve()))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on stderr for a person; nothing in a pipe."""
+    if not sys.stderr.isatty() or os.environ.get("TRTSPEC_QUIET") == "1":
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = ("quantizing", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=sys.stderr)) as bar:
+        task = bar.add_task("quantize", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _show(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if result.get("dry_run"):
+        counts = ", ".join(f"{count:,} {name}" for name, count in result["tensors_by_class"].items())
+        console.print(f"would write {result['output']} with policy {result['policy']}", soft_wrap=True)
+        console.print(f"NVFP4: {counts}", soft_wrap=True)
+        console.print(f"decoded to BF16: {result['decoded']:,}; unchanged: {result['copied']:,}")
+        console.print(f"{result['bytes_in']:,} bytes in, {result['bytes_out']:,} out, {result['free_bytes']:,} free")
+        console.print(f"packing takes about {result['packing_seconds_estimate']} s with {result['workers']} workers")
+        return
+    table = Table("linears", "tensors", "relative error", "zero blocks", box=None, pad_edge=False)
+    for name, entry in result["classes"].items():
+        table.add_row(name, f"{entry['tensors']:,}", f"{entry['relative_error']:.4f}", f"{entry['zero_blocks']:,}")
+    console.print(table)
+    console.print(
+        f"\n{result['output']}: {result['quantized']:,} NVFP4, {result['decoded']:,} decoded, "
+        f"{result['copied']:,} unchanged; {result['bytes_in']:,} -> {result['bytes_out']:,} bytes "
+        f"in {result['seconds']} s, {result['shards_resumed']} shards resumed",
+        soft_wrap=True,
+    )
+    if result["zero_tensors"]:
+        console.print(f"entirely zero: {', '.join(result['zero_tensors'])}", soft_wrap=True)
+    console.print(f"next: trtspec inspect {result['output']} --against SRC", soft_wrap=True, markup=False)

@@ -1,0 +1,157 @@
+"""A conversion to NVFP4 as asked for: checked before anything is written, estimated without writing."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtspec.checkpoint.detect import target_spec
+from trtspec.checkpoint.headers import INDEX_NAME, Checkpoint
+from trtspec.errors import TrtspecError, UsageError
+from trtspec.quant import nvfp4
+from trtspec.quant.input_scales import InputScales
+from trtspec.quant.plan import ShardPlan, class_counts, plan_conversion
+from trtspec.quant.policy import Policy, shared_partners
+from trtspec.quant.workers import worker_count
+from trtspec.report import file_sha256, refuse_overwrite
+from trtspec.specs import ModelSpec
+
+JOURNAL_NAME = ".trtspec-quantize.jsonl"
+FORMAT_VERSION = 1  # raised when the same options would give other bytes
+SPARE_BYTES = 64 << 20  # configs, tokenizer and headers
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One request, checked: nothing has been written yet."""
+
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    output: Path
+    policy: Policy
+    kv_cache: str | None
+    input_scales: Path | None
+    scales: InputScales
+    plans: list[ShardPlan]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What decides the output's bytes, besides the source."""
+        return {
+            "policy": asdict(self.policy),
+            "kv_cache": self.kv_cache,
+            "input_scales": self.scales.digest,
+            "format_version": FORMAT_VERSION,
+        }
+
+    @property
+    def bytes_in(self) -> int:
+        return sum(plan.bytes_in for plan in self.plans)
+
+    @property
+    def bytes_out(self) -> int:
+        return sum(plan.bytes_out for plan in self.plans)
+
+
+def prepare(source: Path, output: Path, policy: Policy, kv_cache: str | None, input_scales: Path | None) -> Conversion:
+    """Opens and checks everything that can be told from headers and options; raises TrtspecError or UsageError."""
+    checkpoint = Checkpoint.open(source)
+    spec = target_spec(checkpoint)
+    if spec.quant.format == "nvfp4":
+        raise UsageError(f"{source} is NVFP4 already", "pass its BF16, FP8 or INT4 source")
+    if output.resolve() == source.resolve():
+        raise UsageError("source and output are the same directory", "choose another --output")
+    scales = InputScales.load(input_scales)
+    plans = plan_conversion(checkpoint, policy)
+    conversion = Conversion(checkpoint, spec, output, policy, kv_cache, input_scales, scales, plans)
+    for plan in plans:
+        for weight in plan.weights:
+            if weight.action == "quantize":
+                scales.scale([weight.module, *shared_partners(weight.module)])
+    return conversion
+
+
+def fingerprint(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Tells whether the source is still the one that the journal began with, without reading its weights."""
+    shards = {}
+    for shard in checkpoint.shards:
+        status = (checkpoint.path / shard).stat()
+        shards[shard] = [status.st_size, status.st_mtime_ns]
+    names = hashlib.sha256(repr(sorted(checkpoint.tensors.items())).encode()).hexdigest()
+    return {"config": file_sha256(checkpoint.path / "config.json"), "tensors": names, "shards": shards}
+
+
+def claim_output(conversion: Conversion, restart: bool, force: bool) -> bool:
+    """Makes the output directory ours, or says why it cannot be. True when a new conversion begins there."""
+    output = conversion.output
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        probe = output / f".trtspec-{os.getpid()}.partial"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise TrtspecError(f"cannot write {output}: {error.strerror}", "choose another --output") from None
+    begun = (output / JOURNAL_NAME).exists()
+    if not begun:
+        refuse_overwrite(output, force)
+    free = shutil.disk_usage(output).free
+    present = sum(path.stat().st_size for path in output.glob("*.safetensors"))
+    if free + present < conversion.bytes_out + SPARE_BYTES:
+        raise TrtspecError(
+            f"{output} needs {conversion.bytes_out:,} bytes and its disk has {free:,} free",
+            "free space, or choose an --output on another disk",
+        )
+    return restart or not begun
+
+
+def clear_output(output: Path, fresh: bool) -> None:
+    """Removes what a killed run left half-written and, for a new conversion, the weights that were there before."""
+    for pattern in (".*.partial", *(("*.safetensors", INDEX_NAME, "config.json") if fresh else ())):
+        for path in output.glob(pattern):
+            path.unlink()
+
+
+def estimate(conversion: Conversion, workers: int) -> dict[str, Any]:
+    """Sizes, counts and an estimate of the time; writes nothing."""
+    actions = [weight.action for plan in conversion.plans for weight in plan.weights]
+    count = worker_count(workers, conversion.plans)
+    elements = sum(
+        weight.shape[0] * weight.shape[1]
+        for plan in conversion.plans
+        for weight in plan.weights
+        if weight.action == "quantize"
+    )
+    sample = torch.randn(512, 4096).to(torch.bfloat16)
+    nvfp4.quantize(sample)
+    begin = time.monotonic()
+    nvfp4.quantize(sample)
+    per_element = (time.monotonic() - begin) / sample.numel()
+    return {
+        "output": str(conversion.output),
+        "policy": conversion.policy.name,
+        "quantized": actions.count("quantize"),
+        "decoded": actions.count("decode"),
+        "copied": actions.count("copy"),
+        "bytes_in": conversion.bytes_in,
+        "bytes_out": conversion.bytes_out,
+        "tensors_by_class": class_counts(conversion.plans),
+        "exclude_modules": conversion.policy.exclude_patterns(conversion.spec),
+        "workers": count,
+        "packing_seconds_estimate": round(per_element * elements / count, 1),
+        "free_bytes": shutil.disk_usage(_existing(conversion.output)).free,
+        "dry_run": True,
+    }
+
+
+def _existing(path: Path) -> Path:
+    path = path.resolve()
+    while not path.exists():
+        path = path.parent
+    return path

@@ -1,0 +1,176 @@
+"""BF16, FP8-block or INT4 Kimi checkpoint -> NVFP4, shard by shard, in bounded memory, resumable."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trtspec.checkpoint.journal import Journal
+from trtspec.checkpoint.writer import write_index
+from trtspec.quant import export_files
+from trtspec.quant.conversion import (
+    JOURNAL_NAME,
+    Conversion,
+    claim_output,
+    clear_output,
+    estimate,
+    fingerprint,
+    prepare,
+)
+from trtspec.quant.policy import Policy
+from trtspec.quant.shard import ERROR_ROWS
+from trtspec.quant.workers import Job, convert_all, worker_count
+from trtspec.report import file_sha256, provenance, write_json
+
+Progress = Callable[[int, int], None]
+
+
+def quantize_checkpoint(
+    source: Path,
+    output: Path,
+    policy: Policy,
+    *,
+    kv_cache: str | None = "fp8",
+    input_scales: Path | None = None,
+    workers: int = 0,
+    dry_run: bool = False,
+    restart: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Converts `source` to `output` and returns the `quantize` JSON object.
+
+    Run again after a kill it continues: shards whose size and checksum are in the journal are kept as they are.
+    `progress` is called with source bytes done and in all. Raises TrtspecError or UsageError before the first byte
+    for everything that headers, options, disk and permissions can tell.
+    """
+    start = time.monotonic()
+    conversion = prepare(source, output, policy, kv_cache, input_scales)
+    if dry_run:
+        return estimate(conversion, workers)
+    fresh = claim_output(conversion, restart, force)
+    header = {"source": fingerprint(conversion.checkpoint), "options": conversion.options}
+    with Journal(output / JOURNAL_NAME, header, restart=restart) as journal:
+        clear_output(output, fresh)
+        kept = _verified(conversion, journal)
+        resumed = _convert(conversion, journal, kept, workers, progress)
+        records = {plan.shard: journal.done[plan.shard] for plan in conversion.plans}
+        result = _result(conversion, records)
+        _finish(conversion, records, result, header)
+    return result | {
+        "seconds": round(time.monotonic() - start, 3),
+        "peak_rss_bytes": _peak_rss(),
+        "shards_resumed": resumed,
+    }
+
+
+def _verified(conversion: Conversion, journal: Journal) -> set[str]:
+    """Shards that need no work: recorded, present, of the recorded size and content."""
+    kept = set()
+    for plan in conversion.plans:
+        record, path = journal.done.get(plan.shard), conversion.output / plan.shard
+        if (
+            record
+            and path.is_file()
+            and path.stat().st_size == record["bytes"]
+            and file_sha256(path) == record["sha256"]
+        ):
+            kept.add(plan.shard)
+    return kept
+
+
+def _convert(conversion: Conversion, journal: Journal, kept: set[str], workers: int, progress: Progress | None) -> int:
+    """Converts what is not kept, recording each shard; returns how many were kept."""
+    todo = [plan for plan in conversion.plans if plan.shard not in kept]
+    done = conversion.bytes_in - sum(plan.bytes_in for plan in todo)
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress:
+            progress(done, conversion.bytes_in)
+
+    advance(0)
+    job = Job(conversion.checkpoint.path, conversion.output, conversion.policy, conversion.input_scales)
+    if todo:
+        for plan, record in convert_all(job, todo, worker_count(workers, todo), advance):
+            journal.record(plan.shard, **record)
+    return len(kept)
+
+
+def _result(conversion: Conversion, records: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    classes: dict[str, dict[str, float]] = {}
+    for record in records.values():
+        for name, entry in record["classes"].items():
+            total = classes.setdefault(name, dict.fromkeys(entry, 0))
+            for key, value in entry.items():
+                total[key] += value
+    summary = {
+        name: {
+            "tensors": int(entry["tensors"]),
+            "relative_error": (entry["error"] / entry["norm"]) ** 0.5 if entry["norm"] else 0.0,
+            "zero_blocks": int(entry["zero_blocks"]),
+        }
+        for name, entry in sorted(classes.items())
+    }
+    return {
+        "output": str(conversion.output),
+        "policy": conversion.policy.name,
+        **{key: sum(record[key] for record in records.values()) for key in ("quantized", "decoded", "copied")},
+        "bytes_in": conversion.bytes_in,
+        "bytes_out": conversion.bytes_out,
+        "classes": summary,
+        "zero_tensors": sorted(name for record in records.values() for name in record["zero_tensors"]),
+    }
+
+
+def _finish(
+    conversion: Conversion, records: dict[str, dict[str, Any]], result: dict[str, Any], header: dict[str, Any]
+) -> None:
+    """Index, carried files, card, provenance, then the configs that make the directory a checkpoint."""
+    output, source = conversion.output, conversion.checkpoint.path
+    exclude = conversion.policy.exclude_patterns(conversion.spec)
+    shards = [plan.shard for plan in conversion.plans]
+    if shards != ["model.safetensors"]:
+        weight_map = {name: plan.shard for plan in conversion.plans for name in plan.layout()}
+        write_index(output, weight_map, conversion.bytes_out)
+    carried = export_files.carry_files(source, output)
+    export_files.write_card(output, _card(conversion, result))
+    written = {shard: records[shard]["sha256"] for shard in shards}
+    origin = {"path": str(source), **header["source"]}
+    more = {"shards": written, "carried": carried, "classes": result["classes"]}
+    write_json(output / "provenance.json", provenance("quantize", origin, conversion.options, **more))
+    export_files.write_configs(output, conversion.checkpoint.config, exclude, conversion.kv_cache)
+
+
+def _card(conversion: Conversion, result: dict[str, Any]) -> str:
+    spec, policy = conversion.spec, conversion.policy
+    kv = "FP8 E4M3 by a plain cast, no scales" if conversion.kv_cache == "fp8" else "as the engine chooses"
+    scales = "1.0 for every linear (uncalibrated)" if conversion.input_scales is None else conversion.scales.source
+    facts = {
+        "base": conversion.checkpoint.path.name,
+        "title": conversion.checkpoint.path.name,
+        "output": conversion.output.name,
+        "policy": policy.name,
+        "summary": policy.summary,
+        "quantized": result["quantized"],
+        "copied": result["copied"],
+        "decoded": result["decoded"],
+        "kv": kv,
+        "scales": scales,
+        "size": f"{result['bytes_out']:,}",
+        "size_in": f"{result['bytes_in']:,}",
+        "format": spec.quant.format.upper(),
+        "rows": ERROR_ROWS,
+    }
+    return export_files.model_card(spec, facts, result["classes"], result["zero_tensors"])
+
+
+def _peak_rss() -> int:
+    """The largest resident set of this process or of any worker, in bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) * unit

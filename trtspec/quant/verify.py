@@ -1,0 +1,178 @@
+"""A derived checkpoint re-read against its source: names, shapes, dtypes, scales, exclude list, rounding error."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtspec.checkpoint.detect import detect, target_spec
+from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.tensors import LazyTensors
+from trtspec.checkpoint.verify import exclude_problems, nvfp4_modules, part_problems
+from trtspec.errors import Problem
+from trtspec.quant import nvfp4
+from trtspec.quant.decode import decoded, plain_names, stored_format
+from trtspec.quant.plan import weight_class
+from trtspec.specs import ModelSpec
+
+AGAIN = "convert the source again with `trtspec quantize`"
+NVFP4_ERROR_LIMIT = 0.2  # random weights round with 0.095; a wrong scale or order is far above
+LINEAR_SUFFIXES = ("_proj", "_proj_with_mqa", "lm_head")
+
+
+def compare(out: Path, src: Path, sample: int = 64) -> dict[str, Any]:
+    """Re-reads `out` against `src`; `sample` tensors are decoded and compared, 0 for all.
+
+    Headers, scales of every sampled linear and the exclude list are checked always. Returns `compared`, `tensors`,
+    `classes` {relative_error, worst, tensors}, `zero_blocks`, and `problems` (Problem records).
+    """
+    derived, source = Checkpoint.open(out), Checkpoint.open(src)
+    names, origin = plain_names(derived.tensors), plain_names(source.tensors)
+    problems = _name_problems(names, origin) + _shape_problems(derived, source, names, origin)
+    modules = nvfp4_modules(derived)
+    for module in modules:
+        problems += part_problems(derived, module)
+    kind = detect(source)
+    if kind == "target" and modules:
+        linears = [name.removesuffix(".weight") for name in names if _is_text_linear(name)]
+        problems += exclude_problems(modules, linears, target_spec(derived).quant)
+    chosen = _sample(sorted(names.keys() & origin.keys()), modules, sample)
+    broken = {problem.where.rpartition(".")[0] for problem in problems}
+    comparison = _Comparison(derived, source, kind == "target")
+    for name in chosen:
+        if name.removesuffix(".weight") not in broken:
+            comparison.add(name)
+    return {
+        "compared": len(chosen),
+        "tensors": len(names),
+        **comparison.summary(),
+        "problems": problems + comparison.problems,
+    }
+
+
+def _name_problems(names: dict[str, str], origin: dict[str, str]) -> list[Problem]:
+    lost, new = sorted(origin.keys() - names.keys()), sorted(names.keys() - origin.keys())
+    problems = []
+    if lost:
+        text = f"{len(lost)} tensors of the source are missing, first {lost[0]}"
+        problems.append(Problem("TS-QUANT-TENSOR-LOST", "error", lost[0], text, AGAIN))
+    if new:
+        text = f"{len(new)} tensors are not in the source, first {new[0]}"
+        problems.append(Problem("TS-QUANT-TENSOR-NEW", "warning", new[0], text, "check that this is the right source"))
+    return problems
+
+
+def _shape_problems(
+    derived: Checkpoint, source: Checkpoint, names: dict[str, str], origin: dict[str, str]
+) -> list[Problem]:
+    """Tensors stored alike must have the same shape and dtype; quantized ones the shape that their packing implies."""
+    problems = []
+    for name in names.keys() & origin.keys():
+        new, old = derived.tensors[names[name]], source.tensors[origin[name]]
+        new_shape, old_shape = (_logical_shape(point, name) for point in (derived, source))
+        same_format = stored_format(derived.tensors, name) == stored_format(source.tensors, name)
+        if new_shape != old_shape:
+            text = f"shape is {list(new_shape)}, the source's is {list(old_shape)}"
+            problems.append(Problem("TS-QUANT-SHAPE", "error", name, text, AGAIN))
+        elif same_format and new.dtype != old.dtype:
+            text = f"dtype is {new.dtype}, the source's is {old.dtype}"
+            problems.append(Problem("TS-QUANT-DTYPE", "error", name, text, AGAIN))
+    return problems
+
+
+def _logical_shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
+    stored, stem = checkpoint.tensors, name.removesuffix(".weight")
+    format = stored_format(stored, name)
+    shape = stored[f"{stem}.weight_packed" if format == "int4" else name].shape
+    factor = {"int4": 8, "nvfp4": 2}.get(format, 1)
+    return (*shape[:-1], shape[-1] * factor) if shape else shape
+
+
+def _is_text_linear(name: str) -> bool:
+    """What a loader builds as a linear of the language model; routers are recognised by engines without the list."""
+    module = name.removesuffix(".weight")
+    vision = module.startswith(("vision_tower.", "mm_projector."))
+    return name.endswith(".weight") and not vision and module.endswith(LINEAR_SUFFIXES)
+
+
+def _sample(names: list[str], modules: list[str], count: int) -> list[str]:
+    """All, or `count` of them with quantized ones first in line; the same choice each time."""
+    if count == 0 or count >= len(names):
+        return names
+    quantized = {f"{module}.weight" for module in modules}
+    first = [name for name in names if name in quantized]
+    rest = [name for name in names if name not in quantized]
+    draw = random.Random(0)
+    many = min(len(first), max(count - count // 4, count - len(rest)))
+    return sorted(draw.sample(first, many) + draw.sample(rest, count - many))
+
+
+class _Comparison:
+    """Decodes tensor by tensor from both sides and gathers errors by class."""
+
+    def __init__(self, derived: Checkpoint, source: Checkpoint, is_target: bool) -> None:
+        self.derived, self.source = LazyTensors(derived), LazyTensors(source)
+        self.derived_spec = target_spec(derived) if is_target else None
+        self.source_spec = target_spec(source) if is_target else None
+        self.problems: list[Problem] = []
+        self.classes: dict[str, dict[str, float]] = {}
+        self.zero_blocks = 0
+
+    def add(self, name: str) -> None:
+        new = self._decode(self.derived, self.derived_spec, name)
+        old = self._decode(self.source, self.source_spec, name)
+        if new.shape != old.shape:
+            return
+        format = stored_format(self.derived.checkpoint.tensors, name)
+        if format == "nvfp4":
+            self._scales(name)
+            self._error(name, new.float(), old.float())
+        elif not torch.equal(new.reshape(-1).view(torch.uint8), old.reshape(-1).view(torch.uint8)):
+            text = "is stored unquantized but its bytes are not the source's"
+            self.problems.append(Problem("TS-QUANT-CHANGED", "error", name, text, AGAIN))
+
+    def _decode(self, tensors: LazyTensors, spec: ModelSpec | None, name: str) -> torch.Tensor:
+        return tensors[name] if spec is None else decoded(tensors, spec, name)
+
+    def _scales(self, name: str) -> None:
+        module = name.removesuffix(".weight")
+        scale, scale_2 = self.derived[f"{module}.weight_scale"], self.derived[f"{module}.weight_scale_2"]
+        input_scale = self.derived[f"{module}.input_scale"]
+        for suffix, value in (
+            ("weight_scale", scale.float()),
+            ("weight_scale_2", scale_2),
+            ("input_scale", input_scale),
+        ):
+            if not bool((value.isfinite() & (value > 0)).all()):
+                text = "holds NaN, infinity, zero or a negative number"
+                self.problems.append(Problem("TS-QUANT-BAD-SCALE", "error", f"{module}.{suffix}", text, AGAIN))
+        packed = self.derived[name].view(-1, nvfp4.BLOCK // 2)
+        self.zero_blocks += int(((packed & 0x77) == 0).all(-1).sum())
+
+    def _error(self, name: str, new: torch.Tensor, old: torch.Tensor) -> None:
+        error, norm = float((new - old).norm()), float(old.norm())
+        relative = error / norm if norm else error
+        entry = self.classes.setdefault(weight_class(name), {"tensors": 0, "error": 0.0, "norm": 0.0, "worst": 0.0})
+        entry["tensors"] += 1
+        entry["error"] += error**2
+        entry["norm"] += norm**2
+        entry["worst"] = max(entry["worst"], relative)
+        if not relative <= NVFP4_ERROR_LIMIT:
+            text = f"differs from the source by {relative:.3f} of its norm; rounding alone gives about 0.1"
+            self.problems.append(Problem("TS-QUANT-ERROR", "error", name, text, AGAIN))
+
+    def summary(self) -> dict[str, Any]:
+        self.derived.close()
+        self.source.close()
+        classes = {
+            name: {
+                "tensors": int(entry["tensors"]),
+                "relative_error": (entry["error"] / entry["norm"]) ** 0.5 if entry["norm"] else 0.0,
+                "worst": entry["worst"],
+            }
+            for name, entry in sorted(self.classes.items())
+        }
+        return {"classes": classes, "zero_blocks": self.zero_blocks}
