@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ def grouped_bars(series: Sequence[Series], ylabel: str, baseline: float = 0.0, d
     return _svg(figure, axes, len(series) > 1)
 
 
-def lines(series: dict[str, Sequence[Sequence[float]]], xlabel: str, ylabel: str) -> str:
+def lines(series: Mapping[str, Sequence[tuple[float, float]]], xlabel: str, ylabel: str) -> str:
     """One line per name from (x, y) points."""
     figure, axes = _figure(4.6, 2.7)
     for index, (name, points) in enumerate(series.items()):

@@ -1,0 +1,137 @@
+"""What a small model's speed-up must be read with: is the draft step too cheap, are experts shared, is the text easy?
+
+`python -m trtspec.cli.demo_figures TARGET --head HEAD` prints one JSON object; `trtspec demo` puts it in its report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtspec import data_files
+
+if TYPE_CHECKING:
+    import torch
+
+    from trtspec.models.eagle3 import Eagle3Head
+    from trtspec.models.kimi import KimiModel
+
+CONTEXT = 256  # cached tokens while steps are timed
+REPEATS = 60
+BLOCK = 4  # tokens verified at once with draft length 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--head", type=Path, required=True)
+    parser.add_argument("--samples", type=int, default=40, help="held-out texts")
+    options = parser.parse_args()
+    import torch
+
+    from trtspec.checkpoint.tokenizer import KimiTokenizer
+    from trtspec.models.head_weights import load_head
+    from trtspec.models.weights import load_target
+
+    target = load_target(options.target, dtype=torch.bfloat16)
+    head = load_head(options.head, target, dtype=torch.bfloat16, device="cpu")
+    texts = held_out(KimiTokenizer(options.target), options.samples)
+    with torch.inference_mode():
+        figures = {**step_costs(target, head), **experts_touched(target, texts), **bits_per_byte(target, texts)}
+    print(json.dumps(figures, indent=2))
+
+
+def held_out(tokenizer: Any, samples: int) -> list[tuple[list[int], list[int], int]]:
+    """(prompt ids, reference ids, reference bytes) of the shipped held-out texts, spread over the file."""
+    path = data_files.kimi_nano_dir() / "prompts_heldout.jsonl"
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    records = [record for record in records if record.get("reference")]
+    found = []
+    for record in records[:: max(1, len(records) // samples)][:samples]:
+        prompt = tokenizer.apply_chat_template(record["messages"], add_generation_prompt=True)
+        found.append((prompt, tokenizer.encode(record["reference"]), len(record["reference"].encode())))
+    return found
+
+
+def step_costs(target: KimiModel, head: Eagle3Head) -> dict[str, float]:
+    """Median milliseconds of one target step, of one draft step with its logits, and of verifying BLOCK tokens.
+
+    The three are timed in turn, so that a busy machine slows them alike.
+    """
+    import torch
+
+    cache, draft_cache = target.new_cache(1, 2 * CONTEXT), head.new_cache(1, 2 * CONTEXT)
+    start = torch.tensor([CONTEXT])
+    token, block = torch.ones(1, 1, dtype=torch.int64), torch.ones(1, BLOCK, dtype=torch.int64)
+    target(torch.ones(1, CONTEXT, dtype=torch.int64), torch.tensor([0]), cache, last_only=True)
+    state = torch.zeros(1, 1, head.spec.hidden_size, dtype=head.fc.weight.dtype)
+
+    def draft() -> None:
+        head.logits(head(state, token, start, draft_cache)[1]).argmax(-1)
+
+    steps: dict[str, Callable[[], Any]] = {
+        "target_step_ms": lambda: target(token, start, cache).logits.argmax(-1),
+        "draft_step_ms": draft,
+        "verify_step_ms": lambda: target(block, start, cache).logits.argmax(-1),
+    }
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(REPEATS):
+        for name, step in steps.items():
+            began = time.perf_counter()
+            step()
+            times[name].append(1000 * (time.perf_counter() - began))
+    # the first rounds pay for allocation
+    medians = {name: statistics.median(values[REPEATS // 4 :]) for name, values in times.items()}
+    return {
+        **{name: round(value, 4) for name, value in medians.items()},
+        "draft_over_target": round(medians["draft_step_ms"] / medians["target_step_ms"], 4),
+        "verify_over_target": round(medians["verify_step_ms"] / medians["target_step_ms"], 4),
+    }
+
+
+def experts_touched(target: KimiModel, texts: list[tuple[list[int], list[int], int]]) -> dict[str, float]:
+    """Distinct routed experts of BLOCK consecutive tokens over those of one token, averaged over layers and text."""
+    import torch
+
+    from trtspec.models.moe import Router
+
+    ratios: list[float] = []
+
+    def count(_: Any, __: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        ids = output[0]
+        whole = len(ids) // BLOCK * BLOCK
+        for group in ids[:whole].view(-1, BLOCK * ids.shape[1]):
+            ratios.append(len(group.unique()) / ids.shape[1])
+
+    hooks = [module.register_forward_hook(count) for module in target.modules() if isinstance(module, Router)]
+    for prompt, answer, _ in texts[:8]:
+        target(torch.tensor([(prompt + answer)[:512]]))
+    for hook in hooks:
+        hook.remove()
+    return {"experts_4_over_1": round(statistics.mean(ratios), 4)} if ratios else {}
+
+
+def bits_per_byte(target: KimiModel, texts: list[tuple[list[int], list[int], int]]) -> dict[str, float]:
+    """Cross-entropy of the held-out answers given their prompts, in bits per byte of the answers."""
+    import torch
+
+    bits, size = 0.0, 0
+    for prompt, answer, length in texts:
+        ids = prompt + answer
+        if not answer or len(ids) > target.spec.max_position_embeddings:
+            continue
+        logits = target(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1]
+        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="sum")
+        bits += loss.item() / math.log(2)
+        size += length
+    return {"heldout_bits_per_byte": round(bits / size, 4), "heldout_bytes": size} if size else {}
+
+
+if __name__ == "__main__":
+    main()

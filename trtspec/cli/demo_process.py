@@ -1,0 +1,197 @@
+"""Runs the commands that `trtspec demo` is made of, and the servers they talk to; nothing is left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trtspec.errors import TrtspecError
+
+READY_SECONDS = 180
+STOP_SECONDS = 20
+TAIL_LINES = 25
+
+
+@dataclass
+class Step:
+    """One command as it was run. `expected` and `seconds` in seconds."""
+
+    stage: int
+    purpose: str
+    command: str
+    expected: float
+    seconds: float = 0.0
+    status: int | None = None
+
+
+@dataclass
+class Chain:
+    """The demo's commands in order, in one working directory; stages are numbered as they begin."""
+
+    directory: Path
+    stages: int
+    steps: list[Step] = field(default_factory=list)
+    stage: int = 0
+    quiet: bool = False
+
+    def begin(self, title: str, about: str, expected: float) -> None:
+        """Announces a stage: what it does and about how long it takes."""
+        self.stage += 1
+        self.say(f"\n[{self.stage}/{self.stages}] {title} (about {duration(expected)})\n    {about}")
+
+    def say(self, text: str) -> None:
+        if not self.quiet:
+            print(text, flush=True)
+
+    def run(self, arguments: Sequence[str], purpose: str, expected: float, allowed: tuple[int, ...] = (0,)) -> str:
+        """Runs `trtspec ARGUMENTS` and returns its stdout. Raises TrtspecError with its output when it fails."""
+        return self.run_module("trtspec", arguments, purpose, expected, allowed)
+
+    def run_module(
+        self, module: str, arguments: Sequence[str], purpose: str, expected: float, allowed: tuple[int, ...] = (0,)
+    ) -> str:
+        """As `run`, for any module of this interpreter."""
+        shown = shlex.join(arguments)
+        name = "trtspec" if module == "trtspec" else f"python -m {module}"
+        step = Step(self.stage, purpose, f"{name} {shown}", expected)
+        self.steps.append(step)
+        self.say(f"    $ {step.command}")
+        began = time.monotonic()
+        # stderr stays the terminal's, so that progress bars and messages are seen as they come
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, env=environment()
+        )
+        output = finish(process)
+        step.seconds, step.status = time.monotonic() - began, process.returncode
+        log = self.directory / "logs" / f"{len(self.steps):02d}-{arguments[0].rpartition('/')[2]}.out"
+        log.write_bytes(output)
+        if step.status not in allowed:
+            raise TrtspecError(
+                f"`{step.command}` ended with status {step.status} after {duration(step.seconds)}; "
+                f"its output ({log}):\n{tail(output)}",
+                "the message above says why; run that command by hand to look closer",
+            )
+        self.say(f"      {purpose}: done in {duration(step.seconds)}")
+        return output.decode("utf-8", "replace")
+
+    def run_json(
+        self, arguments: Sequence[str], purpose: str, expected: float, allowed: tuple[int, ...] = (0,)
+    ) -> dict[str, Any]:
+        """As `run`, for commands with --json."""
+        output = self.run([*arguments, "--json"], purpose, expected, allowed)
+        try:
+            found = json.loads(output)
+        except ValueError:
+            raise TrtspecError(f"`{self.steps[-1].command}` printed no JSON:\n{tail(output.encode())}") from None
+        return found
+
+    @contextmanager
+    def server(self, name: str, arguments: Sequence[str], port: int) -> Iterator[str]:
+        """`trtspec serve ARGUMENTS` until the block ends; yields its URL once /health answers 200."""
+        command = ["serve", *arguments, "--host", "127.0.0.1", "--port", str(port)]
+        self.say(f"    $ trtspec {shlex.join(command)} &")
+        log = self.directory / "logs" / f"serve-{name}.log"
+        step = Step(self.stage, f"serve {name}", f"trtspec {shlex.join(command)}", 0)
+        self.steps.append(step)
+        began = time.monotonic()
+        with log.open("wb") as stream:
+            # its own session: Ctrl-C reaches the demo alone, which then stops the server in order
+            process = subprocess.Popen(
+                [sys.executable, "-m", "trtspec", *command],
+                stdout=stream,
+                stderr=stream,
+                env=environment(),
+                start_new_session=True,
+            )
+            try:
+                wait_ready(process, port, name, log)
+                step.seconds = time.monotonic() - began
+                yield f"http://127.0.0.1:{port}"
+            finally:
+                stop(process)
+                step.status = 0 if process.returncode in (0, -15, 143) else process.returncode
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        return [asdict(step) for step in self.steps]
+
+
+def finish(process: subprocess.Popen[bytes]) -> bytes:
+    """Reads a child's stdout to its end; an interrupt ends the child first."""
+    try:
+        return process.communicate()[0]
+    except BaseException:
+        stop(process)
+        raise
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, then SIGKILL when that is not enough."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(timeout=STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def wait_ready(process: subprocess.Popen[bytes], port: int, name: str, log: Path) -> None:
+    """Returns once GET /health answers 200. Raises TrtspecError with the log when the server ends or takes too long."""
+    import httpx
+
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise TrtspecError(
+                f"the server {name} ended with status {process.returncode} before it was ready; {log} says:\n"
+                f"{tail(log.read_bytes())}",
+                "run that serve command by hand",
+            )
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=2).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.2)
+    raise TrtspecError(f"the server {name} was not ready after {READY_SECONDS} s; see {log}", "look at its log")
+
+
+def environment() -> dict[str, str]:
+    """The children's environment: nothing is fetched, and a shell's proxies stay out of loopback traffic."""
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def free_ports(first: int, count: int) -> None:
+    """Raises TrtspecError naming the first port that is taken, before any work is done."""
+    for port in range(first, first + count):
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError as error:
+                remedy = f"pass --port N with {count} free ports from N on"
+                raise TrtspecError(f"port {port} is taken: {error.strerror}", remedy) from None
+
+
+def duration(seconds: float) -> str:
+    """`42 s` or `3 min 05 s`."""
+    whole = round(seconds)
+    return (
+        f"{seconds:.1f} s" if seconds < 10 else f"{whole} s" if whole < 90 else f"{whole // 60} min {whole % 60:02d} s"
+    )
+
+
+def tail(output: bytes) -> str:
+    lines = output.decode("utf-8", "replace").splitlines()[-TAIL_LINES:]
+    return "\n".join(lines) or "(nothing)"
