@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trtspec.errors import UsageError
-from trtspec.specs import GpuSpec
+
+if TYPE_CHECKING:
+    from trtspec.specs import GpuSpec
 
 DATA = Path(__file__).parent / "data"
 
@@ -33,6 +35,8 @@ def gpu_spec(name: str) -> GpuSpec:
     row = data["gpus"].get(name.lower())
     if row is None:
         raise UsageError(f"there are no figures for the GPU {name!r}", f"choose one of {', '.join(data['gpus'])}")
+    from trtspec.specs import GpuSpec
+
     row = dict(row)
     memory = row.pop("memory_mib") * 2**20
     return GpuSpec(name=name.lower(), memory_bytes=memory, source=data["source"], **row)

@@ -77,7 +77,7 @@ def root(
 def main() -> None:
     """Entry point. TrtspecError -> its message and exit status; an interrupt -> 130; anything else -> 1."""
     try:
-        app()
+        app(prog_name="trtspec")
     except TrtspecError as error:
         _fail(error.message, error.remedy, error.exit_code)
     except KeyboardInterrupt:

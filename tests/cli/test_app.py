@@ -1,0 +1,159 @@
+"""The command line as a whole: what is listed, how fast and how light it starts, how it fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from trtspec import errors
+from trtspec.cli import app as application
+
+COMMANDS = (
+    "demo", "doctor", "inspect", "quantize", "calibrate", "synthesize", "train", "convert", "plan", "build-config",
+    "lint", "serve", "bench", "check",
+)  # fmt: skip
+
+
+def trtspec(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """One run in a process of its own, with a wide terminal so that tables do not wrap."""
+    variables = {**os.environ, "COLUMNS": "200", **environment}
+    command = [sys.executable, "-m", "trtspec", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=120)
+
+
+def test_help_lists_every_command() -> None:
+    done = trtspec("--help")
+    assert done.returncode == 0
+    for command in COMMANDS:
+        assert f" {command} " in done.stdout, command
+    assert len(application.app.registered_commands) == len(COMMANDS)
+
+
+def test_help_imports_no_torch() -> None:
+    script = (
+        "import sys\n"
+        "sys.argv = ['trtspec', '--help']\n"
+        "from trtspec.cli.app import main\n"
+        "try:\n"
+        "    main()\n"
+        "except SystemExit as done:\n"
+        "    assert done.code == 0, done.code\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'modelopt', 'matplotlib', 'fastapi', 'huggingface_hub', 'httpx'}\n"
+        "loaded = heavy & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_help_page(command: str) -> None:
+    done = CliRunner().invoke(application.app, [command, "--help"], prog_name="trtspec")
+    assert done.exit_code == 0
+    assert f"Usage: trtspec {command}" in done.stdout
+
+
+@pytest.mark.parametrize("command", application.NOT_BUILT)
+def test_an_unbuilt_command_says_so(command: str) -> None:
+    done = trtspec(command, "moonshotai/Kimi-K2.5", "--to", "vllm", "-o", "out")
+    assert done.returncode == 4
+    assert f"`trtspec {command}` is not built yet" in done.stderr
+    assert done.stdout == ""
+
+
+def test_an_unbuilt_command_is_not_in_the_readme() -> None:
+    readme = (Path(__file__).parent.parent.parent / "README.md").read_text(encoding="utf-8")
+    for command in application.NOT_BUILT:
+        assert f"trtspec {command}" not in readme
+    for command in set(COMMANDS) - set(application.NOT_BUILT):
+        assert f"trtspec {command}" in readme, f"trtspec {command} is built and not in the README"
+
+
+def test_version() -> None:
+    done = trtspec("--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("trtspec ")
+
+
+def test_usage_errors_exit_with_2() -> None:
+    assert trtspec("no-such-command").returncode == 2
+    assert trtspec("inspect").returncode == 2
+    assert trtspec("inspect", "x", "--no-such-option").returncode == 2
+
+
+def test_underscores_are_accepted_everywhere() -> None:
+    assert trtspec("build_config", "--help").returncode == 0
+    both = [trtspec("inspect", "nvidia/Kimi-K2.5-NVFP4", option, "5", "--json") for option in ("--sample", "--sample")]
+    assert both[0].stdout == both[1].stdout
+    assert trtspec("lint", "--trtllm_version", "1.2.1", "--help").returncode == 0
+
+
+def test_an_option_can_come_from_the_environment() -> None:
+    done = trtspec("inspect", "nvidia/Kimi-K2.5-NVFP4", TRTSPEC_INSPECT_JSON_OUTPUT="1")
+    assert done.stdout.startswith("{")
+    done = trtspec("inspect", "nvidia/Kimi-K2.5-NVFP4", TRTSPEC_INSPECT_SAMPLE="many")
+    assert done.returncode == 2
+
+
+def raise_usage(**_: object) -> None:
+    raise errors.UsageError("the thing is wrong", "run the other thing")
+
+
+def raise_check(**_: object) -> None:
+    raise errors.CheckFailed("3 of 5 checks failed")
+
+
+def raise_interrupt(**_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def raise_unexpected(**_: object) -> None:
+    raise ZeroDivisionError("division by zero")
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "says"),
+    [
+        (raise_usage, 2, "Usage error: the thing is wrong\n-> run the other thing\n"),
+        (raise_check, 3, "Check failed: 3 of 5 checks failed\n"),
+        (raise_interrupt, 130, "Interrupted: stopped by Ctrl-C\n"),
+        (raise_unexpected, 1, "unexpected ZeroDivisionError: division by zero\n-> set TRTSPEC_DEBUG=1"),
+    ],
+)
+def test_failures_are_one_message_and_a_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    failure: Callable[..., None], status: int, says: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(application, "app", failure)
+    monkeypatch.delenv("TRTSPEC_DEBUG", raising=False)
+    with pytest.raises(SystemExit) as stopped:
+        application.main()
+    printed = capsys.readouterr()
+    assert stopped.value.code == status
+    assert says in printed.err and "Traceback" not in printed.err
+    assert printed.out == ""
+
+
+def test_the_traceback_is_there_when_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(application, "app", raise_unexpected)
+    monkeypatch.setenv("TRTSPEC_DEBUG", "1")
+    with pytest.raises(SystemExit):
+        application.main()
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_interrupt_of_a_running_command_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through Typer itself: the signal arrives inside a command."""
+    monkeypatch.setattr("trtspec.cli.doctor.examine", raise_interrupt)
+    monkeypatch.setattr(sys, "argv", ["trtspec", "doctor"])
+    with pytest.raises(SystemExit) as stopped:
+        application.main()
+    assert stopped.value.code == 130

@@ -1,0 +1,76 @@
+"""`trtspec doctor`: a stand-in nvidia-smi, an environment with a trap, and no secret in the output."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from trtspec.cli.app import app
+from trtspec.cli.doctor import FORCED, package_state
+
+
+def run(**environment: str) -> Result:
+    return CliRunner().invoke(app, ["doctor", "--json"], env=environment)
+
+
+def stand_in(directory: Path, line: str) -> str:
+    """A PATH whose nvidia-smi prints `line`."""
+    script = directory / "nvidia-smi"
+    script.write_text(f"#!/bin/sh\nprintf '%s\\n' '{line}'\n")
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    return f"{directory}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_this_environment_is_whole() -> None:
+    done = run()
+    report = json.loads(done.stdout)
+    assert done.exit_code == 0
+    assert report["commands"]["train"]["ready"]
+    assert report["packages"]["nvidia-modelopt"].startswith("0.47")
+    assert report["problems"] == []
+
+
+def test_every_built_command_is_listed() -> None:
+    from trtspec.cli.app import NOT_BUILT, PANELS
+
+    listed = {command.split(" ")[0] for command in json.loads(run().stdout)["commands"]}
+    built = {name for names in PANELS.values() for name in names} - set(NOT_BUILT) - {"doctor"}
+    assert listed == built
+
+
+def test_gpus_come_from_nvidia_smi(tmp_path: Path) -> None:
+    report = json.loads(run(PATH=stand_in(tmp_path, "NVIDIA B200, 183359 MiB, 580.65, 10.0")).stdout)
+    assert report["gpus"] == [
+        {"name": "NVIDIA B200", "memory": "183359 MiB", "driver": "580.65", "compute_capability": "10.0"}
+    ]
+    assert report["problems"] == []
+
+
+def test_a_gpu_without_fp4_is_a_warning(tmp_path: Path) -> None:
+    done = run(PATH=stand_in(tmp_path, "NVIDIA H200, 143771 MiB, 570.12, 9.0"))
+    assert [problem["code"] for problem in json.loads(done.stdout)["problems"]] == ["TS-DOCTOR-NO-FP4"]
+    assert done.exit_code == 0
+
+
+def test_forced_acceptance_is_an_error() -> None:
+    done = run(**{FORCED: "2"})
+    assert [problem["code"] for problem in json.loads(done.stdout)["problems"]] == ["TS-DOCTOR-FORCED-ACCEPTANCE"]
+    assert done.exit_code == 3
+
+
+def test_the_token_is_never_printed() -> None:
+    done = run(HF_TOKEN="hf_verysecret")
+    assert "hf_verysecret" not in done.stdout
+    assert json.loads(done.stdout)["hub"]["token"] == "set"
+
+
+def test_a_wrong_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1")
+    problems = package_state()[1]
+    assert {problem.code for problem in problems} == {"TS-DOCTOR-VERSION"}
+    assert "transformers" in {problem.where for problem in problems}

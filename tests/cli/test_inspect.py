@@ -1,0 +1,82 @@
+"""`trtspec inspect` through the command line: its JSON contract, its exit status, its words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner, Result
+
+from tests.tiny import make_head, make_target
+from trtspec.cli.app import app
+
+TARGET_KEYS = {
+    "kind", "family", "model_type", "architecture", "format", "parameters", "bytes", "shards", "problems",
+}  # fmt: skip
+HEAD_KEYS = TARGET_KEYS | {"eagle", "attention", "dialect", "aux_layers", "draft_vocab_size"}
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["inspect", *map(str, arguments)], env={"COLUMNS": "160"})
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), shards=2)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
+    return make_head(tmp_path_factory.mktemp("head"), target, attention="mla", eagle="3.1", draft_vocab=128)
+
+
+def test_target_contract(target: Path) -> None:
+    done = run(target, "--json")
+    report = json.loads(done.stdout)
+    assert done.exit_code == 0
+    assert set(report) >= TARGET_KEYS
+    assert (report["kind"], report["format"], report["shards"]) == ("target", "bf16", 2)
+    assert report["parameters"] == 406536
+    assert report["bytes"] == 2 * 406536 + 2 * 6 * 4  # the correction bias of six MoE layers is float32
+
+
+def test_head_contract(head: Path, target: Path) -> None:
+    report = json.loads(run(head, "--against", target, "--json").stdout)
+    assert set(report) >= HEAD_KEYS
+    assert report["tensor_parallel_sizes"] == [1, 2, 4]
+    assert {"code", "severity", "where", "message", "remedy"} == set(report["problems"][0])
+
+
+def test_the_readable_form_says_the_same(head: Path, target: Path) -> None:
+    done = run(head, "--against", target)
+    for words in ("Eagle3 draft head", "3.1, MLA attention", "1, 2, 3", "128 of 512", "TS-HEAD-DOUBLE-NORM"):
+        assert words in done.stdout
+    assert "no problems found" in run(target).stdout
+
+
+def test_an_error_exits_with_3_and_still_prints_the_report(tmp_path: Path, target: Path) -> None:
+    path = make_head(tmp_path, target, draft_vocab=128)
+    tensors = load_file(path / "model.safetensors")
+    del tensors["d2t"]
+    save_file(tensors, path / "model.safetensors")
+    done = run(path, "--json")
+    assert done.exit_code == 3
+    assert "TS-HEAD-D2T-MISSING" in [problem["code"] for problem in json.loads(done.stdout)["problems"]]
+
+
+def test_a_published_pair_offline() -> None:
+    done = run("nvidia/Kimi-K2.6-Eagle3", "--against", "nvidia/Kimi-K2.6-NVFP4", "--json")
+    report = json.loads(done.stdout)
+    assert done.exit_code == 0
+    assert (report["attention"], report["aux_layers"], report["source"]) == ("mla", [1, 29, 57], "catalogue")
+    assert report["problems"] == []
+    other = json.loads(run("nvidia/Kimi-K2.5-Eagle3", "--against", "nvidia/Kimi-K2.6-NVFP4", "--json").stdout)
+    assert "TS-PAIR-OTHER-TARGET" in [problem["code"] for problem in other["problems"]]
+
+
+def test_a_target_against_a_head_is_turned_around(head: Path, target: Path) -> None:
+    done = run(target, "--against", head)
+    assert done.exit_code != 0
+    assert "turn them around" in str(done.exception.remedy)  # type: ignore[union-attr]
