@@ -82,7 +82,7 @@ def pack_nvfp4(weight: torch.Tensor, amax: torch.Tensor) -> dict[str, torch.Tens
     magnitude, code = scaled.abs(), torch.zeros(blocks.shape, dtype=torch.uint8)
     for index, bound in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
         code += (magnitude >= bound) if index % 2 else (magnitude > bound)
-    code = (code + 8 * (scaled < 0)).reshape(rows, columns)
+    code = (code | ((scaled < 0).to(torch.uint8) << 3)).reshape(rows, columns)
     return {
         "weight": code[:, 0::2] | (code[:, 1::2] << 4),
         "weight_scale": scale,

@@ -1,0 +1,291 @@
+"""`quantize` end to end on tiny checkpoints: bytes, names, configs, resume, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tiny import make_target
+from trtspec.checkpoint.detect import target_spec
+from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.tensors import LazyTensors
+from trtspec.errors import TrtspecError, UsageError
+from trtspec.quant import nvfp4
+from trtspec.quant.decode import decoded
+from trtspec.quant.plan import weight_class
+from trtspec.quant.policy import load_policy
+from trtspec.quant.streaming import JOURNAL_NAME, quantize_checkpoint
+
+FORMATS = ["bf16", "int4", "fp8-block"]
+K25 = load_policy("k2.5")
+K26 = load_policy("k2.6")
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for shard in sorted(path.glob("*.safetensors")) for name, tensor in load_file(shard).items()}
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    same = a.dtype == b.dtype and a.shape == b.shape
+    return same and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def weights(path: Path) -> dict[str, bytes]:
+    return {shard.name: shard.read_bytes() for shard in sorted(path.glob("*.safetensors"))}
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("policy", [K25, K26], ids=["k2.5", "k2.6"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_tensor_is_what_its_source_decodes_to(tmp_path, format, policy, nested):
+    source = make_target(tmp_path / "in", format=format, layers=3, shards=3, nested=nested, vision=nested)
+    result = quantize_checkpoint(source, tmp_path / "out", policy, workers=1)
+    origin, got = LazyTensors(Checkpoint.open(source)), tensors_of(tmp_path / "out")
+    spec, expected = target_spec(origin.checkpoint), {}
+    plain = tensors_of(make_target(tmp_path / "plain", layers=3, nested=nested, vision=nested))
+    for name in plain:
+        weight = decoded(origin, spec, name)
+        if not policy.quantizes(name):
+            expected[name] = weight
+            continue
+        pair = {"gate_proj": "up_proj", "up_proj": "gate_proj"}.get(name.split(".")[-2])
+        amax = weight.abs().max()
+        if pair:
+            amax = torch.maximum(amax, decoded(origin, spec, name.replace(name.split(".")[-2], pair)).abs().max())
+        packed = nvfp4.quantize_plain(weight, amax.float())
+        expected[name] = packed.packed
+        expected[f"{name}_scale"], expected[f"{name}_scale_2"] = packed.scale, packed.scale_2
+        expected[name.replace(".weight", ".input_scale")] = torch.tensor(1.0)
+    assert set(got) == set(expected)
+    assert [name for name in expected if not same_bytes(got[name], expected[name])] == []
+    assert result["quantized"] == sum(policy.quantizes(name) for name in plain)
+    assert result["quantized"] + result["decoded"] + result["copied"] == len(plain)
+
+
+def test_nvfp4_of_the_same_weights_is_the_hand_made_checkpoint(tmp_path):
+    quantize_checkpoint(make_target(tmp_path / "in", layers=3), tmp_path / "out", K25)
+    expected = tensors_of(make_target(tmp_path / "nvfp4", format="nvfp4", layers=3))
+    got = tensors_of(tmp_path / "out")
+    assert set(got) == set(expected) and all(same_bytes(got[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_configs_index_and_files(tmp_path, format):
+    source = make_target(tmp_path / "in", format=format, layers=3, vision=True)
+    (source / "LICENSE").write_bytes(b"licence\r\n")
+    (source / "tokenization_kimi.py").write_text("print('code')\n")
+    quantize_checkpoint(source, tmp_path / "out", K25)
+    out, published = tmp_path / "out", make_target(tmp_path / "nvfp4", format="nvfp4", layers=3, vision=True)
+    config, expected = (json.loads((path / "config.json").read_text()) for path in (out, published))
+    config["quantization_config"].pop("producer"), expected["quantization_config"].pop("producer")
+    assert config == expected
+    quant, wanted = (json.loads((path / "hf_quant_config.json").read_text()) for path in (out, published))
+    assert quant["quantization"] == wanted["quantization"]
+    for name in ("LICENSE", "tokenization_kimi.py", "tiktoken.model", "tokenizer_config.json", "chat_template.jinja"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    found = Checkpoint.open(out)
+    assert index["weight_map"] == {name: info.shard for name, info in found.tensors.items()}
+    assert index["metadata"]["total_size"] == found.bytes
+    assert target_spec(found).quant.format == "nvfp4" and target_spec(found).quant.kv_cache == "fp8"
+    provenance = json.loads((out / "provenance.json").read_text())
+    assert provenance["command"] == "quantize" and provenance["options"]["policy"]["name"] == "k2.5"
+    assert "routed experts down_proj" in (out / "README.md").read_text()
+    assert not list(out.glob(".*.partial"))
+
+
+def test_without_an_fp8_kv_cache(tmp_path):
+    quantize_checkpoint(make_target(tmp_path / "in", layers=2), tmp_path / "out", K26, kv_cache=None)
+    assert "kv_cache_scheme" not in json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert target_spec(Checkpoint.open(tmp_path / "out")).quant.kv_cache is None
+
+
+def test_workers_write_the_same_bytes(tmp_path):
+    source = make_target(tmp_path / "in", format="int4", layers=3, shards=4)
+    quantize_checkpoint(source, tmp_path / "one", K26, workers=1)
+    quantize_checkpoint(source, tmp_path / "two", K26, workers=2)
+    assert weights(tmp_path / "one") == weights(tmp_path / "two")
+
+
+def test_input_scales_from_a_file(tmp_path):
+    source = make_target(tmp_path / "in", layers=2)
+    prefix = "model.layers.1.mlp.experts"
+    values = {f"{prefix}.*.{name}_proj.input_amax": amax for name, amax in (("gate", 5.0), ("up", 7.0), ("down", 2.0))}
+    values |= {f"{prefix}.3.down_proj.input_scale": 0.25}
+    path = tmp_path / "scales.json"
+    path.write_text(json.dumps(values))
+    quantize_checkpoint(source, tmp_path / "out", K26, input_scales=path)
+    got = tensors_of(tmp_path / "out")
+    scale = {name: got[f"language_model.{prefix}.{name}.input_scale"] for name in ("0.gate_proj", "1.up_proj")}
+    assert all(torch.equal(value, torch.tensor(7.0) / 2688) for value in scale.values())
+    assert torch.equal(got[f"language_model.{prefix}.2.down_proj.input_scale"], torch.tensor(2.0) / 2688)
+    assert float(got[f"language_model.{prefix}.3.down_proj.input_scale"]) == 0.25
+    save_file({name: torch.tensor(value) for name, value in values.items()}, tmp_path / "scales.safetensors")
+    quantize_checkpoint(source, tmp_path / "out2", K26, input_scales=tmp_path / "scales.safetensors")
+    assert weights(tmp_path / "out") == weights(tmp_path / "out2")
+    del values[f"{prefix}.*.down_proj.input_amax"]
+    path.write_text(json.dumps(values))
+    with pytest.raises(TrtspecError, match="no input scale for .*layers.1.mlp.experts.1.down_proj"):
+        quantize_checkpoint(source, tmp_path / "out3", K26, input_scales=path)
+    assert not (tmp_path / "out3").exists()
+
+
+def test_dead_weights_get_positive_scales_and_are_reported(tmp_path):
+    source = make_target(tmp_path / "in", layers=2, shards=1)
+    tensors = load_file(source / "model.safetensors")
+    module = "language_model.model.layers.1.mlp.experts.2.down_proj"
+    tensors[f"{module}.weight"].zero_()
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    result = quantize_checkpoint(source, tmp_path / "out", K26)
+    got = load_file(tmp_path / "out/model.safetensors")
+    assert result["zero_tensors"] == [module]
+    assert result["classes"][weight_class(module)]["zero_blocks"] == tensors[f"{module}.weight"].numel() // 16
+    assert float(got[f"{module}.weight_scale_2"]) > 0 and (got[f"{module}.weight_scale"].float() == 1).all()
+    assert module in (tmp_path / "out/README.md").read_text()
+
+
+def test_dry_run_writes_nothing_and_tells_the_size(tmp_path):
+    source = make_target(tmp_path / "in", format="fp8-block", layers=3)
+    plan = quantize_checkpoint(source, tmp_path / "out", K26, dry_run=True)
+    assert not (tmp_path / "out").exists()
+    done = quantize_checkpoint(source, tmp_path / "out", K26)
+    assert {key: plan[key] for key in ("quantized", "decoded", "copied", "bytes_in", "bytes_out")} == {
+        key: done[key] for key in ("quantized", "decoded", "copied", "bytes_in", "bytes_out")
+    }
+    assert done["bytes_out"] == Checkpoint.open(tmp_path / "out").bytes
+
+
+def test_a_second_run_keeps_finished_shards_and_repairs_a_damaged_one(tmp_path):
+    source, out = make_target(tmp_path / "in", layers=3, shards=3), tmp_path / "out"
+    quantize_checkpoint(source, out, K26)
+    before, times = weights(out), {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
+    assert quantize_checkpoint(source, out, K26)["shards_resumed"] == 3
+    damaged = out / "model-00002-of-00003.safetensors"
+    with damaged.open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        last = stream.read(1)
+        stream.seek(-1, os.SEEK_END)
+        stream.write(bytes([last[0] ^ 1]))
+    assert quantize_checkpoint(source, out, K26)["shards_resumed"] == 2
+    assert weights(out) == before
+    assert all((out / name).stat().st_mtime_ns == time for name, time in times.items() if name != damaged.name)
+
+
+def test_changed_options_or_source_are_refused_until_restart(tmp_path):
+    source, out = make_target(tmp_path / "in", layers=2), tmp_path / "out"
+    quantize_checkpoint(source, out, K26)
+    with pytest.raises(UsageError, match="options was") as caught:
+        quantize_checkpoint(source, out, K25)
+    assert "--restart" in caught.value.remedy
+    assert quantize_checkpoint(source, out, K25, restart=True)["shards_resumed"] == 0
+    make_target(source, layers=2, seed=1)
+    with pytest.raises(UsageError, match="source was"):
+        quantize_checkpoint(source, out, K25)
+
+
+def test_a_foreign_directory_is_not_touched(tmp_path):
+    source, out = make_target(tmp_path / "in", layers=2), make_target(tmp_path / "other", layers=1, shards=3)
+    with pytest.raises(UsageError, match="already exists"):
+        quantize_checkpoint(source, out, K26)
+    quantize_checkpoint(source, out, K26, force=True)
+    assert len(Checkpoint.open(out).shards) == 2
+
+
+def test_two_runs_at_once_are_refused(tmp_path):
+    import fcntl
+
+    source, out = make_target(tmp_path / "in", layers=2), tmp_path / "out"
+    quantize_checkpoint(source, out, K26)
+    with (out / JOURNAL_NAME).open() as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        for restart in (False, True):
+            with pytest.raises(UsageError, match="another run is writing"):
+                quantize_checkpoint(source, out, K26, restart=restart)
+    assert weights(out)
+
+
+@pytest.mark.parametrize("case", ["nan", "no blocks", "integers", "nvfp4", "nothing", "same directory"])
+def test_bad_input_is_named_and_leaves_nothing(tmp_path, case):
+    source = make_target(tmp_path / "in", format="nvfp4" if case == "nvfp4" else "bf16", layers=2, shards=1)
+    policy, out = K26, tmp_path / "out"
+    name = "language_model.model.layers.1.mlp.experts.1.down_proj.weight"
+    tensors = load_file(source / "model.safetensors")
+    if case == "nan":
+        tensors[name][3, 5] = float("nan")
+    elif case == "no blocks":
+        tensors[name] = tensors[name][:, :24].contiguous()
+    elif case == "integers":
+        tensors[name] = tensors[name].to(torch.int64)
+    elif case == "nothing":
+        tensors = {key: value for key, value in tensors.items() if ".experts." not in key}
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    message = {
+        "nan": f"{name}: the weight holds NaN",
+        "no blocks": f"{name} has shape .64, 24., which has no whole blocks",
+        "integers": f"{name} has dtype I64",
+        "nvfp4": "is NVFP4 already",
+        "nothing": "policy k2.6 chooses no tensor",
+        "same directory": "the same directory",
+    }[case]
+    with pytest.raises(TrtspecError, match=message):
+        quantize_checkpoint(source, source if case == "same directory" else out, policy)
+    assert (
+        not list(out.glob("*.safetensors")) and not list(out.glob(".*.partial")) and not (out / "config.json").exists()
+    )
+
+
+def test_a_failing_worker_process_reports_its_tensor(tmp_path):
+    source = make_target(tmp_path / "in", layers=2, shards=2)
+    shard = source / "model-00002-of-00002.safetensors"
+    tensors = load_file(shard)
+    name = next(name for name in tensors if ".experts." in name)
+    tensors[name][0, 0] = float("inf")
+    save_file(tensors, shard, {"format": "pt"})
+    with pytest.raises(TrtspecError, match=f"{name}: the weight holds NaN or infinity") as caught:
+        quantize_checkpoint(source, tmp_path / "out", K26, workers=2)
+    assert caught.value.remedy
+
+
+def run_quantize(source: Path, out: Path, workers: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "trtspec", "quantize", str(source), "-o", str(out), "--policy", "k2.5", "--json"]
+    return subprocess.Popen([*command, "--workers", str(workers)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_kill_and_resume_gives_the_same_bytes(tmp_path, workers):
+    source = make_target(tmp_path / "in", format="int4", layers=6, hidden=128, experts=16, shards=12)
+    expected = tmp_path / "expected"
+    quantize_checkpoint(source, expected, K25)
+    out, draw, kills = tmp_path / "out", random.Random(workers), 0
+    for _ in range(4 - workers):
+        process = run_quantize(source, out, workers)
+        while process.poll() is None and not (out / JOURNAL_NAME).exists():
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0.0, 0.4))
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+            kills += 1
+        process.communicate()
+        recorded = (out / JOURNAL_NAME).read_text().count("sha256")
+        assert (out / "config.json").exists() == (process.returncode == 0) or recorded == 12
+    assert kills
+    times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
+    journal = (out / JOURNAL_NAME).read_text()
+    finished = {name for name in times if f'"key": "{name}"' in journal}
+    process = run_quantize(source, out, workers)
+    output, error = process.communicate()
+    assert process.returncode == 0, error.decode()
+    assert json.loads(output)["shards_resumed"] == len(finished)
+    assert weights(out) == weights(expected)
+    assert all((out / name).stat().st_mtime_ns == times[name] for name in finished)
+    assert not list(out.glob(".*.partial"))
