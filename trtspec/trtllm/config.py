@@ -156,6 +156,8 @@ def _header(intent: Intent) -> str:
         f"# Serve with `trtspec serve {intent.target} --config <this file>`. Sizes, parallelism, host and port are",
         "# options of trtllm-serve and stand nowhere in this file: which of the two wins changed between versions.",
     ]
+    if intent.trust_remote_code:
+        lines.append("# This recipe lets the engine run the code that the target brings (--trust_remote_code).")
     return "\n".join(lines) + "\n"
 
 

@@ -17,14 +17,17 @@ def check_value(field: Field, value: Any) -> Verdict | None:
     if value is None:
         return None if "null" in field.types else ("type", f"must be {describe(field)}, not empty")
     exact = [kind for kind in field.types if _is(kind, value)]
-    if exact:
-        return _check_allowed(field, value) or _check_range(field, value)
+    refused = _check_allowed(field, value) or _check_range(field, value) if exact else None
+    if exact and refused is None:
+        return None
     for kind in field.types:
+        if kind in exact:
+            continue
         converted = _converted(kind, value)
         if converted is not None:
             limit = _check_range(field, converted)
             return limit or ("lax", f"{value!r} is not {NAMES[kind]}; the engine reads it as {converted!r}")
-    return "type", f"must be {describe(field)}, not {value!r}"
+    return refused or ("type", f"must be {describe(field)}, not {value!r}")
 
 
 def describe(field: Field) -> str:
@@ -91,6 +94,9 @@ def _check_allowed(field: Field, value: Any) -> Verdict | None:
 
 
 def _check_range(field: Field, value: Any) -> Verdict | None:
+    """The limits of a number, or of every item of a list."""
+    if isinstance(value, list):
+        return next((verdict for item in value if (verdict := _check_range(field, item))), None)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     limits = (

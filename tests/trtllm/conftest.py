@@ -1,0 +1,69 @@
+"""A stand-in trtllm-serve on PATH, upstream's own manifests, and a tiny pair to serve."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+STANDIN = Path(__file__).parent / "standin" / "trtllm-serve"
+
+
+@pytest.fixture
+def standin_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory in front of PATH that holds the stand-in, run by this interpreter."""
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    script = directory / "trtllm-serve"
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{STANDIN}" "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{directory}{os.pathsep}{os.environ['PATH']}")
+    return directory
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.tiny import make_target
+
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def tiny_head(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
+    from tests.tiny import make_head
+
+    return make_head(tmp_path_factory.mktemp("head"), tiny_target, attention="mla")
+
+
+@pytest.fixture(scope="session")
+def coded_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with code of its own, as every published Kimi has."""
+    from tests.tiny import make_target
+
+    directory = make_target(tmp_path_factory.mktemp("coded"))
+    config = json.loads((directory / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "configuration_kimi_k25.KimiK25Config"}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "configuration_kimi_k25.py").write_text("print('ran')\n")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def manifests(upstream_data: Path) -> Path:
+    """The directory of TensorRT-LLM's manifests within the upstream data."""
+    inner = upstream_data / "trtllm"
+    place = inner if inner.is_dir() else upstream_data
+    if not (place / "main" / "llm_args_golden_manifest.json").is_file():
+        pytest.skip("the upstream data has no TensorRT-LLM manifests")
+    return place

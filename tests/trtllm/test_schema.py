@@ -1,0 +1,93 @@
+"""Which line a version belongs to, what it inherits, and where nobody knows."""
+
+from __future__ import annotations
+
+import pytest
+
+from trtspec.errors import UsageError
+from trtspec.trtllm.gates import default_version, gate
+from trtspec.trtllm.schema import LINES, UNKNOWN, newest_known, parse_version, schema_for
+
+
+@pytest.mark.parametrize(
+    ("version", "line", "neighbour"),
+    [
+        ("1.0.0rc4", "1.0", None),
+        ("1.0.0", "1.0", None),
+        ("1.1.0rc3", "1.1", "1.0"),
+        ("1.1.0", "1.1", None),
+        ("1.2.0rc5", "1.1", "1.2"),
+        ("1.2.0rc6.post1", "1.1", "1.2"),
+        ("1.2.1", "1.2", None),
+        ("1.3.0rc5", "1.2", None),
+        ("1.3.0rc9", "1.3", "1.2"),
+        ("1.3.0rc20", "1.3", None),
+        ("1.3.0rc21", "1.3", "1.4"),
+        ("1.3.0rc22", "1.4", None),
+        ("1.4.0rc1", "1.4", None),
+        ("1.4.0", "1.4", None),
+    ],
+)
+def test_a_version_belongs_to_one_line(version: str, line: str, neighbour: str | None) -> None:
+    schema = schema_for(version)
+    assert schema.line == line
+    assert (schema.neighbour.line if schema.neighbour else None) == neighbour
+    assert bool(schema.boundary) == (neighbour is not None)
+
+
+@pytest.mark.parametrize("text", ["", "latest", "1.3.x", "0.21.0"])
+def test_what_is_no_known_version_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_version(text)
+
+
+def test_eagle_with_a_directory_parses_in_every_line() -> None:
+    for version in ("1.0.0", "1.1.0", "1.2.1", "1.3.0rc20", "1.4.0rc1"):
+        fields = schema_for(version).fields
+        assert "Eagle" in fields["speculative_config.decoding_type"].allowed
+        assert "speculative_config.speculative_model_dir" in fields
+        assert "speculative_config.max_draft_len" in fields
+
+
+def test_known_differences_between_lines() -> None:
+    old, middle, mid2026, new = (schema_for(v) for v in ("1.1.0", "1.2.1", "1.3.0rc20", "1.4.0rc1"))
+    assert "speculative_config.speculative_model" not in old.fields
+    assert "speculative_config.allow_advanced_sampling" not in old.fields
+    assert "speculative_config.allow_advanced_sampling" in middle.fields
+    assert "Eagle3" not in old.fields["speculative_config.decoding_type"].allowed
+    assert "WIDEEP" in mid2026.fields["moe_config.backend"].allowed
+    assert "WIDEEP" not in new.fields["moe_config.backend"].allowed
+    assert "sampler_type" not in new.fields
+    assert new.removed["speculative_config.acceptance_window"].renamed_to.endswith("acceptance_rate_window_size")
+    assert old.precedence == middle.precedence == "yaml"
+    assert mid2026.precedence == new.precedence == "cli"
+    assert old.fields["speculative_config.eagle3_layers_to_capture"].since.evidence == "inferred"
+
+
+def test_every_field_has_a_type_and_every_object_its_parent() -> None:
+    kinds = {"int", "float", "bool", "str", "object", "null", "list[int]", "list[float]", "list[str]",
+             "list[list[int]]", "dict[int,int]", "dict[str,str]"}  # fmt: skip
+    for line in LINES:
+        schema = schema_for({"1.0": "1.0.0", "1.1": "1.1.0", "1.2": "1.2.1", "1.3": "1.3.0rc20", "1.4": "1.4.0rc1"}[line])
+        for field in schema.fields.values():
+            assert set(field.types) <= kinds, field
+            if field.default is not UNKNOWN and field.allowed and isinstance(field.default, str):
+                assert field.default in field.allowed, field
+        for option in schema.options.values():
+            assert option.flags and option.type in ("int", "float", "bool", "str"), option
+
+
+def test_gates_answer_no_yes_and_unknown() -> None:
+    kimi = gate("kimi_k25")
+    assert [kimi.state(parse_version(v)) for v in ("1.2.1", "1.3.0rc5", "1.3.0rc9", "1.3.0rc16", "1.4.0rc1")] == [
+        "no", "no", "unknown", "yes", "yes",
+    ]  # fmt: skip
+
+
+def test_default_version_follows_model_and_head() -> None:
+    from trtspec.trtllm.subject import load_head, load_target
+
+    target = load_target("nvidia/Kimi-K2.6-NVFP4").spec
+    assert default_version(target, load_head("nvidia/Kimi-K2.6-Eagle3").spec)[0] == "1.3.0rc20"
+    assert default_version(target, load_head("lightseekorg/kimi-k2.6-eagle3.1-mla").spec)[0] == "1.3.0rc22"
+    assert parse_version(default_version(target, None)[0]) <= newest_known()
