@@ -9,8 +9,22 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from trtspec.errors import MissingDependency, TrtspecError
+
+
+class Command(TyperCommand):
+    """Every option also comes from a variable, TRTSPEC_SERVE_PORT for `serve --port`; one line of help says so."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        name = str(options.get("name") or "").replace("-", "_").upper()
+        options["context_settings"] = {"auto_envvar_prefix": f"TRTSPEC_{name}", **(options["context_settings"] or {})}
+        options["epilog"] = f"Options can also be set as TRTSPEC_{name}_<OPTION>."
+        super().__init__(*arguments, **options)
+        for parameter in self.params:
+            parameter.show_envvar = False  # type: ignore[attr-defined]
+
 
 app = typer.Typer(
     name="trtspec",
@@ -48,11 +62,8 @@ PANELS = {
 }
 for panel, names in PANELS.items():
     for name in names:
-        # every option also has a variable: TRTSPEC_SERVE_PORT=8001 is `serve --port 8001`
-        settings: dict[str, Any] = {"auto_envvar_prefix": f"TRTSPEC_{name.replace('-', '_').upper()}"}
-        if name in NOT_BUILT:
-            settings |= {"allow_extra_args": True, "ignore_unknown_options": True}
-        app.command(name, rich_help_panel=panel, context_settings=settings)(_command(name))
+        passing = {"allow_extra_args": True, "ignore_unknown_options": True} if name in NOT_BUILT else None
+        app.command(name, cls=Command, rich_help_panel=panel, context_settings=passing)(_command(name))
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,140 @@
+"""Writes the documents that are made from the code: cli-reference.md from the app, problems.md from data/problems.
+
+`python docs/generate.py` writes them; `--check` (part of `make lint`) exits 1 when one is not up to date, and when a
+problem code is used without being documented or documented without being used.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import typer
+
+DOCS = Path(__file__).resolve().parent
+PACKAGE = DOCS.parent / "trtspec"
+NOTE = "<!-- Written by docs/generate.py; edit the code instead. -->\n\n"
+CODE = re.compile(r"\bTS-[A-Z0-9]+(?:-[A-Z0-9]+)+\b")
+AREAS = {
+    "checkpoint": "Checkpoints: targets, heads and their pairs (`trtspec inspect`)",
+    "quant": "Quantization (`trtspec quantize`, `trtspec inspect --against`)",
+    "heads": "Draft heads and their training (`trtspec synthesize`, `trtspec train`)",
+    "trtllm": "Engine configuration and launch (`trtspec build-config`, `trtspec lint`, `trtspec serve`)",
+    "bench": "Measurements and the gate (`trtspec bench`, `trtspec check`)",
+    "doctor": "The machine (`trtspec doctor`)",
+}
+
+
+def cli_reference() -> str:
+    """One section per command: its help text, then its arguments and options as a table."""
+    from trtspec.cli.app import NOT_BUILT, PANELS, app
+
+    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    lines = ["# Command reference\n"]
+    lines.append(
+        "Every option can also be given as a variable, `TRTSPEC_<COMMAND>_<OPTION>`; the command line wins. "
+        "Underscores are accepted for dashes. `trtspec -q` silences progress.\n"
+    )
+    lines.append("| exit status | meaning |\n|---|---|")
+    meanings = {0: "done", 1: "failure", 2: "wrong usage", 3: "a check found problems", 4: "something is missing"}
+    lines += [f"| {status} | {meaning} |" for status, meaning in (meanings | {130: "interrupted"}).items()]
+    for panel, names in PANELS.items():
+        built = [name for name in names if name not in NOT_BUILT]
+        lines.append(f"\n## {panel}")
+        lines += [section(name, commands[name]) for name in built]
+    lines.append(f"\nNot built yet: {', '.join(f'`{name}`' for name in NOT_BUILT)}.")
+    return "\n".join(lines) + "\n"
+
+
+def section(name: str, command: Any) -> str:
+    arguments = [param for param in command.params if param.param_type_name == "argument"]
+    options = [param for param in command.params if param.param_type_name == "option" and param.name != "help"]
+    usage = " ".join(["trtspec", name, *(metavar(argument) for argument in arguments), "[OPTIONS]"])
+    lines = [f"\n### trtspec {name}\n", f"```\n{usage}\n```\n", inspect.cleandoc(command.help or "")]
+    if arguments or options:
+        lines.append("\n| | | default |\n|---|---|---|")
+    lines += [row(f"`{metavar(argument)}`", argument) for argument in arguments]
+    lines += [row(", ".join(f"`{flag}`" for flag in spellings(option)), option) for option in options]
+    return "\n".join(lines)
+
+
+def metavar(argument: Any) -> str:
+    name = argument.metavar or argument.name.upper()
+    return name if argument.required or name.startswith("[") else f"[{name}]"
+
+
+def spellings(option: Any) -> list[str]:
+    """All spellings of an option, with its choices or type after the last unless it is a flag."""
+    flags = [*option.opts, *option.secondary_opts]
+    if option.is_bool_flag:
+        return flags
+    annotation = option.type_descriptor.annotation
+    choices = get_args(annotation) if get_origin(annotation) is Literal else ()
+    kind = "|".join(map(str, choices)) or getattr(annotation, "__name__", "value").upper()
+    return [*flags[:-1], f"{flags[-1]} {kind}"]
+
+
+def row(label: str, param: Any) -> str:
+    default = param.default
+    shown = "" if default in (None, False, (), []) or callable(default) or "UNSET" in repr(default) else f"`{default}`"
+    text = " ".join((param.help or "").split()).replace("|", "\\|")
+    return f"| {label.replace('|', chr(92) + '|')} | {text} | {'required' if param.required else shown} |"
+
+
+def problems() -> str:
+    """A table of codes for each area."""
+    from trtspec.data_files import problem_codes
+
+    codes = problem_codes()
+    lines = ["# Problem codes\n"]
+    lines.append(
+        "A problem, wherever it is reported, has a `code`, a `severity` (error, warning, info), a place, a message and "
+        "a remedy. Codes are stable: scripts may test for them.\n"
+    )
+    for area in dict.fromkeys(entry["area"] for entry in codes.values()):
+        lines.append(f"## {AREAS.get(area, area)}\n\n| code | what | remedy |\n|---|---|---|")
+        for code, entry in codes.items():
+            if entry["area"] == area:
+                summary, remedy = (str(entry.get(key, "")).replace("|", "\\|") for key in ("summary", "remedy"))
+                lines.append(f"| `{code}` | {summary} | {remedy} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def undocumented() -> list[str]:
+    """Problem codes that the source uses and no fragment documents, and the other way round."""
+    from trtspec.data_files import problem_codes
+
+    sources = [path for pattern in ("*.py", "*.yaml", "*.yml") for path in PACKAGE.rglob(pattern)]
+    used = {
+        code
+        for path in sources
+        if path.parent.name != "problems"
+        for code in CODE.findall(path.read_text(encoding="utf-8"))
+    }
+    documented = set(problem_codes())
+    lines = [f"{code} is used and not documented in trtspec/data/problems" for code in sorted(used - documented)]
+    return lines + [f"{code} is documented and never used" for code in sorted(documented - used)]
+
+
+def main() -> None:
+    check = "--check" in sys.argv[1:]
+    complaints = undocumented()
+    for name, text in (("cli-reference.md", cli_reference()), ("problems.md", problems())):
+        path, wanted = DOCS / name, NOTE + text
+        stale = not path.is_file() or path.read_text(encoding="utf-8") != wanted
+        if stale and check:
+            complaints.append(f"docs/{name} is not up to date: run `python docs/generate.py`")
+        elif stale:
+            path.write_text(wanted, encoding="utf-8")
+    for line in complaints:
+        print(line, file=sys.stderr)
+    if check and complaints:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
