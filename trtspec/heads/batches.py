@@ -38,9 +38,7 @@ def split_held_out(ids: list[str], share: float, seed: int) -> tuple[list[int], 
     return (train, held) if train else (held, [])
 
 
-def batches_of_epoch(
-    lengths: list[int], indices: list[int], batch_size: int, seed: int, epoch: int
-) -> list[list[int]]:
+def batches_of_epoch(lengths: list[int], indices: list[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
     """Every index once: shuffled, sorted by length within windows, cut into batches, the batches shuffled."""
     shuffler = random.Random(f"{seed}:{epoch}")
     order = list(indices)

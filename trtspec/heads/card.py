@@ -9,7 +9,8 @@ from trtspec.specs import HeadSpec
 LICENCE = (
     "The head is derived from the target's answers and states, so the target's licence applies to it: for Kimi-K2 "
     "models a Modified MIT licence (products above 100 million monthly users or 20 million US dollars of monthly "
-    'revenue must display "Kimi K2"). For a target quantized and published by NVIDIA, the NVIDIA Open Model License too.'
+    'revenue must display "Kimi K2"). For a target quantized and published by NVIDIA, the NVIDIA Open Model License '
+    "too."
 )
 
 
@@ -60,8 +61,8 @@ def _serving(spec: HeadSpec, target: str) -> str:
     ]
     if spec.eagle == "3.1":
         lines.append(
-            "EAGLE-3.1 needs engines that read `fc_norm` and `norm_output`: vLLM 0.22.0 or newer, TensorRT-LLM with the "
-            "EAGLE-3.1 change of June 2026. An older engine computes another function and accepts little."
+            "EAGLE-3.1 needs engines that read `fc_norm` and `norm_output`: vLLM 0.22.0 or newer, TensorRT-LLM with "
+            "the EAGLE-3.1 change of June 2026. An older engine computes another function and accepts little."
         )
     return "\n\n".join(lines)
 
@@ -77,10 +78,10 @@ def _measured(provenance: dict[str, Any]) -> str:
     ]
     positions = [f"draft {index + 1}" for index in range(measured["draft_len"])]
     text = (
-        f"Free running on {measured['prompts']} held-out prompts that were not trained on, in trtspec's reference engine "
-        f"({measured['dtype']}), temperature {measured['temperature']:g}, draft length {measured['draft_len']}, at most "
-        f"{measured['max_tokens']} new tokens. Acceptance length = 1 + accepted drafts / verification steps; the last "
-        "columns give the share of steps in which that draft was accepted."
+        f"Free running on {measured['prompts']} held-out prompts that were not trained on, in trtspec's reference "
+        f"engine ({measured['dtype']}), temperature {measured['temperature']:g}, draft length {measured['draft_len']}, "
+        f"at most {measured['max_tokens']} new tokens. Acceptance length = 1 + accepted drafts / verification steps; "
+        "the last columns give the share of steps in which that draft was accepted."
     )
     return text + "\n\n" + _table(("category", "prompts", "steps", "acceptance length", *positions), rows)
 
@@ -91,7 +92,8 @@ def _training(provenance: dict[str, Any]) -> str:
     lines = [
         f"- {training['samples']:,} conversations answered by the target, {training['tokens_seen']:,} tokens seen in "
         f"{training['steps']:,} steps of {options['batch_size']} sequences up to {options['seq_len']} tokens",
-        f"- ModelOpt's objective: soft cross entropy over {options['ttt_steps']} training-time-test steps, weights 0.9^k",
+        f"- ModelOpt's objective: soft cross entropy over {options['ttt_steps']} training-time-test steps, "
+        "weights 0.9^k",
         f"- AdamW, peak learning rate {training['peak_lr']:.2e}, seed {options['seed']}",
         f"- final loss {training['loss']:.3f}, agreement with the target per step "
         + ", ".join(f"{value:.3f}" for value in training["accuracy"]),

@@ -39,7 +39,8 @@ def read_samples(path: Path, tokenizer: KimiTokenizer, seq_len: int, min_len: in
             sample = _sample(row, tokenizer, str(row.get("conversation_id") or number))
         except (KeyError, TypeError, IndexError, AttributeError):
             raise TrtspecError(
-                f"TS-DATA-ROW {path}:{number}: neither {{conversations: [{{role, content}}]}} nor {{prompt, completion}}",
+                f"TS-DATA-ROW {path}:{number}: neither {{conversations: [{{role, content}}]}} nor "
+                "{prompt, completion}",
                 "make the data with `trtspec synthesize`",
             ) from None
         if len(sample.tokens) >= min_len:
@@ -53,14 +54,18 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise TrtspecError(f"TS-DATA-ROW cannot read {path}: {error}", "pass the jsonl of `trtspec synthesize`") from None
+        raise TrtspecError(
+            f"TS-DATA-ROW cannot read {path}: {error}", "pass the jsonl of `trtspec synthesize`"
+        ) from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise TrtspecError(f"TS-DATA-ROW {path}:{number}: not JSON ({error})", "repair or remove the line") from None
+            raise TrtspecError(
+                f"TS-DATA-ROW {path}:{number}: not JSON ({error})", "repair or remove the line"
+            ) from None
         if not isinstance(row, dict):
             raise TrtspecError(f"TS-DATA-ROW {path}:{number}: not a JSON object", "repair or remove the line")
         yield number, row
@@ -78,7 +83,9 @@ def _sample(row: dict[str, Any], tokenizer: KimiTokenizer, name: str) -> Sample:
     return Sample(name, tuple(tokens), tuple(answer_mask(tokens, tokenizer)), len(prompt), category)
 
 
-def _render(messages: list[dict[str, Any]], row: dict[str, Any], tokenizer: KimiTokenizer) -> tuple[list[int], list[int]]:
+def _render(
+    messages: list[dict[str, Any]], row: dict[str, Any], tokenizer: KimiTokenizer
+) -> tuple[list[int], list[int]]:
     """(prompt ids, all ids). A plain last answer follows the generation prompt, exactly as it was generated."""
     last = messages[-1]
     tools = row.get("tools")

@@ -144,7 +144,8 @@ def _read_dump(path: Path, spec: ModelSpec, num_aux: int) -> tuple[Sample, dict[
     wanted = ((len(tokens), spec.hidden_size), (len(tokens), num_aux * spec.hidden_size))
     if (tuple(hidden.shape), tuple(aux.shape)) != wanted:
         raise TrtspecError(
-            f"TS-FEATURES-DUMP {path}: states {tuple(hidden.shape)} and {tuple(aux.shape)}, wanted {wanted[0]} and {wanted[1]}",
+            f"TS-FEATURES-DUMP {path}: states {tuple(hidden.shape)} and {tuple(aux.shape)}, wanted {wanted[0]} and "
+            f"{wanted[1]}",
             "dump the states of this target and these capture layers",
         )
     if record.get("hidden_states_prenorm"):

@@ -16,8 +16,9 @@ from trtspec.errors import TrtspecError
 from trtspec.heads.batches import Batch, batches_of_epoch, collate, split_held_out
 from trtspec.heads.features import Features
 from trtspec.heads.options import TrainOptions
+from trtspec.heads.plan import steps_of
 from trtspec.heads.state import Curve, load_state, save_state
-from trtspec.heads.train import head_parameters, loss_and_accuracy
+from trtspec.heads.train import TrainingModule, head_parameters, loss_and_accuracy
 
 EVALUATIONS = 10  # held-out points of the learning curve
 MAX_HELD_OUT = 64  # sequences per evaluation
@@ -46,7 +47,7 @@ class Result:
 
 
 def train_head(
-    model: nn.Module,
+    model: TrainingModule,
     features: Features,
     options: TrainOptions,
     *,
@@ -68,7 +69,7 @@ def train_head(
     done, position = load_state(work, parameters, optimizer, fingerprint)
     curve = Curve(curve_path)
     curve.cut(position)
-    total = total_steps(len(train), options)
+    total = steps_of(len(train), options)
     every = max(1, total // EVALUATIONS)
     result = Result(total, 0, 0.0, held_out_ids=[features.samples[index].id for index in held])
     began = time.monotonic()
@@ -90,13 +91,7 @@ def train_head(
     return result
 
 
-def total_steps(train_samples: int, options: TrainOptions) -> int:
-    return options.steps or options.epochs * math.ceil(train_samples / options.batch_size)
-
-
-def _plan(
-    lengths: list[int], train: list[int], options: TrainOptions, total: int
-) -> Iterator[tuple[int, list[int]]]:
+def _plan(lengths: list[int], train: list[int], options: TrainOptions, total: int) -> Iterator[tuple[int, list[int]]]:
     """(step from 1, sample indices), epoch after epoch until `total` steps."""
     step = epoch = 0
     while step < total:
@@ -115,7 +110,7 @@ def learning_rate(step: int, total: int, peak: float, warmup: float) -> float:
 
 
 def _step(
-    model: nn.Module,
+    model: TrainingModule,
     batch: Batch,
     parameters: dict[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
@@ -141,7 +136,7 @@ def _step(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, features: Features, indices: list[int], options: TrainOptions) -> dict[str, Any]:
+def evaluate(model: TrainingModule, features: Features, indices: list[int], options: TrainOptions) -> dict[str, Any]:
     """Loss and per-step accuracy on held-out samples, averaged over batches by their counted positions."""
     weight, loss_sum, correct = 0.0, 0.0, [0.0] * options.ttt_steps
     ordered = sorted(indices, key=lambda index: len(features.samples[index].tokens))

@@ -61,7 +61,9 @@ class TrainOptions:
         ]
         for fine, name, allowed in wrong:
             if not fine:
-                raise UsageError(f"{name} is {getattr(self, name)!r}, it must be {allowed}", f"pass --{name.replace('_', '-')}")
+                raise UsageError(
+                    f"{name} is {getattr(self, name)!r}, it must be {allowed}", f"pass --{name.replace('_', '-')}"
+                )
         return self
 
 
@@ -72,7 +74,9 @@ def read_options(path: Path | None, overrides: dict[str, Any]) -> TrainOptions:
         try:
             loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         except (OSError, yaml.YAMLError) as error:
-            raise UsageError(f"cannot read the config file {path}: {error}", "pass a YAML mapping of option names") from None
+            raise UsageError(
+                f"cannot read the config file {path}: {error}", "pass a YAML mapping of option names"
+            ) from None
         if not isinstance(loaded, dict):
             raise UsageError(f"{path} is not a mapping of option names to values", "see `trtspec train --help`")
         values = {str(key).replace("-", "_"): value for key, value in loaded.items()}

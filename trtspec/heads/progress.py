@@ -18,7 +18,14 @@ def progress_bar(title: str, total: float, unit: str = "") -> Iterator[Advance]:
         yield lambda amount, note="": None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (
         TextColumn("{task.description}"),
@@ -34,6 +41,8 @@ def progress_bar(title: str, total: float, unit: str = "") -> Iterator[Advance]:
         task = progress.add_task(title, total=total, note="")
 
         def advance(amount: float, note: str = "") -> None:
-            progress.update(task, advance=amount, **({"note": note} if note else {}))
+            progress.update(task, advance=amount)
+            if note:
+                progress.update(task, note=note)
 
         yield advance

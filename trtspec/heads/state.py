@@ -1,4 +1,4 @@
-"""A training run on disk: weights, moments and step in one safetensors file that appears whole; a loss curve beside it."""
+"""A training run on disk: weights, moments and step in one file that appears whole; a loss curve beside it."""
 
 from __future__ import annotations
 
@@ -89,6 +89,8 @@ def load_state(
 
 def _compare(old: dict[str, Any], new: dict[str, Any], directory: Path) -> None:
     new = json.loads(json.dumps(new))
-    changed = [f"{key} was {old.get(key)}, now {new.get(key)}" for key in sorted(old | new) if old.get(key) != new.get(key)]
+    changed = [
+        f"{key} was {old.get(key)}, now {new.get(key)}" for key in sorted(old | new) if old.get(key) != new.get(key)
+    ]
     if changed:
         raise UsageError(f"the run in {directory} was begun with something else: {'; '.join(changed)}", RESTART)

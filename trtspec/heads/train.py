@@ -23,7 +23,7 @@ from transformers import DeepseekV3Config, LlamaConfig, PreTrainedModel
 
 from trtspec.errors import MissingDependency, TrtspecError
 from trtspec.heads.architecture import architecture_config, rope_scaling
-from trtspec.heads.decoder import TTT_ATTENTION, DraftLayer, LlamaDraftLayer, MlaDraftLayer
+from trtspec.heads.decoder import TTT_ATTENTION, LlamaDraftLayer, MlaDraftLayer
 from trtspec.specs import HeadSpec, ModelSpec
 
 try:
@@ -35,6 +35,7 @@ except ImportError as missing:  # pragma: no cover - needs an environment withou
     ) from None
 
 LOSS_DECAY = 0.9
+TrainingModule = Any  # the target stub that ModelOpt turned into a dynamic module with `eagle_module`
 
 
 class TargetStub(PreTrainedModel):
@@ -46,7 +47,7 @@ class TargetStub(PreTrainedModel):
         self.model.layers = nn.ModuleList()
         self.model.dtype = torch.float32  # ModelOpt makes the head in this dtype: master weights stay float32
         self.embed_tokens = nn.Embedding.from_pretrained(embed)
-        self.lm_head = nn.Linear(*reversed(lm_head.shape), bias=False, device="meta")
+        self.lm_head = nn.Linear(lm_head.shape[1], lm_head.shape[0], bias=False, device="meta")
         self.lm_head.weight = nn.Parameter(lm_head, requires_grad=False)
 
     def forward(self, *_: Any, **__: Any) -> Any:
@@ -61,7 +62,7 @@ def build(
     *,
     ttt_steps: int = 3,
     target_ids: torch.Tensor | None = None,
-) -> nn.Module:
+) -> TrainingModule:
     """Returns ModelOpt's training module with a fresh head of shape `spec`, float32, on lm_head's device.
 
     embed, lm_head: the target's [V, H], frozen. target_ids int64 [Vd]: the target id of each draft id, ascending, for
@@ -136,18 +137,17 @@ def _silence() -> Iterator[None]:
         yield
 
 
-def _finish_head(head: nn.Module, spec: HeadSpec, lm_head: torch.Tensor, target_ids: torch.Tensor | None) -> None:
+def _finish_head(head: Any, spec: HeadSpec, lm_head: torch.Tensor, target_ids: torch.Tensor | None) -> None:
     if spec.has_d2t:
         if target_ids is None or target_ids.shape != (spec.draft_vocab_size,):
             raise TrtspecError(f"a draft vocabulary of {spec.draft_vocab_size} needs that many target ids")
         head.d2t.copy_(target_ids - torch.arange(spec.draft_vocab_size, device=target_ids.device))
     with torch.no_grad():
         head.lm_head.weight.copy_(lm_head if target_ids is None else lm_head[target_ids])
-    layer = head.layers[0]
-    assert isinstance(layer, DraftLayer)
+    attention = head.layers[0].self_attn
     if spec.attention == "mla":  # servers use the config's eps here; the transformers module has a constant
-        layer.self_attn.q_a_layernorm.variance_epsilon = spec.rms_norm_eps
-        layer.self_attn.kv_a_layernorm.variance_epsilon = spec.rms_norm_eps
+        attention.q_a_layernorm.variance_epsilon = spec.rms_norm_eps
+        attention.kv_a_layernorm.variance_epsilon = spec.rms_norm_eps
     if spec.fc_norm:
         head.fc_norm = nn.ModuleList(
             nn.RMSNorm(spec.target_hidden_size, spec.rms_norm_eps, device=lm_head.device) for _ in range(spec.num_aux)
@@ -163,7 +163,7 @@ def _norm_states(norms: nn.ModuleList, aux: torch.Tensor) -> torch.Tensor:
 
 
 def loss_and_accuracy(
-    model: nn.Module, tokens: torch.Tensor, hidden: torch.Tensor, aux: torch.Tensor, loss_mask: torch.Tensor
+    model: TrainingModule, tokens: torch.Tensor, hidden: torch.Tensor, aux: torch.Tensor, loss_mask: torch.Tensor
 ) -> tuple[torch.Tensor, list[float]]:
     """ModelOpt's objective on one batch: soft cross entropy against the target's distribution, summed over the
     training-time-test steps with weights 0.9^k; and the top-1 agreement of each step.
@@ -177,12 +177,12 @@ def loss_and_accuracy(
     return output.loss, output.train_acc[0]
 
 
-def head_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def head_parameters(model: TrainingModule) -> dict[str, nn.Parameter]:
     """The trainable parameters by their exported names."""
     return dict(model.eagle_module.named_parameters())
 
 
-def head_tensors(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+def head_tensors(model: TrainingModule, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     """The head in ModelOpt's exported layout (`layers.0.` names, `d2t` when pruned), floats in `dtype`, on the CPU."""
     state = model.eagle_module.state_dict()
     return {
@@ -191,7 +191,7 @@ def head_tensors(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> dict[
     }
 
 
-def load_head_tensors(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+def load_head_tensors(model: TrainingModule, tensors: dict[str, torch.Tensor]) -> None:
     """Puts exported tensors (`layers.0.` names) back into the head; TrtspecError names every misfit."""
     state = model.eagle_module.state_dict()
     wrong = [f"{name} missing" for name in state if name not in tensors]

@@ -72,12 +72,12 @@ def layout(spec: HeadSpec) -> dict[str, tuple[str, ...]]:
     """Parameter of `Eagle3Head` -> the checkpoint tensors stacked into it along dimension 0; all are required."""
     layer = spec.layer_prefix
     attention = ("q_proj", "k_proj", "v_proj")
-    fused = {"self_attn.qkv_proj": attention}
+    fused: dict[str, tuple[str, ...]] = {"self_attn.qkv_proj": attention}
     plain = ["self_attn.o_proj", "input_layernorm", "hidden_norm", "post_attention_layernorm", "mlp.down_proj"]
     if spec.attention == "mla":
         fused = {"self_attn.qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa")}
         plain += [f"self_attn.{name}" for name in ("q_a_layernorm", "q_b_proj", "kv_a_layernorm", "kv_b_proj")]
-    table = {"fc.weight": ("fc.weight",), "norm.weight": ("norm.weight",)}
+    table: dict[str, tuple[str, ...]] = {"fc.weight": ("fc.weight",), "norm.weight": ("norm.weight",)}
     table |= {f"{name}.weight": (f"{layer}{name}.weight",) for name in plain}
     table |= {
         f"{ours}.weight": tuple(f"{layer}self_attn.{name}.weight" for name in names) for ours, names in fused.items()
