@@ -48,7 +48,7 @@ class Document:
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             reason = getattr(error, "problem", None) or str(error)
-            return Document(text, error=reason, error_line=mark.line + 1 if mark else 1)
+            return Document(text, error=reason, error_line=min(mark.line, text.count("\n")) + 1 if mark else 1)
         finally:
             loader.dispose()
         entries: dict[str, Entry] = {}

@@ -70,7 +70,7 @@ def _token_budget(document: Document, subject: Subject) -> Iterator[Finding]:
         message = f"prompts longer than max_num_tokens ({tokens}) are refused without chunked prefill, and max_seq_len "
         message += f"allows {length}"
         remedy = "turn enable_chunked_prefill on, or raise max_num_tokens"
-        yield _at(document, "TS-LINT-LONG-PROMPTS", "info", "max_num_tokens", message, remedy)
+        yield _at(document, "TS-LINT-LONG-PROMPTS", "info", "max_seq_len", message, remedy)
 
 
 def _cuda_graphs(document: Document, subject: Subject) -> Iterator[Finding]:

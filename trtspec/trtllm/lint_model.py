@@ -100,6 +100,9 @@ def _head_gates(document: Document, subject: Subject, head: HeadSpec) -> Iterato
         if head.attention == "mla":
             message = "the change that brought EAGLE-3.1 lists Kimi's 3.1 MLA head as not tested"
             yield _at(document, "TS-LINT-UNTESTED", "info", SPEC, message, "measure acceptance with `trtspec bench`")
+    if head.norm_before_residual:
+        message = "the head's residual is the normalised state; this engine computes the plain one, without a word"
+        yield _at(document, "TS-LINT-HEAD-FUNCTION", "error", SPEC, message, "train one without norm_before_residual")
     if head.layer_prefix == "layers.0.":
         remedy = "use 1.3.0rc20 or later, or `trtspec convert` the head"
         yield from _gated(document, subject, "head_layers_prefix", "TS-LINT-HEAD-NAMES-OLD-ENGINE", SPEC, remedy)

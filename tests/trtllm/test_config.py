@@ -1,0 +1,156 @@
+"""build-config: what the model cards ask for, one version at a time, and back from the first line byte for byte."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trtspec.errors import CheckFailed, UsageError
+from trtspec.trtllm.command import CONFIG_NAME, build_command
+from trtspec.trtllm.config import EngineConfig, build, settings_in_argv
+from trtspec.trtllm.document import Document
+from trtspec.trtllm.finding import Subject
+from trtspec.trtllm.intent import Intent, parse_intent
+from trtspec.trtllm.lint import lint
+from trtspec.trtllm.schema import schema_for
+from trtspec.trtllm.subject import load_head, load_target
+
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yml"))
+CARDS = [("nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3"), ("nvidia/Kimi-K2.6-NVFP4", "nvidia/Kimi-K2.6-Eagle3")]
+CARD_COMMAND = (
+    "trtllm-serve {target} --host 0.0.0.0 --port 8000 --backend pytorch --max_batch_size 32 --max_num_tokens 8192 "
+    "--max_seq_len 8192 --tp_size 4 --extra_llm_api_options extra-llm-api-config.yml"
+)
+
+
+def built(intent: Intent) -> EngineConfig:
+    head = load_head(intent.head).spec if intent.head else None
+    return build(intent, load_target(intent.target).spec, head)
+
+
+def argv(intent: Intent, text: str) -> list[str]:
+    target = load_target(intent.target).spec
+    schema, document = schema_for(intent.version), Document.parse(text)
+    command = build_command(
+        intent, target, schema, document, host="0.0.0.0", port=8000, config_path=CONFIG_NAME, explicit={}, passed=[]
+    )
+    return command.argv
+
+
+@pytest.mark.parametrize(("target", "head"), CARDS)
+@pytest.mark.parametrize("version", ["1.3.0rc20", "1.3.0rc22", "1.4.0rc1"])
+def test_the_model_cards_configuration_and_command(target: str, head: str, version: str) -> None:
+    intent = Intent(target, version, head, tp_size=4)
+    config = built(intent)
+    asked = {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model_dir": head}
+    written = config.values["speculative_config"]
+    assert asked.items() <= written.items()
+    assert set(written) - set(asked) <= {"allow_advanced_sampling"}
+    ours, card = argv(intent, config.text), CARD_COMMAND.format(target=target).split()
+    extra = [word for word in ours if word not in card]
+    assert [word for word in ours if word in card] == card
+    assert extra == ["--reasoning_parser", "kimi_k25", "--tool_parser", "kimi_k2", "--no-telemetry"]
+
+
+def test_advanced_sampling_is_written_exactly_where_it_may_decide() -> None:
+    key = "allow_advanced_sampling"
+    thinking = Intent("nvidia/Kimi-K2-Thinking-NVFP4", "1.2.1", "nvidia/Kimi-K2.5-Eagle3")
+    assert built(thinking).values["speculative_config"][key] is True
+    for version, wanted in (("1.3.0rc16", True), ("1.3.0rc22", False), ("1.4.0rc1", False)):
+        values = built(Intent(*CARDS[1][:1], version, CARDS[1][1])).values["speculative_config"]
+        assert (key in values) is wanted
+
+
+def test_capture_layers_are_written_when_the_head_needs_them() -> None:
+    from dataclasses import replace
+
+    intent = Intent("nvidia/Kimi-K2.6-NVFP4", "1.4.0rc1", "nvidia/Kimi-K2.6-Eagle3")
+    target, head = load_target(intent.target).spec, load_head(intent.head or "").spec
+    other = replace(head, aux_layers=(2, 30, 57))
+    assert build(intent, target, other).values["speculative_config"]["eagle3_layers_to_capture"] == [2, 30, 57]
+    assert "eagle3_layers_to_capture" not in build(intent, target, head).values["speculative_config"]
+
+
+def test_a_version_that_cannot_run_it_is_refused_with_every_reason() -> None:
+    with pytest.raises(CheckFailed) as refused:
+        built(Intent("nvidia/Kimi-K2.6-NVFP4", "1.2.1", "lightseekorg/kimi-k2.6-eagle3.1-mla"))
+    assert "TS-LINT-MODEL-TOO-NEW" in refused.value.message and "TS-LINT-EAGLE31" in refused.value.message
+
+
+def test_native_int4_is_refused_with_the_next_command() -> None:
+    with pytest.raises(CheckFailed, match="trtspec quantize"):
+        built(Intent("moonshotai/Kimi-K2.6", "1.4.0rc1", "nvidia/Kimi-K2.6-Eagle3"))
+
+
+def test_whatever_is_written_passes_lint_and_comes_back_from_its_first_line() -> None:
+    targets = ["nvidia/Kimi-K2-Thinking-NVFP4", "nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.7-Code-NVFP4"]
+    heads = [None, "nvidia/Kimi-K2.5-Eagle3", "lightseekorg/kimi-k2.5-eagle3", "lightseekorg/kimi-k2.6-eagle3.1-mla"]
+    versions = ["1.0.0", "1.1.0", "1.2.0rc5", "1.2.1", "1.3.0rc5", "1.3.0rc12", "1.3.0rc20", "1.3.0rc21", "1.4.0rc1"]
+    sizes = [("latency", 4, None), ("throughput", 8, None), ("throughput", 4, 262144)]
+    written = 0
+    for target, head, version, (goal, tp, seq) in itertools.product(targets, heads, versions, sizes):
+        intent = Intent(target, version, head, goal, tp, max_seq_len=seq)  # type: ignore[arg-type]
+        try:
+            config = built(intent)
+        except CheckFailed:
+            continue
+        written += 1
+        again = parse_intent(config.text)
+        assert again is not None and again.command() == intent.command()
+        assert built(again).text == config.text
+        assert not set(settings_in_argv(intent)) & set(Document.parse(config.text).entries)
+        assert "draft_len_schedule" not in config.text
+    assert written > 90
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_regenerates_byte_for_byte_and_lints_clean(path: Path) -> None:
+    text = path.read_text()
+    intent = parse_intent(text)
+    assert intent is not None and intent.trust_remote_code
+    assert built(intent).text == text
+    target, head = load_target(intent.target).spec, load_head(intent.head).spec if intent.head else None
+    subject = Subject(schema_for(intent.version), target, intent.target, head, intent.head or "", settings_in_argv(intent))
+    assert [finding for finding in lint(text, subject) if finding.severity != "info"] == []
+
+
+def test_the_recipes_cover_the_released_pairs() -> None:
+    intents = [parse_intent(path.read_text()) for path in RECIPES]
+    for target, head in CARDS:
+        for goal, tp in (("latency", 4), ("throughput", 8)):
+            for wanted in (head, None):
+                assert any(
+                    i and (i.target, i.head, i.goal, i.tp_size) == (target, wanted, goal, tp) for i in intents
+                ), (target, wanted, goal)
+
+
+def test_every_value_carries_its_reason() -> None:
+    config = built(Intent("nvidia/Kimi-K2.6-NVFP4", "1.3.0rc20", "nvidia/Kimi-K2.6-Eagle3", "throughput", 8))
+    lines = [line for line in config.text.splitlines() if not line.startswith("#") and not line.endswith(":")]
+    assert lines and all("  # " in line for line in lines)
+
+
+def test_own_settings_are_written_and_judged() -> None:
+    target = "nvidia/Kimi-K2.6-NVFP4"
+    config = built(Intent(target, "1.4.0rc1", settings=("kv_cache_config.dtype=fp8", "moe_config.backend=CUTLASS")))
+    assert config.values["kv_cache_config"] == {"dtype": "fp8"}
+    assert config.values["moe_config"] == {"backend": "CUTLASS"}
+    with pytest.raises(CheckFailed, match="TS-LINT-UNKNOWN-KEY"):
+        built(Intent(target, "1.4.0rc1", settings=("kv_cache_config.dtyp=fp8",)))
+    for bad in ("max_batch_size=8", "nothing", "a b=1", "x=[1", "moe_config=1"):
+        with pytest.raises((UsageError, CheckFailed)):
+            built(Intent(target, "1.4.0rc1", settings=(bad,)))
+
+
+def test_helm_values_carry_the_same_file_and_options() -> None:
+    from trtspec.trtllm.helm_values import helm_values
+
+    intent = Intent("nvidia/Kimi-K2.6-NVFP4", "1.3.0rc20", "nvidia/Kimi-K2.6-Eagle3", "throughput", 8)
+    config = built(intent)
+    values = yaml.safe_load(helm_values(config, argv(intent, config.text)))
+    assert values["engineConfig"] == config.text
+    assert values["image"]["tag"] == "1.3.0rc20" and values["gpus"] == 8
+    assert "--tp_size" in values["server"]["args"] and "--extra_llm_api_options" not in values["server"]["args"]
