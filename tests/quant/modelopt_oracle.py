@@ -1,0 +1,89 @@
+"""ModelOpt's whole path on a tiny checkpoint, run as a script: one quantization per process is all it survives on CPU.
+
+python -m tests.quant.modelopt_oracle export SOURCE CONFIG OUT      mtq.quantize + export_hf_checkpoint
+python -m tests.quant.modelopt_oracle forward SOURCE CONFIG OUT     fake-quant forward, linears' inputs and outputs
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import modelopt.torch.quantization as mtq
+import torch
+from modelopt.torch.export import export_hf_checkpoint
+from modelopt.torch.quantization import tensor_quant
+from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+
+def load(source: Path, dtype: torch.dtype) -> Any:
+    """The native class of the checkpoint; `kimi_k2` has none of its own and is DeepSeek-V3 by another name."""
+    config = json.loads((source / "config.json").read_text())
+    nested = "text_config" in config
+    if not nested:
+        config["model_type"] = "deepseek_v3"
+        (source / "config.json").write_text(json.dumps(config))
+    loader = AutoModelForImageTextToText if nested else AutoModelForCausalLM
+    model = loader.from_pretrained(source, dtype=dtype, experts_implementation="eager").eval()
+    model.config.use_cache = False  # with a cache, ModelOpt calibrates on other activations
+    return model
+
+
+def calibrate(model: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    vocab = model.config.get_text_config().vocab_size
+    with torch.no_grad():
+        for _ in range(4):
+            model(input_ids=torch.randint(0, vocab, (2, 24), generator=generator))
+
+
+def quantize(source: Path, config: str, dtype: torch.dtype) -> Any:
+    return mtq.quantize(load(source, dtype), getattr(mtq, config), calibrate)
+
+
+def dynamic_block_quantize(inputs: torch.Tensor, block_size: int, amax: torch.Tensor, *_: int) -> torch.Tensor:
+    """There and back through NVFP4QTensor in float32; ModelOpt has this op for CUDA only."""
+    scale_2 = amax.float().amax() / (6.0 * 448.0)
+    flat = inputs.float().reshape(-1, inputs.shape[-1])
+    tensor, scale, _ = NVFP4QTensor.quantize(flat.clone(), block_size, weights_scaling_factor_2=scale_2)
+    real = tensor.dequantize(torch.float32, scale=scale, double_scale=scale_2, block_sizes={-1: block_size})
+    return real.reshape(inputs.shape).to(inputs.dtype)
+
+
+def forward(model: Any, out: Path) -> None:
+    """Stores x, y and both amaxes of every quantized nn.Linear of one fake-quant forward pass."""
+    tensor_quant.dynamic_block_quantize_op = dynamic_block_quantize
+    seen: dict[str, torch.Tensor] = {}
+
+    def record(name: str):
+        def hook(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            seen[f"{name}.x"], seen[f"{name}.y"] = args[0].clone(), output.clone()
+            seen[f"{name}.input_amax"] = module.input_quantizer.amax.float().reshape(())
+            seen[f"{name}.weight_amax"] = module.weight_quantizer.amax.float().reshape(())
+
+        return hook
+
+    for name, module in model.named_modules():
+        quantizer = getattr(module, "weight_quantizer", None)
+        if isinstance(module, torch.nn.Linear) and quantizer is not None and quantizer.is_enabled:
+            module.register_forward_hook(record(name))
+    calibrate(model)
+    save_file({name: tensor.contiguous() for name, tensor in seen.items()}, out / "forward.safetensors")
+
+
+def main(mode: str, source: str, config: str, out: str) -> None:
+    torch.set_num_threads(1)
+    Path(out).mkdir(parents=True, exist_ok=True)
+    model = quantize(Path(source), config, torch.float32 if mode == "forward" else torch.bfloat16)
+    if mode == "forward":
+        forward(model, Path(out))
+    else:
+        export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
