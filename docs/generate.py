@@ -30,7 +30,7 @@ AREAS = {
 
 def cli_reference() -> str:
     """One section per command: its help text, then its arguments and options as a table."""
-    from trtspec.cli.app import NOT_BUILT, PANELS, app
+    from trtspec.cli.app import COMMANDS, NOT_BUILT, app
 
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     lines = ["# Command reference\n"]
@@ -41,10 +41,10 @@ def cli_reference() -> str:
     lines.append("| exit status | meaning |\n|---|---|")
     meanings = {0: "done", 1: "failure", 2: "wrong usage", 3: "a check found problems", 4: "something is missing"}
     lines += [f"| {status} | {meaning} |" for status, meaning in (meanings | {130: "interrupted"}).items()]
-    for panel, names in PANELS.items():
+    for panel, names in COMMANDS.items():
         built = [name for name in names if name not in NOT_BUILT]
         lines.append(f"\n## {panel}")
-        lines += [section(name, commands[name]) for name in built]
+        lines += [section(name, commands[name].load()) for name in built]
     lines.append(f"\nNot built yet: {', '.join(f'`{name}`' for name in NOT_BUILT)}.")
     return "\n".join(lines) + "\n"
 

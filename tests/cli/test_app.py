@@ -23,7 +23,8 @@ COMMANDS = (
 def trtspec(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """One run in a process of its own, with a wide terminal so that tables do not wrap."""
     variables = {**os.environ, "COLUMNS": "200", **environment}
-    command = [sys.executable, "-m", "trtspec", *arguments]
+    start = "import sys; sys.argv[0] = 'trtspec'; from trtspec.cli.app import main; main()"
+    command = [sys.executable, "-c", start, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=120)
 
 
@@ -32,7 +33,8 @@ def test_help_lists_every_command() -> None:
     assert done.returncode == 0
     for command in COMMANDS:
         assert f" {command} " in done.stdout, command
-    assert len(application.app.registered_commands) == len(COMMANDS)
+    listed = [name for names in application.COMMANDS.values() for name in names]
+    assert sorted(listed) == sorted(COMMANDS)
 
 
 def test_help_imports_no_torch() -> None:
@@ -57,6 +59,12 @@ def test_every_command_has_a_help_page(command: str) -> None:
     done = CliRunner().invoke(application.app, [command, "--help"], prog_name="trtspec")
     assert done.exit_code == 0
     assert f"Usage: trtspec {command}" in done.stdout
+
+
+def test_the_shell_completes_commands_and_options() -> None:
+    for words, place, wanted in (("trtspec bu", "1", "build-config"), ("trtspec inspect --ag", "2", "--against")):
+        done = trtspec(_TRTSPEC_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=place)
+        assert wanted in done.stdout.split(), words
 
 
 @pytest.mark.parametrize("command", application.NOT_BUILT)

@@ -1,33 +1,81 @@
-"""The `trtspec` command: registers every subcommand and turns errors into one message and an exit status."""
+"""The `trtspec` command: lists every subcommand, and turns errors into one message and an exit status."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
-from trtspec.errors import MissingDependency, TrtspecError
+from trtspec.errors import TrtspecError
+
+COMMANDS = {
+    "Start here": {
+        "demo": "Run the whole chain on a small Kimi on this CPU and write a report.",
+        "doctor": "Say what is installed, what each command lacks, and what this machine has.",
+        "inspect": "Say what a target or head checkpoint is and what is wrong with it.",
+    },
+    "Target": {
+        "quantize": "Turn a BF16, FP8 or INT4 Kimi into NVFP4, shard by shard.",
+        "calibrate": "Measure activation scales, one decoder layer in memory at a time (not built yet).",
+    },
+    "Draft head": {
+        "synthesize": "Let the target answer prompts, as training data for a head.",
+        "train": "Train an Eagle3 head with ModelOpt on the target's own answers.",
+        "convert": "Rewrite a head from one project's layout to another's (not built yet).",
+    },
+    "Endpoint": {
+        "plan": "Say whether it fits, how fast it runs, and with which sizes (not built yet).",
+        "build-config": "Write the engine YAML for exactly one TensorRT-LLM version.",
+        "lint": "Find every problem of an engine YAML, each with its remedy.",
+        "serve": "Check everything, then serve with TensorRT-LLM or the reference backend.",
+    },
+    "Proof": {
+        "bench": "Measure acceptance by category, throughput and latency of an endpoint.",
+        "check": "Judge an endpoint: lossless, sane, tool calls alive, acceptance high enough?",
+    },
+}
+NOT_BUILT = ("calibrate", "convert", "plan")
+TITLES = {1: "Error", 2: "Usage error", 3: "Check failed", 4: "Missing", 130: "Interrupted"}
 
 
-class Command(TyperCommand):
-    """Every option also comes from a variable, TRTSPEC_SERVE_PORT for `serve --port`; one line of help says so."""
+class LazyCommand(TyperCommand):
+    """Listed by its summary; trtspec/cli/<name>.py is imported when the command is called, not for `--help`."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        name = str(options.get("name") or "").replace("-", "_").upper()
-        options["context_settings"] = {"auto_envvar_prefix": f"TRTSPEC_{name}", **(options["context_settings"] or {})}
-        options["epilog"] = f"Options can also be set as TRTSPEC_{name}_<OPTION>."
-        super().__init__(*arguments, **options)
-        for parameter in self.params:
-            parameter.show_envvar = False  # type: ignore[attr-defined]
+    def load(self) -> TyperCommand:
+        """The command itself: the function called like its module."""
+        module = str(self.name).replace("-", "_")
+        function = getattr(import_module(f"trtspec.cli.{module}"), module)
+        variables = f"TRTSPEC_{module.upper()}"  # TRTSPEC_SERVE_PORT=8001 is `serve --port 8001`
+        settings: dict[str, Any] = {"auto_envvar_prefix": variables}
+        if self.name in NOT_BUILT:
+            settings |= {"allow_extra_args": True, "ignore_unknown_options": True}
+        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        epilog = f"Options can also be set as {variables}_<OPTION>."
+        single.command(self.name, epilog=epilog, context_settings=settings)(function)
+        command = typer.main.get_command(single)
+        for parameter in command.params:
+            parameter.show_envvar = False  # type: ignore[attr-defined]  # the epilog says it once
+        return command  # type: ignore[return-value]
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return self.load().make_context(info_name, args, parent, **extra)
+
+
+class Commands(TyperGroup):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for panel, summaries in COMMANDS.items():
+            for name, summary in summaries.items():
+                self.add_command(LazyCommand(name, help=summary, callback=None, rich_help_panel=panel))
 
 
 app = typer.Typer(
     name="trtspec",
+    cls=Commands,
     help="Takes Kimi-K2 models to production on TensorRT-LLM with Eagle3 heads, and proves each step.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -36,34 +84,6 @@ app = typer.Typer(
         "token_normalize_func": lambda name: name.replace("_", "-"),
     },
 )
-
-
-def _command(name: str) -> Callable[..., Any]:
-    module = name.replace("-", "_")
-    try:
-        return getattr(import_module(f"trtspec.cli.{module}"), module)
-    except (ModuleNotFoundError, AttributeError):
-
-        def missing() -> None:
-            """Not here yet."""
-            raise MissingDependency(f"`trtspec {name}` is not here yet")
-
-        return missing
-
-
-TITLES = {1: "Error", 2: "Usage error", 3: "Check failed", 4: "Missing", 130: "Interrupted"}
-NOT_BUILT = ("calibrate", "convert", "plan")
-PANELS = {
-    "Start here": ("demo", "doctor", "inspect"),
-    "Target": ("quantize", "calibrate"),
-    "Draft head": ("synthesize", "train", "convert"),
-    "Endpoint": ("plan", "build-config", "lint", "serve"),
-    "Proof": ("bench", "check"),
-}
-for panel, names in PANELS.items():
-    for name in names:
-        passing = {"allow_extra_args": True, "ignore_unknown_options": True} if name in NOT_BUILT else None
-        app.command(name, cls=Command, rich_help_panel=panel, context_settings=passing)(_command(name))
 
 
 def _print_version(wanted: bool) -> None:
