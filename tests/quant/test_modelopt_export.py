@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_target
 from trtspec.quant import nvfp4
@@ -32,33 +32,21 @@ def modelopt(mode: str, source: Path, config: str, out: Path) -> dict[str, torch
     return {name: tensor for file in sorted(out.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-def hub_name(name: str) -> str:
-    """In-memory name of transformers' Kimi-K2.5 class -> hub name; the DeepSeek-V3 class has hub names."""
-    if name.startswith("model.language_model."):
-        return "language_model.model." + name.removeprefix("model.language_model.")
-    return name
-
-
 @pytest.mark.parametrize(
     ("format", "nested", "config", "policy"),
     [
-        ("bf16", False, "NVFP4_EXPERTS_ONLY_CFG", "k2.6"),
         ("bf16", False, "NVFP4_MLP_ONLY_CFG", "k2.5"),
-        ("int4", False, "NVFP4_MLP_ONLY_CFG", "k2.5"),
         ("bf16", True, "NVFP4_EXPERTS_ONLY_CFG", "k2.6"),
+        pytest.param("int4", False, "NVFP4_MLP_ONLY_CFG", "k2.5", marks=pytest.mark.slow),
+        pytest.param("bf16", False, "NVFP4_EXPERTS_ONLY_CFG", "k2.6", marks=pytest.mark.slow),
     ],
 )
 def test_every_tensor_equals_modelopts_export(tmp_path, format, nested, config, policy):
     source = make_target(tmp_path / "in", format=format, nested=nested, layers=3, shards=3)
     theirs = modelopt("export", source, config, tmp_path / "modelopt")
-    export = sorted((tmp_path / "modelopt").glob("*.safetensors"))
-    theirs = {hub_name(name): tensor for name, tensor in theirs.items()}
-    if nested:
+    if nested:  # transformers adds a random vision tower, which the source does not have
         theirs = {name: tensor for name, tensor in theirs.items() if name.startswith("language_model.")}
-        theirs["language_model.lm_head.weight"] = load_file(export[0])["lm_head.weight"]
     scales = tmp_path / "scales.safetensors"
-    from safetensors.torch import save_file
-
     save_file({name: tensor for name, tensor in theirs.items() if name.endswith("input_scale")}, scales)
     quantize_checkpoint(source, tmp_path / "out", load_policy(policy), input_scales=scales)
     ours = {n: t for file in sorted((tmp_path / "out").glob("*.safetensors")) for n, t in load_file(file).items()}
