@@ -113,7 +113,9 @@ def test_a_recipe_regenerates_byte_for_byte_and_lints_clean(path: Path) -> None:
     assert intent is not None and intent.trust_remote_code
     assert built(intent).text == text
     target, head = load_target(intent.target).spec, load_head(intent.head).spec if intent.head else None
-    subject = Subject(schema_for(intent.version), target, intent.target, head, intent.head or "", settings_in_argv(intent))
+    subject = Subject(
+        schema_for(intent.version), target, intent.target, head, intent.head or "", settings_in_argv(intent)
+    )
     assert [finding for finding in lint(text, subject) if finding.severity != "info"] == []
 
 

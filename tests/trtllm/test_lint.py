@@ -62,7 +62,7 @@ FILE_TRAPS = [
     ("TS-LINT-UNKNOWN-KEY", with_spec(allow_advanced_sampling=True), "1.1.0"),
     ("TS-LINT-UNKNOWN-KEY", with_spec(use_sa_specs=True), NEW),
     ("TS-LINT-RENAMED-KEY", with_spec(use_sa_spec=True), NEW),
-    ("TS-LINT-RENAMED-KEY", "speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model: x}", "1.1.0"),
+    ("TS-LINT-RENAMED-KEY", "speculative_config: {decoding_type: Eagle, speculative_model: x}\n", "1.1.0"),
     ("TS-LINT-RENAMED-KEY", with_spec(acceptance_window=100), NEW),
     ("TS-LINT-RENAMED-KEY", "kv_cache_dtype: fp8\n", MID),
     ("TS-LINT-REMOVED-KEY", "sampler_type: auto\n", NEW),
@@ -159,7 +159,9 @@ def test_a_trap_of_the_pair_is_caught(
 
 def test_a_head_that_the_command_names_differently_is_reported() -> None:
     assert "TS-LINT-HEAD-DIFFERS" in found(GOOD, NEW, target=k26(), head=head(), head_name="other/head")
-    assert "TS-LINT-HEAD-DIFFERS" not in found(GOOD, NEW, target=k26(), head=head(), head_name="nvidia/Kimi-K2.6-Eagle3")
+    assert "TS-LINT-HEAD-DIFFERS" not in found(
+        GOOD, NEW, target=k26(), head=head(), head_name="nvidia/Kimi-K2.6-Eagle3"
+    )
 
 
 def test_one_setting_in_file_and_argv_is_an_error_in_every_version() -> None:

@@ -48,7 +48,9 @@ def serve(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Let the engine run the code that the target brings.")
     ] = False,
-    startup_timeout: Annotated[float, typer.Option(help="Seconds until the server must be ready.")] = 7200.0,
+    startup_timeout: Annotated[float, typer.Option(help="Seconds until the server must be healthy.")] = 7200.0,
+    generation_timeout: Annotated[float, typer.Option(help="Seconds for the first answer of a healthy one.")] = 300.0,
+    stop_grace: Annotated[float, typer.Option(help="Seconds to end in after a signal, before it is killed.")] = 30.0,
     dry_run: DryRunOption = False,
     json_: JsonOption = False,
 ) -> None:
@@ -83,7 +85,8 @@ def serve(
     if dry_run:
         _show(plan_serve(request, launching=False), json_)
     else:
-        _launch(plan_serve(request, launching=True), host, port, startup_timeout)
+        times = {"startup_timeout": startup_timeout, "generation_timeout": generation_timeout, "stop_grace": stop_grace}
+        _launch(plan_serve(request, launching=True), host, port, times)
 
 
 def _refuse_reference_options(speculation: Speculation | None, port: int) -> None:
@@ -117,7 +120,7 @@ def _show(plan: ServePlan, json_: bool) -> None:
         raise CheckFailed("a launch would be refused for the errors above")
 
 
-def _launch(plan: ServePlan, host: str, port: int, startup_timeout: float) -> None:
+def _launch(plan: ServePlan, host: str, port: int, times: dict[str, float]) -> None:
     """Raises before anything starts when a problem is an error."""
     import tempfile
 
@@ -140,4 +143,4 @@ def _launch(plan: ServePlan, host: str, port: int, startup_timeout: float) -> No
             written = Path(directory) / CONFIG_NAME
             written.write_text(plan.config_text, encoding="utf-8")
             argv[argv.index("--extra_llm_api_options") + 1] = str(written)
-        run(Launch(argv, host, port, plan.env, startup_timeout=startup_timeout))
+        run(Launch(argv, host, port, plan.env, **times))

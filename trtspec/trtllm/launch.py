@@ -24,7 +24,6 @@ from trtspec.errors import TrtspecError
 from trtspec.report import say
 from trtspec.trtllm.readiness import generates, is_healthy
 
-GRACE_SECONDS = 30.0
 TAIL_LINES = 400
 PR_SET_PDEATHSIG = 1
 
@@ -47,6 +46,7 @@ class Launch:
     env: dict[str, str] = field(default_factory=dict)
     startup_timeout: float = 7200.0
     generation_timeout: float = 300.0
+    stop_grace: float = 30.0
 
 
 @functools.cache
@@ -107,9 +107,9 @@ def run(launch: Launch) -> int:
             ready = _wait_ready(process, launch, started, asked)
             if ready:
                 say(f"trtspec: ready on http://{launch.host}:{launch.port} ({time.monotonic() - started:.0f} s)")
-            _wait(process, asked)
+            _wait(process, asked, launch.stop_grace)
         finally:
-            _end_group(process, GRACE_SECONDS)
+            _end_group(process, launch.stop_grace)
             reader.join(timeout=5)
     return _status(process.returncode, list(reader.tail), ready, asked)
 
@@ -149,11 +149,11 @@ def _wait_ready(process: subprocess.Popen[str], launch: Launch, started: float, 
                 return True
             if process.poll() is not None or asked:
                 return False
-            _end_group(process, GRACE_SECONDS)
+            _end_group(process, launch.stop_grace)
             message = f"the server answers /health and does not generate: {failure}"
             raise EngineFailed(message, "look at the log above; lower the load, or drop --head to tell them apart", 1)
         time.sleep(0.2)
-    _end_group(process, GRACE_SECONDS)
+    _end_group(process, launch.stop_grace)
     message = f"the server was not ready after {launch.startup_timeout:.0f} s"
     raise EngineFailed(message, "look at the log above, or pass a larger --startup-timeout", 1)
 
@@ -162,10 +162,10 @@ def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)
 
 
-def _wait(process: subprocess.Popen[str], asked: list[tuple[int, float]]) -> None:
-    """Until the engine ends; one that ignores a signal for GRACE_SECONDS is killed."""
+def _wait(process: subprocess.Popen[str], asked: list[tuple[int, float]], grace: float) -> None:
+    """Until the engine ends; one that ignores a signal for `grace` seconds is killed."""
     while process.poll() is None:
-        if asked and time.monotonic() - asked[0][1] > GRACE_SECONDS:
+        if asked and time.monotonic() - asked[0][1] > grace:
             _signal_group(process, signal.SIGKILL)
         time.sleep(0.1)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from trtspec.checkpoint.known import known
 from trtspec.checkpoint.pairing import pair_problems
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
@@ -72,20 +73,27 @@ def _target_gates(document: Document, subject: Subject, target: ModelSpec) -> It
         yield _at(document, "TS-LINT-REMOTE-CODE-OFF", "error", "trust_remote_code", message, remedy, fix)
 
 
-def right_parser(target: ModelSpec) -> str:
-    """K2.5 and later open the thinking in the template (kimi_k25); K2-Thinking writes its own tag (kimi_k2)."""
-    return family(target)
+def right_parser(target: ModelSpec, name: str) -> str | None:
+    """The reasoning parser of a target. K2.5 and later open the thinking in the template (kimi_k25); K2-Thinking
+    writes its own tag (kimi_k2); K2-Instruct does not think, and its config alone does not tell it from K2-Thinking.
+    """
+    entry = known(name)
+    if entry is not None:
+        return entry[1].get("reasoning_parser")
+    return "kimi_k25" if family(target) == "kimi_k25" else None
 
 
 def _parser(document: Document, subject: Subject, target: ModelSpec) -> Iterator[Finding]:
     written = subject.setting(document, "reasoning_parser")
-    right = right_parser(target)
-    if written in (None, "auto", right):
+    right = right_parser(target, subject.target_name)
+    if written in (None, "auto", right) or (right is None and written == "kimi_k2"):
         return
     message = f"reasoning_parser {written} with {target.model_type}: reasoning lands in the answer, or the answer in "
     message += "the reasoning, without an error"
-    fix = partial(set_value, path="reasoning_parser", value=right) if document.has("reasoning_parser") else None
-    yield _at(document, "TS-LINT-WRONG-PARSER", "error", "reasoning_parser", message, f"use {right}", fix)
+    stated = document.has("reasoning_parser") and right is not None
+    fix = partial(set_value, path="reasoning_parser", value=right) if stated else None
+    remedy = f"use {right or 'kimi_k2, or none for K2-Instruct'}"
+    yield _at(document, "TS-LINT-WRONG-PARSER", "error", "reasoning_parser", message, remedy, fix)
 
 
 def _head_gates(document: Document, subject: Subject, head: HeadSpec) -> Iterator[Finding]:

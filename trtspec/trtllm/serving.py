@@ -76,13 +76,19 @@ def plan_serve(request: Request, *, launching: bool) -> ServePlan:
     target = load_target(request.target)
     head_name = request.head or (head_in(Document.parse(text)) if text is not None else None)
     head = load_head(head_name) if head_name and (request.head or findable(head_name)) else None
-    asked = request.version or (engine_version() if launching else None)
+    installed = engine_version() if launching and request.version is None else None
+    asked = request.version or installed
     if asked is None and written is not None:
         version, reason = written.version, f"the version {request.config} was written for"
     else:
         version, reason = choose_version(asked, target.spec, head.spec if head else None)
     intent = _intent(request, written, version, head_name)
     problems: list[Problem] = []
+    if launching and asked is None:
+        message = f"the installed engine does not tell its version; judged for {version}"
+        problems.append(
+            Problem("TS-SERVE-VERSION-UNKNOWN", "warning", "trtllm-serve", message, "pass --trtllm-version")
+        )
     if text is None:
         text = compose(intent, target.spec, head.spec if head else None)
     elif written is not None and written.version != version:

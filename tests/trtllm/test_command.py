@@ -1,0 +1,94 @@
+"""Options after `--` against the schema, and one place for each setting."""
+
+from __future__ import annotations
+
+import pytest
+
+from trtspec.trtllm.command import build_command, parse_passed
+from trtspec.trtllm.document import Document
+from trtspec.trtllm.intent import Intent
+from trtspec.trtllm.schema import schema_for
+from trtspec.trtllm.subject import load_target
+
+TARGET = "nvidia/Kimi-K2.6-NVFP4"
+
+
+def codes(words: list[str], version: str = "1.3.0rc20") -> list[str]:
+    return [problem.code for problem in parse_passed(schema_for(version), words)[1]]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--kv_cache_dtype", "fp8"], []),
+        (["--kv_cache_dtype=fp8"], []),
+        (["--enable_chunked_prefill", "--log_level", "debug"], []),
+        (["--no-telemetry"], []),
+        (["--middleware", "a", "--middleware", "b"], []),
+        (["--kv_cache_dtyp", "fp8"], ["TS-SERVE-UNKNOWN-OPTION"]),
+        (["--kv_cache_dtype", "fp7"], ["TS-SERVE-OPTION-VALUE"]),
+        (["--max_num_tokens", "many"], ["TS-SERVE-OPTION-VALUE"]),
+        (["--max_num_tokens"], ["TS-SERVE-OPTION-VALUE"]),
+        (["--log_level", "info", "--log_level", "debug"], ["TS-SERVE-OPTION-REPEATED"]),
+        (["--num_serve_frontends", "2"], ["TS-SERVE-UNKNOWN-OPTION"]),
+    ],
+)
+def test_passed_options_are_checked(words: list[str], expected: list[str]) -> None:
+    assert codes(words) == expected
+
+
+def test_an_option_that_nobody_has_seen_in_this_line_is_a_warning() -> None:
+    assert codes(["--served_model_name", "kimi"], "1.2.1") == ["TS-SERVE-OPTION-UNCERTAIN"]
+    assert codes(["--num_serve_frontends", "2"], "1.4.0rc1") == []
+
+
+def command(
+    passed: list[str], text: str = "", explicit: dict[str, int] | None = None, version: str = "1.3.0rc20"
+) -> list[str]:
+    built = build_command(
+        Intent(TARGET, version, trust_remote_code=True), load_target(TARGET).spec, schema_for(version),
+        Document.parse(text), host="h", port=1, config_path="c", explicit=explicit or {}, passed=passed,
+    )  # fmt: skip
+    return built.argv
+
+
+def test_a_passed_option_replaces_ours() -> None:
+    argv = command(["--max_seq_len", "100", "--reasoning_parser", "auto"])
+    assert argv.count("--max_seq_len") == 1 and argv[argv.index("--max_seq_len") + 1] == "100"
+    assert argv.count("--reasoning_parser") == 1 and argv[argv.index("--reasoning_parser") + 1] == "auto"
+
+
+def test_what_stands_in_the_file_is_not_repeated_unless_typed() -> None:
+    text = "max_batch_size: 8\ntensor_parallel_size: 8\ntrust_remote_code: true\n"
+    argv = command([], text)
+    assert not {"--max_batch_size", "--tp_size", "--trust_remote_code"} & set(argv)
+    assert "--max_batch_size" in command([], text, {"max_batch_size": 16})
+
+
+def test_only_options_that_a_version_is_known_to_take_are_written() -> None:
+    assert "--no-telemetry" not in command([], version="1.2.1")
+    assert "--no-telemetry" not in command([], version="1.3.0rc9")
+    assert "--tool_parser" not in command([], version="1.2.1")
+    assert "kimi_k25" not in command([], version="1.3.0rc9")
+    assert "--no-telemetry" in command([], version="1.4.0rc1")
+
+
+def test_every_argv_parses_with_the_schema_of_its_version() -> None:
+    for version in ("1.0.0", "1.2.1", "1.3.0rc20", "1.4.0rc1"):
+        words = command([], version=version)[2:]
+        passed, problems = parse_passed(schema_for(version), words)
+        assert not problems and len(passed) >= 8
+
+
+def test_parsers_follow_the_model() -> None:
+    def parser(target: str) -> str | None:
+        built = build_command(
+            Intent(target, "1.4.0rc1"), load_target(target).spec, schema_for("1.4.0rc1"), Document.parse(""),
+            host="h", port=1, config_path="c", explicit={}, passed=[],
+        )  # fmt: skip
+        assert "kimi_k2" == built.argv[built.argv.index("--tool_parser") + 1]
+        return built.argv[built.argv.index("--reasoning_parser") + 1] if "--reasoning_parser" in built.argv else None
+
+    assert parser("nvidia/Kimi-K2.7-Code-NVFP4") == "kimi_k25"
+    assert parser("nvidia/Kimi-K2-Thinking-NVFP4") == "kimi_k2"
+    assert parser("moonshotai/Kimi-K2-Instruct") is None

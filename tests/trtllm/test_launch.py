@@ -1,0 +1,210 @@
+"""Real launches of the stand-in over loopback: readiness, signals, statuses, causes, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(standin_path: Path, tmp_path: Path, free_port: int, tiny_target: Path, tiny_head: Path) -> Iterator[Start]:
+    """Starts `trtspec serve` on the tiny pair; `record` under tmp_path tells what the stand-in was given."""
+    running: list[subprocess.Popen[str]] = []
+
+    def run(
+        *words: str, target: Path = tiny_target, head: Path | None = tiny_head, **env: str
+    ) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "trtspec", "serve", str(target), "--port", str(free_port), "--tp-size", "1"]
+        command += ["--max-seq-len", "128", *(["--head", str(head)] if head else []), *words]
+        environment = {
+            **os.environ, "STANDIN_RECORD": str(tmp_path / "record"), "TRTSPEC_PROGRESS": "1", **env,
+        }  # fmt: skip
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        running.append(process)
+        return process
+
+    yield run
+    for process in running:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def until_ready(process: subprocess.Popen[str]) -> str:
+    seen = ""
+    assert process.stderr is not None
+    for line in process.stderr:
+        seen += line
+        if line.startswith("trtspec: ready"):
+            return seen
+    raise AssertionError(f"ended with {process.wait()}:\n{seen}")
+
+
+def recorded(tmp_path: Path) -> dict[str, Any]:
+    return json.loads((tmp_path / "record").read_text())
+
+
+def nothing_left(tmp_path: Path, port: int) -> None:
+    for pid in recorded(tmp_path)["pids"]:
+        for _ in range(50):
+            if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                break
+            time.sleep(0.1)
+        else:
+            raise AssertionError(f"process {pid} is still there")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
+
+
+def test_launch_is_ready_after_a_generation_and_stops_on_sigterm(start: Start, tmp_path: Path, free_port: int) -> None:
+    process = start()
+    log = until_ready(process)
+    assert "trtspec: loading weights" in log and "trtspec: warming up" in log
+    with urllib.request.urlopen(f"http://localhost:{free_port}/health", timeout=5) as response:
+        assert response.status == 200
+    given = recorded(tmp_path)
+    assert given["config"]["speculative_config"]["decoding_type"] == "Eagle"
+    assert given["argv"][given["argv"].index("--max_seq_len") + 1] == "128"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 0
+    nothing_left(tmp_path, free_port)
+    config = given["argv"][given["argv"].index("--extra_llm_api_options") + 1]
+    assert not Path(config).exists()
+
+
+def test_an_interrupt_reaches_the_engine_once(start: Start, tmp_path: Path, free_port: int) -> None:
+    process = start()
+    until_ready(process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) in (0, 130)
+    nothing_left(tmp_path, free_port)
+
+
+def test_killing_trtspec_leaves_no_server_behind(start: Start, tmp_path: Path, free_port: int) -> None:
+    process = start()
+    until_ready(process)
+    process.kill()
+    process.wait()
+    nothing_left(tmp_path, free_port)
+
+
+@pytest.mark.parametrize(
+    ("mode", "status", "says"),
+    [
+        ("crash-loading", 17, "two-model mode"),
+        ("oom", 1, "lower --max-batch-size"),
+        ("die-serving", 42, "while serving with status 42"),
+    ],
+)
+def test_a_failure_passes_its_status_and_cause(
+    start: Start, tmp_path: Path, free_port: int, mode: str, status: int, says: str
+) -> None:
+    process = start(STANDIN_MODE=mode)
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == status, log
+    assert says in log and "Traceback" not in log
+    nothing_left(tmp_path, free_port)
+
+
+def test_a_server_that_says_healthy_and_hangs_is_not_ready(start: Start, tmp_path: Path, free_port: int) -> None:
+    process = start("--generation-timeout", "2", STANDIN_MODE="hang-generation")
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 1 and "does not generate: no answer within 2 s" in log
+    nothing_left(tmp_path, free_port)
+
+
+def test_a_server_that_never_gets_healthy_is_given_up(start: Start, tmp_path: Path, free_port: int) -> None:
+    process = start("--startup-timeout", "2", STANDIN_MODE="no-health")
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 1 and "not ready after 2 s" in log
+    nothing_left(tmp_path, free_port)
+
+
+def test_a_server_that_ignores_sigterm_is_killed(start: Start, tmp_path: Path, free_port: int) -> None:
+    process = start("--stop-grace", "1", STANDIN_MODE="ignore-term")
+    until_ready(process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 137
+    nothing_left(tmp_path, free_port)
+
+
+def test_the_installed_version_decides(start: Start, tmp_path: Path) -> None:
+    """The stand-in says 1.2.1, which cannot run this model: refused before the launch."""
+    process = start(STANDIN_VERSION="1.2.1")
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 3 and "TS-LINT-MODEL-TOO-NEW" in log
+    assert not (tmp_path / "record").exists()
+
+
+def test_code_of_the_target_is_refused_by_name_and_hash(start: Start, tmp_path: Path, coded_target: Path) -> None:
+    import hashlib
+
+    digest = hashlib.sha256((coded_target / "configuration_kimi_k25.py").read_bytes()).hexdigest()
+    process = start(target=coded_target, head=None)
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 3 and f"configuration_kimi_k25.py sha256:{digest}" in log
+    assert not (tmp_path / "record").exists()
+    trusted = start("--trust-remote-code", target=coded_target, head=None)
+    until_ready(trusted)
+    assert "--trust_remote_code" in recorded(tmp_path)["argv"]
+
+
+def test_a_taken_port_and_forced_acceptance_are_refused(start: Start, tmp_path: Path, free_port: int) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", free_port))
+        holder.listen()
+        process = start(TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS="2")
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == 3 and "TS-SERVE-PORT" in log and "TS-SERVE-FORCED-ACCEPTANCE" in log
+    assert not (tmp_path / "record").exists()
+
+
+def test_the_standin_refuses_as_the_engine_does(standin_path: Path, tmp_path: Path, tiny_target: Path) -> None:
+    """Without trtspec in front: what lint and preflight promise is what the other side checks."""
+    good, bad = tmp_path / "good.yml", tmp_path / "bad.yml"
+    good.write_text("print_iter_log: true\n")
+    bad.write_text("print_iter_logg: true\n")
+
+    def run(*words: str) -> tuple[int, str]:
+        command = ["trtllm-serve", *words, "--host", "localhost", "--port", "1"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return answer.returncode, answer.stdout
+
+    option = "--extra_llm_api_options"
+    assert run(str(tiny_target), option, str(bad)) == (
+        1, "pydantic ValidationError: print_iter_logg Extra inputs are not permitted [extra_forbidden]\n",
+    )  # fmt: skip
+    assert run(str(tiny_target), option, str(good), "--tpsize", "1") == (2, "Error: No such option: --tpsize\n")
+    assert run(str(tmp_path / "nowhere"), option, str(good))[0] == 1
+
+
+def test_the_reference_backend_serves_behind_the_standin(start: Start, free_port: int) -> None:
+    """The whole path: config, launch, a real speculative generation, and a clean end."""
+    process = start(STANDIN_BACKEND="reference")
+    log = until_ready(process)
+    body = json.dumps({"model": "m", "prompt": "abc", "max_tokens": 4, "temperature": 0})
+    with urllib.request.urlopen(f"http://localhost:{free_port}/v1/models", timeout=10) as response:
+        body = body.replace('"m"', json.dumps(json.load(response)["data"][0]["id"]))
+    request = urllib.request.Request(
+        f"http://localhost:{free_port}/v1/completions", body.encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        choice = json.load(response)["choices"][0]
+    assert choice["avg_decoded_tokens_per_iter"] >= 1, log
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=40) == 0

@@ -1,0 +1,137 @@
+"""`trtspec serve`, `lint` and `build-config` as commands: statuses, streams, and what a dry run promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+K25 = ["nvidia/Kimi-K2.5-NVFP4", "--head", "nvidia/Kimi-K2.5-Eagle3"]
+
+
+def trtspec(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("TLLM_")}
+    return subprocess.run(
+        [sys.executable, "-m", "trtspec", *words], capture_output=True, text=True, env={**clean, **env}, timeout=120,
+        check=False,
+    )  # fmt: skip
+
+
+def dry(*words: str, **env: str) -> dict[str, Any]:
+    answer = trtspec("serve", "--dry-run", "--json", *words, **env)
+    return {"status": answer.returncode, **json.loads(answer.stdout)}
+
+
+def test_dry_run_prints_the_model_cards_command() -> None:
+    answer = trtspec("serve", *K25, "--host", "0.0.0.0", "--tp-size", "4", "--dry-run")
+    assert answer.returncode == 0, answer.stderr
+    first = answer.stdout.splitlines()[0]
+    assert first.startswith(
+        "trtllm-serve nvidia/Kimi-K2.5-NVFP4 --host 0.0.0.0 --port 8000 --backend pytorch --max_batch_size 32 "
+        "--max_num_tokens 8192 --max_seq_len 8192 --tp_size 4 "
+    )
+    assert first.endswith("--extra_llm_api_options extra-llm-api-config.yml")
+    assert "speculative_model_dir: nvidia/Kimi-K2.5-Eagle3" in answer.stdout
+    assert "TS-SERVE-REMOTE-CODE" in answer.stderr
+
+
+def test_dry_run_json_has_the_contracts_keys() -> None:
+    answer = dry(*K25, "--trust-remote-code")
+    assert {"argv", "env", "config", "problems"} <= set(answer)
+    assert answer["config"]["speculative_config"]["max_draft_len"] == 3
+    assert "--trust_remote_code" in answer["argv"]
+    assert "TS-SERVE-REMOTE-CODE" not in {problem["code"] for problem in answer["problems"]}
+
+
+def test_a_recipe_brings_its_sizes(tmp_path: Path) -> None:
+    file = tmp_path / "c.yml"
+    written = trtspec("build-config", *K25, "--tp-size", "8", "--max-batch-size", "16", "-o", str(file))
+    assert written.returncode == 0, written.stderr
+    argv = dry(K25[0], "--config", str(file))["argv"]
+    assert argv[argv.index("--tp_size") + 1] == "8" and argv[argv.index("--max_batch_size") + 1] == "16"
+    assert argv[-1] == str(file)
+    typed = dry(K25[0], "--config", str(file), "--tp-size", "4")["argv"]
+    assert typed[typed.index("--tp_size") + 1] == "4"
+
+
+def test_a_bad_request_is_told_at_once_and_ends_with_3() -> None:
+    answer = dry(*K25, "--", "--no_such_option", "1", TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS="2")
+    codes = {problem["code"] for problem in answer["problems"]}
+    assert answer["status"] == 3
+    assert {"TS-SERVE-UNKNOWN-OPTION", "TS-SERVE-FORCED-ACCEPTANCE"} <= codes
+
+
+def test_a_setting_in_file_and_option_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "c.yml"
+    file.write_text("max_batch_size: 8\n")
+    answer = dry(K25[0], "--config", str(file), "--max-batch-size", "32", "--trtllm-version", "1.4.0rc1")
+    assert answer["status"] == 3 and "TS-LINT-SET-TWICE" in {problem["code"] for problem in answer["problems"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        (["serve", K25[0]], 4, "trtllm-serve is not on PATH"),
+        (["serve", K25[2], "--dry-run"], 2, "draft head"),
+        (["serve", K25[0], "--head", K25[0], "--dry-run"], 2, "not a draft head"),
+        (["serve", K25[0], "--trtllm-version", "new", "--dry-run"], 2, "not a TensorRT-LLM version"),
+        (["serve", K25[0], "--config", "/nowhere.yml", "--dry-run"], 2, "cannot be read"),
+        (["serve", "moonshotai/Kimi-K3", "--dry-run"], 1, "K3"),
+        (["serve", K25[0], "--backend", "reference", "--config", "x.yml", "--dry-run"], 2, "trtllm backend"),
+        (["serve", K25[0], "--backend", "reference", "--speculation", "eagle3", "--dry-run"], 2, "needs a head"),
+        (["serve", K25[0], "--speculation", "prompt-lookup", "--dry-run"], 2, "reference backend"),
+        (["serve", K25[0], "--port", "0", "--dry-run"], 2, "port"),
+        (["lint", "/nowhere.yml"], 2, "cannot be read"),
+        (["build-config", K25[0], "--set", "max_batch_size=3"], 2, "--max-batch-size"),
+        (["build-config", "nvidia/Kimi-K2.6-NVFP4", "--trtllm-version", "1.2.1"], 3, "TS-LINT-MODEL-TOO-NEW"),
+    ],
+)
+def test_errors_are_one_message_with_their_status(words: list[str], status: int, says: str) -> None:
+    answer = trtspec(*words, PATH="/usr/bin:/bin")
+    assert answer.returncode == status, answer.stderr
+    assert says in answer.stderr and "Traceback" not in answer.stderr
+    assert answer.stdout == ""
+
+
+def test_reference_dry_run_names_every_choice() -> None:
+    answer = dry(*K25, "--backend", "reference", "--port", "9", "--draft-len", "2", "--dtype", "float32")
+    assert answer["status"] == 0
+    words = " ".join(answer["argv"])
+    assert "--backend reference --head nvidia/Kimi-K2.5-Eagle3" in words
+    assert "--speculation eagle3" in words and "--draft-len 2" in words and "--dtype float32" in words
+
+
+def test_build_config_refuses_to_overwrite_and_dry_run_writes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "c.yml"
+    assert trtspec("build-config", *K25, "-o", str(file), "--dry-run").returncode == 0
+    assert not file.exists()
+    file.write_text("mine\n")
+    refused = trtspec("build-config", *K25, "-o", str(file))
+    assert refused.returncode == 2 and file.read_text() == "mine\n"
+    assert trtspec("build-config", *K25, "-o", str(file), "--force").returncode == 0
+    assert file.read_text().startswith("# TensorRT-LLM ")
+
+
+def test_lint_command_reports_and_fixes(tmp_path: Path) -> None:
+    file = tmp_path / "c.yml"
+    file.write_text("max_batch_sise: 8\n")
+    answer = trtspec("lint", str(file), "--trtllm-version", "1.4.0rc1", "--json")
+    report = json.loads(answer.stdout)
+    assert answer.returncode == 3 and report["ok"] is False and report["version"] == "1.4.0rc1"
+    problem = report["problems"][0]
+    assert {"code", "severity", "where", "message", "remedy", "line"} <= set(problem) and problem["line"] == 1
+    mended = trtspec("lint", str(file), "--trtllm-version", "1.4.0rc1", "--fix")
+    assert mended.returncode == 0 and file.read_text() == "max_batch_size: 8\n"
+
+
+def test_lint_judges_a_written_file_without_more_words(tmp_path: Path) -> None:
+    file = tmp_path / "c.yml"
+    trtspec("build-config", *K25, "--trtllm-version", "1.3.0rc22", "-o", str(file))
+    report = json.loads(trtspec("lint", str(file), "--json").stdout)
+    assert report["ok"] and report["version"] == "1.3.0rc22"
+    assert [problem for problem in report["problems"] if problem["severity"] != "info"] == []
