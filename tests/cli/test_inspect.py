@@ -80,3 +80,20 @@ def test_a_target_against_a_head_is_turned_around(head: Path, target: Path) -> N
     done = run(target, "--against", head)
     assert done.exit_code != 0
     assert "turn them around" in str(done.exception.remedy)  # type: ignore[union-attr]
+
+
+def test_a_quantized_checkpoint_is_re_read_against_its_source(tmp_path: Path, target: Path) -> None:
+    """End to end with the real quantizer; then one weight of the result is exchanged for another of its shape."""
+    made = CliRunner().invoke(app, ["quantize", str(target), "-o", str(tmp_path / "nvfp4")])
+    assert made.exit_code == 0, made.output
+    done = run(tmp_path / "nvfp4", "--against", target, "--sample", 0, "--json")
+    report = json.loads(done.stdout)
+    assert done.exit_code == 0
+    assert (report["format"], report["problems"]) == ("nvfp4", [])
+    assert report["comparison"]["compared"] == report["comparison"]["tensors"]
+    shard = next(path for path in sorted((tmp_path / "nvfp4").glob("*.safetensors")))
+    tensors = load_file(shard)
+    names = [name for name, tensor in tensors.items() if name.endswith("up_proj.weight") and tensor.element_size() == 1]
+    tensors[names[0]] = tensors[names[1]].clone()
+    save_file(tensors, shard, {"format": "pt"})
+    assert run(tmp_path / "nvfp4", "--against", target, "--sample", 0).exit_code == 3

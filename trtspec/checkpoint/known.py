@@ -57,8 +57,10 @@ def known(hub_id: str) -> tuple[Literal["target", "head"], dict[str, Any]] | Non
 
 
 def similar_ids(hub_id: str) -> list[str]:
-    """Published ids that look like a mistyped `hub_id`."""
+    """Published ids that look like a mistyped `hub_id`; none when it is a published one itself."""
     names = [*catalogue()["targets"], *catalogue()["heads"]]
+    if hub_id in names:
+        return []
     return difflib.get_close_matches(hub_id, names, n=2, cutoff=0.8)
 
 

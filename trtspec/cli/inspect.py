@@ -133,7 +133,15 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("not verified", ", ".join(report["unverified"]) or "nothing"))
     if "tensor_parallel_sizes" in report:
         lines.append(("tensor parallel", f"{report['tensor_parallel_sizes']} divide the head"))
-    for key, value in report.get("comparison", {}).items():
-        if isinstance(value, (str, int, float)):
-            lines.append((key.replace("_", " "), str(value)))
+    return lines + comparison_rows(report.get("comparison", {}))
+
+
+def comparison_rows(comparison: dict[str, Any]) -> list[tuple[str, str]]:
+    """What re-reading a derived checkpoint against its source found."""
+    lines = []
+    if comparison:
+        lines.append(("re-read", f"{comparison['compared']} of {comparison['tensors']} tensors"))
+    for name, found in comparison.get("classes", {}).items():
+        error = f"relative error {found['relative_error']:.4f}, worst {found['worst']:.4f}, {found['tensors']} tensors"
+        lines.append((name, error))
     return lines
