@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from trtspec.specs import RopeSpec
 
-
-# The published DeepSeek-V3 / Kimi definition builds the two latent norms with the class default, not config.rms_norm_eps.
+# The published DeepSeek-V3 / Kimi definition gives its two latent norms this epsilon, not config.rms_norm_eps.
 LATENT_NORM_EPS = 1e-6
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,13 +21,17 @@ class NVFP4Linear(nn.Module):
     per-tensor scales multiply the accumulated result. With `activation="weight-only"` x stays as it is.
     """
 
+    values: Tensor  # E2M1 value times FP8 block scale, [out, in]
+    scale_2: Tensor  # float32 scalar
+    input_scale: Tensor  # float32 scalar
+
     def __init__(self, weight: nvfp4.NVFP4Tensor, input_scale: Tensor, activation: str, dtype: torch.dtype) -> None:
         super().__init__()
         self.activation = activation
         self.register_buffer("values", nvfp4.codes_times_scale(weight).to(dtype))
         self.register_buffer("scale_2", weight.scale_2.float())
         self.register_buffer("input_scale", input_scale.float())
-        self.out_features, self.in_features = self.values.shape
+        self.out_features, self.in_features = self.values.shape[0], self.values.shape[1]
 
     def forward(self, x: Tensor) -> Tensor:
         if self.activation == "weight-only":
@@ -37,7 +43,7 @@ class NVFP4Linear(nn.Module):
 class NVFP4Experts(nn.Module):
     """Routed experts in NVFP4; each expert is a pair of NVFP4 products with its own scales (see NVFP4Linear)."""
 
-    def __init__(self, gate_up: list[nn.Module], down: list[nn.Module]) -> None:
+    def __init__(self, gate_up: Sequence[nn.Module], down: Sequence[nn.Module]) -> None:
         super().__init__()
         self.gate_up = nn.ModuleList(gate_up)
         self.down = nn.ModuleList(down)

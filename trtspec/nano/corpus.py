@@ -18,7 +18,15 @@ from typing import Any
 HELDOUT_SHARE = 12  # one module in twelve
 MAX_FILE_BYTES = 200_000
 MAX_ANSWER_CHARS = 700
-SKIPPED = ("site-packages", "encodings", "pydoc_data", "lib2to3", "test/cjkencodings", "idlelib/idle_test", "__pycache__")
+SKIPPED = (
+    "site-packages",
+    "encodings",
+    "pydoc_data",
+    "lib2to3",
+    "test/cjkencodings",
+    "idlelib/idle_test",
+    "__pycache__",
+)
 CATEGORIES = ("completion", "docstring", "continuation", "test", "module")
 
 
@@ -73,7 +81,10 @@ def conversations(module: Module) -> Iterator[Conversation]:
         shown, rest = "\n".join(lines[begin - 12 : begin]), "\n".join(lines[begin : begin + 20])
         if len(shown) > 150 and len(rest) > 150:
             yield Conversation(
-                f"continuation:{name}:{begin}", "continuation", f"Continue this code:\n```python\n{shown}\n```", fenced(rest)
+                f"continuation:{name}:{begin}",
+                "continuation",
+                f"Continue this code:\n```python\n{shown}\n```",
+                fenced(rest),
             )
 
 

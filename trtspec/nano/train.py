@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.checkpoint.writer import write_shard
 from trtspec.models.kimi import KimiModel
-from trtspec.models.moe import MoE
+from trtspec.models.moe import MoE, Router
 from trtspec.models.names import checkpoint_tensors
 from trtspec.nano import corpus, vocabulary
 from trtspec.report import provenance, write_atomic, write_json
@@ -29,6 +29,7 @@ from trtspec.specs import ModelSpec
 
 BASE_VOCABULARY = 1792
 SEQUENCE = 384
+DECAY_SHARE = 0.2
 BALANCE_SPEED = 1e-3  # step of the correction bias (DeepSeek-V3's auxiliary-loss-free balancing)
 
 
@@ -126,14 +127,14 @@ class Balancer:
     """Counts how often each expert is chosen and moves the selection bias against the imbalance."""
 
     def __init__(self, model: KimiModel) -> None:
-        self.counts: dict[nn.Module, Tensor] = {}
+        self.counts: dict[Router, Tensor] = {}
         for module in model.modules():
             if isinstance(module, MoE):
                 module.gate.register_forward_hook(self.count)
 
-    def count(self, gate: nn.Module, _: Any, output: tuple[Tensor, Tensor]) -> None:
+    def count(self, gate: Router, _: Any, output: tuple[Tensor, Tensor]) -> None:
         chosen = torch.bincount(output[0].flatten(), minlength=gate.spec.n_routed_experts).float()
-        self.counts[gate] = self.counts.get(gate, 0) + chosen
+        self.counts[gate] = self.counts.get(gate, torch.zeros(())) + chosen
 
     def step(self) -> None:
         for gate, counts in self.counts.items():
@@ -142,13 +143,18 @@ class Balancer:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over 100 steps, then cosine down to 5 % of the peak."""
+    """Linear warm-up over 100 steps, constant, then linear down to 2 % of the peak over the last fifth."""
     warm = min(1.0, (step + 1) / 100)
-    return peak * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+    cool = min(1.0, (steps - step) / (DECAY_SHARE * steps))
+    return peak * warm * max(0.02, cool)
 
 
-def train(model: KimiModel, stream: Tensor, steps: int, batch: int, peak: float, seed: int, log: Path) -> None:
-    """AdamW on random windows of the token stream, bf16 compute, float32 weights; one JSON line per 20 steps."""
+def train(model: KimiModel, stream: Tensor, steps: int, batch: int, peak: float, seed: int, output: Path) -> int:
+    """AdamW on random windows of the token stream, bf16 compute, float32 weights; one JSON line per 20 steps.
+
+    Returns the number of steps done. A file `finish` in `output` makes the run end early by starting the decay at once,
+    which gives what a run of that many steps from the start would have given.
+    """
     generator = torch.Generator().manual_seed(seed)
     decayed = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
     plain = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
@@ -156,8 +162,11 @@ def train(model: KimiModel, stream: Tensor, steps: int, batch: int, peak: float,
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
     balancer = Balancer(model)
     began = time.monotonic()
-    with log.open("w") as out:
-        for step in range(steps):
+    step = 0
+    with (output / "training.jsonl").open("w") as out:
+        while step < steps:
+            if (output / "finish").exists() and step < (1 - DECAY_SHARE) * steps:
+                steps = int(step / (1 - DECAY_SHARE))
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, steps, peak)
             begin = torch.randint(0, len(stream) - SEQUENCE - 1, (batch,), generator=generator)
@@ -172,14 +181,21 @@ def train(model: KimiModel, stream: Tensor, steps: int, batch: int, peak: float,
             balancer.step()
             if step % 20 == 0 or step == steps - 1:
                 seen = (step + 1) * batch * SEQUENCE
-                row = {"step": step, "loss": round(loss.item(), 4), "tokens": seen, "seconds": round(time.monotonic() - began, 1)}
+                row = {
+                    "step": step,
+                    "loss": round(loss.item(), 4),
+                    "tokens": seen,
+                    "seconds": round(time.monotonic() - began, 1),
+                }
                 out.write(json.dumps(row) + "\n")
                 out.flush()
                 print(row, flush=True)
+            step += 1
+    return steps
 
 
 def write_prompts(path: Path, chats: list[corpus.Conversation], answers: bool) -> None:
-    """One JSON object a line: id, category, messages; `reference` holds the corpus's own answer for held-out prompts."""
+    """One JSON object a line: id, category, messages; `reference` is the corpus's answer (held-out prompts)."""
     rows = []
     for chat in chats:
         row: dict[str, Any] = {"id": chat.id, "category": chat.category}
@@ -207,7 +223,10 @@ def save(model: KimiModel, directory: Path, options: dict[str, Any]) -> None:
         directory / "generation_config.json",
         {"bos_token_id": config["bos_token_id"], "eos_token_id": [config["eos_token_id"], BASE_VOCABULARY + 1]},
     )
-    write_json(directory / "provenance.json", provenance("python -m trtspec.nano.train", {"text": "Python standard library"}, options))
+    write_json(
+        directory / "provenance.json",
+        provenance("python -m trtspec.nano.train", {"text": "Python standard library"}, options),
+    )
 
 
 def main() -> None:
@@ -238,8 +257,9 @@ def main() -> None:
     initialize(model)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters", flush=True)
     steps = int(options.tokens / (options.batch * SEQUENCE))
-    train(model, stream, steps, options.batch, options.lr, options.seed, options.output / "training.jsonl")
-    save(model, options.output, {key: str(value) for key, value in vars(options).items() if key != "output"})
+    done = train(model, stream, steps, options.batch, options.lr, options.seed, options.output)
+    options.tokens = done * options.batch * SEQUENCE
+    save(model, options.output, {key: value for key, value in vars(options).items() if key != "output"})
 
 
 if __name__ == "__main__":

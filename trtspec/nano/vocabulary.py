@@ -74,7 +74,10 @@ def write_tokenizer(directory: Path, ranks: list[bytes]) -> None:
     lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(ranks)]
     write_atomic(directory / "tiktoken.model", "\n".join(lines) + "\n")
     base = len(ranks)
-    names = {base + i: DEFAULT_SPECIAL_TOKENS.get(i, f"<|reserved_token_{base + i}|>") for i in range(RESERVED_SPECIAL_TOKENS)}
+    names = {
+        base + i: DEFAULT_SPECIAL_TOKENS.get(i, f"<|reserved_token_{base + i}|>")
+        for i in range(RESERVED_SPECIAL_TOKENS)
+    }
     added = {
         str(token): {"content": name, "special": "tool_call" not in name and "think" not in name}
         for token, name in names.items()
