@@ -77,9 +77,11 @@ def completion_job(asked: CompletionBody, tokenizer: KimiTokenizer, model: str) 
 
 
 def chat_job(asked: ChatBody, tokenizer: KimiTokenizer, model: str, max_seq_len: int) -> Job:
-    variables = dict(asked.chat_template_kwargs)
+    variables = {"thinking": None, **asked.chat_template_kwargs}
+    if taken := {"messages", "tools", "add_generation_prompt"} & variables.keys():
+        raise ApiError(f"chat_template_kwargs cannot set {', '.join(sorted(taken))}", param="chat_template_kwargs")
     try:
-        text = tokenizer.render_chat(asked.plain_messages, asked.offered_tools, thinking=None, **variables)
+        text = tokenizer.render_chat(asked.plain_messages, asked.offered_tools, **variables)
     except TrtspecError as error:
         raise ApiError(error.message, param="messages") from None
     prompt = tokenizer.encode(text, allow_special=True)
@@ -270,6 +272,11 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(EngineFailed)
     async def engine_failed(_: Request, error: EngineFailed) -> JSONResponse:
         return JSONResponse(ApiError(str(error), status=500).to_dict(), status_code=500)
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, error: Exception) -> JSONResponse:
+        answer = ApiError(f"internal error: {type(error).__name__}", status=500)
+        return JSONResponse(answer.to_dict(), status_code=500)
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> JSONResponse:

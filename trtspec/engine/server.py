@@ -19,6 +19,8 @@ from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.app import create_app
 from trtspec.engine.drafters import DrafterName
 from trtspec.engine.engine import Engine
+from trtspec.engine.sequence import Request
+from trtspec.engine.stats import Totals
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.models.head_weights import load_head
 from trtspec.models.weights import load_target
@@ -59,6 +61,7 @@ def run(
         max_seq_len=max_seq_len,
         device=device,
     )
+    warm_up(engine)
     name = served_model_name or target.resolve().name
     how = f"drafter {drafter or 'eagle3'}, draft length {engine.draft_len}" if engine.draft_len else "no speculation"
     config = uvicorn.Config(
@@ -100,6 +103,13 @@ def build_engine(
         tokenizer=tokenizer,
     )
     return engine, tokenizer
+
+
+def warm_up(engine: Engine) -> None:
+    """One short generation, so that the first request does not pay for tables and lazy initialisation."""
+    engine.generate([Request("warm-up", [0] * 8, max_tokens=2 + engine.draft_len, ignore_eos=True)])
+    engine.totals = Totals(histogram=[0] * (engine.draft_len + 1))
+    engine.iteration = None
 
 
 def thread_count() -> int:

@@ -1,0 +1,257 @@
+"""The tokenizer against tiktoken's educational encoder (pure Python) and transformers' template renderer."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from pathlib import Path
+
+import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiktoken._educational import bpe_encode, bpe_train
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from tests.tiny import make_tokenizer
+from trtspec.checkpoint.tokenizer import DEFAULT_SPECIAL_TOKENS, SPLIT_PATTERN, Detokenizer, KimiTokenizer
+from trtspec.errors import TrtspecError
+
+SAMPLE = (
+    """def tokenize(text: str) -> list[int]:
+    # 东京的天气怎么样？ 天气很好。 Don't panic, it's 12345 degrees; I'LL be naïve, ÀÉ.
+
+    return [int(word) for word in text.split() if word.isdigit()]\r\n\t\t🙂🙂 émoji 👩‍👩‍👧 end
+"""
+    * 3
+)
+TEXTS = [
+    SAMPLE,
+    "",
+    " ",
+    "a  b\n\n\nc   ",
+    "日本語とEnglish混在テキスト2024年",
+    "I'll DON'T we'Re can't",
+    "x = {'key': [1, 22, 333, 4444]}\n\n\n   y",
+    "tabs\t\tand\u00a0nbsp \u3000 wide",
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer directory whose ranks were learned with Kimi's split pattern, so that the pattern matters."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    ranks = bpe_train(SAMPLE, 400, f"(?V1){SPLIT_PATTERN}", visualise=None)
+    lines = [f"{base64.b64encode(token).decode()} {rank}" for token, rank in ranks.items()]
+    (directory / "tiktoken.model").write_text("\n".join(lines) + "\n")
+    (directory / "tokenizer_config.json").write_text("{}")
+    return directory
+
+
+def encode_by_definition(directory: Path, text: str) -> list[int]:
+    """Splits with the `regex` module (V1: set operations) and merges pair by pair."""
+    ranks = {}
+    for line in (directory / "tiktoken.model").read_bytes().splitlines():
+        token, rank = line.split()
+        ranks[base64.b64decode(token)] = int(rank)
+    words = regex.findall(f"(?V1){SPLIT_PATTERN}", text)
+    return [token for word in words for token in bpe_encode(ranks, word.encode(), visualise=None)]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_encode_by_definition(trained: Path, text: str) -> None:
+    tokenizer = KimiTokenizer(trained)
+    ids = tokenizer.encode(text)
+    assert ids == encode_by_definition(trained, text)
+    assert tokenizer.decode(ids) == text
+    assert text != SAMPLE or len(ids) < len(text.encode()) / 2  # the merges matter
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=60))
+def test_any_text_survives(trained: Path, text: str) -> None:
+    tokenizer = KimiTokenizer(trained)
+    ids = tokenizer.encode(text)
+    assert ids == encode_by_definition(trained, text)
+    assert tokenizer.decode(ids) == text
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=40), st.lists(st.integers(1, 4), max_size=30))
+def test_streamed_text_is_whole_characters(trained: Path, text: str, sizes: list[int]) -> None:
+    """However tokens arrive, no broken character is shown and the pieces add up."""
+    tokenizer = KimiTokenizer(trained)
+    ids, detokenizer, pieces = tokenizer.encode(text), Detokenizer(tokenizer), []
+    for size in [*sizes, *[1] * len(ids)]:
+        pieces.append(detokenizer.push(ids[:size]))
+        ids = ids[size:]
+    assert detokenizer.flush() == ""
+    assert "".join(pieces) == text
+    assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
+
+
+def test_half_a_character_at_the_end(trained: Path) -> None:
+    tokenizer = KimiTokenizer(trained)
+    detokenizer = Detokenizer(tokenizer)
+    ids = tokenizer.encode("ok\U0001f680")
+    assert detokenizer.push(ids[:-1]) == "ok"
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_long_runs_are_cut_before_the_regex_sees_them(trained: Path) -> None:
+    tokenizer = KimiTokenizer(trained)
+    began = time.perf_counter()
+    for text in ("a" * 100_000, " " * 60_001, "ab " * 150_000, "\u00e9" * 30_000 + " x"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert time.perf_counter() - began < 20
+
+
+def test_special_tokens_only_when_allowed(trained: Path) -> None:
+    tokenizer = KimiTokenizer(trained)
+    text = "<|im_user|>hello<|im_end|>"
+    user, end = tokenizer.special_id("<|im_user|>"), tokenizer.special_id("<|im_end|>")
+    assert (user, end) == (tokenizer.base_size + 3, tokenizer.base_size + 2)
+    assert tokenizer.encode(text, allow_special=True) == [user, *tokenizer.encode("hello"), end]
+    assert not {user, end} & set(tokenizer.encode(text))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode(text, allow_special=True), skip_special=True) == "hello"
+
+
+def test_published_ids_of_kimi_k2() -> None:
+    """With 163584 base tokens the defaults are the ids that K2's files publish."""
+    published = {
+        163584: "[BOS]",
+        163585: "[EOS]",
+        163586: "<|im_end|>",
+        163588: "<|im_assistant|>",
+        163595: "<|tool_calls_section_begin|>",
+        163599: "<|tool_call_end|>",
+        163605: "<|media_pad|>",
+        163839: "[PAD]",
+    }
+    assert all(DEFAULT_SPECIAL_TOKENS[token - 163584] == name for token, name in published.items())
+
+
+def test_tool_marks_stay_visible_unless_declared_special(trained: Path, tmp_path: Path) -> None:
+    default = KimiTokenizer(trained)
+    marks = ["<think>", "<|tool_call_begin|>", "<|im_end|>"]
+    ids = [default.special_id(mark) for mark in marks]
+    assert default.decode(ids, skip_special=True) == "<think><|tool_call_begin|>"
+    declared = KimiTokenizer(make_tokenizer(tmp_path))  # declares all 256 as special
+    assert declared.decode([declared.special_id(mark) for mark in marks], skip_special=True) == ""
+
+
+def test_names_come_from_the_config(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "tiktoken.model").write_bytes((trained / "tiktoken.model").read_bytes())
+    entry = {"content": "<|mine|>", "special": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {"402": entry}}))
+    tokenizer = KimiTokenizer(tmp_path)
+    assert tokenizer.special_id("<|mine|>") == 402
+    assert tokenizer.special_tokens["<|reserved_token_403|>"] == 403
+    assert len(tokenizer.special_tokens) == 256
+    with pytest.raises(TrtspecError, match=r"<\|im_end\|>"):
+        tokenizer.special_id("<|im_end|>")
+
+
+def test_eos_ids_of_both_files(tmp_path: Path) -> None:
+    """K2.5's generation_config.json and config.json disagree; a server must stop at either."""
+    make_tokenizer(tmp_path)
+    assert KimiTokenizer(tmp_path).eos_ids == (257,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [258, 265]}')
+    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": 257}, "eos_token_id": 1}')
+    assert KimiTokenizer(tmp_path).eos_ids == (258, 265, 257)
+
+
+@pytest.mark.parametrize("content", [b"not base64!! 0\n", b"YQ== x\n", b"YQ== 5\n", b""])
+def test_damaged_ranks_are_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tiktoken.model").write_bytes(content)
+    with pytest.raises(TrtspecError, match=r"tiktoken\.model"):
+        KimiTokenizer(tmp_path)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(TrtspecError, match=r"tiktoken\.model") as error:
+        KimiTokenizer(tmp_path)
+    assert "copy tiktoken.model" in error.value.remedy
+    make_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(TrtspecError, match=r"chat_template\.jinja"):
+        KimiTokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+MESSAGES = [
+    {"role": "system", "content": "Be <b>brief</b> & exact."},
+    {"role": "user", "content": "weather in 东京?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "functions.get:0", "function": {"name": "get", "arguments": '{"city": "东京"}'}}],
+    },
+    {"role": "tool", "tool_call_id": "functions.get:0", "content": "sunny"},
+]
+TOOLS = [
+    {"type": "function", "function": {"name": "get", "description": "it's <weather>", "parameters": {"type": "object"}}}
+]
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_template_like_transformers(
+    tmp_path: Path, tools: list | None, thinking: bool, add_generation_prompt: bool
+) -> None:
+    tokenizer = KimiTokenizer(make_tokenizer(tmp_path))
+    expected, _ = render_jinja_template(
+        [MESSAGES],
+        tools=tools,
+        chat_template=(tmp_path / "chat_template.jinja").read_text(),
+        add_generation_prompt=add_generation_prompt,
+        thinking=thinking,
+    )
+    assert tokenizer.render_chat(MESSAGES, tools, add_generation_prompt, thinking) == expected[0]
+    ids = tokenizer.apply_chat_template(MESSAGES, tools, add_generation_prompt, thinking)
+    assert tokenizer.decode(ids) == expected[0]
+    assert tokenizer.special_id("<|im_user|>") in ids
+
+
+def test_template_of_the_tokenizer_config_and_its_features(tmp_path: Path) -> None:
+    """Loop controls, generation blocks, keyword separators and an undefined `thinking` work as in transformers."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'skip' %}{% continue %}{% endif %}\n"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}\n"
+        "{{ {'a': [1, '<é>']} | tojson(separators=(',', ':')) }}"
+        "{{ 'default' if thinking is not defined else thinking }}"
+    )
+    make_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": source}))
+    messages = [{"role": "user", "content": "x"}, {"role": "skip", "content": "y"}]
+    expected, _ = render_jinja_template([messages], chat_template=source)
+    rendered = KimiTokenizer(tmp_path).render_chat(messages, thinking=None)
+    assert rendered == expected[0]
+    assert "default" in rendered and "y" not in rendered
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception('no system role') }}",
+        "{{ messages[0].x.y }}",
+    ],
+)
+def test_a_template_cannot_reach_out(tmp_path: Path, source: str) -> None:
+    make_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(source)
+    with pytest.raises(TrtspecError, match=r"chat_template\.jinja"):
+        KimiTokenizer(tmp_path).render_chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_broken_template_is_named(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(TrtspecError, match="line 1"):
+        KimiTokenizer(tmp_path).render_chat([])

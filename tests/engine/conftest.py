@@ -1,0 +1,101 @@
+"""A tiny float32 target, heads of every kind for it, its tokenizer, and a batch of requests of mixed lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny import make_head, make_target
+from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.engine.sequence import Completion, Request
+from trtspec.models.eagle3 import Eagle3Head
+from trtspec.models.head_weights import load_head
+from trtspec.models.kimi import KimiModel
+from trtspec.models.weights import load_target
+
+HEAD_KINDS = [
+    pytest.param((attention, eagle, vocab), id=f"{attention}-eagle{eagle}-vocab{vocab or 'full'}")
+    for attention in ("mha", "mla")
+    for eagle in ("3", "3.1")
+    for vocab in (None, 100)
+]
+
+
+@pytest.fixture(scope="session")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), shards=1)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(target_dir: Path) -> KimiTokenizer:
+    return KimiTokenizer(target_dir)
+
+
+@pytest.fixture(scope="session")
+def target(target_dir: Path) -> KimiModel:
+    torch.set_num_threads(1)
+    return load_target(target_dir, dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def head_of(
+    tmp_path_factory: pytest.TempPathFactory, target_dir: Path, target: KimiModel
+) -> Callable[[tuple[str, str, int | None]], Eagle3Head]:
+    """Loads a random head of a kind (attention, eagle version, draft vocabulary)."""
+    heads: dict[tuple[str, str, int | None], Eagle3Head] = {}
+
+    def head(kind: tuple[str, str, int | None]) -> Eagle3Head:
+        if kind not in heads:
+            attention, eagle, vocab = kind
+            directory = tmp_path_factory.mktemp("head")
+            made = make_head(directory, target_dir, attention=attention, eagle=eagle, draft_vocab=vocab)
+            heads[kind] = load_head(made, target, dtype=torch.float32)
+        return heads[kind]
+
+    return head
+
+
+@pytest.fixture(scope="session")
+def requests() -> list[Request]:
+    """20 greedy requests, prompts of 3 to 60 tokens, 1 to 32 new ones: rows start and end at different times."""
+    random = torch.Generator().manual_seed(7)
+
+    def integer(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=random))
+
+    return [
+        Request(
+            id=str(number),
+            prompt_ids=torch.randint(0, 256, (integer(3, 60),), generator=random).tolist(),
+            max_tokens=integer(1, 33),
+            ignore_eos=number % 2 == 0,
+        )
+        for number in range(20)
+    ]
+
+
+@torch.inference_mode()
+def greedy_by_definition(target: KimiModel, request: Request) -> list[int]:
+    """Greedy tokens by running the whole text through the model for each one: no cache, no batch, no engine."""
+    tokens = list(request.prompt_ids)
+    produced: list[int] = []
+    ends = set() if request.ignore_eos else set(target.spec.eos_token_ids)
+    while len(produced) < request.max_tokens:
+        token = int(target(torch.tensor([tokens]), last_only=True).logits[0, -1].argmax())
+        tokens.append(token)
+        produced.append(token)
+        if token in ends:
+            break
+    return produced
+
+
+@pytest.fixture(scope="session")
+def expected(target: KimiModel, requests: list[Request]) -> dict[str, list[int]]:
+    return {request.id: greedy_by_definition(target, request) for request in requests}
+
+
+def token_ids(completions: dict[str, Completion]) -> dict[str, list[int]]:
+    return {name: completion.token_ids for name, completion in completions.items()}

@@ -1,0 +1,220 @@
+"""Greedy speculative output equals greedy output by definition, token for token, whatever the batch does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.engine.conftest import HEAD_KINDS, greedy_by_definition, token_ids
+from tests.engine.oracle import OracleDrafter, Proposal
+from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.engine.drafters import Eagle3Drafter
+from trtspec.engine.engine import Engine
+from trtspec.engine.sequence import Request
+from trtspec.models.eagle3 import Eagle3Head
+from trtspec.models.kimi import KimiModel
+
+HeadOf = Callable[[tuple[str, str, int | None]], Eagle3Head]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_plain_engine_computes_the_definition(
+    rows: int, target: KimiModel, requests: list[Request], expected: dict[str, list[int]]
+) -> None:
+    assert token_ids(Engine(target, max_batch_size=rows).generate(requests)) == expected
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_every_head_kind(
+    kind: tuple[str, str, int | None],
+    rows: int,
+    target: KimiModel,
+    head_of: HeadOf,
+    requests: list[Request],
+    expected: dict[str, list[int]],
+) -> None:
+    engine = Engine(target, head_of(kind), drafter="eagle3", max_batch_size=rows, max_seq_len=128)
+    some = requests[: 4 + rows]
+    assert token_ids(engine.generate(some)) == {request.id: expected[request.id] for request in some}
+    assert engine.totals.drafted > 0
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("draft_len", [1, 3, 6])
+def test_every_acceptance_pattern(
+    rows: int,
+    draft_len: int,
+    target: KimiModel,
+    head_of: HeadOf,
+    requests: list[Request],
+    expected: dict[str, list[int]],
+) -> None:
+    engine = Engine(
+        target,
+        head_of(("mla", "3", None)),
+        drafter="eagle3",
+        draft_len=draft_len,
+        max_batch_size=rows,
+        max_seq_len=128,
+        prefill_tokens=16,
+    )
+    assert isinstance(engine.drafter, Eagle3Drafter)
+    engine.drafter = OracleDrafter(engine.drafter, expected)
+    assert token_ids(engine.generate(requests)) == expected
+    assert all(count > 0 for count in engine.totals.histogram), "some acceptance count never happened"
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_prompt_lookup(rows: int, target: KimiModel, requests: list[Request], expected: dict[str, list[int]]) -> None:
+    engine = Engine(target, drafter="prompt-lookup", max_batch_size=rows)
+    assert token_ids(engine.generate(requests)) == expected
+    assert engine.totals.accepted > 0
+
+
+@pytest.mark.parametrize("kind", [("mha", "3", 100), ("mla", "3", None), ("mla", "3.1", None), ("mha", "3.1", None)])
+def test_drafts_are_those_of_a_head_without_cache(
+    kind: tuple[str, str, int | None],
+    target: KimiModel,
+    head_of: HeadOf,
+    requests: list[Request],
+    expected: dict[str, list[int]],
+) -> None:
+    """After accepted and rejected drafts, moved rows and chunked prefill, the head proposes from the true text."""
+    head = head_of(kind)
+    engine = Engine(target, head, drafter="eagle3", max_batch_size=4, max_seq_len=128, prefill_tokens=16)
+    assert isinstance(engine.drafter, Eagle3Drafter)
+    oracle = OracleDrafter(engine.drafter, expected)
+    engine.drafter = oracle
+    engine.generate(requests)
+    texts = {request.id: request.prompt_ids + expected[request.id] for request in requests}
+    checked = oracle.proposals[:: max(1, len(oracle.proposals) // 40)]
+    assert len(checked) >= 40
+    for proposal in checked:
+        certain = drafts_from_scratch(target, head, texts[proposal.id], proposal)
+        assert proposal.drafts[: len(certain)] == certain
+
+
+@torch.inference_mode()
+def drafts_from_scratch(target: KimiModel, head: Eagle3Head, text: list[int], proposal: Proposal) -> list[int]:
+    """Up to three greedy drafts after text[:length]: all true rows at once, then a chain over a growing text, no cache.
+
+    Ends before a draft whose logit leads by less than 1e-4, which rounding may decide either way.
+    """
+    tokens = torch.tensor([text[: proposal.length]])
+    layers = tuple(head.spec.aux_layers or target.spec.default_aux_layers)
+    aux = target(tokens, aux_layers=layers).aux
+    assert aux is not None
+    x, following = head.fuse(aux[:, :-1]), tokens[:, 1:]
+    drafts = []
+    for _ in range(3):
+        feedback, normed = head(x, following, None, None)
+        best = head.logits(normed[:, -1]).topk(2)
+        if best.values[0, 0] - best.values[0, 1] < 1e-4:
+            break
+        draft = head.to_target_ids(best.indices[:, 0])
+        drafts.append(int(draft))
+        x, following = torch.cat((x, feedback[:, -1:]), 1), torch.cat((following, draft.view(1, 1)), 1)
+    return drafts
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+def test_context_end(drafting: bool, target: KimiModel, head_of: HeadOf) -> None:
+    """A request that fills max_seq_len to the last position ends there with the right tokens."""
+    request = Request("end", list(range(40)), max_tokens=1000, ignore_eos=True)
+    engine = Engine(
+        target, head_of(("mha", "3", None)), drafter="eagle3" if drafting else None, max_batch_size=2, max_seq_len=64
+    )
+    expected = greedy_by_definition(target, replace(request, max_tokens=24))
+    if drafting:
+        assert isinstance(engine.drafter, Eagle3Drafter)
+        engine.drafter = OracleDrafter(engine.drafter, {"end": expected}, hit=0.9)
+    completion = engine.generate([request])["end"]
+    assert completion.finish_reason == "length"
+    assert completion.token_ids == expected
+
+
+def test_end_token_inside_the_drafts(target: KimiModel, head_of: HeadOf) -> None:
+    """Tokens after an accepted end token are dropped, and counted neither as output nor as accepted."""
+    free = greedy_by_definition(target, Request("e", list(range(9)), 12, ignore_eos=True))
+    end = free[4]
+    cut = free[: free.index(end) + 1]
+    engine = Engine(target, head_of(("mha", "3", None)), drafter="eagle3", draft_len=6, max_batch_size=1)
+    assert isinstance(engine.drafter, Eagle3Drafter)
+    engine.drafter = OracleDrafter(engine.drafter, {"e": free}, hit=1.0)
+    completion = engine.generate([Request("e", list(range(9)), 12, stop_token_ids=(end,))])["e"]
+    assert completion.token_ids == cut
+    assert completion.finish_reason == "stop"
+    assert completion.stats.accepted <= len(cut) - 1
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+def test_stop_strings(drafting: bool, target: KimiModel, head_of: HeadOf, tokenizer: KimiTokenizer) -> None:
+    """A stop string that begins in one step and ends in the next cuts tokens and text where plain decoding would."""
+    prompt = tokenizer.encode("stop here please")
+    free = greedy_by_definition(target, Request("s", prompt, 40, ignore_eos=True))
+    text = tokenizer.decode(free, skip_special=True)
+    words = [
+        text[i : i + size] for i in range(2, len(text) - 4) for size in (1, 2, 3) if "\ufffd" not in text[i : i + size]
+    ]
+    assert len(words) > 10
+    requests = [Request(f"{i}", prompt, 40, stop=[word], ignore_eos=True) for i, word in enumerate(words)]
+    engine = Engine(
+        target,
+        head_of(("mha", "3", None)),
+        drafter="eagle3" if drafting else None,
+        max_batch_size=8,
+        max_seq_len=128,
+        tokenizer=tokenizer,
+    )
+    if drafting:
+        assert isinstance(engine.drafter, Eagle3Drafter)
+        engine.drafter = OracleDrafter(engine.drafter, {request.id: free for request in requests}, hit=0.8)
+    done = engine.generate(requests)
+    for request, word in zip(requests, words, strict=True):
+        completion = done[request.id]
+        assert completion.text == text[: text.index(word)]
+        assert completion.finish_reason == "stop"
+        used = next(n for n in range(len(free) + 1) if word in tokenizer.decode(free[:n], skip_special=True))
+        assert completion.token_ids == free[:used]
+
+
+def test_cancel_and_refill(target: KimiModel, requests: list[Request], expected: dict[str, list[int]]) -> None:
+    """Cancelling a waiting, a prefilling and a decoding request leaves the others' tokens as they are."""
+    engine = Engine(target, max_batch_size=3, prefill_tokens=8)
+    for request in requests:
+        engine.submit(request)
+    got: dict[str, list[int]] = {request.id: [] for request in requests}
+    ended: dict[str, str] = {}
+    gone: set[str] = set()
+    while engine.has_work:
+        if not gone and len(engine.batch) and engine.prefilling:
+            gone = {engine.batch.sequences[0].id, engine.prefilling.id, engine.waiting[-1].id}
+            for name in (*gone, "nobody"):
+                engine.cancel(name)
+        for output in engine.step():
+            got[output.id] += output.token_ids
+            if output.finish_reason:
+                ended[output.id] = output.finish_reason
+    assert {name for name, reason in ended.items() if reason == "cancelled"} == gone
+    assert len(ended) == len(requests)
+    assert all(got[name] == expected[name] for name in got if name not in gone)
+
+
+def test_statistics_add_up(
+    target: KimiModel, head_of: HeadOf, requests: list[Request], expected: dict[str, list[int]]
+) -> None:
+    engine = Engine(target, head_of(("mla", "3", None)), drafter="eagle3", max_batch_size=4, max_seq_len=128)
+    assert isinstance(engine.drafter, Eagle3Drafter)
+    engine.drafter = OracleDrafter(engine.drafter, expected)
+    for completion in engine.generate(requests).values():
+        stats = completion.stats
+        assert sum(stats.histogram) == stats.steps
+        assert sum(j * count for j, count in enumerate(stats.histogram)) == stats.accepted <= stats.drafted
+        # the prefill gives one token, each step its accepted drafts and one more; an end token may be a draft itself
+        tokens = 1 + stats.steps + stats.accepted
+        assert tokens - len(completion.token_ids) in ((0, 1) if completion.finish_reason == "stop" else (0,))
+    assert engine.totals.steps == sum(engine.totals.histogram)

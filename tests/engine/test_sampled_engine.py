@@ -1,0 +1,131 @@
+"""Sampled requests: the target's distribution with and without drafts, whatever else is in the batch."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from scipy.stats import chi2_contingency, chisquare
+from torch import nn
+
+from trtspec.engine.engine import Engine
+from trtspec.engine.sequence import Request
+from trtspec.models.eagle3 import Eagle3Head
+from trtspec.models.kimi import KimiModel
+
+HeadOf = Callable[[tuple[str, str, int | None]], Eagle3Head]
+PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]
+VOCAB = 5
+RUNS = 1500
+
+
+@pytest.fixture(scope="module")
+def small(target: KimiModel) -> KimiModel:
+    """The tiny target cut to 5 tokens and 4 layers, so that all outcomes of three tokens can be counted."""
+    small = copy.deepcopy(target)
+    small.spec = replace(target.spec, vocab_size=VOCAB, num_hidden_layers=4, eos_token_ids=())
+    small.layers = small.layers[:4]
+    small.lm_head.weight = nn.Parameter(target.lm_head.weight[:VOCAB], False)
+    small.embed = nn.Embedding.from_pretrained(target.embed.weight[:VOCAB])
+    return small
+
+
+def head_for(small: KimiModel, head: Eagle3Head, draft_ids: list[int] | None) -> Eagle3Head:
+    """A random head over the small vocabulary, or over some tokens of it."""
+    head = copy.deepcopy(head)
+    head.set_embedding(small.embed)
+    size = VOCAB if draft_ids is None else len(draft_ids)
+    head.lm_head.weight = nn.Parameter(head.lm_head.weight[:size], False)  # type: ignore[index]
+    head.target_ids = None if draft_ids is None else torch.tensor(draft_ids)
+    return head
+
+
+def outcomes(small: KimiModel, head: Eagle3Head | None, drafter: str | None, seed: int) -> Counter:
+    """Counts of the three tokens after the prompt, over independent requests."""
+    engine = Engine(small, head, drafter=drafter, max_batch_size=64, max_seq_len=16, draft_len=2, seed=seed)  # type: ignore[arg-type]
+    wanted = [Request(str(n), PROMPT, 3, temperature=1.2) for n in range(RUNS)]
+    done = engine.generate(wanted)
+    if drafter:
+        assert 0.1 * RUNS < engine.totals.accepted < engine.totals.drafted
+    return Counter(tuple(completion.token_ids) for completion in done.values())
+
+
+@pytest.fixture(scope="module")
+def plain_outcomes(small: KimiModel) -> Counter:
+    return outcomes(small, None, None, seed=1)
+
+
+@torch.inference_mode()
+def exact(small: KimiModel) -> dict[tuple[int, ...], float]:
+    """Probability of each outcome by the chain rule, from the model alone."""
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for tokens, probability in found.items():
+            logits = small(torch.tensor([[*PROMPT, *tokens]]), last_only=True).logits[0, -1]
+            for token, conditional in enumerate((logits / 1.2).softmax(-1).tolist()):
+                longer[(*tokens, token)] = probability * conditional
+        found = longer
+    return found
+
+
+def test_plain_sampling_is_the_models_distribution(small: KimiModel, plain_outcomes: Counter) -> None:
+    assert fits(plain_outcomes, exact(small))
+
+
+@pytest.mark.parametrize(
+    ("kind", "draft_ids"), [(("mha", "3", None), None), (("mla", "3.1", None), [0, 2, 3]), (None, None)]
+)
+def test_speculation_keeps_the_distribution(
+    kind: tuple[str, str, int | None] | None,
+    draft_ids: list[int] | None,
+    small: KimiModel,
+    head_of: HeadOf,
+    plain_outcomes: Counter,
+) -> None:
+    head = head_for(small, head_of(kind), draft_ids) if kind else None
+    counts = outcomes(small, head, "eagle3" if kind else "prompt-lookup", seed=2)
+    assert fits(counts, exact(small))
+    common = [outcome for outcome in plain_outcomes | counts if plain_outcomes[outcome] + counts[outcome] >= 10]
+    table = [[source[outcome] for outcome in common] for source in (plain_outcomes, counts)]
+    assert chi2_contingency(table).pvalue > 1e-3
+
+
+def fits(counts: Counter, probabilities: dict[tuple[int, ...], float]) -> bool:
+    """Chi-square goodness of fit; outcomes expected fewer than 5 times are counted together."""
+    total = sum(counts.values())
+    common = [outcome for outcome, probability in probabilities.items() if probability * total >= 5]
+    seen = [counts[outcome] for outcome in common]
+    want = [probabilities[outcome] * total for outcome in common]
+    return chisquare([*seen, total - sum(seen)], [*want, total - sum(want)]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("drafter", [None, "eagle3", "prompt-lookup"])
+def test_a_seed_decides_alone(drafter: str | None, target: KimiModel, head_of: HeadOf) -> None:
+    """The same seeded request alone, among greedy and sampled mates, and in another order of arrival."""
+    head = head_of(("mha", "3", None)) if drafter == "eagle3" else None
+    seeded = [
+        Request(f"s{n}", PROMPT[: 4 + n], 12, temperature=0.9, top_p=0.9, seed=n, ignore_eos=True) for n in range(4)
+    ]
+    greedy = [Request(f"g{n}", PROMPT[n:], 3 + 4 * n, ignore_eos=True) for n in range(4)]
+
+    def results(requests: list[Request], rows: int) -> dict[str, list[int]]:
+        engine = Engine(target, head, drafter=drafter, max_batch_size=rows, max_seq_len=64)  # type: ignore[arg-type]
+        return {name: completion.token_ids for name, completion in engine.generate(requests).items()}
+
+    mixed = results([r for pair in zip(greedy, seeded, strict=True) for r in pair], 5)
+    reverse = results([*seeded[::-1], *greedy], 3)
+    plain_greedy = {r.id: ids for r in greedy for ids in [Engine(target).generate([r])[r.id].token_ids]}
+    for request in seeded:
+        alone = results([request], 1)[request.id]
+        assert mixed[request.id] == alone == reverse[request.id]
+    assert all(mixed[name] == ids == reverse[name] for name, ids in plain_greedy.items())
+
+
+def test_unseeded_requests_differ(target: KimiModel) -> None:
+    done = Engine(target).generate([Request(str(n), PROMPT, 10, temperature=1.0) for n in range(4)])
+    assert len({tuple(completion.token_ids) for completion in done.values()}) == 4

@@ -1,0 +1,249 @@
+"""The unmodified openai client against the reference server in its own process, and the server's manners."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.tiny import make_head
+from trtspec.checkpoint.tokenizer import KimiTokenizer
+
+HERE = Path(__file__).parent
+
+
+@dataclass
+class Running:
+    url: str
+    process: subprocess.Popen[str]
+
+
+def launch(target: Path, head: str, *options: str) -> Running:
+    """Starts a server on a free port and waits for the line that says it is ready."""
+    command = [sys.executable, str(HERE / "serve_tiny.py"), str(target), head, "0", *options]
+    environment = {**os.environ, "TRTSPEC_THREADS": "1", "PYTHONPATH": str(HERE.parent.parent)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("trtspec: serving tiny-kimi on "):
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            return Running(line.split(" on ")[1].split()[0], process)
+    raise AssertionError(f"the server ended with status {process.wait()}")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Iterator[Running]:
+    head = make_head(tmp_path_factory.mktemp("head"), target_dir, attention="mla")
+    running = launch(target_dir, str(head), "max_batch_size=4", "max_seq_len=256")
+    yield running
+    running.process.terminate()
+    assert running.process.wait(30) == 0
+
+
+@pytest.fixture
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def test_completion(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="tiny-kimi", prompt="once upon", max_tokens=12, temperature=0)
+    choice = answer.choices[0]
+    assert choice.finish_reason in ("length", "stop")
+    assert answer.usage is not None and answer.usage.prompt_tokens == 9
+    extra = choice.model_extra or {}
+    speculation = extra["spec_decode"]
+    assert speculation["steps"] == sum(speculation["histogram"]) > 0
+    assert extra["avg_decoded_tokens_per_iter"] == answer.usage.completion_tokens / (1 + speculation["steps"])
+    again = client.completions.create(model="tiny-kimi", prompt="once upon", max_tokens=12, temperature=0)
+    assert again.choices[0].text == choice.text
+
+
+def test_stream_equals_whole(client: openai.OpenAI) -> None:
+    common = {"model": "tiny-kimi", "messages": HELLO, "max_tokens": 40, "seed": 3, "temperature": 0.7}
+    whole = client.chat.completions.create(**common)
+    chunks = list(client.chat.completions.create(**common, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-2].choices[0].model_extra["spec_decode"]["steps"] > 0
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_stop_string(client: openai.OpenAI) -> None:
+    free = client.completions.create(model="tiny-kimi", prompt="abc", max_tokens=40, temperature=0).choices[0].text
+    word = next(free[i : i + 2] for i in range(5, len(free) - 2) if "\ufffd" not in free[i : i + 2])
+    for stream in (False, True):
+        answer = client.completions.create(
+            model="tiny-kimi", prompt="abc", max_tokens=40, temperature=0, stop=[word], stream=stream
+        )
+        parts = list(answer) if stream else [answer]
+        assert "".join(part.choices[0].text for part in parts) == free[: free.index(word)]
+        assert parts[-1].choices[0].finish_reason == "stop"
+
+
+def test_logprobs(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny-kimi", messages=HELLO, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3
+    )
+    assert answer.choices[0].logprobs is not None and answer.usage is not None
+    entries = answer.choices[0].logprobs.content or []
+    assert len(entries) == answer.usage.completion_tokens
+    for entry in entries:
+        assert len(entry.top_logprobs) == 3
+        assert entry.logprob == entry.top_logprobs[0].logprob  # greedy takes the best
+    legacy = client.completions.create(model="tiny-kimi", prompt="x", max_tokens=5, temperature=0, logprobs=2)
+    assert legacy.choices[0].logprobs is not None
+    assert len(legacy.choices[0].logprobs.tokens or []) == 5
+
+
+def test_several_choices(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="tiny-kimi", prompt=["ab", "cd"], n=2, max_tokens=8, seed=1)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert len({choice.text for choice in answer.choices}) > 1
+    stream = client.completions.create(model="tiny-kimi", prompt=["ab", "cd"], n=2, max_tokens=8, seed=1, stream=True)
+    texts = ["", "", "", ""]
+    for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in answer.choices]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "x", "temperature": -1}, "temperature"),
+        ({"prompt": "x", "no_such_option": 1}, "no_such_option"),
+        ({"prompt": "x", "frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"prompt": ""}, None),
+        ({"prompt": "x" * 300}, None),
+        ({}, "prompt"),
+    ],
+)
+def test_bad_requests_name_the_field(server: Running, body: dict, param: str | None) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert error["message"]
+
+
+def test_errors_through_the_client(client: openai.OpenAI, server: Running) -> None:
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model="tiny-kimi", messages=HELLO, top_p=7)
+    with pytest.raises(openai.NotFoundError) as error:
+        client.chat.completions.create(model="gpt-9", messages=HELLO)
+    assert error.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="vision"):
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+        client.chat.completions.create(model="tiny-kimi", messages=[{"role": "user", "content": [image]}])
+    assert (
+        httpx.post(f"{server.url}/v1/completions", content=b"{").json()["error"]["message"]
+        == "the body is not valid JSON"
+    )
+    assert httpx.get(f"{server.url}/nothing").json()["error"]["type"] == "invalid_request_error"
+
+
+def test_status_endpoints(server: Running, client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny-kimi"]
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert httpx.get(f"{server.url}/health_generate").status_code == 200
+    assert httpx.get(f"{server.url}/version").json()["version"]
+    httpx.get(f"{server.url}/metrics")
+    client.completions.create(model="tiny-kimi", prompt="count", max_tokens=9, extra_body={"ignore_eos": True})
+    iterations = httpx.get(f"{server.url}/metrics").json()
+    assert iterations and iterations[-1]["iter"] > iterations[0]["iter"]
+    assert sum(entry["specDecodingStats"]["numDraftTokens"] for entry in iterations) > 0
+    assert httpx.get(f"{server.url}/metrics").json() == []
+    text = httpx.get(f"{server.url}/prometheus/metrics").text
+    assert 'trtspec_spec_decode_accepted_tokens_per_position_total{position="3"}' in text
+
+
+def test_a_client_that_leaves_frees_its_slot(server: Running) -> None:
+    body = {"prompt": "long", "max_tokens": 240, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as stream:
+        next(stream.iter_lines())
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json={**body, "stream": False}, timeout=0.2)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        text = httpx.get(f"{server.url}/prometheus/metrics").text
+        if "trtspec_requests_running 0.0" in text and "trtspec_requests_waiting 0.0" in text:
+            break
+        time.sleep(0.05)
+    else:
+        raise AssertionError("the requests are still running")
+
+
+def test_concurrent_requests_share_the_batch(client: openai.OpenAI) -> None:
+    def ask(number: int) -> str:
+        return (
+            client.completions.create(model="tiny-kimi", prompt=f"p{number}", max_tokens=20, temperature=0)
+            .choices[0]
+            .text
+        )
+
+    alone = [ask(number) for number in range(8)]
+    together = [""] * 8
+
+    def worker(number: int) -> None:
+        together[number] = ask(number)
+
+    threads = [threading.Thread(target=worker, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == alone
+
+
+def test_prompt_tokens_are_those_of_the_template(client: openai.OpenAI, tokenizer: KimiTokenizer) -> None:
+    tools = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object", "properties": {}}}}]
+    for sent in (None, tools):
+        answer = client.chat.completions.create(
+            model="tiny-kimi", messages=HELLO, max_tokens=1, extra_body={"tools": sent} if sent else None
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == len(tokenizer.apply_chat_template(HELLO, sent))
+    thinking = client.chat.completions.create(
+        model="tiny-kimi", messages=HELLO, max_tokens=8, extra_body={"chat_template_kwargs": {"thinking": True}}
+    )
+    assert thinking.choices[0].message.model_extra["reasoning_content"]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_signals_end_it_after_finishing(number: int, status: int, target_dir: Path) -> None:
+    running = launch(target_dir, "-", "max_batch_size=1", "max_seq_len=128")
+    body = {"prompt": "finish", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=30) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        running.process.send_signal(number)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+    assert running.process.wait(30) == status
+
+
+def test_a_taken_port_is_named(server: Running, target_dir: Path) -> None:
+    port = server.url.rsplit(":", 1)[1]
+    command = [sys.executable, str(HERE / "serve_tiny.py"), str(target_dir), "-", port]
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode != 0
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
