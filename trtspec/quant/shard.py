@@ -34,7 +34,7 @@ class ShardConverter:
         Raises TrtspecError naming the tensor that cannot be converted; then no shard is left behind.
         """
         path = output / plan.shard
-        file, statistics = ShardFile(path, plan.layout()), _Statistics()
+        file, statistics = ShardFile(path, plan.layout()), Statistics()
         try:
             for group in _groups(plan):
                 if group[0].action == "quantize":
@@ -65,7 +65,7 @@ class ShardConverter:
         except TrtspecError as error:
             raise TrtspecError(f"{name}: {error.message}", error.remedy) from None
 
-    def _quantize(self, group: list[Weight], file: ShardFile, statistics: _Statistics) -> None:
+    def _quantize(self, group: list[Weight], file: ShardFile, statistics: Statistics) -> None:
         """All of `group` are in this shard and share their scales, with each other and with partners elsewhere."""
         weights = {weight.module: self._load(weight.name) for weight in group}
         maxima = {module: nvfp4.block_amax(weight) for module, weight in weights.items()}
@@ -106,7 +106,7 @@ def _groups(plan: ShardPlan) -> list[list[Weight]]:
     return groups
 
 
-class _Statistics:
+class Statistics:
     """Rounding error and empty blocks, by class of linear."""
 
     def __init__(self) -> None:

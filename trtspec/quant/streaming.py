@@ -59,11 +59,11 @@ def quantize_checkpoint(
         kept = _verified(conversion, journal)
         resumed = _convert(conversion, journal, kept, workers, progress)
         records = {plan.shard: journal.done[plan.shard] for plan in conversion.plans}
-        result = _result(conversion, records)
-        _finish(conversion, records, result, header)
+        result = summarize(conversion, records)
+        finish(conversion, records, result, header)
     return result | {
         "seconds": round(time.monotonic() - start, 3),
-        "peak_rss_bytes": _peak_rss(),
+        "peak_rss_bytes": peak_rss(),
         "shards_resumed": resumed,
     }
 
@@ -102,7 +102,8 @@ def _convert(conversion: Conversion, journal: Journal, kept: set[str], workers: 
     return len(kept)
 
 
-def _result(conversion: Conversion, records: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def summarize(conversion: Conversion, records: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The counts and errors of all shards, from their journal records."""
     classes: dict[str, dict[str, float]] = {}
     for record in records.values():
         for name, entry in record["classes"].items():
@@ -128,7 +129,7 @@ def _result(conversion: Conversion, records: dict[str, dict[str, Any]]) -> dict[
     }
 
 
-def _finish(
+def finish(
     conversion: Conversion, records: dict[str, dict[str, Any]], result: dict[str, Any], header: dict[str, Any]
 ) -> None:
     """Index, carried files, card, provenance, then the configs that make the directory a checkpoint."""
@@ -170,7 +171,7 @@ def _card(conversion: Conversion, result: dict[str, Any]) -> str:
     return export_files.model_card(spec, facts, result["classes"], result["zero_tensors"])
 
 
-def _peak_rss() -> int:
+def peak_rss() -> int:
     """The largest resident set of this process or of any worker, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) * unit

@@ -1,0 +1,195 @@
+"""`--engine modelopt`: ModelOpt's own PTQ and export of a model that fits in memory, ending in the same files.
+
+ModelOpt sees the text model alone, as transformers' DeepSeek-V3 class, in a process of its own: its failures leave
+torch patched, and its export of the multimodal class writes other names than the hub's. Only the quantized linears are
+taken from its export; everything else is carried over from the source as the streaming engine does.
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from trtspec.checkpoint.detect import target_spec
+from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.journal import Journal
+from trtspec.checkpoint.tensors import LazyTensors
+from trtspec.checkpoint.writer import ShardFile
+from trtspec.errors import MissingDependency, TrtspecError, UsageError
+from trtspec.quant import nvfp4
+from trtspec.quant.conversion import (
+    JOURNAL_NAME,
+    Conversion,
+    claim_output,
+    clear_output,
+    estimate,
+    fingerprint,
+    prepare,
+)
+from trtspec.quant.decode import decoded
+from trtspec.quant.plan import ShardPlan
+from trtspec.quant.policy import TEXT_PREFIX, Policy, shared_partners
+from trtspec.quant.shard import Statistics
+from trtspec.quant.streaming import finish, peak_rss, summarize
+from trtspec.report import file_sha256
+from trtspec.specs import ModelSpec
+
+CONSTANT_AMAX = 2688.0  # 6 * 448: input_scale becomes exactly 1 without a calibration forward
+MEMORY_FACTOR = 1.4  # whole BF16 model, ModelOpt's own working set and the packed weights
+CONFIGS = {"k2.5": "NVFP4_MLP_ONLY_CFG", "k2.6": "NVFP4_EXPERTS_ONLY_CFG", "k2.7-code": "NVFP4_EXPERTS_ONLY_CFG"}
+
+
+def quantize_with_modelopt(
+    source: Path,
+    output: Path,
+    policy: Policy,
+    *,
+    kv_cache: str | None = "fp8",
+    input_scales: Path | None = None,
+    workers: int = 1,
+    dry_run: bool = False,
+    restart: bool = False,
+    force: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Same arguments, files and result as `quantize_checkpoint`; not resumable, and one process whatever `workers`."""
+    start = time.monotonic()
+    if policy.name not in CONFIGS:
+        raise UsageError(f"ModelOpt has no configuration for policy {policy.name}", "use --engine stream")
+    conversion = prepare(source, output, policy, kv_cache, input_scales)
+    _check_memory(conversion)
+    if dry_run:
+        return estimate(conversion, 1)
+    if (output / JOURNAL_NAME).exists() and not restart:
+        raise UsageError(f"{output} holds an earlier conversion, which this engine cannot resume", "pass --restart")
+    claim_output(conversion, restart, force)
+    header = {"source": fingerprint(conversion.checkpoint), "options": conversion.options, "engine": "modelopt"}
+    with Journal(output / JOURNAL_NAME, header, restart=True) as journal:
+        clear_output(output, fresh=True)
+        with tempfile.TemporaryDirectory(dir=output, prefix=".modelopt-", suffix=".partial") as export:
+            _export_apart(source, policy, Path(export))
+            done = 0
+            for plan in conversion.plans:
+                journal.record(plan.shard, **_write_shard(conversion, plan, Path(export)))
+                done += plan.bytes_in
+                if progress:
+                    progress(done, conversion.bytes_in)
+        records = {plan.shard: journal.done[plan.shard] for plan in conversion.plans}
+        result = summarize(conversion, records)
+        finish(conversion, records, result, header)
+    seconds = round(time.monotonic() - start, 3)
+    return result | {"seconds": seconds, "peak_rss_bytes": peak_rss(), "shards_resumed": 0}
+
+
+def _check_memory(conversion: Conversion) -> None:
+    elements = 0
+    for plan in conversion.plans:
+        for weight in plan.weights:
+            elements += torch.Size(weight.shape).numel()
+    needed, free = int(2 * elements * MEMORY_FACTOR), psutil.virtual_memory().available
+    if needed > free:
+        raise TrtspecError(
+            f"ModelOpt holds the whole model, about {needed:,} bytes, and {free:,} are free",
+            "use --engine stream, which needs less than 2 GB",
+        )
+
+
+def _export_apart(source: Path, policy: Policy, export: Path) -> None:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        pool.submit(_export, source, policy, export).result()
+
+
+def _export(source: Path, policy: Policy, export: Path) -> None:
+    """The child process: load, quantize without calibration data, export."""
+    try:
+        import modelopt.torch.quantization as mtq
+        from modelopt.torch.export import export_hf_checkpoint
+    except ImportError:
+        raise MissingDependency("nvidia-modelopt is not installed", "pip install 'trtspec[modelopt]'") from None
+    torch.set_num_threads(1)
+    checkpoint = Checkpoint.open(source)
+    model = _text_model(checkpoint, target_spec(checkpoint))
+    config = copy.deepcopy(getattr(mtq, CONFIGS[policy.name]))
+    for entry in config["quant_cfg"]:
+        if entry["quantizer_name"].endswith("input_quantizer") and "cfg" in entry:
+            entry["cfg"]["constant_amax"] = CONSTANT_AMAX
+    config["algorithm"] = {"method": "max", "skip_forward_without_activation_calib": True}
+    export_hf_checkpoint(mtq.quantize(model, config), dtype=torch.bfloat16, export_dir=export)
+
+
+def _text_model(checkpoint: Checkpoint, spec: ModelSpec) -> Any:
+    """transformers' DeepSeek-V3 with the checkpoint's decoded weights; experts are fused as that class has them."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    text = dict(checkpoint.config.get("text_config") or checkpoint.config)
+    for key in ("quantization_config", "auto_map", "model_type", "torch_dtype", "_name_or_path"):
+        text.pop(key, None)
+    config = DeepseekV3Config.from_dict(text | {"architectures": ["DeepseekV3ForCausalLM"]})
+    config.use_cache = False
+    model = DeepseekV3ForCausalLM._from_config(config, dtype=torch.bfloat16, experts_implementation="eager").eval()
+    with LazyTensors(checkpoint) as tensors, torch.no_grad():
+        for name, parameter in model.named_parameters():
+            stem = spec.name_prefix + name
+            if name.endswith("mlp.experts.gate_up_proj"):
+                _fill_experts(parameter, tensors, spec, stem.removesuffix("gate_up_proj"), ("gate_proj", "up_proj"))
+            elif name.endswith("mlp.experts.down_proj"):
+                _fill_experts(parameter, tensors, spec, stem.removesuffix("down_proj"), ("down_proj",))
+            else:
+                parameter.copy_(decoded(tensors, spec, stem))
+    return model
+
+
+def _fill_experts(
+    fused: torch.Tensor, tensors: LazyTensors, spec: ModelSpec, stem: str, leaves: tuple[str, ...]
+) -> None:
+    for expert in range(fused.shape[0]):
+        parts = [decoded(tensors, spec, f"{stem}{expert}.{leaf}.weight") for leaf in leaves]
+        fused[expert].copy_(torch.cat(parts))
+
+
+def _write_shard(conversion: Conversion, plan: ShardPlan, export: Path) -> dict[str, Any]:
+    """An output shard of ModelOpt's linears and the source's other tensors."""
+    path, statistics = conversion.output / plan.shard, Statistics()
+    file = ShardFile(path, plan.layout())
+    with LazyTensors(Checkpoint.open(export)) as theirs, LazyTensors(conversion.checkpoint) as source:
+        for weight in plan.weights:
+            if weight.action == "copy":
+                file.write_chunks(weight.name, source.chunks(weight.name))
+                continue
+            original = decoded(source, conversion.spec, weight.name)
+            if weight.action == "decode":
+                file.write(weight.name, original)
+                continue
+            stem = weight.module.removeprefix(TEXT_PREFIX)
+            packed, scale, scale_2 = (theirs[f"{stem}.{part}"] for part in ("weight", "weight_scale", "weight_scale_2"))
+            tensor = nvfp4.NVFP4Tensor(packed, scale, scale_2)
+            if not bool(torch.isfinite(scale.float()).all()):  # an all-zero weight, which ModelOpt exports as NaN
+                tensor = nvfp4.quantize(original)
+            input_scale = conversion.scales.scale([weight.module, *shared_partners(weight.module)])
+            for suffix, value in (
+                ("weight", tensor.packed),
+                ("weight_scale", tensor.scale),
+                ("weight_scale_2", tensor.scale_2),
+                ("input_scale", torch.tensor(input_scale)),
+            ):
+                file.write(f"{weight.module}.{suffix}", value)
+            statistics.add(weight.module, original, nvfp4.block_amax(original), tensor)
+    file.finish()
+    actions = [weight.action for weight in plan.weights]
+    return {
+        "bytes": path.stat().st_size,
+        "sha256": file_sha256(path),
+        "quantized": actions.count("quantize"),
+        "decoded": actions.count("decode"),
+        "copied": actions.count("copy"),
+        **statistics.record(),
+    }
