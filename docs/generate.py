@@ -1,4 +1,4 @@
-"""Writes the documents that are made from the code: cli-reference.md from the app, problems.md from data/problems.
+"""Writes the documents made from the code: cli-reference.md, problems.md (data/problems), support-matrix.md.
 
 `python docs/generate.py` writes them; `--check` (part of `make lint`) exits 1 when one is not up to date, and when a
 problem code is used without being documented or documented without being used.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import typer
+import yaml
 
 DOCS = Path(__file__).resolve().parent
 PACKAGE = DOCS.parent / "trtspec"
@@ -104,6 +105,45 @@ def problems() -> str:
     return "\n".join(lines)
 
 
+def support_matrix() -> str:
+    """Engine releases from trtllm/gates.yaml, models and pairs from data/models.yaml."""
+    from trtspec.data_files import load_yaml
+
+    gates = yaml.safe_load((PACKAGE / "trtllm" / "gates.yaml").read_text(encoding="utf-8"))
+    models = load_yaml("models.yaml")
+    lines = ["# Support matrix\n", "## TensorRT-LLM releases\n"]
+    lines.append(
+        "Release notes do not say when most of this became possible. So each line has two ends: the newest release known "
+        "to lack it and the oldest known to have it. For a release in between, `trtspec lint` and `trtspec serve` warn "
+        "and name the interval.\n"
+    )
+    lines.append("| what | lacks it | has it | evidence |\n|---|---|---|---|")
+    for gate in gates["gates"].values():
+        lines.append(f"| {gate['what']} | {gate['after']} | {gate['by']} | {gate['source']} |")
+    lines.append(
+        "\nA Kimi with an Eagle3 head is known to run on:\n\n| model type | release | evidence |\n|---|---|---|"
+    )
+    lines += [f"| {kind} | {entry['version']} | {entry['source']} |" for kind, entry in gates["verified"].items()]
+    lines.append(
+        "\n## Targets\n\n| hub id | format | size | parsers (reasoning, tools) | not verified |\n|---|---|---|---|---|"
+    )
+    for name, entry in models["targets"].items():
+        size = f"{entry['bytes'] / 1e9:,.0f} GB" if entry.get("bytes") else "not known"
+        parsers = f"{entry['reasoning_parser'] or 'none'}, {entry['tool_parser']}"
+        doubts = ", ".join(entry["unverified"]) or "nothing"
+        lines.append(f"| {name} | {entry['format']} | {size} | {parsers} | {doubts} |")
+    refused = "; ".join(f"{name}: {reason}" for name, reason in models["refused"].items())
+    lines.append(f"\nRefused: {refused}.\n\n## Eagle3 heads and their real pairs\n")
+    lines.append("| hub id | attention | EAGLE | layout | published for |\n|---|---|---|---|---|")
+    for name, entry in models["heads"].items():
+        config = entry["config"] or {}
+        attention = "MLA" if config.get("kv_lora_rank") else "MHA"
+        version = "3.1" if config.get("fc_norm") else "3"
+        targets = ", ".join(entry["targets"])
+        lines.append(f"| {name} | {attention} | {version} | {entry['dialect']} | {targets} |")
+    return "\n".join(lines) + "\n"
+
+
 def undocumented() -> list[str]:
     """Problem codes that the source uses and no fragment documents, and the other way round."""
     from trtspec.data_files import problem_codes
@@ -123,7 +163,12 @@ def undocumented() -> list[str]:
 def main() -> None:
     check = "--check" in sys.argv[1:]
     complaints = undocumented()
-    for name, text in (("cli-reference.md", cli_reference()), ("problems.md", problems())):
+    documents = {
+        "cli-reference.md": cli_reference(),
+        "problems.md": problems(),
+        "support-matrix.md": support_matrix(),
+    }
+    for name, text in documents.items():
         path, wanted = DOCS / name, NOTE + text
         stale = not path.is_file() or path.read_text(encoding="utf-8") != wanted
         if stale and check:
