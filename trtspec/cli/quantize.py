@@ -57,12 +57,13 @@ def quantize(
     _check_choice("--kv-cache", kv_cache, ("fp8", "none"))
     _check_choice("--engine", engine, ("stream", "modelopt"))
     path = _local(source)
+    chosen = _policy(policy, source, path)
     convert: Callable[..., dict[str, Any]] = _engine(engine)
     with _progress() as progress:
         result = convert(
             path,
             output,
-            _policy(policy, source, path),
+            chosen,
             kv_cache=None if kv_cache == "none" else kv_cache,
             input_scales=None if input_scales == "one" else Path(input_scales),
             workers=workers,

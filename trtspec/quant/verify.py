@@ -33,17 +33,19 @@ def compare(out: Path, src: Path, sample: int = 64) -> dict[str, Any]:
     names, origin = plain_names(derived.tensors), plain_names(source.tensors)
     problems = _name_problems(names, origin) + _shape_problems(derived, source, names, origin)
     modules = nvfp4_modules(derived)
+    broken = set()  # cannot be decoded
     for module in modules:
-        problems += part_problems(derived, module)
+        found = part_problems(derived, module)
+        problems += found
+        broken |= {f"{module}.weight"} if found else set()
     kind = detect(source)
     if kind == "target" and modules:
         linears = [name.removesuffix(".weight") for name in names if _is_text_linear(name)]
         problems += exclude_problems(modules, linears, target_spec(derived).quant)
     chosen = _sample(sorted(names.keys() & origin.keys()), modules, sample)
-    broken = {problem.where.rpartition(".")[0] for problem in problems}
     comparison = _Comparison(derived, source, kind == "target")
     for name in chosen:
-        if name.removesuffix(".weight") not in broken:
+        if name not in broken:
             comparison.add(name)
     return {
         "compared": len(chosen),

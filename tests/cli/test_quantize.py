@@ -1,0 +1,77 @@
+"""`trtspec quantize` as a user types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import make_target
+from trtspec.checkpoint.headers import Checkpoint
+
+
+def trtspec(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trtspec", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_json_holds_the_contract_and_stdout_nothing_else(tmp_path):
+    source = make_target(tmp_path / "Kimi-K2.5", format="int4", layers=2)
+    run = trtspec("quantize", source, "-o", tmp_path / "out", "--json")
+    assert run.returncode == 0 and run.stderr == ""
+    result = json.loads(run.stdout)
+    contract = {"output", "quantized", "copied", "bytes_in", "bytes_out", "seconds", "peak_rss_bytes", "shards_resumed"}
+    assert contract <= set(result)
+    assert result["policy"] == "k2.5"  # by the directory's name
+    assert result["bytes_out"] == Checkpoint.open(tmp_path / "out").bytes
+    again = trtspec("quantize", source, "-o", tmp_path / "out")
+    assert again.returncode == 0 and "2 shards resumed" in again.stdout and "routed experts" in again.stdout
+
+
+def test_dry_run_then_inspect_against(tmp_path):
+    source = make_target(tmp_path / "in", layers=2)
+    run = trtspec("quantize", source, "-o", tmp_path / "out", "--dry_run")  # underscores are fine too
+    assert run.returncode == 0 and "4 routed experts down_proj" in run.stdout
+    assert not (tmp_path / "out").exists()
+    assert trtspec("quantize", source, "-o", tmp_path / "out").returncode == 0
+    run = trtspec("inspect", tmp_path / "out", "--against", source, "--sample", "0", "--json")
+    assert run.returncode == 0, run.stdout
+    assert json.loads(run.stdout)["comparison"]["classes"]["routed experts up_proj"]["tensors"] == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "text"),
+    [
+        (["--policy", "k9"], 2, "neither one of k2.5"),
+        (["--kv-cache", "int8"], 2, "--kv-cache int8 is not one of fp8, none"),
+        (["--engine", "magic"], 2, "not one of stream, modelopt"),
+        (["--input-scales", "missing.json"], 2, "missing.json is not a file"),
+    ],
+)
+def test_wrong_options_are_usage_errors(tmp_path, options, status, text):
+    run = trtspec("quantize", make_target(tmp_path / "in", layers=2), "-o", tmp_path / "out", *options)
+    assert run.returncode == status and text in run.stderr and "Traceback" not in run.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_read_only_output_is_a_message(tmp_path):
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    run = trtspec("quantize", make_target(tmp_path / "in", layers=2), "-o", blocker / "out")
+    assert run.returncode == 1 and "cannot write" in run.stderr
+
+
+@pytest.mark.slow
+def test_the_modelopt_engine_writes_the_same_weights_and_configs(tmp_path):
+    source = make_target(tmp_path / "in", format="int4", layers=3, vision=True)
+    for policy in ("k2.5", "k2.6"):
+        stream, modelopt = tmp_path / f"stream-{policy}", tmp_path / f"modelopt-{policy}"
+        assert trtspec("quantize", source, "-o", stream, "--policy", policy).returncode == 0
+        run = trtspec("quantize", source, "-o", modelopt, "--policy", policy, "--engine", "modelopt")
+        assert run.returncode == 0, run.stderr
+        same = [*stream.glob("*.safetensors"), *stream.glob("*config.json"), stream / "model.safetensors.index.json"]
+        for path in same:
+            assert path.read_bytes() == (modelopt / path.name).read_bytes(), path.name
