@@ -10,23 +10,7 @@ import pytest
 
 from tests.tiny import make_target
 
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "while",
-    "def",
-    "return",
-    "import",
-    "class",
-    "self",
-]
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "def", "return", "import"]
 
 
 @pytest.fixture(scope="session")

@@ -63,7 +63,6 @@ def train(
     """
     from trtspec.checkpoint.hub import resolve
     from trtspec.heads.options import read_options
-    from trtspec.heads.plan import make_plan
     from trtspec.report import print_json
 
     overrides = {
@@ -82,13 +81,16 @@ def train(
         "answer_only": answer_only,
     }
     options = read_options(config, overrides)
+    if not dry_run:
+        _prepare(output, restart, force)
     resolved = resolve(target)
     assert resolved.path is not None
+    from trtspec.heads.plan import make_plan  # only now: importing torch takes seconds
+
     plan = make_plan(resolved.path, resolved.target_spec(), data, options, features)
     if dry_run:
         print_json(_forecast(plan, options))
         return
-    _prepare(output, restart, force)
     where = {"data": data, "init": init, "save_every": save_every, "device": device}
     record = _run(resolved.path, plan, options, output, where, acceptance_prompts)
     if json_output:
@@ -118,7 +120,7 @@ def _prepare(output: Path, restart: bool, force: bool) -> None:
     """Refuses to write over a finished head; leaves an interrupted run of this output alone unless told otherwise."""
     import shutil
 
-    from trtspec.heads.run import WORK_NAME
+    from trtspec.heads.options import WORK_NAME
     from trtspec.report import refuse_overwrite
 
     running = (output / WORK_NAME).is_dir()

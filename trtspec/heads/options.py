@@ -11,6 +11,7 @@ import yaml
 from trtspec.errors import UsageError
 from trtspec.specs import Attention
 
+WORK_NAME = ".trtspec"  # in the output directory, while a run is not finished
 PEAK_LR_TIMES_WIDTH = 0.5  # the learning rate falls with width: 2e-3 at 256, 7e-5 at Kimi's 7168
 
 

@@ -19,16 +19,14 @@ from trtspec.heads.data import Sample, coverage, draft_vocabulary
 from trtspec.heads.export import write_head, write_record
 from trtspec.heads.features import Features, compute_features, dump_path, read_dumps, write_dumps
 from trtspec.heads.loop import Point, train_head
-from trtspec.heads.options import TrainOptions
+from trtspec.heads.options import WORK_NAME, TrainOptions
 from trtspec.heads.plan import Plan
 from trtspec.heads.progress import progress_bar
 from trtspec.report import file_sha256, provenance
-from trtspec.specs import ModelSpec
+from trtspec.specs import HeadSpec, ModelSpec
 
 if TYPE_CHECKING:
     from trtspec.models.kimi import KimiModel
-
-WORK_NAME = ".trtspec"
 
 
 def gather_features(model: KimiModel, plan: Plan) -> Features:
@@ -63,17 +61,7 @@ def run_training(
     """
     spec, work = plan.spec, output / WORK_NAME
     ids = _draft_ids(plan, options, model.spec)
-    torch.manual_seed(options.seed)  # the head's initial weights
-    embed, lm_head = model.embed.weight, model.lm_head.weight
-    frozen = torch.bfloat16 if options.precision == "bf16" else torch.float32
-    module = train.build(
-        spec,
-        model.spec,
-        embed.to(device, frozen),
-        lm_head.to(device, frozen),
-        ttt_steps=options.ttt_steps,
-        target_ids=None if ids is None else torch.tensor(ids, device=device),
-    )
+    module = _fresh_module(spec, model, options, ids, device)
     if init is not None:
         train.load_head_tensors(module, initial_tensors(init))
     fingerprint = {
@@ -119,6 +107,22 @@ def run_training(
     write_record(output, spec, record)
     shutil.rmtree(work, ignore_errors=True)
     return record
+
+
+def _fresh_module(
+    spec: HeadSpec, model: KimiModel, options: TrainOptions, ids: list[int] | None, device: str
+) -> train.TrainingModule:
+    """ModelOpt's module with the head's initial weights, which depend on the seed alone."""
+    torch.manual_seed(options.seed)
+    frozen = torch.bfloat16 if options.precision == "bf16" else torch.float32
+    return train.build(
+        spec,
+        model.spec,
+        model.embed.weight.to(device, frozen),
+        model.lm_head.weight.to(device, frozen),
+        ttt_steps=options.ttt_steps,
+        target_ids=None if ids is None else torch.tensor(ids, device=device),
+    )
 
 
 def _draft_ids(plan: Plan, options: TrainOptions, target: ModelSpec) -> list[int] | None:
