@@ -146,7 +146,7 @@ def check_acceptance(got: Recording, floor: float | None) -> dict[str, Any]:
     length = found["acceptance_length"]
     looping = judge_run([transcript.text for transcript in got.transcripts])["degenerate"]
     detail = {key: found[key] for key in ("acceptance_length", "steps", "drafted", "accepted", "histogram", "source")}
-    if length is None:
+    if length is None or not (found["drafted"] or found["accepted"]):
         status: Status = "fail" if floor is not None else "skipped"
         message = "the server tells nothing about speculation, or runs without it"
     else:
@@ -154,7 +154,7 @@ def check_acceptance(got: Recording, floor: float | None) -> dict[str, Any]:
         against = "no floor given (--min-acceptance)" if floor is None else f"floor {floor:g}"
         message = f"acceptance length {length:.3f} over {found['turns']} greedy answers, {against}"
         if looping:
-            message += "; the output loops, which flatters acceptance"
+            message += "; the output is degenerate (see above), which flatters acceptance"
     remedy = "trtspec bench URL for acceptance by category; trtspec inspect HEAD --against TARGET"
     return result("acceptance", status, message, "TS-CHECK-ACCEPTANCE", remedy, **detail)
 

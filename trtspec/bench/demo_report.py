@@ -130,7 +130,7 @@ def error_table(data: dict[str, Any]) -> Table | None:
         return None
     figures = list(dict.fromkeys(key for entry in classes.values() for key in entry))
     rows = [[name, *(figure(entry.get(key)) for key in figures)] for name, entry in classes.items()]
-    return Table("Quantization error by tensor class", ["tensors", *(key.replace("_", " ") for key in figures)], rows)
+    return Table("Quantization error by tensor class", ["class", *(key.replace("_", " ") for key in figures)], rows)
 
 
 def figure(value: Any) -> str:
@@ -186,7 +186,7 @@ def acceptance_table(data: dict[str, Any]) -> Table | None:
     note = (
         f"Held-out prompts of kimi-nano ({work['dataset']}), {work['template']}, at most {work['max_tokens']} "
         "tokens, draft length 3. Acceptance length = 1 + accepted / steps, bonus token included, with a 95 % "
-        "bootstrap interval over questions; n = answers. Per turn: mean and standard deviation over answers of tokens per iteration, "
+        "bootstrap interval over questions; n = answers. Per turn: mean and deviation of tokens per iteration, "
         "the prefill counted, as NVIDIA's cards have it."
     )
     return Table("Acceptance length by category", ["category", *(TITLES[name] for name in bench)], rows, note)
@@ -230,7 +230,9 @@ def speed_tables(data: dict[str, Any]) -> list[Table]:
             for other in ("eagle3", "prompt-lookup"):
                 ratio = pair(level, other, "plain")
                 cells += [number(mean(rates[other]), 1), spread(ratio) if ratio else "\u2014"]
-            rows.append([*cells, str(len(rates["plain"])), level["metric"].replace("_tokens_per_s", "")])
+            rows.append(
+                [*cells, str(len(rates["plain"])), "steady" if level["metric"].startswith("steady") else "whole round"]
+            )
         columns = ["concurrency", "none tokens/s", "Eagle3 tokens/s", "over none", "prompt lookup tokens/s"]
         note = (
             "Same engine, same prompts, BF16, draft length 3. Rounds alternate between the three servers, one loaded "

@@ -73,7 +73,7 @@ class Chain:
         )
         output = finish(process)
         step.seconds, step.status = time.monotonic() - began, process.returncode
-        log = self.directory / "logs" / f"{len(self.steps):02d}-{arguments[0].rpartition('/')[2]}.out"
+        log = self.directory / "logs" / f"{len(self.steps):02d}-{purpose.replace(' ', '-')}.out"
         log.write_bytes(output)
         if step.status not in allowed:
             raise TrtspecError(
@@ -81,7 +81,8 @@ class Chain:
                 f"its output ({log}):\n{tail(output)}",
                 "the message above says why; run that command by hand to look closer",
             )
-        self.say(f"      {purpose}: done in {duration(step.seconds)}")
+        note = "" if step.status == 0 else f", with findings (status {step.status}) that the report shows"
+        self.say(f"      {purpose}: done in {duration(step.seconds)}{note}")
         return output.decode("utf-8", "replace")
 
     def run_json(

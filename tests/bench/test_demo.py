@@ -1,0 +1,128 @@
+"""The demo's machinery with real commands and a real server: failures speak, nothing is left running or overwritten."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.bench.conftest import STAND_IN, free_port
+from trtspec.cli.demo import prepare
+from trtspec.cli.demo_process import Chain, duration, free_ports
+from trtspec.errors import TrtspecError, UsageError
+
+
+def chain(directory: Path) -> Chain:
+    (directory / "logs").mkdir(parents=True, exist_ok=True)
+    return Chain(directory, 3)
+
+
+def test_a_command_is_printed_logged_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = chain(tmp_path)
+    made.begin("Look", "at the version", 1)
+    output = made.run(["--version"], "version", 1)
+    assert output.startswith("trtspec ")
+    printed = capsys.readouterr().out
+    assert "[1/3] Look (about 1.0 s)" in printed and "$ trtspec --version" in printed
+    assert made.steps[0].status == 0 and 0 < made.steps[0].seconds < 30
+    assert (tmp_path / "logs" / "01-version.out").read_text() == output
+
+
+def test_a_failing_command_stops_the_chain_with_its_words(tmp_path: Path) -> None:
+    made = chain(tmp_path)
+    with pytest.raises(TrtspecError) as failure:
+        made.run(["check", "127.0.0.1:9", "--against", "nowhere"], "check", 1)
+    assert "status 2" in failure.value.message and "trtspec check 127.0.0.1:9" in failure.value.message
+
+
+def test_a_server_that_dies_is_quoted(tmp_path: Path) -> None:
+    made = chain(tmp_path)
+    with (
+        pytest.raises(TrtspecError, match="before it was ready"),
+        made.server("x", ["/nowhere", "--backend", "reference"], free_port()),
+    ):
+        pass
+
+
+def test_a_taken_port_is_named_before_work_begins(tmp_path: Path) -> None:
+    port = free_port()
+    process = subprocess.Popen([sys.executable, str(STAND_IN), str(port), "{}"])
+    try:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            try:
+                free_ports(port, 1)
+                time.sleep(0.1)
+            except TrtspecError as error:
+                assert str(port) in error.message
+                return
+        raise AssertionError("the taken port was not seen")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_no_process(tmp_path: Path, sent: signal.Signals) -> None:
+    """The chain waits for a command while a server runs in its own session; one signal ends all three."""
+    script = textwrap.dedent(
+        f"""
+        import subprocess, sys, time
+        from pathlib import Path
+        from trtspec.cli import demo_process
+        from trtspec.cli.demo import termination_as_interrupt
+
+        directory = Path({str(tmp_path)!r})
+        (directory / "logs").mkdir()
+        chain = demo_process.Chain(directory, 1)
+        with termination_as_interrupt():
+            server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+            try:
+                print(server.pid, flush=True)
+                chain.run_module("http.server", ["--bind", "127.0.0.1", "0"], "wait", 1)
+            finally:
+                demo_process.stop(server)
+        """
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    server = int(process.stdout.readline())
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and len(psutil.Process(process.pid).children()) < 2:
+        time.sleep(0.05)
+    started = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+    assert server in started and len(started) == 2
+    os.kill(process.pid, sent)
+    assert process.wait(timeout=30) != 0
+    assert not [pid for pid in started if psutil.pid_exists(pid)]
+
+
+def test_only_a_demo_directory_is_ever_emptied(tmp_path: Path) -> None:
+    mine = tmp_path / "thesis"
+    mine.mkdir()
+    (mine / "chapter.txt").write_text("dear to me")
+    with pytest.raises(UsageError):
+        prepare(mine, force=False)
+    with pytest.raises(TrtspecError, match="left alone"):
+        prepare(mine, force=True)
+    assert (mine / "chapter.txt").exists()
+    fresh = tmp_path / "demo"
+    prepare(fresh, force=False)
+    (fresh / "old").write_text("x")
+    with pytest.raises(UsageError):
+        prepare(fresh, force=False)
+    prepare(fresh, force=True)
+    assert not (fresh / "old").exists() and (fresh / "logs").is_dir()
+
+
+def test_durations_read_well() -> None:
+    assert [duration(s) for s in (2.34, 42.4, 125)] == ["2.3 s", "42 s", "2 min 05 s"]
