@@ -86,7 +86,7 @@ def test_parsers_follow_the_model() -> None:
             Intent(target, "1.4.0rc1"), load_target(target).spec, schema_for("1.4.0rc1"), Document.parse(""),
             host="h", port=1, config_path="c", explicit={}, passed=[],
         )  # fmt: skip
-        assert "kimi_k2" == built.argv[built.argv.index("--tool_parser") + 1]
+        assert built.argv[built.argv.index("--tool_parser") + 1] == "kimi_k2"
         return built.argv[built.argv.index("--reasoning_parser") + 1] if "--reasoning_parser" in built.argv else None
 
     assert parser("nvidia/Kimi-K2.7-Code-NVFP4") == "kimi_k25"

@@ -228,3 +228,28 @@ def test_every_code_is_documented() -> None:
     documented = yaml.safe_load((DATA / "problems" / "trtllm.yaml").read_text())
     assert used == set(documented)
     assert all(set(entry) == {"summary", "remedy"} and all(entry.values()) for entry in documented.values())
+
+
+# ai-dynamo's aggregated Kimi-K2.5 recipe with an Eagle head on 8 B200, restated
+DYNAMO = """\
+tensor_parallel_size: 8
+moe_expert_parallel_size: 8
+max_batch_size: 64
+trust_remote_code: true
+enable_chunked_prefill: true
+moe_config: {backend: TRTLLM}
+cuda_graph_config: {enable_padding: true, max_batch_size: 64}
+kv_cache_config: {free_gpu_memory_fraction: 0.8, enable_block_reuse: false, dtype: fp8}
+speculative_config:
+  decoding_type: Eagle
+  max_draft_len: 3
+  speculative_model_dir: /models/eagle3
+  allow_advanced_sampling: true
+"""
+
+
+@pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc5", "1.3.0rc9", "1.3.0rc20", "1.3.0rc22", "1.4.0rc1"])
+def test_no_false_alarm_on_a_public_recipe(version: str) -> None:
+    assert [f for f in lint(DYNAMO, Subject(schema_for(version))) if f.severity != "info"] == []
+    card = "speculative_config:\n  decoding_type: Eagle\n  max_draft_len: 3\n  speculative_model_dir: /eagle3\n"
+    assert [f for f in lint(card, Subject(schema_for(version))) if f.severity == "error"] == []
