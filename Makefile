@@ -8,7 +8,7 @@ DEMO_OUT ?= demo-out
 .PHONY: demo test test-all lint docs clean
 
 demo: $(STAMP)  ## the whole chain on a small Kimi, on a CPU, ending in a report
-	@TRTSPEC_PROGRESS=1 $(BIN)/trtspec demo -o $(DEMO_OUT)
+	@TRTSPEC_PROGRESS=1 $(BIN)/trtspec demo -o $(DEMO_OUT) --force
 
 test: lint  ## lint, then the default test suite
 	@echo "== tests (several minutes; slow ones are in 'make test-all')"
