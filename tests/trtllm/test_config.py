@@ -156,3 +156,11 @@ def test_helm_values_carry_the_same_file_and_options() -> None:
     assert values["engineConfig"] == config.text
     assert values["image"]["tag"] == "1.3.0rc20" and values["gpus"] == 8
     assert "--tp_size" in values["server"]["args"] and "--extra_llm_api_options" not in values["server"]["args"]
+
+
+def test_a_default_length_fits_the_model_and_a_typed_one_is_judged() -> None:
+    target = "nvidia/Kimi-K2.6-NVFP4"
+    assert Intent(target, "1.4.0rc1").fitted(2048).seq_len == 2048
+    assert Intent(target, "1.4.0rc1").fitted(262144).seq_len == 8192
+    with pytest.raises(CheckFailed, match="TS-LINT-SEQUENCE-TOO-LONG"):
+        built(Intent(target, "1.4.0rc1", max_seq_len=300000).fitted(262144))

@@ -57,7 +57,7 @@ def build_config(
     intent = Intent(
         target, version, head, goal, tp_size, **sizes,
         draft_len=draft_len, settings=tuple(settings or ()), trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    ).fitted(target_spec.max_position_embeddings)  # fmt: skip
     built = build(intent, target_spec, head_spec)
     command = build_command(
         intent, target_spec, schema_for(version), Document.parse(built.text),

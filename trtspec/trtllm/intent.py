@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NoReturn
 
 from packaging.version import Version
@@ -57,6 +57,10 @@ class Intent:
     @property
     def seq_len(self) -> int:
         return self.max_seq_len if self.max_seq_len is not None else 8192
+
+    def fitted(self, positions: int) -> Intent:
+        """The same with a default max_seq_len that the model's positions hold; a typed one stays as it is."""
+        return self if self.max_seq_len is not None else replace(self, max_seq_len=min(self.seq_len, positions))
 
     def command(self) -> str:
         """The command that writes the same file again."""

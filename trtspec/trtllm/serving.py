@@ -82,7 +82,7 @@ def plan_serve(request: Request, *, launching: bool) -> ServePlan:
         version, reason = written.version, f"the version {request.config} was written for"
     else:
         version, reason = choose_version(asked, target.spec, head.spec if head else None)
-    intent = _intent(request, written, version, head_name)
+    intent = _intent(request, written, version, head_name).fitted(target.spec.max_position_embeddings)
     problems: list[Problem] = []
     if launching and asked is None:
         message = f"the installed engine does not tell its version; judged for {version}"
