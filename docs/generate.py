@@ -114,8 +114,8 @@ def support_matrix() -> str:
     lines = ["# Support matrix\n", "## TensorRT-LLM releases\n"]
     lines.append(
         "Release notes do not say when most of this became possible. So each line has two ends: the newest release "
-        "known to lack it and the oldest known to have it. For a release in between, `trtspec lint` and `trtspec serve` "
-        "warn and name the interval.\n"
+        "known to lack it and the oldest known to have it. For a release in between, `trtspec lint` and "
+        "`trtspec serve` warn and name the interval.\n"
     )
     lines.append("| what | lacks it | has it | evidence |\n|---|---|---|---|")
     for gate in gates["gates"].values():
