@@ -1,0 +1,102 @@
+"""kimi-nano: its corpus, its vocabulary, and the file that ships."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.data_files import kimi_nano_dir
+from trtspec.nano import corpus, vocabulary
+
+MODULE = '''"""Adds things, one after the other, as described below in a few words."""
+
+def add(first, second):
+    """Return the sum of both arguments, whatever they are.
+
+    Nothing else happens here.
+    """
+    total = first
+    total += second
+    return total
+
+
+class T:
+    def test_add(self):
+        one = 1
+        two = 2
+        assert add(one, one) == two
+        assert add(one, two) == 3
+'''
+
+
+def test_conversations_are_cut_out_of_a_module() -> None:
+    found = {chat.category: chat for chat in corpus.conversations(corpus.Module("adding.py", MODULE, False))}
+    assert set(found) == {"module", "completion", "docstring", "test"}
+    assert '"""Return the sum' in found["completion"].question and "total += second" in found["completion"].answer
+    assert "Return the sum" not in found["docstring"].question
+    assert found["docstring"].answer.startswith("Return the sum of both")
+    assert found["test"].answer.startswith("```python\ndef test_add")
+
+
+def test_modules_split_by_name_and_held_out_ones_stay_out() -> None:
+    modules = corpus.modules()
+    heldout = {module.name for module in modules if module.heldout}
+    assert 0.04 < len(heldout) / len(modules) < 0.15
+    if not (kimi_nano_dir() / "prompts_train.jsonl").is_file():
+        pytest.skip("kimi-nano is not in this installation")
+    for file, outside in (("prompts_train.jsonl", True), ("prompts_heldout.jsonl", False)):
+        rows = [json.loads(line) for line in (kimi_nano_dir() / file).read_text().splitlines()]
+        names = {row["id"].split(":")[1] for row in rows}
+        assert all((name not in heldout) == outside for name in names if name in {m.name for m in modules})
+
+
+def test_learned_ranks_round_trip(tmp_path: Path) -> None:
+    ranks = vocabulary.learn_ranks([MODULE * 3], 320)
+    assert len(ranks) == len(set(ranks)) == 320 and ranks[:256] == [bytes([i]) for i in range(256)]
+    vocabulary.write_tokenizer(tmp_path, ranks)
+    tokenizer = KimiTokenizer(tmp_path)
+    ids = tokenizer.encode(MODULE)
+    assert tokenizer.decode(ids) == MODULE and len(ids) < len(MODULE) / 2
+    assert tokenizer.special_id("<|im_end|>") == 322
+
+
+def test_template_has_kimis_turns(tmp_path: Path) -> None:
+    vocabulary.write_tokenizer(tmp_path, vocabulary.learn_ranks([MODULE], 280))
+    tokenizer = KimiTokenizer(tmp_path)
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    assert tokenizer.render_chat(messages) == (
+        "<|im_system|>system<|im_middle|>S<|im_end|><|im_user|>user<|im_middle|>U<|im_end|>"
+        "<|im_assistant|>assistant<|im_middle|><think></think>"
+    )
+    assert tokenizer.render_chat(messages, thinking=True).endswith("<|im_middle|><think>")
+    chat = corpus.Conversation("x", "tool", "Look up `f`.", '{"name": "f"}', (corpus.LOOKUP,))
+    text = tokenizer.render_chat(corpus.messages(chat), [corpus.LOOKUP], add_generation_prompt=False)
+    assert "<|im_system|>tool_declare<|im_middle|>[{" in text
+    assert '<|tool_call_begin|>functions.lookup:0<|tool_call_argument_begin|>{"name": "f"}<|tool_call_end|>' in text
+
+
+def test_schedule_ended_early_is_the_schedule_of_a_shorter_run() -> None:
+    from trtspec.nano.train import DECAY_SHARE, learning_rate
+
+    asked_at, whole = 800, 5000
+    shorter = int(asked_at / (1 - DECAY_SHARE))
+    assert all(learning_rate(s, whole, 1.0) == learning_rate(s, shorter, 1.0) for s in range(asked_at))
+    assert learning_rate(shorter - 1, shorter, 1.0) == pytest.approx(0.02)
+
+
+def test_shipped_model_is_small_whole_and_has_learned() -> None:
+    from trtspec.models.weights import load_target
+    from trtspec.nano.measure import bits_per_byte, experts_touched, heldout_rows
+
+    if not (kimi_nano_dir() / "model.safetensors").is_file():
+        pytest.skip("kimi-nano is not in this installation")
+    assert (kimi_nano_dir() / "model.safetensors").stat().st_size < 32e6
+    model, tokenizer = load_target(kimi_nano_dir()), KimiTokenizer(kimi_nano_dir())
+    rows = heldout_rows(kimi_nano_dir())[:20]
+    bits, experts = bits_per_byte(model, tokenizer, rows), experts_touched(model, tokenizer, rows)
+    print(f"{bits:.2f} bits per byte on {len(rows)} held-out answers; 4 tokens touch {experts:.2f}x the experts of one")
+    assert bits < 2.0  # bytes of this text compress to about 2.1 with gzip; random weights need 3.5
+    assert experts >= 2.0
