@@ -154,8 +154,8 @@ def test_export_has_modelopts_names_and_the_training_rope(tmp_path, target):
 
 
 @pytest.mark.parametrize("attention", ["mha", "mla"])
-def test_fast_attention_gives_modelopts_loss_and_gradients(target, attention):
-    """decoder.ttt_attention against ModelOpt's own masks through SDPA, over all training-time-test steps."""
+def test_attention_and_loss_equal_modelopts_own(target, attention):
+    """decoder.ttt_attention and objective.eagle_loss against ModelOpt's masks through SDPA and its own loss."""
     spec = new_head_spec(target.spec, attention=attention, eagle="3")
     torch.manual_seed(7)
     tokens = torch.randint(0, target.spec.vocab_size, (2, ROWS))
@@ -165,14 +165,15 @@ def test_fast_attention_gives_modelopts_loss_and_gradients(target, attention):
     for fast in (True, False):
         model = training_module(target, spec)
         if not fast:
-            del model._enable_cp_ttt, model._get_ttt_attention_mask
+            del model._enable_cp_ttt, model._get_ttt_attention_mask, model._eagle_loss
             model.eagle_config._attn_implementation = "sdpa"
-        loss, accuracy = train.loss_and_accuracy(model, tokens, output.hidden, output.aux, torch.ones(tokens.shape))
+        mask = (torch.arange(ROWS) < torch.tensor([[ROWS], [ROWS - 5]])).float()
+        loss, accuracy = train.loss_and_accuracy(model, tokens, output.hidden, output.aux, mask)
         loss.backward()
         results.append((loss.item(), accuracy, {k: v.grad for k, v in train.head_parameters(model).items()}))
     (loss, accuracy, gradients), (want_loss, want_accuracy, want) = results
     assert abs(loss - want_loss) < 1e-5
-    assert accuracy == want_accuracy
+    assert accuracy == pytest.approx(want_accuracy)
     for name, gradient in gradients.items():
         assert torch.allclose(gradient, want[name], atol=1e-6, rtol=1e-4), name
 

@@ -6,7 +6,8 @@ here is what it lacks or does differently from every server:
 - the decoder layer is ours, so the hidden state is normed once and nothing is downloaded (see `decoder`);
 - no rope scaling is injected at export;
 - EAGLE-3.1: one norm per captured state before fc, and the normed state fed back to the next step;
-- attention of the later steps as one score matrix and diagonals in place of a k times longer masked one.
+- attention of the later steps as one score matrix and diagonals in place of a k times longer masked one;
+- the same loss in fewer passes over the vocabulary.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers import DeepseekV3Config, LlamaConfig, PreTrainedModel
 from trtspec.errors import MissingDependency, TrtspecError
 from trtspec.heads.architecture import architecture_config, rope_scaling
 from trtspec.heads.decoder import TTT_ATTENTION, LlamaDraftLayer, MlaDraftLayer
+from trtspec.heads.objective import eagle_loss
 from trtspec.specs import HeadSpec, ModelSpec
 
 try:
@@ -82,6 +84,7 @@ def build(
         model = mtsp.convert(stub, [("eagle", options)])
     _finish_head(model.eagle_module, spec, lm_head, target_ids)
     model._enable_cp_ttt = contextlib.nullcontext  # ModelOpt would force the slow math kernel
+    model._eagle_loss = eagle_loss
     model._get_ttt_attention_mask = lambda *_: None  # the rule is in decoder.ttt_attention, for any length
     model.train()
     return model
