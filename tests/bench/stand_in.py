@@ -24,7 +24,7 @@ TEXT = (
 WORDS = TEXT.split()
 
 SETTINGS: dict[str, Any] = {
-    "kind": "reference",  # reference | trtllm | vllm | plain
+    "kind": "reference",  # reference | trtllm | vllm | sglang | plain
     "draft_len": 3,
     "step_s": 0.0,
     "forced": None,  # accept exactly this many drafts in every step
@@ -120,8 +120,18 @@ def version() -> dict[str, str]:
 
 @app.get("/v1/models")
 def models() -> dict[str, Any]:
-    owner = {"reference": "trtspec", "trtllm": "tensorrt_llm", "vllm": "vllm"}.get(SETTINGS["kind"], "somebody")
+    owner = {"reference": "trtspec", "trtllm": "tensorrt_llm", "vllm": "vllm", "sglang": "sglang"}.get(
+        SETTINGS["kind"], "somebody"
+    )
     return {"object": "list", "data": [{"id": "stand-in", "object": "model", "owned_by": owner}]}
+
+
+@app.get("/server_info")
+def server_info() -> Any:
+    if SETTINGS["kind"] != "sglang":
+        return JSONResponse({"detail": "Not Found"}, status_code=404)
+    mean = 1 + state["accepted"] / max(1, state["drafts"])
+    return {"internal_states": [{"avg_spec_accept_length": mean if state["drafts"] else None}]}
 
 
 @app.get("/metrics")

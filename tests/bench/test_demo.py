@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -126,3 +127,24 @@ def test_only_a_demo_directory_is_ever_emptied(tmp_path: Path) -> None:
 
 def test_durations_read_well() -> None:
     assert [duration(s) for s in (2.34, 42.4, 125)] == ["2.3 s", "42 s", "2 min 05 s"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_quick_demo_runs_through(tmp_path: Path) -> None:
+    """Every command of the chain, in order, to a report; the figures in it come out of the run's own files."""
+    out = tmp_path / "demo"
+    command = [sys.executable, "-m", "trtspec", "demo", "--quick", "-o", str(out), "--port", str(free_port())]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for stage in range(1, 10):
+        assert f"[{stage}/9]" in done.stdout
+    data = json.loads((out / "demo.json").read_text())
+    greedy = json.loads((out / "bench-greedy" / "results.json").read_text())
+    page = (out / "report.html").read_text()
+    assert f"{greedy['acceptance_length']:.2f}" in page
+    assert data["honesty"]["heldout_bits_per_byte"] > 0 and data["honesty"]["draft_over_target"] > 0
+    lossless = next(r for entry in data["checks"] if entry["gate"] for r in entry["verdict"]["results"])
+    assert lossless["name"] == "lossless" and lossless["status"] == "pass" and lossless["detail"]["compared"] > 0
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(out) in " ".join(p.info["cmdline"] or [])]
+    assert not left

@@ -5,7 +5,7 @@
 | trtspec reference | `spec_decode` on each choice | yes |
 | trtllm-serve | `avg_decoded_tokens_per_iter` on each choice: steps = tokens / average, prefill included | no |
 | vLLM | counters vllm:spec_decode_num_* around a run, which must be alone on the server | from positions |
-| SGLang | `avg_spec_accept_length` of /get_server_info, the server's own running mean | no |
+| SGLang | `avg_spec_accept_length` of /server_info, the server's own mean since its start | no |
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trtspec.bench.client import Answer, first_model
 FROM_CHOICE = "spec_decode of each choice"
 FROM_AVERAGE = "avg_decoded_tokens_per_iter of each choice (prefill counted as a step)"
 FROM_COUNTERS = "vllm:spec_decode_num_* counters around the run"
-FROM_SGLANG = "avg_spec_accept_length of /get_server_info (the server's running mean)"
+FROM_SGLANG = "avg_spec_accept_length of /server_info (mean since the server's start)"
 METRIC = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})?\s+(?P<value>\S+)")
 
 
@@ -158,7 +158,8 @@ async def sglang_counts(client: httpx.AsyncClient, server: Server, tokens: int) 
     """One entry from SGLang's running mean, or nothing where it is absent."""
     if server.kind != "sglang":
         return []
-    info = await _get_json(client, "/get_server_info")
+    # the older path is /get_server_info
+    info = await _get_json(client, "/server_info") or await _get_json(client, "/get_server_info")
     states = info.get("internal_states") if isinstance(info, dict) else None
     length = states[0].get("avg_spec_accept_length") if states else None
     if not length or not tokens:

@@ -17,7 +17,7 @@ import httpx
 
 from trtspec.bench import adapters, findings
 from trtspec.bench.acceptance import TurnCounts, by_category, summarize
-from trtspec.bench.client import Endpoint, Sampling, new_client
+from trtspec.bench.client import Answer, Endpoint, Sampling, new_client
 from trtspec.bench.datasets import Dataset, Question, spread
 from trtspec.bench.load import Round, closed_loop, steady_rate, throughput, total_rate
 from trtspec.bench.text_quality import judge_run
@@ -39,6 +39,11 @@ class Workload:
 
     def questions(self, level: int) -> list[Question]:
         return spread(list(self.dataset.questions), self.samples[level])
+
+    def turns(self) -> int:
+        """Answers asked of one endpoint over all concurrencies."""
+        levels = range(len(self.concurrency))
+        return sum(len(question.turns) for level in levels for question in self.questions(level))
 
     def describe(self) -> dict[str, Any]:
         """The workload as results.json states it: a figure without it is not a measurement."""
@@ -71,17 +76,21 @@ class Target:
     counts: dict[int, list[TurnCounts]] = field(default_factory=dict)
     category_counts: list[TurnCounts] = field(default_factory=list)
 
-    def answers(self) -> list[Any]:
+    def answers(self) -> list[Answer]:
         return [answer for runs in self.rounds.values() for run in runs for answer in run.answers]
 
 
 async def measure(
-    urls: dict[str, str], workload: Workload, model: str | None = None, say: Callable[[str], None] = lambda text: None
+    urls: dict[str, str],
+    workload: Workload,
+    model: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    on_answer: Callable[[Answer], None] | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Measures every endpoint of `urls` (the first is the one the results are about).
 
-    Returns results.json's content and the answers with their texts, one record each. Raises TrtspecError when a server
-    does not answer or refuses every request.
+    `say` gets a line per round, `on_answer` every measured answer. Returns results.json's content and the answers
+    with their texts, one record each. Raises TrtspecError when a server does not answer or refuses every request.
     """
     async with AsyncExitStack() as stack:
         targets = []
@@ -93,7 +102,7 @@ async def measure(
         for target in targets:
             await warm_up(target, workload)
         for level, concurrency in enumerate(workload.concurrency):
-            await run_level(targets, workload, level, concurrency, say)
+            await run_level(targets, workload, level, concurrency, say, on_answer)
         for target in targets:
             findings.refuse_all_failed(target.name, target.answers())
             await count_outside(target, workload)
@@ -110,7 +119,12 @@ async def warm_up(target: Target, workload: Workload) -> None:
 
 
 async def run_level(
-    targets: Sequence[Target], workload: Workload, level: int, concurrency: int, say: Callable[[str], None]
+    targets: Sequence[Target],
+    workload: Workload,
+    level: int,
+    concurrency: int,
+    say: Callable[[str], None],
+    on_answer: Callable[[Answer], None] | None,
 ) -> None:
     """All rounds of one concurrency: in each round every endpoint answers the same questions, in rotating order."""
     questions = workload.questions(level)
@@ -120,7 +134,7 @@ async def run_level(
         first = number % len(targets)
         for target in [*targets[first:], *targets[:first]]:
             before = await adapters.read_counters(target.client, target.server)
-            run = await closed_loop(target.client, target.endpoint, part, workload.sampling, concurrency)
+            run = await closed_loop(target.client, target.endpoint, part, workload.sampling, concurrency, on_answer)
             after = await adapters.read_counters(target.client, target.server)
             target.rounds.setdefault(concurrency, []).append(run)
             counts = adapters.all_counts(run.answers)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -102,9 +106,32 @@ def run(urls: dict[str, str], work: Workload, model: str | None) -> tuple[dict[s
 
     from trtspec.bench import measure
 
-    results, answers = asyncio.run(measure.measure(urls, work, model, report.say))
+    with progress(len(urls) * work.turns()) as (say, advance):
+        results, answers = asyncio.run(measure.measure(urls, work, model, say, lambda answer: advance()))
     stamp = report.provenance("bench", {"endpoints": urls}, work.describe())
     return {**results, "created": stamp["created"], "versions": stamp["versions"]}, answers
+
+
+@contextmanager
+def progress(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+    """(say, advance): lines above a bar of `total` answers on a terminal; lines alone, or nothing, elsewhere."""
+    if not sys.stderr.isatty() or os.environ.get("TRTSPEC_QUIET") == "1":
+        yield report.say, lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("answers"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda text: bar.console.print(text, markup=False, highlight=False), lambda: bar.advance(task)
 
 
 def write(directory: Path, results: dict[str, Any], answers: list[dict[str, Any]]) -> None:

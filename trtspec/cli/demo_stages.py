@@ -24,6 +24,7 @@ class Sizes:
 
     answers: int  # training prompts answered by the target
     answer_tokens: int
+    answer_temperature: float
     train_epochs: int
     record: int  # prompts of check
     record_tokens: int
@@ -39,6 +40,7 @@ class Sizes:
 FULL = Sizes(
     answers=1000,
     answer_tokens=160,
+    answer_temperature=1.0,
     train_epochs=2,
     record=60,
     record_tokens=96,
@@ -56,6 +58,7 @@ FULL = Sizes(
 QUICK = Sizes(
     answers=120,
     answer_tokens=96,
+    answer_temperature=1.0,
     train_epochs=1,
     record=12,
     record_tokens=48,
@@ -144,6 +147,7 @@ class Demo:
             [
                 "synthesize", prompts, "-o", self.answers, "--base-url", f"{plain}/v1", "--concurrency", "16",
                 "--samples", str(sizes.answers), "--max-tokens", str(sizes.answer_tokens),
+                "--temperature", str(sizes.answer_temperature),
             ],
             "synthesize",
             self.expected("synthesize"),
