@@ -9,6 +9,8 @@ import torch
 
 from trtspec.errors import TrtspecError
 
+CHUNK = 1 << 18  # values whose intermediates stay in the cache
+
 
 def dequantize(weight_packed: torch.Tensor, weight_scale: torch.Tensor, weight_shape: torch.Tensor) -> torch.Tensor:
     """int32 [N, K/8], bf16 [N, K/group], [N, K] as two integers -> bf16 [N, K] = (code - 8) * scale.
@@ -23,7 +25,20 @@ def dequantize(weight_packed: torch.Tensor, weight_scale: torch.Tensor, weight_s
             f"weight_scale {list(weight_scale.shape)}, weight_shape {[rows, columns]}",
             "download the checkpoint again",
         )
-    bytes_ = weight_packed.contiguous().view(torch.uint8)
-    codes = torch.stack((bytes_ & 15, bytes_ >> 4), dim=-1).view(rows, -1)[:, :columns]
-    values = codes.view(torch.int8).sub(8).to(torch.bfloat16)
-    return (values.view(rows, groups, -1) * weight_scale.unsqueeze(-1)).view(rows, columns)
+    result = torch.empty(rows, columns, dtype=torch.bfloat16)
+    packed = weight_packed.contiguous().view(torch.uint8)
+    step = max(1, CHUNK // columns)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        values = _nibbles(packed[part])[:, :columns].sub_(8).to(torch.bfloat16)
+        scale = weight_scale[part].unsqueeze(-1)
+        torch.mul(
+            values.view(-1, groups, columns // groups), scale, out=result[part].view(-1, groups, columns // groups)
+        )
+    return result
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [n, b] -> int8 [n, 2b], low nibble first: each byte spreads over the two bytes of an int16."""
+    wide = packed.to(torch.int16)
+    return wide.bitwise_or_(wide << 4).bitwise_and_(0x0F0F).view(torch.int8)

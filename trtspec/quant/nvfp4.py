@@ -114,22 +114,26 @@ def _denormals_are_flushed() -> bool:
 def codes_times_scale(tensor: NVFP4Tensor) -> torch.Tensor:
     """bf16 [N, K] of E2M1 value * block scale, exact (six significant bits); the real weight is this times scale_2."""
     rows, columns = tensor.shape
-    values = _value_pairs()[tensor.packed.reshape(-1).to(torch.int32)].view(torch.bfloat16)
-    return (values.view(-1, BLOCK) * tensor.scale.reshape(-1, 1).to(torch.bfloat16)).view(rows, columns)
+    result = torch.empty(rows, columns, dtype=torch.bfloat16)
+    _decode(tensor, tensor.scale.reshape(-1, 1).to(torch.bfloat16), result.view(-1, BLOCK))
+    return result
 
 
 def dequantize(tensor: NVFP4Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """[N, K] of value * (fp32(scale) * scale_2), computed in float32, then cast."""
     rows, columns = tensor.shape
     result = torch.empty(rows, columns, dtype=dtype)
-    blocks, packed = result.view(-1, BLOCK), tensor.packed.reshape(-1, BLOCK // 2)
-    factor = (tensor.scale.float() * tensor.scale_2).reshape(-1, 1)
-    step = CHUNK // BLOCK
+    _decode(tensor, (tensor.scale.float() * tensor.scale_2).reshape(-1, 1), result.view(-1, BLOCK))
+    return result
+
+
+def _decode(tensor: NVFP4Tensor, factor: torch.Tensor, blocks: torch.Tensor) -> None:
+    """blocks [n, 16] = E2M1 value * factor [n, 1], in factor's dtype, then cast; cache-sized chunks."""
+    packed, table, step = tensor.packed.reshape(-1, BLOCK // 2), _value_pairs(), CHUNK // BLOCK
     for start in range(0, blocks.shape[0], step):
         part = slice(start, start + step)
-        pairs = _value_pairs()[packed[part].reshape(-1).to(torch.int32)]
-        blocks[part] = pairs.view(torch.bfloat16).view(-1, BLOCK).float() * factor[part]
-    return result
+        pairs = table.index_select(0, packed[part].reshape(-1).to(torch.int32))
+        blocks[part] = pairs.view(torch.bfloat16).view(-1, BLOCK) * factor[part]
 
 
 def fake_quantize_activation(x: torch.Tensor, input_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
