@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.tiny import make_target
 from trtspec import errors
 from trtspec.cli import app as application
 
@@ -146,6 +147,17 @@ def test_failures_are_one_message_and_a_status(
     assert stopped.value.code == status
     assert says in printed.err and "Traceback" not in printed.err
     assert printed.out == ""
+
+
+def test_a_missing_optional_package_names_its_extra(tmp_path: Path) -> None:
+    """An interpreter in which torch cannot be imported, as after installing the base package alone."""
+    target = make_target(tmp_path / "target")
+    script = "import sys; sys.modules['torch'] = None; from trtspec.cli.app import main; main()"
+    command = [sys.executable, "-c", script, "quantize", str(target), "-o", str(tmp_path / "nvfp4")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 4, done.stderr
+    assert done.stderr == 'Missing: this command needs torch\n-> pip install "trtspec[reference]"\n'
+    assert not (tmp_path / "nvfp4").exists()
 
 
 def test_the_traceback_is_there_when_asked_for(

@@ -39,6 +39,12 @@ COMMANDS = {
     },
 }
 NOT_BUILT = ("calibrate", "convert", "plan")
+# which extra brings an optional package
+EXTRAS = {
+    "torch": "reference", "transformers": "reference", "fastapi": "reference", "uvicorn": "reference",
+    "prometheus_client": "reference", "modelopt": "modelopt", "accelerate": "modelopt", "datasets": "modelopt",
+    "requests": "modelopt", "matplotlib": "report",
+}  # fmt: skip
 TITLES = {1: "Error", 2: "Usage error", 3: "Check failed", 4: "Missing", 130: "Interrupted"}
 
 
@@ -111,6 +117,11 @@ def main() -> None:
         app(prog_name="trtspec")
     except TrtspecError as error:
         _fail(error.message, error.remedy, error.exit_code)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in EXTRAS:
+            _fail(f"this command needs {package}", f'pip install "trtspec[{EXTRAS[package]}]"', 4)
+        _fail(f"the module {error.name} is missing", "install trtspec again, with -c constraints.txt", 1)
     except KeyboardInterrupt:
         _fail("stopped by Ctrl-C", "", 130)
     except Exception as error:  # the last resort: a user never sees a traceback unasked
