@@ -26,6 +26,7 @@ class Sizes:
     answer_tokens: int
     answer_temperature: float
     train_epochs: int
+    card_prompts: int  # held-out prompts of the figures in the head's model card
     record: int  # prompts of check
     record_tokens: int
     concurrency: str  # of the speed comparison
@@ -42,6 +43,7 @@ FULL = Sizes(
     answer_tokens=160,
     answer_temperature=1.0,
     train_epochs=2,
+    card_prompts=24,
     record=60,
     record_tokens=96,
     concurrency="1,4,16",
@@ -60,6 +62,7 @@ QUICK = Sizes(
     answer_tokens=96,
     answer_temperature=1.0,
     train_epochs=1,
+    card_prompts=4,
     record=12,
     record_tokens=48,
     concurrency="1,4",
@@ -172,6 +175,7 @@ class Demo:
         )
         command = ["train", self.target, self.answers, "-o", self.head, "--attention", "mla"]
         command += ["--epochs", str(self.sizes.train_epochs)]
+        command += ["--acceptance-prompts", str(self.sizes.card_prompts)]
         self.chain.run(command, "train", self.expected("train"))
         self.data["training"] = read_jsonl(Path(self.head) / "training.jsonl")
         self.data["head"] = self.chain.run_json(
