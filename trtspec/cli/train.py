@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -81,6 +82,8 @@ def train(
         "answer_only": answer_only,
     }
     options = read_options(config, overrides)
+    # OpenMP reads this when torch is loaded. Threads that spin long for each other stop the run where cores are shared.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if not dry_run:
         _prepare(output, restart, force)
     resolved = resolve(target)
