@@ -38,14 +38,14 @@ class LlamaAttention(nn.Module):
         rotated = step.rotate(qkv[:, :, : self.heads + self.kv_heads])
         entry = torch.cat((rotated[:, :, self.heads :], qkv[:, :, self.heads + self.kv_heads :]), 2).flatten(2)
         cached = step.update(entry).unflatten(-1, (2 * self.kv_heads, self.head_dim)).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(
-            rotated[:, :, : self.heads].transpose(1, 2),
-            cached[:, : self.kv_heads],
-            cached[:, self.kv_heads :],
-            attn_mask=step.blocked.unsqueeze(1),
-            enable_gqa=self.heads != self.kv_heads,
-        )
-        return self.o_proj(attended.transpose(1, 2).reshape(batch, tokens, -1))
+        groups = self.heads // self.kv_heads
+        queries = rotated[:, :, : self.heads].unflatten(2, (self.kv_heads, groups)).permute(0, 2, 3, 1, 4)
+        keys, values = cached[:, : self.kv_heads], cached[:, self.kv_heads :]
+        scores = torch.matmul(queries.flatten(2, 3) * self.head_dim**-0.5, keys.transpose(2, 3))  # [B, kv, G*T, S]
+        scores = scores.unflatten(2, (groups, tokens)) + step.blocked[:, None, None]
+        weights = scores.softmax(-1, dtype=torch.float32).to(x.dtype).flatten(2, 3)
+        attended = torch.matmul(weights, values).unflatten(2, (groups, tokens))  # [B, kv, G, T, D]
+        return self.o_proj(attended.permute(0, 3, 1, 2, 4).reshape(batch, tokens, -1))
 
 
 class Eagle3Head(nn.Module):
