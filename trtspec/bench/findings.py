@@ -70,8 +70,8 @@ def degenerate_output(name: str, answers: Sequence[Answer]) -> list[Problem]:
             "warning",
             name,
             f"{verdict['loop']} loops, {verdict['empty']} empty, {verdict['noise']} noise among {verdict['answers']} "
-            f"answers (distinct 4-grams {verdict['distinct_4gram_ratio']}): loops are easy to draft, so acceptance and "
-            "speed here flatter speculation",
+            f"answers (distinct 4-grams {verdict['distinct_4gram_ratio']}): acceptance on such "
+            "output says little, and loops flatter every drafter",
             "read answers.jsonl; measure at the temperature that users have, with the right chat template",
         )
     ]

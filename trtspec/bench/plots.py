@@ -22,6 +22,7 @@ class Series:
 
     name: str
     values: dict[str, tuple[float, float | None, float | None]]
+    color: int = 0  # which of the page's series colours
 
 
 def available() -> bool:
@@ -40,7 +41,7 @@ def grouped_bars(series: Sequence[Series], ylabel: str, baseline: float = 0.0, d
         shown = [(position, entry.values[label]) for position, label in enumerate(labels) if label in entry.values]
         xs = [position + (index - (len(series) - 1) / 2) * width for position, _ in shown]
         heights = [value - baseline for _, (value, _, _) in shown]
-        axes.bar(xs, heights, width * 0.92, bottom=baseline, color=SERIES[index], label=entry.name)
+        axes.bar(xs, heights, width * 0.92, bottom=baseline, color=SERIES[entry.color % len(SERIES)], label=entry.name)
         for x, (_, (value, low, high)) in zip(xs, shown, strict=True):
             top = value if high is None else high
             if low is not None and high is not None:

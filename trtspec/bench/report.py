@@ -43,7 +43,9 @@ def bench_html(results: dict[str, Any]) -> str:
             keys=key_figures(results),
             quality=tables.quality_line(results),
             problems=results["problems"],
-            acceptance_tables=[tables.acceptance_by_category({**results, **e}) for e in endpoints if e["steps"]],
+            acceptance_tables=[
+                tables.acceptance_by_category({**results, **e}) for e in endpoints if e["steps"] and e["drafted"] != 0
+            ],
             speed_tables=[tables.throughput_table(results), *ratios],
             comparison_table=tables.comparison_table(comparison) if comparison else None,
             category_plot=category_plot({e["name"]: e for e in endpoints}) if drawn else "",
@@ -90,7 +92,7 @@ def key_figures(results: dict[str, Any]) -> list[dict[str, str]]:
 def category_plot(groups: dict[str, dict[str, Any]]) -> str:
     """Acceptance length by category for several measurements; "" when none tells it."""
     series = []
-    for name, group in groups.items():
+    for color, (name, group) in enumerate(groups.items()):
         entries = {**group["categories"], "all": group}
         values = {
             label: (entry["acceptance_length"], *(entry["acceptance_length_interval"] or (None, None)))
@@ -98,15 +100,17 @@ def category_plot(groups: dict[str, dict[str, Any]]) -> str:
             if entry["acceptance_length"] is not None
         }
         if values and group["drafted"] != 0:
-            series.append(Series(name, values))
+            series.append(Series(name, values, color))
     return plots.grouped_bars(series, "tokens per step", baseline=1.0) if series else ""
 
 
 def position_plot(groups: dict[str, dict[str, Any]]) -> str:
     """Cumulative acceptance by draft position; "" when no server gives a histogram."""
     series = [
-        Series(name, {f"position {k}": (share, None, None) for k, share in enumerate(group["cumulative"], start=1)})
-        for name, group in groups.items()
+        Series(
+            name, {f"position {k}": (share, None, None) for k, share in enumerate(group["cumulative"], start=1)}, color
+        )
+        for color, (name, group) in enumerate(groups.items())
         if group["cumulative"] and group["drafted"]
     ]
     return plots.grouped_bars(series, "share of steps") if series else ""
@@ -115,11 +119,11 @@ def position_plot(groups: dict[str, dict[str, Any]]) -> str:
 def speed_plot(endpoints: list[dict[str, Any]]) -> str:
     """Tokens/s by concurrency, one colour per endpoint; the bar's line spans its rounds."""
     series = []
-    for endpoint in endpoints:
+    for color, endpoint in enumerate(endpoints):
         values = {}
         for level in endpoint["concurrency"]:
             rounds = level["rounds"]
             ends = (min(rounds), max(rounds)) if len(rounds) > 1 else (None, None)
             values[f"concurrency {level['concurrency']}"] = (level["throughput"]["tokens_per_s"], *ends)
-        series.append(Series(endpoint["name"], values))
+        series.append(Series(endpoint["name"], values, color))
     return plots.grouped_bars(series, "output tokens/s", digits=0)

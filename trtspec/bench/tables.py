@@ -156,7 +156,7 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
 def quality_line(results: dict[str, Any]) -> str:
     """One sentence on the output itself; printed wherever acceptance is."""
     d = results["degeneration"]
-    verdict = "DEGENERATE OUTPUT, figures flatter speculation: " if d["degenerate"] else "output: "
+    verdict = "DEGENERATE OUTPUT, acceptance on it says little: " if d["degenerate"] else "output: "
     return (
         f"{verdict}{d['answers']} answers, {d['loop']} loops, {d['empty']} empty, {d['noise']} noise; "
         f"distinct 4-grams {number(d['distinct_4gram_ratio'])}"
