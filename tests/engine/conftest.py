@@ -60,7 +60,7 @@ def head_of(
 
 @pytest.fixture(scope="session")
 def requests() -> list[Request]:
-    """20 greedy requests, prompts of 3 to 60 tokens, 1 to 32 new ones: rows start and end at different times."""
+    """20 greedy requests, prompts of 3 to 60 tokens, 1 to 24 new ones: rows start and end at different times."""
     random = torch.Generator().manual_seed(7)
 
     def integer(low: int, high: int) -> int:
@@ -70,7 +70,7 @@ def requests() -> list[Request]:
         Request(
             id=str(number),
             prompt_ids=torch.randint(0, 256, (integer(3, 60),), generator=random).tolist(),
-            max_tokens=integer(1, 33),
+            max_tokens=integer(1, 25),
             ignore_eos=number % 2 == 0,
         )
         for number in range(20)

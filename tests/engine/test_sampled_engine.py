@@ -20,7 +20,7 @@ from trtspec.models.kimi import KimiModel
 HeadOf = Callable[[tuple[str, str, int | None]], Eagle3Head]
 PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]
 VOCAB = 5
-RUNS = 1500
+RUNS = 800
 
 
 @pytest.fixture(scope="module")

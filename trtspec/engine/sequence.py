@@ -150,10 +150,10 @@ class Sequence:
     def emit(self, tokens: list[int], offered: int | None = None) -> Output:
         """Takes the tokens a step produced, cut at the token that ends the request; `offered` drafts were verified.
 
-        `offered` is None for the token that comes out of the prefill, which is no speculation step.
+        There are at most `remaining` tokens, as no more drafts are offered. `offered` is None for the token that comes
+        out of the prefill, which is no speculation step.
         """
         accepted = len(tokens) - 1
-        tokens = tokens[: self.remaining]
         reason: FinishReason | None = None
         if not self.ends.isdisjoint(tokens):
             end = next(i for i, token in enumerate(tokens) if token in self.ends)
@@ -162,11 +162,11 @@ class Sequence:
         if self.text.stopped:
             tokens, reason = tokens[:used], "stop"
         self.token_ids += tokens
-        if reason is None and self.remaining <= 0:
+        if reason is None and self.remaining == 0:
             reason = "length"
         output = Output(self.id, tokens, text, reason)
         if offered is not None:
-            output.round = offered, min(offered, accepted, len(tokens))
+            output.round = offered, min(accepted, len(tokens))
             self.stats.count(*output.round)
         if reason:
             self.finish_reason = reason
