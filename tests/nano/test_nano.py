@@ -88,15 +88,18 @@ def test_schedule_ended_early_is_the_schedule_of_a_shorter_run() -> None:
 
 
 def test_shipped_model_is_small_whole_and_has_learned() -> None:
+    import torch
+
     from trtspec.models.weights import load_target
-    from trtspec.nano.measure import bits_per_byte, experts_touched, heldout_rows
+    from trtspec.nano.measure import bits_per_byte, experts_touched, held_out
 
     if not (kimi_nano_dir() / "model.safetensors").is_file():
         pytest.skip("kimi-nano is not in this installation")
     assert (kimi_nano_dir() / "model.safetensors").stat().st_size < 32e6
-    model, tokenizer = load_target(kimi_nano_dir()), KimiTokenizer(kimi_nano_dir())
-    rows = heldout_rows(kimi_nano_dir())[:20]
-    bits, experts = bits_per_byte(model, tokenizer, rows), experts_touched(model, tokenizer, rows)
-    print(f"{bits:.2f} bits per byte on {len(rows)} held-out answers; 4 tokens touch {experts:.2f}x the experts of one")
-    assert bits < 2.0  # bytes of this text compress to about 2.1 with gzip; random weights need 3.5
-    assert experts >= 2.0
+    model = load_target(kimi_nano_dir())
+    texts = held_out(KimiTokenizer(kimi_nano_dir()), 20)
+    with torch.inference_mode():
+        figures = bits_per_byte(model, texts) | experts_touched(model, texts)
+    print(f"{len(texts)} held-out answers: {figures}")
+    assert figures["heldout_bits_per_byte"] < 2.0  # random weights need 3.5
+    assert figures["experts_4_over_1"] >= 2.0

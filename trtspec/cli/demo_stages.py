@@ -247,7 +247,7 @@ class Demo:
             self.expected("figures"),
         )
         output = self.chain.run_module(
-            "trtspec.cli.demo_figures",
+            "trtspec.nano.measure",
             [self.target, "--head", self.head, "--samples", str(self.sizes.nvfp4_samples)],
             "figures",
             self.expected("figures"),

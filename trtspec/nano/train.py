@@ -34,68 +34,8 @@ BALANCE_SPEED = 1e-3  # step of the correction bias (DeepSeek-V3's auxiliary-los
 
 
 def model_config() -> dict[str, Any]:
-    """config.json of kimi-nano, in the shape of Kimi-K2.5's."""
-    base = BASE_VOCABULARY
-    text = {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "attention_bias": False,
-        "bos_token_id": base,
-        "dtype": "bfloat16",
-        "eos_token_id": base + 2,
-        "first_k_dense_replace": 1,
-        "hidden_act": "silu",
-        "hidden_size": 256,
-        "initializer_range": 0.02,
-        "intermediate_size": 1024,
-        "kv_lora_rank": 64,
-        "max_position_embeddings": 2048,
-        "model_type": "kimi_k2",
-        "moe_intermediate_size": 48,
-        "moe_layer_freq": 1,
-        "n_group": 1,
-        "n_routed_experts": 16,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_attention_heads": 4,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 16,
-        "num_key_value_heads": 4,
-        "num_nextn_predict_layers": 0,
-        "pad_token_id": base + 255,
-        "q_lora_rank": 128,
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 32,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "factor": 4.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 512,
-            "type": "yarn",
-        },
-        "rope_theta": 50000.0,
-        "routed_scaling_factor": 2.827,
-        "scoring_func": "sigmoid",
-        "tie_word_embeddings": False,
-        "topk_group": 1,
-        "topk_method": "noaux_tc",
-        "v_head_dim": 64,
-        "vocab_size": base + 256,
-    }
-    return {
-        "architectures": ["KimiK25ForConditionalGeneration"],
-        "bos_token_id": base,
-        "dtype": "bfloat16",
-        "eos_token_id": base + 2,
-        "ignore_index": -100,
-        "media_placeholder_token_id": base + 21,
-        "model_type": "kimi_k25",
-        "pad_token_id": base + 255,
-        "text_config": text,
-        "tie_word_embeddings": False,
-    }
+    """config.json of kimi-nano: Kimi-K2.5's keys, smaller sizes, no vision part."""
+    return json.loads((Path(__file__).parent / "config.json").read_text(encoding="utf-8"))
 
 
 def initialize(model: KimiModel) -> None:
