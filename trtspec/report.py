@@ -19,7 +19,7 @@ VERSIONED_PACKAGES = ("trtspec", "torch", "transformers", "nvidia-modelopt", "sa
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Writes to a temporary name in the same folder, fsyncs, renames: a reader sees the old file or the whole new one."""
+    """Writes to a temporary name beside `path`, fsyncs, renames: a reader sees the old file or the whole new one."""
     payload = data.encode("utf-8") if isinstance(data, str) else data
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
@@ -90,8 +90,9 @@ def print_json(value: Any) -> None:
 
 
 def say(text: str) -> None:
-    """Talk goes to stderr, and only when a person is there or TRTSPEC_PROGRESS=1 asks for it."""
-    if sys.stderr.isatty() or os.environ.get("TRTSPEC_PROGRESS") == "1":
+    """Talk goes to stderr, when a person is there or TRTSPEC_PROGRESS=1 asks for it, and never with -q."""
+    wanted = sys.stderr.isatty() or os.environ.get("TRTSPEC_PROGRESS") == "1"
+    if wanted and os.environ.get("TRTSPEC_QUIET") != "1":
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
 

@@ -50,7 +50,7 @@ def outcomes(small: KimiModel, head: Eagle3Head | None, drafter: str | None, see
     wanted = [Request(str(n), PROMPT, 3, temperature=1.2) for n in range(RUNS)]
     done = engine.generate(wanted)
     if drafter:
-        assert 0.1 * RUNS < engine.totals.accepted < engine.totals.drafted
+        assert 0.05 * RUNS < engine.totals.accepted < engine.totals.drafted
     return Counter(tuple(completion.token_ids) for completion in done.values())
 
 

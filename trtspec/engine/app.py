@@ -242,7 +242,7 @@ def _add_status(app: FastAPI, worker: Worker, tokenizer: KimiTokenizer, served: 
         request = EngineRequest(f"health-{uuid.uuid4().hex}", [tokenizer.eos_ids[0] if tokenizer.eos_ids else 0], 1)
         try:
             await asyncio.wait_for(_collect(worker, request), timeout=60)
-        except (EngineFailed, asyncio.TimeoutError):
+        except (TimeoutError, EngineFailed):
             return Response(status_code=500)
         return Response(status_code=200)
 

@@ -39,7 +39,8 @@ from trtspec.quant.decode import decoded
 from trtspec.quant.plan import ShardPlan
 from trtspec.quant.policy import TEXT_PREFIX, Policy, shared_partners
 from trtspec.quant.shard import Statistics
-from trtspec.quant.streaming import finish, peak_rss, summarize
+from trtspec.quant.streaming import finish, summarize
+from trtspec.quant.workers import peak_rss
 from trtspec.report import file_sha256
 from trtspec.specs import ModelSpec
 

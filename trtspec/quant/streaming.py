@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +21,7 @@ from trtspec.quant.conversion import (
 )
 from trtspec.quant.policy import Policy
 from trtspec.quant.shard import ERROR_ROWS
-from trtspec.quant.workers import Job, convert_all, worker_count
+from trtspec.quant.workers import Job, convert_all, peak_rss, worker_count
 from trtspec.report import file_sha256, provenance, write_json
 
 Progress = Callable[[int, int], None]
@@ -63,7 +61,7 @@ def quantize_checkpoint(
         finish(conversion, records, result, header)
     return result | {
         "seconds": round(time.monotonic() - start, 3),
-        "peak_rss_bytes": peak_rss(),
+        "peak_rss_bytes": max(peak_rss(), *(record.get("worker_peak_rss_bytes", 0) for record in records.values())),
         "shards_resumed": resumed,
     }
 
@@ -169,9 +167,3 @@ def _card(conversion: Conversion, result: dict[str, Any]) -> str:
         "rows": ERROR_ROWS,
     }
     return export_files.model_card(spec, facts, result["classes"], result["zero_tensors"])
-
-
-def peak_rss() -> int:
-    """The largest resident set of this process or of any worker, in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) * unit

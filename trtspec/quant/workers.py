@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -114,4 +116,16 @@ def _exit_with(parent: Any) -> None:
 
 def _work(plan: ShardPlan) -> dict[str, Any]:
     converter, output = _CONVERTER[0]
-    return converter.convert(plan, output)
+    return converter.convert(plan, output) | {"worker_peak_rss_bytes": peak_rss()}
+
+
+def peak_rss() -> int:
+    """The largest resident set of this process so far, in bytes.
+
+    Linux's ru_maxrss also remembers the process that started this one; VmHWM does not.
+    """
+    status = Path("/proc/self/status")
+    if status.is_file():
+        return 1024 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
