@@ -116,7 +116,9 @@ def test_batches_hold_every_sample_once_and_repeat_with_the_seed():
     lengths = [index % 17 + 3 for index in range(101)]
     train, held = split_held_out([f"s{index}" for index in range(101)], 0.2, 0)
     assert sorted(train + held) == list(range(101))
-    assert 8 < len(held) < 35
+    assert len(held) == 20
+    assert len(split_held_out([f"s{index}" for index in range(12)], 0.01, 0)[1]) == 1
+    assert split_held_out(["one"], 0.4, 0) == ([0], [])
     epochs = [batches_of_epoch(lengths, train, 8, 3, epoch) for epoch in (0, 0, 1)]
     assert epochs[0] == epochs[1] != epochs[2]
     assert sorted(sum(epochs[0], [])) == sorted(train)
