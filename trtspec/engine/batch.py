@@ -35,6 +35,18 @@ class Sampling:
             top_k,
         )
 
+    def of_row(self, row: int) -> Sampling | None:
+        """The parameters of one row; None when it is greedy."""
+        at = (self.rows == row).nonzero().squeeze(1)
+        if not len(at):
+            return None
+        return Sampling(
+            self.rows[at],
+            self.temperature[at],
+            None if self.top_p is None else self.top_p[at],
+            None if self.top_k is None else self.top_k[at],
+        )
+
 
 class Batch:
     """State of the decoding rows, compacted at the front.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from trtspec.engine.batch import Batch
+from trtspec.engine.batch import Batch, Sampling
 from trtspec.engine.sampling import draw, probabilities
 from trtspec.engine.sequence import Sequence
 from trtspec.errors import MissingDependency
@@ -79,44 +79,39 @@ class Eagle3Drafter(NoDrafter):
 
     def begin(self, batch: Batch, row: int) -> None:
         assert self._last is not None
-        self._chain(batch, *self._last, row, 1)
+        sampling = None if batch.sampling is None else batch.sampling.of_row(row)
+        self._chain(batch, *self._last, row, 1, sampling)
 
     def follow(self, batch: Batch, aux: Tensor | None, tokens: Tensor, start: Tensor, accepted: Tensor) -> None:
         assert aux is not None
         feedback, normed = self.head(self.head.fuse(aux), tokens, start, self.cache)
         rows = batch.row_index[: len(accepted)]
-        self._chain(batch, feedback[rows, accepted].unsqueeze(1), normed[rows, accepted], 0, len(accepted))
+        last = feedback[rows, accepted].unsqueeze(1), normed[rows, accepted]
+        self._chain(batch, *last, 0, len(accepted), batch.sampling)
 
     def move(self, source: int, target: int) -> None:
         self.cache.move(source, target)
 
-    def _chain(self, batch: Batch, x: Tensor, normed: Tensor, row: int, count: int) -> None:
+    def _chain(self, batch: Batch, x: Tensor, normed: Tensor, row: int, count: int, sampling: Sampling | None) -> None:
         """Writes drafts for batch rows [row, row+count); x [count, 1, H] and normed [count, H] are the last true row's.
 
-        A draft step's own row stands at the position of the token before its draft.
+        A draft step's own row stands at the position of the token before its draft. `sampling` holds the rows that draw
+        their drafts, with the request's own parameters; the others take the likeliest token.
         """
         start, drafts = batch.start[row : row + count], batch.block[row : row + count, 1:]
-        drafts[:, 0] = self._pick(batch, normed, 0, row, count)
-        for step in range(1, batch.draft_len):
-            x, normed = self.head(x, drafts[:, step - 1 : step], start + (step - 1), self.cache, row)
-            drafts[:, step] = self._pick(batch, normed[:, 0], step, row, count)
+        for step in range(batch.draft_len):
+            if step:
+                x, normed_step = self.head(x, drafts[:, step - 1 : step], start + (step - 1), self.cache, row)
+                normed = normed_step[:, 0]
+            logits = self.head.logits(normed)
+            ids = logits.argmax(-1)
+            if sampling is not None:
+                here = sampling.rows - row
+                probs = probabilities(logits[here], sampling.temperature, sampling.top_p, sampling.top_k)
+                ids[here] = draw(probs, batch.uniform[sampling.rows, step])
+                batch.store_draft_probs(step, sampling.rows, probs)
+            drafts[:, step] = self.head.to_target_ids(ids)
         batch.counts[row : row + count] = batch.draft_len
-
-    def _pick(self, batch: Batch, normed: Tensor, step: int, row: int, count: int) -> Tensor:
-        """The drafts of one chain step in target ids: argmax, or drawn with the request's own sampling parameters."""
-        logits = self.head.logits(normed)
-        ids = logits.argmax(-1)
-        sampling = batch.sampling
-        if sampling is not None:
-            chosen = ((sampling.rows >= row) & (sampling.rows < row + count)).nonzero().squeeze(1)
-            if len(chosen):
-                rows = sampling.rows[chosen]
-                top_p = None if sampling.top_p is None else sampling.top_p[chosen]
-                top_k = None if sampling.top_k is None else sampling.top_k[chosen]
-                probs = probabilities(logits[rows - row], sampling.temperature[chosen], top_p, top_k)
-                ids[rows - row] = draw(probs, batch.uniform[rows, step])
-                batch.store_draft_probs(step, rows, probs)
-        return self.head.to_target_ids(ids)
 
 
 class PromptLookupDrafter(NoDrafter):
