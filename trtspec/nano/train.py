@@ -2,6 +2,7 @@
 
 Everything is as in Kimi-K2.5 except the sizes; the corpus is the standard library of the running Python (3.11 for
 the shipped file). The result depends on the number of steps, not on the clock: --tokens says how much is seen.
+The shipped file was made in two runs, the second with --init on conversations alone; provenance.json has the options.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from trtspec.checkpoint.writer import write_shard
 from trtspec.models.kimi import KimiModel
 from trtspec.models.moe import MoE, Router
 from trtspec.models.names import checkpoint_tensors
+from trtspec.models.weights import load_target
 from trtspec.nano import corpus, vocabulary
 from trtspec.report import provenance, write_atomic, write_json
 from trtspec.specs import ModelSpec
 
 BASE_VOCABULARY = 1792
+PROMPT_FILES = ("prompts_train.jsonl", "prompts_heldout.jsonl")
 SEQUENCE = 384
 DECAY_SHARE = 0.2
 BALANCE_SPEED = 1e-3  # step of the correction bias (DeepSeek-V3's auxiliary-loss-free balancing)
@@ -48,8 +51,8 @@ def initialize(model: KimiModel) -> None:
         nn.init.normal_(parameter, std=0.02 / depth if final else 0.02)
 
 
-def documents(tokenizer: KimiTokenizer, modules: list[corpus.Module], seed: int) -> list[list[int]]:
-    """Token ids of conversations (tool calls among them) and of source files, shuffled."""
+def documents(tokenizer: KimiTokenizer, modules: list[corpus.Module], seed: int, files: bool) -> list[list[int]]:
+    """Token ids of conversations (tool calls among them) and, if asked, of source files, shuffled."""
     chats = [chat for module in modules for chat in corpus.conversations(module)]
     tools = [chat for module in modules for chat in corpus.tool_conversations(module)]
     rng = random.Random(seed)
@@ -58,7 +61,8 @@ def documents(tokenizer: KimiTokenizer, modules: list[corpus.Module], seed: int)
         tokenizer.apply_chat_template(corpus.messages(chat), list(chat.tools) or None, add_generation_prompt=False)
         for chat in chats
     ]
-    encoded += [tokenizer.encode(module.text) + [tokenizer.special_id("[EOS]")] for module in modules]
+    if files:
+        encoded += [tokenizer.encode(module.text) + [tokenizer.special_id("[EOS]")] for module in modules]
     rng.shuffle(encoded)
     return encoded
 
@@ -169,9 +173,37 @@ def save(model: KimiModel, directory: Path, options: dict[str, Any]) -> None:
     )
 
 
+def start_model(init: Path | None) -> KimiModel:
+    """A fresh model, or the weights of an earlier run in float32."""
+    if init is None:
+        model = KimiModel(ModelSpec.from_config(model_config()))
+        initialize(model)
+        return model
+    model = load_target(init, dtype=torch.float32).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.endswith("e_score_correction_bias"))
+    return model
+
+
+def prepare(output: Path, init: Path | None, training: list[corpus.Module], heldout: list[corpus.Module]) -> None:
+    """Tokenizer and prompt files: learned and drawn, or those of the earlier run."""
+    output.mkdir(parents=True, exist_ok=True)
+    if init is not None:
+        for name in ("tiktoken.model", "tokenizer_config.json", "chat_template.jinja", *PROMPT_FILES):
+            write_atomic(output / name, (init / name).read_bytes())
+        return
+    ranks = vocabulary.learn_ranks((module.text for module in training[::2]), BASE_VOCABULARY)
+    vocabulary.write_tokenizer(output, ranks)
+    write_prompts(output / PROMPT_FILES[0], sampled(training, 2000, seed=1), answers=False)
+    write_prompts(output / PROMPT_FILES[1], sampled(heldout, 250, seed=2), answers=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument(
+        "--init", type=Path, help="an earlier run's directory: continue from it, on conversations alone"
+    )
     parser.add_argument("--tokens", type=float, default=6e6, help="tokens to see")
     parser.add_argument("--batch", type=int, default=8, help="sequences of 384 tokens a step")
     parser.add_argument("--lr", type=float, default=2e-3)
@@ -180,26 +212,21 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     torch.set_num_threads(options.threads)
-    options.output.mkdir(parents=True, exist_ok=True)
 
     modules = corpus.modules()
     training = [module for module in modules if not module.heldout]
-    heldout = [module for module in modules if module.heldout]
-    ranks = vocabulary.learn_ranks((module.text for module in training[::2]), BASE_VOCABULARY)
-    vocabulary.write_tokenizer(options.output, ranks)
-    write_prompts(options.output / "prompts_train.jsonl", sampled(training, 2000, seed=1), answers=False)
-    write_prompts(options.output / "prompts_heldout.jsonl", sampled(heldout, 250, seed=2), answers=True)
+    prepare(options.output, options.init, training, [module for module in modules if module.heldout])
     tokenizer = KimiTokenizer(options.output)
-    stream = torch.tensor([token for document in documents(tokenizer, training, options.seed) for token in document])
-    print(f"{len(training)} modules to train on, {len(heldout)} held out, {len(stream) / 1e6:.2f}M tokens", flush=True)
-
-    model = KimiModel(ModelSpec.from_config(model_config()))
-    initialize(model)
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters", flush=True)
+    chosen = documents(tokenizer, training, options.seed, files=options.init is None)
+    stream = torch.tensor([token for document in chosen for token in document])
+    model = start_model(options.init)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"{parameters / 1e6:.2f}M parameters, {len(stream) / 1e6:.2f}M tokens of text", flush=True)
     steps = int(options.tokens / (options.batch * SEQUENCE))
     done = train(model, stream, steps, options.batch, options.lr, options.seed, options.output)
-    options.tokens = done * options.batch * SEQUENCE
-    save(model, options.output, {key: value for key, value in vars(options).items() if key != "output"})
+    used = vars(options) | {"tokens": done * options.batch * SEQUENCE}
+    earlier = json.loads((options.init / "provenance.json").read_text())["options"] if options.init else None
+    save(model, options.output, {k: v for k, v in used.items() if k not in ("output", "init")} | {"init": earlier})
 
 
 if __name__ == "__main__":
