@@ -12,11 +12,11 @@ demo: $(STAMP)  ## the whole chain on a small Kimi, on a CPU, ending in a report
 
 test: lint  ## lint, then the default test suite
 	@echo "== tests (several minutes; slow ones are in 'make test-all')"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: lint  ## also the tests that take minutes each
 	@echo "== all tests"
-	@$(BIN)/python -m pytest -m "slow or not slow" --timeout=1800
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow" --timeout=1800
 
 lint: $(STAMP)  ## style, types, generated documents up to date
 	@echo "== lint (ruff, mypy, generated documents)"

@@ -1,11 +1,13 @@
 """kimi-nano with its trained head: greedy speculative output against plain output on held-out prompts.
 
-float32: token for token. bfloat16: every first divergence is a near-tie under the measured rounding bound.
+float32: token for token. bfloat16 and NVFP4: every first divergence is a near-tie under the measured rounding bound.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,15 +61,28 @@ def test_float32_token_for_token(count: int, rows: int) -> None:
     assert 1 + engine.totals.accepted / engine.totals.steps > 1.5, "a trained head accepts more than this"
 
 
+@pytest.fixture(scope="module")
+def nvfp4_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """kimi-nano quantized by the command that users run."""
+    output = tmp_path_factory.mktemp("quantized") / "kimi-nano-nvfp4"
+    command = [sys.executable, "-m", "trtspec", "quantize", str(kimi_nano_dir()), "-o", str(output)]
+    subprocess.run(command, check=True, capture_output=True, timeout=250)
+    return output
+
+
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.slow)])
-def test_bfloat16_divergences_are_near_ties(count: int, rows: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("format", ["bfloat16", "nvfp4"])
+def test_divergences_are_near_ties(
+    format: str, count: int, rows: int, nvfp4_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     requests = held_out(count)
-    plain, speculative, engine = run(torch.bfloat16, requests, rows, kimi_nano_dir())
+    directory = nvfp4_dir if format == "nvfp4" else kimi_nano_dir()
+    plain, speculative, engine = run(torch.bfloat16, requests, rows, directory)
     texts = [request.prompt_ids[-64:] + plain[request.id].token_ids for request in requests[:8]]
     bound = rounding_bound(engine.target, texts, [(1, 1), (1, 4), (rows, 4)])
     found = [d for r in requests if (d := first_divergence(plain[r.id], speculative[r.id]))]
     with capsys.disabled():
         gaps = ", ".join(f"{divergence.gap:.4f}" for divergence in found) or "-"
-        print(f"\nbfloat16, batch {rows}: {len(found)} of {count} diverge, rounding bound {bound:.4f}, gaps {gaps}")
+        print(f"\n{format}, batch {rows}: {len(found)} of {count} diverge, rounding bound {bound:.4f}, gaps {gaps}")
     assert all(divergence.near_tie(bound) for divergence in found)

@@ -144,6 +144,13 @@ def test_nvfp4_with_fp8_cache_runs_and_a_wrong_scale_shows(tmp_path: Path) -> No
     assert error() > 3 * right
 
 
+@torch.no_grad()
+def test_fp8_cache_saturates_instead_of_nan(tmp_path: Path) -> None:
+    model = load_target(make_target(tmp_path), dtype=torch.float32, kv_cache="fp8")
+    model.layers[0].self_attn.kv_a_layernorm.weight.mul_(10_000)
+    assert stepwise_logits(model, prompts()).isfinite().all()
+
+
 def test_missing_tensors_are_named_at_once(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

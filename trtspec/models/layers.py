@@ -195,9 +195,10 @@ class AttentionStep:
         """Writes entry [B, T, D] into the cache and returns what the rows may attend to, [B, S, D]."""
         if self.layer is None:
             return entry
-        stored, target = entry.flatten(0, 1).to(self.layer.dtype), self.layer.view(-1, self.layer.shape[-1])
-        if stored.element_size() == 1:  # index_copy_ knows no FP8 type; the bytes are the same
-            stored, target = stored.view(torch.uint8), target.view(torch.uint8)
+        stored, target = entry.flatten(0, 1), self.layer.view(-1, self.layer.shape[-1])
+        if self.layer.dtype == torch.float8_e4m3fn:
+            # the cast saturates in the engines but gives NaN in torch; index_copy_ knows no FP8 type, only its bytes
+            stored, target = stored.clamp(-448, 448).to(self.layer.dtype).view(torch.uint8), target.view(torch.uint8)
         target.index_copy_(0, self.slots, stored)
         return self.layer[self.rows, : self.length].to(entry.dtype)
 
