@@ -68,6 +68,15 @@ def test_every_acceptance_pattern(
     assert all(count > 0 for count in engine.totals.histogram), "some acceptance count never happened"
 
 
+def test_batch_of_64(
+    target: KimiModel, head_of: HeadOf, requests: list[Request], expected: dict[str, list[int]]
+) -> None:
+    copies = [replace(request, id=f"{copy}:{request.id}") for copy in range(8) for request in requests][:96]
+    engine = Engine(target, head_of(("mla", "3.1", None)), drafter="eagle3", max_batch_size=64, max_seq_len=128)
+    for name, tokens in token_ids(engine.generate(copies)).items():
+        assert tokens == expected[name.partition(":")[2]]
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 def test_prompt_lookup(rows: int, target: KimiModel, requests: list[Request], expected: dict[str, list[int]]) -> None:
     engine = Engine(target, drafter="prompt-lookup", max_batch_size=rows)
