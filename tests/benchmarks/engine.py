@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--no-transformers", action="store_true")
     options = parser.parse_args()
-    torch.set_num_threads(thread_count())
+    torch.set_num_threads(thread_count(256))
     dtype = getattr(torch, options.dtype)
     target = load_target(options.target, dtype=dtype)
     head = load_head(options.head, target, dtype=dtype)

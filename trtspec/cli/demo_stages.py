@@ -14,6 +14,7 @@ from trtspec.cli.demo_process import Chain
 REAL_TARGET = "nvidia/Kimi-K2.5-NVFP4"
 REAL_HEAD = "nvidia/Kimi-K2.5-Eagle3"
 DRAFT_LEN = 3
+TRAIN_BATCH, TRAIN_LR = 4, 0.004  # found on kimi-nano (docs/LOG.md); small batches, because the data is small
 PORTS = 4
 STAGES = 9
 
@@ -39,22 +40,22 @@ class Sizes:
 
 
 FULL = Sizes(
-    answers=1000,
-    answer_tokens=160,
-    answer_temperature=1.0,
-    train_epochs=2,
-    card_prompts=24,
-    record=60,
-    record_tokens=96,
+    answers=400,
+    answer_tokens=112,
+    answer_temperature=0.8,
+    train_epochs=5,
+    card_prompts=12,
+    record=40,
+    record_tokens=64,
     concurrency="1,4,16",
-    samples="18,36,96",
-    bench_tokens=128,
-    sampled_concurrency="1,4,16",
-    sampled_samples="12,24,96",
-    nvfp4_samples=48,
+    samples="12,24,64",
+    bench_tokens=96,
+    sampled_concurrency="1,4",
+    sampled_samples="10,24",
+    nvfp4_samples=16,
     seconds={
-        "inspect": 2, "quantize": 8, "synthesize": 110, "check": 15, "train": 150, "greedy": 110, "sampled": 90,
-        "nvfp4": 35, "config": 2, "figures": 25,
+        "inspect": 1, "quantize": 4, "synthesize": 110, "check": 20, "train": 150, "greedy": 130, "sampled": 60,
+        "nvfp4": 60, "config": 1, "figures": 20,
     },
 )  # fmt: skip
 QUICK = Sizes(
@@ -170,10 +171,11 @@ class Demo:
     def train(self) -> None:
         self.chain.begin(
             "Train an Eagle3 head",
-            "One MLA decoder layer over three captured hidden states, trained with ModelOpt on the target's answers.",
+            "One MLA layer over three captured hidden states (EAGLE-3.1), trained with ModelOpt on the target's answers.",
             self.expected("train", "inspect"),
         )
-        command = ["train", self.target, self.answers, "-o", self.head, "--attention", "mla"]
+        command = ["train", self.target, self.answers, "-o", self.head, "--attention", "mla", "--eagle", "3.1"]
+        command += ["--batch-size", str(TRAIN_BATCH), "--lr", str(TRAIN_LR)]
         command += ["--epochs", str(self.sizes.train_epochs)]
         command += ["--acceptance-prompts", str(self.sizes.card_prompts)]
         self.chain.run(command, "train", self.expected("train"))

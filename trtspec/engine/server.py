@@ -27,6 +27,7 @@ from trtspec.models.weights import load_target
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 DEFAULT_MAX_SEQ_LEN = 4096
+SHARED_PRODUCTS_HIDDEN = 1024  # below, a step on one thread is faster than on two (docs/LOG.md)
 GRACE_SECONDS = 30
 
 
@@ -49,7 +50,6 @@ def run(
     `drafter` is eagle3 (the default with a head) or prompt-lookup. `max_seq_len` defaults to the target's own
     maximum, at most 4096. Raises TrtspecError when something does not load or the port is taken.
     """
-    torch.set_num_threads(thread_count())
     listener = bind(host, port)  # before the weights: a taken port should not cost a load
     engine, tokenizer = build_engine(
         target,
@@ -61,6 +61,7 @@ def run(
         max_seq_len=max_seq_len,
         device=device,
     )
+    torch.set_num_threads(thread_count(engine.target.spec.hidden_size))
     warm_up(engine)
     name = served_model_name or target.resolve().name
     how = f"drafter {drafter or 'eagle3'}, draft length {engine.draft_len}" if engine.draft_len else "no speculation"
@@ -112,13 +113,15 @@ def warm_up(engine: Engine) -> None:
     engine.iteration = None
 
 
-def thread_count() -> int:
-    """TRTSPEC_THREADS, else the physical cores this process may use."""
+def thread_count(hidden_size: int) -> int:
+    """TRTSPEC_THREADS, else the physical cores this process may use; one for a model too small to share its products."""
     wanted = os.environ.get("TRTSPEC_THREADS", "")
     if wanted:
         if not wanted.isdigit() or int(wanted) < 1:
             raise UsageError(f"TRTSPEC_THREADS is {wanted!r}", "set it to a positive number or unset it")
         return int(wanted)
+    if hidden_size < SHARED_PRODUCTS_HIDDEN:
+        return 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(usable, psutil.cpu_count(logical=False) or usable)
 

@@ -141,7 +141,7 @@ class LatentAttention(nn.Module):
         absorbed = absorbed.transpose(0, 1).view(batch, tokens, heads, -1)
         queries = torch.cat((absorbed, rotated[:, :, :heads]), -1).view(batch, tokens * heads, -1)
         scores = torch.baddbmm(step.mask(heads), queries, keys.transpose(1, 2), alpha=self.scale)
-        mixed = torch.bmm(scores.softmax(-1, dtype=torch.float32).to(x.dtype), keys[..., : self.kv_lora_rank])
+        mixed = torch.bmm(scores.softmax(-1), keys[..., : self.kv_lora_rank])  # softmax accumulates in float32
         values = torch.bmm(mixed.view(-1, heads, self.kv_lora_rank).transpose(0, 1), v_up.transpose(1, 2))
         return self.o_proj(values.transpose(0, 1).reshape(batch, tokens, -1))
 

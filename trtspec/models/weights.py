@@ -86,5 +86,5 @@ def _install(
             f"{', '.join(source.names[:2])}: shape {tuple(value.shape)}, but config.json implies {tuple(shape)}",
             "config.json and weights do not belong together; download both again",
         )
-    keep = torch.float32 if leaf == "e_score_correction_bias" else dtype
+    keep = torch.float32 if owner.endswith("mlp.gate") else dtype  # the router computes in float32
     setattr(module, leaf, nn.Parameter(value.view(shape).to(device=device, dtype=keep), requires_grad=False))
