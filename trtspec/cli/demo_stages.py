@@ -171,7 +171,7 @@ class Demo:
     def train(self) -> None:
         self.chain.begin(
             "Train an Eagle3 head",
-            "One MLA layer over three captured hidden states (EAGLE-3.1), trained with ModelOpt on the target's answers.",
+            "One MLA layer over three captured states (EAGLE-3.1), trained with ModelOpt on the target's answers.",
             self.expected("train", "inspect"),
         )
         command = ["train", self.target, self.answers, "-o", self.head, "--attention", "mla", "--eagle", "3.1"]

@@ -114,7 +114,7 @@ def warm_up(engine: Engine) -> None:
 
 
 def thread_count(hidden_size: int) -> int:
-    """TRTSPEC_THREADS, else the physical cores this process may use; one for a model too small to share its products."""
+    """TRTSPEC_THREADS, else the physical cores this process may use; one for a small model."""
     wanted = os.environ.get("TRTSPEC_THREADS", "")
     if wanted:
         if not wanted.isdigit() or int(wanted) < 1:
