@@ -85,7 +85,16 @@ def key_figures(data: dict[str, Any]) -> list[dict[str, str]]:
     greedy, quantized = data["bench"].get("greedy"), data["bench"].get("nvfp4-greedy")
     if greedy:
         label = f"tokens per step, greedy, over {greedy['turns']} answers to {greedy['questions']} held-out prompts"
-        found.append({"value": number(greedy["acceptance_length"]), "label": label})
+        loops = (greedy.get("degeneration") or {}).get("loop")
+        found.append(
+            {
+                "value": number(greedy["acceptance_length"]),
+                "label": f"{label}; {loops} of them loop" if loops else label,
+            }
+        )
+        if sampled := data["bench"].get("sampled"):
+            label = f"tokens per step at temperature 1, over {sampled['turns']} answers"
+            found.append({"value": number(sampled["acceptance_length"]), "label": label})
         for level in (greedy.get("interleaved") or [])[:2]:
             ratio = pair(level, "eagle3", "plain")
             if ratio:
