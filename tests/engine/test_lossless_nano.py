@@ -42,11 +42,11 @@ def held_out(count: int) -> list[Request]:
 def run(
     dtype: torch.dtype, requests: list[Request], rows: int, target_dir: Path
 ) -> tuple[dict[str, Completion], dict[str, Completion], Engine]:
-    """(without the head, with it, the engine with it), both at batch `rows`."""
+    """(plain at batch 1, with the head at batch `rows`, the engine with the head)."""
     target = load_target(target_dir, dtype=dtype)
     head = load_head(HEAD, target, dtype=dtype)
     common = {"max_seq_len": 640, "record_gaps": True}
-    plain = Engine(target, max_batch_size=rows, **common).generate(requests)  # type: ignore[arg-type]
+    plain = Engine(target, max_batch_size=1, **common).generate(requests)  # type: ignore[arg-type]
     engine = Engine(target, head, drafter="eagle3", max_batch_size=rows, **common)  # type: ignore[arg-type]
     return plain, engine.generate(requests), engine
 
