@@ -59,10 +59,10 @@ FULL = Sizes(
     },
 )  # fmt: skip
 QUICK = Sizes(
-    answers=120,
+    answers=160,
     answer_tokens=96,
-    answer_temperature=1.0,
-    train_epochs=1,
+    answer_temperature=0.8,
+    train_epochs=5,
     card_prompts=4,
     record=12,
     record_tokens=48,
