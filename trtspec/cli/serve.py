@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Backend = Literal["trtllm", "reference"]
 Speculation = Literal["eagle3", "prompt-lookup", "none"]
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 def serve(
@@ -42,7 +42,9 @@ def serve(
     speculation: Annotated[
         Speculation | None, typer.Option(help="Reference backend. Default: eagle3 with --head, else none.")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Reference backend: type of computation.")] = "bfloat16",
+    dtype: Annotated[
+        Dtype, typer.Option(help="Reference backend: type of computation; auto is bfloat16 where it is native.")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="Reference backend: cpu or cuda.")] = "cpu",
     served_model_name: Annotated[str | None, typer.Option(help="Name in /v1/models. Default: the target's.")] = None,
     trust_remote_code: Annotated[

@@ -90,6 +90,7 @@ def train(
     assert resolved.path is not None
     from trtspec.heads.plan import make_plan  # only now: importing torch takes seconds
 
+    options = options.for_device(device)
     plan = make_plan(resolved.path, resolved.target_spec(), data, options, features)
     if dry_run:
         print_json(_forecast(plan, options))

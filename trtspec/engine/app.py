@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
+import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
@@ -66,6 +67,11 @@ def create_app(engine: Engine, tokenizer: KimiTokenizer, served_model_name: str)
         return await _respond(job, asked, worker, request)
 
     return app
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` of torch.float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 def completion_job(asked: CompletionBody, tokenizer: KimiTokenizer, model: str) -> Job:
@@ -248,7 +254,7 @@ def _add_status(app: FastAPI, worker: Worker, tokenizer: KimiTokenizer, served: 
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        return {"version": app.version}
+        return {"version": app.version, "dtype": dtype_name(worker.engine.target.dtype)}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

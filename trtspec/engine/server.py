@@ -16,16 +16,17 @@ import torch
 import uvicorn
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.app import create_app
+from trtspec.engine.app import create_app, dtype_name
 from trtspec.engine.drafters import DrafterName
 from trtspec.engine.engine import Engine
 from trtspec.engine.sequence import Request
 from trtspec.engine.stats import Totals
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.models.head_weights import load_head
+from trtspec.models.precision import default_dtype
 from trtspec.models.weights import load_target
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = ("auto", "bfloat16", "float32")
 DEFAULT_MAX_SEQ_LEN = 4096
 SHARED_PRODUCTS_HIDDEN = 1024  # below, a step on one thread is faster than on two (docs/LOG.md)
 GRACE_SECONDS = 30
@@ -37,7 +38,7 @@ def run(
     *,
     host: str,
     port: int,
-    dtype: str = "bfloat16",
+    dtype: str = "auto",
     draft_len: int = 3,
     drafter: str | None = None,
     max_batch_size: int = 16,
@@ -47,6 +48,7 @@ def run(
 ) -> None:
     """Serves until SIGTERM (returns) or SIGINT (raises KeyboardInterrupt); requests in flight are finished first.
 
+    `dtype` auto is bfloat16 where the device computes it natively, else float32; the ready line names the choice.
     `drafter` is eagle3 (the default with a head) or prompt-lookup. `max_seq_len` defaults to the target's own
     maximum, at most 4096. Raises TrtspecError when something does not load or the port is taken.
     """
@@ -65,6 +67,7 @@ def run(
     warm_up(engine)
     name = served_model_name or target.resolve().name
     how = f"drafter {drafter or 'eagle3'}, draft length {engine.draft_len}" if engine.draft_len else "no speculation"
+    how = f"{dtype_name(engine.target.dtype)}, {how}"
     config = uvicorn.Config(
         create_app(engine, tokenizer, name), log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS, lifespan="on"
     )
@@ -78,7 +81,7 @@ def build_engine(
     target: Path,
     head: Path | None = None,
     *,
-    dtype: str = "bfloat16",
+    dtype: str = "auto",
     draft_len: int = 3,
     drafter: str | None = None,
     max_batch_size: int = 16,
@@ -88,10 +91,11 @@ def build_engine(
 ) -> tuple[Engine, KimiTokenizer]:
     """Loads checkpoint directories into an engine with its tokenizer."""
     if dtype not in DTYPES:
-        raise UsageError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", "use --dtype bfloat16")
+        raise UsageError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", "use --dtype auto")
+    compute: torch.dtype = default_dtype(device) if dtype == "auto" else getattr(torch, dtype)
     tokenizer = KimiTokenizer(target)
-    model = load_target(target, dtype=DTYPES[dtype], device=device)
-    draft_head = None if head is None else load_head(head, model, dtype=DTYPES[dtype], device=device)
+    model = load_target(target, dtype=compute, device=device)
+    draft_head = None if head is None else load_head(head, model, dtype=compute, device=device)
     name: DrafterName | None = drafter or ("eagle3" if head else None)  # type: ignore[assignment]
     engine = Engine(
         model,

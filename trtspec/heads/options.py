@@ -36,10 +36,18 @@ class TrainOptions:
     seed: int = 0
     answer_only: bool = False
     held_out: float = 0.05
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Literal["auto", "bf16", "fp32"] = "auto"  # auto: bf16 where the device has it natively
 
     def peak_lr(self, hidden_size: int) -> float:
         return self.lr if self.lr is not None else min(2e-3, PEAK_LR_TIMES_WIDTH / hidden_size)
+
+    def for_device(self, device: str) -> TrainOptions:
+        """The same options with `auto` precision settled for this device, so that records and resumes name it."""
+        from trtspec.models.precision import has_native_bf16
+
+        if self.precision != "auto":
+            return self
+        return replace(self, precision="bf16" if has_native_bf16(device) else "fp32")
 
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self)
@@ -51,7 +59,7 @@ class TrainOptions:
         wrong = [
             (self.attention in ("mha", "mla"), "attention", "mha or mla"),
             (self.eagle in ("3", "3.1"), "eagle", "3 or 3.1"),
-            (self.precision in ("bf16", "fp32"), "precision", "bf16 or fp32"),
+            (self.precision in ("auto", "bf16", "fp32"), "precision", "auto, bf16 or fp32"),
             (1 <= self.ttt_steps <= 16, "ttt_steps", "1 to 16"),
             (self.epochs >= 1, "epochs", "1 or more"),
             (self.steps is None or self.steps >= 1, "steps", "1 or more"),
