@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -95,8 +97,10 @@ def test_an_interrupt_reaches_the_engine_once(start: Start, tmp_path: Path, free
     nothing_left(tmp_path, free_port)
 
 
-def test_killing_trtspec_leaves_no_server_behind(start: Start, tmp_path: Path, free_port: int) -> None:
-    process = start()
+@pytest.mark.parametrize("mode", ["", "ignore-term"])
+def test_killing_trtspec_leaves_no_server_behind(start: Start, tmp_path: Path, free_port: int, mode: str) -> None:
+    """kill -9, which nobody can handle: the guard sees it, and ends also what does not want to end."""
+    process = start("--stop-grace", "1", STANDIN_MODE=mode)
     until_ready(process)
     process.kill()
     process.wait()
@@ -139,8 +143,55 @@ def test_a_server_that_ignores_sigterm_is_killed(start: Start, tmp_path: Path, f
     process = start("--stop-grace", "1", STANDIN_MODE="ignore-term")
     until_ready(process)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 137
+    _, log = process.communicate(timeout=20)
+    assert process.returncode == 137 and "did not end within 1 s" in log
     nothing_left(tmp_path, free_port)
+
+
+@pytest.mark.parametrize("mode", ["leave-rank", "stubborn-ranks"])
+def test_ranks_that_outlive_the_server_are_ended(start: Start, tmp_path: Path, free_port: int, mode: str) -> None:
+    """They live in another session and other process groups, as Open MPI's do."""
+    process = start("--stop-grace", "1", STANDIN_MODE=mode)
+    until_ready(process)
+    server, daemon, rank = recorded(tmp_path)["pids"]
+    assert len({os.getpgid(server), os.getpgid(daemon), os.getpgid(rank)}) == 3
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 0
+    nothing_left(tmp_path, free_port)
+
+
+def test_an_engine_that_dies_under_load_is_told_and_not_restarted(start: Start, tmp_path: Path, free_port: int) -> None:
+    process = start(STANDIN_MODE="die-under-load")
+    until_ready(process)
+    body = json.dumps({"model": "m", "prompt": "abc", "max_tokens": 1}).encode()
+
+    def ask() -> None:
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"http://localhost:{free_port}/v1/completions", body, timeout=10).read()
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    _, log = process.communicate(timeout=60)
+    for thread in threads:
+        thread.join()
+    assert process.returncode == 1
+    assert "ended while serving with status 1: a GPU kernel crashed" in log and "Traceback" not in log
+    nothing_left(tmp_path, free_port)
+
+
+def test_argv_and_environment_are_what_the_dry_run_said(start: Start, tmp_path: Path) -> None:
+    process = start("--dry-run", "--json", "--", "--log_level", "debug")
+    promised = json.loads(process.communicate(timeout=60)[0])
+    process = start("--", "--log_level", "debug", MY_OWN="1")
+    until_ready(process)
+    given = recorded(tmp_path)
+    config = given["argv"][-1]
+    assert ["trtllm-serve", *given["argv"][:-1], promised["argv"][-1]] == promised["argv"]
+    assert config != promised["argv"][-1] and promised["env"].items() <= given["env"].items()
+    assert given["env"]["MY_OWN"] == "1" and given["config"] == promised["config"]
+    added = {"PYTHONUNBUFFERED", "STANDIN_RECORD", "TRTSPEC_PROGRESS", "MY_OWN"}
+    assert set(given["env"]) - set(os.environ) <= added | {"PWD", "SHLVL", "_", "OLDPWD", "LC_CTYPE"}
 
 
 def test_the_installed_version_decides(start: Start, tmp_path: Path) -> None:
@@ -191,6 +242,46 @@ def test_the_standin_refuses_as_the_engine_does(standin_path: Path, tmp_path: Pa
     )  # fmt: skip
     assert run(str(tiny_target), option, str(good), "--tpsize", "1") == (2, "Error: No such option: --tpsize\n")
     assert run(str(tmp_path / "nowhere"), option, str(good))[0] == 1
+
+
+@pytest.mark.slow
+def test_a_hundred_starts_and_stops_leak_nothing(start: Start, tmp_path: Path, free_port: int) -> None:
+    """Counted over the whole machine's processes by a mark in their environment, and over the temporary directory."""
+    mark = f"{os.getpid()}-{tmp_path.name}"
+
+    def marked() -> list[int]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("STANDIN_MARK") == mark:
+                    found.append(process.pid)
+        return found
+
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    before = set(os.listdir("/dev/shm"))
+    for cycle in range(100):
+        process = start(STANDIN_MARK=mark, STANDIN_LOAD="0", TMPDIR=str(temporary))
+        until_ready(process)
+        assert len(marked()) == 5  # trtspec, guard, server, daemon, rank
+        process.send_signal((signal.SIGTERM, signal.SIGINT)[cycle % 2])
+        assert process.wait(timeout=30) in (0, 130)
+        nothing_left(tmp_path, free_port)
+        assert not marked() and not list(temporary.iterdir())
+    print(f"\n100 cycles: {len(marked())} processes, {len(list(temporary.iterdir()))} files, port {free_port} free")
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.slow
+def test_a_hundred_launches_of_one_process_leak_no_descriptor(standin_path: Path, tiny_target: Path) -> None:
+    """Descriptors, threads and children of the process that launches, before and after."""
+    script = Path(__file__).with_name("launch_cycles.py")
+    command = [sys.executable, str(script), str(tiny_target), "100"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    print(f"\n{done.stdout}")
+    before, after = (json.loads(line) for line in done.stdout.splitlines())
+    assert before == after
 
 
 def test_the_reference_backend_serves_behind_the_standin(start: Start, free_port: int) -> None:

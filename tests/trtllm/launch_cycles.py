@@ -1,0 +1,50 @@
+"""Launches the stand-in again and again in one process; prints what the process holds after the first and the last."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+import psutil
+
+from trtspec.trtllm.launch import Launch, run
+from trtspec.trtllm.readiness import is_healthy
+
+
+def main(target: str, cycles: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config = "/dev/null"
+    words = ["trtllm-serve", target, "--host", "localhost", "--port", str(port), "--extra_llm_api_options", config]
+
+    def stop() -> None:
+        while not is_healthy(f"http://localhost:{port}"):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    for cycle in range(cycles):
+        stopper = threading.Thread(target=stop)
+        stopper.start()
+        run(Launch(words, "localhost", port, {"STANDIN_LOAD": "0"}))
+        stopper.join()
+        if cycle in (0, cycles - 1):
+            own = psutil.Process()
+            print(
+                json.dumps(
+                    {
+                        "descriptors": own.num_fds(),
+                        "threads": own.num_threads(),
+                        "children": len(own.children(recursive=True)),
+                    }
+                )
+            )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

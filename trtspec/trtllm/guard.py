@@ -1,0 +1,143 @@
+"""Stands between `trtspec serve` and the engine, so that no rank outlives either of them.
+
+Run by path, standard library only (it starts in a hundredth of a second):
+`python -I -S guard.py GRACE CONTROL ARGV...`. GRACE: seconds between a request to end and SIGKILL. CONTROL: read end
+of a pipe that trtspec holds open; its end means that trtspec is gone, however it went.
+
+Process groups do not hold an MPI job together: Open MPI's daemon gives every rank a group of its own. So the guard is
+a child subreaper (prctl(2)): what the engine starts and leaves behind becomes the guard's child, and is ended with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+UNKILLABLE = 10.0  # seconds after SIGKILL until a process counts as stuck in the kernel
+
+
+def main(grace: float, control: int, argv: list[str]) -> int:
+    """The engine's exit status, 128 + n where signal n ended it, 127 where it could not be started."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    asked: list[int] = []
+    wake = _wake_on_signals(asked)
+    try:
+        engine = subprocess.Popen(argv, process_group=0, preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
+    except OSError as error:
+        print(f"{argv[0]} cannot be started: {error.strerror}", flush=True)
+        return 127
+    status = _until_it_ends(engine.pid, control, wake, asked, grace)
+    engine.returncode = status
+    stuck = _end_descendants(wake, grace)
+    if stuck:
+        print(f"these processes do not end, not even by SIGKILL: {stuck}", flush=True)
+    return status if status >= 0 else 128 - status
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
+
+
+def _wake_on_signals(asked: list[int]) -> int:
+    """Signals that ask for the end are noted in `asked`; they and SIGCHLD make the returned pipe readable."""
+    wake, write = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    for number in FORWARDED:
+        signal.signal(number, lambda number, _frame: asked.append(number))
+    return wake
+
+
+def _until_it_ends(engine: int, control: int, wake: int, asked: list[int], grace: float) -> int:
+    """Passes signals on; kills everything `grace` seconds after the first one, or at once after a second one."""
+    watched, deadline, passed_on = [control, wake], None, 0
+    while True:
+        status = _reap(engine)
+        if status is not None:
+            return status
+        for number in asked[passed_on:]:
+            passed_on += 1
+            deadline = time.monotonic() + (grace if deadline is None else 0)
+            _signal_group(engine, number)
+        if deadline is not None and time.monotonic() >= deadline:
+            _signal_group(engine, signal.SIGKILL)
+            _signal_all(signal.SIGKILL)
+        timeout = None if deadline is None else max(0.05, deadline - time.monotonic())
+        ready = select.select(watched, [], [], timeout)[0]
+        _drain(wake)
+        if control in ready:
+            watched.remove(control)
+            asked.append(signal.SIGTERM)
+
+
+def _reap(engine: int = -1) -> int | None:
+    """Collects whatever has ended; the exit code of `engine` (negative: its signal) when it is among them."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == engine:
+                return os.waitstatus_to_exitcode(ended[1])
+    return None
+
+
+def _end_descendants(wake: int, grace: float) -> list[int]:
+    """SIGTERM, then SIGKILL after `grace` seconds, to what the engine left behind; returns what does not go."""
+    _signal_all(signal.SIGTERM)
+    started = time.monotonic()
+    while left := _descendants():
+        waited = time.monotonic() - started
+        if waited > grace + UNKILLABLE:
+            return left
+        if waited > grace:
+            _signal_all(signal.SIGKILL)
+        select.select([wake], [], [], 0.05)
+        _drain(wake)
+        _reap()
+    return []
+
+
+def _drain(wake: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        while os.read(wake, 512):
+            pass
+
+
+def _signal_group(leader: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, number)
+
+
+def _signal_all(number: int) -> None:
+    for pid in _descendants():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def _descendants() -> list[int]:
+    """Pids of all processes below this one, zombies included until they are collected."""
+    parents: dict[int, int] = {}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
+            # the name of a program may hold spaces and brackets; the fields after its last bracket do not
+            parents[int(name)] = int(stat.read().rpartition(b")")[2].split()[1])
+    found: list[int] = []
+    level = [os.getpid()]
+    while level:
+        level = [pid for pid, parent in parents.items() if parent in level]
+        found += level
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))
