@@ -95,11 +95,11 @@ def key_figures(data: dict[str, Any]) -> list[dict[str, str]]:
         if sampled := data["bench"].get("sampled"):
             label = f"tokens per step at temperature 1, over {sampled['turns']} answers"
             found.append({"value": number(sampled["acceptance_length"]), "label": label})
-        for level in (greedy.get("interleaved") or [])[:2]:
-            ratio = pair(level, "eagle3", "plain")
-            if ratio:
-                label = f"tokens/s with Eagle3 over none, concurrency {level['concurrency']}"
-                found.append({"value": number(ratio["median"], 2, "x"), "label": label})
+        for name, title in (("greedy", "greedy"), ("sampled", "temperature 1")):
+            for level in ((data["bench"].get(name) or {}).get("interleaved") or [])[:2]:
+                if ratio := pair(level, "eagle3", "plain"):
+                    label = f"tokens/s with Eagle3 over none, {title}, concurrency {level['concurrency']}"
+                    found.append({"value": number(ratio["median"], 2, "x"), "label": label})
     if quantized:
         found.append({"value": number(quantized["acceptance_length"]), "label": "tokens per step on the NVFP4 target"})
     lossless = [r for entry in data["checks"] for r in entry["verdict"]["results"] if r["name"] == "lossless"]
@@ -244,12 +244,18 @@ def speed_tables(data: dict[str, Any]) -> list[Table]:
             )
         columns = ["concurrency", "none tokens/s", "Eagle3 tokens/s", "over none", "prompt lookup tokens/s"]
         note = (
-            "Same engine, same prompts, BF16, draft length 3. Rounds alternate between the three servers, one loaded "
-            "at a time; ratio = median over rounds with its range. steady = while all slots were busy."
+            f"Same engine, same prompts, computed in {computed_in(data)}, draft length 3. Rounds alternate between the "
+            "three servers, one loaded at a time; ratio = median over rounds with its range. steady = while all slots "
+            "were busy."
         )
         title = "greedy" if name == "greedy" else "temperature 1"
         found.append(Table(f"Output tokens/s, {title}", [*columns, "over none", "rounds", "measured"], rows, note))
     return found
+
+
+def computed_in(data: dict[str, Any]) -> str:
+    """The type of computation that the servers chose on this machine."""
+    return str((data.get("honesty") or {}).get("dtype", "the machine's own type"))
 
 
 def spread(ratio: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.moe import Router
+from trtspec.models.precision import default_dtype
 from trtspec.models.weights import load_target
 
 CONTEXT = 256  # cached tokens while steps are timed
@@ -35,12 +36,13 @@ def main() -> None:
     parser.add_argument("--head", type=Path, required=True)
     parser.add_argument("--samples", type=int, default=40, help="held-out texts")
     options = parser.parse_args()
-    target = load_target(options.target, dtype=torch.bfloat16)
-    head = load_head(options.head, target, dtype=torch.bfloat16, device="cpu")
+    dtype = default_dtype()  # what the servers of the demo computed in
+    target = load_target(options.target, dtype=dtype)
+    head = load_head(options.head, target, dtype=dtype, device="cpu")
     texts = held_out(KimiTokenizer(options.target), options.samples)
     with torch.inference_mode():
         figures = {**step_costs(target, head), **experts_touched(target, texts), **bits_per_byte(target, texts)}
-    print(json.dumps(figures, indent=2))
+    print(json.dumps({"dtype": str(dtype).removeprefix("torch.")} | figures, indent=2))
 
 
 def held_out(tokenizer: KimiTokenizer, samples: int) -> list[tuple[list[int], list[int], int]]:
