@@ -49,12 +49,14 @@ class DecoderLayer(nn.Module):
 class KimiModel(nn.Module):
     """Logits, final hidden states and, on request, the outputs of given decoder layers (an Eagle3 head's input)."""
 
-    def __init__(self, spec: ModelSpec, kv_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, spec: ModelSpec, kv_dtype: torch.dtype | None = None, *, layers: int | None = None) -> None:
+        """`layers=0` leaves the decoder layers out: embeddings, final norm and lm_head alone (see stream.py)."""
         super().__init__()
         self.spec = spec
         self.kv_dtype = kv_dtype
         self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(spec, index) for index in range(spec.num_hidden_layers))
+        count = spec.num_hidden_layers if layers is None else layers
+        self.layers = nn.ModuleList(DecoderLayer(spec, index) for index in range(count))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.lm_head = Linear(spec.hidden_size, spec.vocab_size)
         self.tables: tuple[Tensor, Tensor] | None = None

@@ -29,6 +29,11 @@ def layout(spec: ModelSpec) -> Iterator[Source]:
         yield from _layer_layout(spec, f"layers.{index}.", f"{prefix}model.layers.{index}.")
 
 
+def layer_layout(spec: ModelSpec, index: int) -> Iterator[Source]:
+    """Every parameter of decoder layer `index`, named as in its `DecoderLayer` (without `layers.N.`)."""
+    yield from _layer_layout(spec, "", f"{spec.name_prefix}model.layers.{index}.")
+
+
 def _layer_layout(spec: ModelSpec, ours: str, theirs: str) -> Iterator[Source]:
     for name in ("input_layernorm", "post_attention_layernorm"):
         yield Source(f"{ours}{name}.weight", (f"{theirs}{name}.weight",))
@@ -62,12 +67,12 @@ def checkpoint_tensors(model: KimiModel) -> dict[str, Tensor]:
         value = state[source.parameter]
         if value.dim() == 3:
             value = value.flatten(0, 1)
-        rows = _rows_of(model.spec, source, len(value))
+        rows = rows_of(model.spec, source, len(value))
         tensors.update(zip(source.names, (part.contiguous() for part in value.split(rows)), strict=True))
     return tensors
 
 
-def _rows_of(spec: ModelSpec, source: Source, total: int) -> list[int]:
+def rows_of(spec: ModelSpec, source: Source, total: int) -> list[int]:
     """How many rows of the parameter each checkpoint tensor supplies."""
     if source.parameter.endswith("qkv_a_proj.weight"):
         return [spec.q_lora_rank, total - spec.q_lora_rank]

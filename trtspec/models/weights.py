@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +14,7 @@ from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.models.kimi import KimiModel
-from trtspec.models.names import Source, layout
+from trtspec.models.names import Source, layout, rows_of
 from trtspec.specs import ModelSpec
 
 Activation = Literal["w4a4", "weight-only"]
@@ -42,19 +43,25 @@ def load_target(
     with torch.device("meta"):
         model = KimiModel(spec, kv_dtype=torch.float8_e4m3fn if fp8_kv else None)
     tensors = LazyTensors(checkpoint)
+    check_complete(tensors, spec)
+    for source in layout(spec):
+        if is_nvfp4(tensors, source.names[0]):
+            quantized.install(model, source.parameter, source.names, tensors, activation, dtype, device)
+        else:
+            install(model, source, tensors, spec, dtype=dtype, device=device)
+    tensors.close()
+    return model.eval().requires_grad_(False)
+
+
+def check_complete(tensors: LazyTensors, spec: ModelSpec) -> None:
+    """Raises TrtspecError when the checkpoint lacks a tensor of its text model."""
     missing = [name for source in layout(spec) for name in source.names if not _stored(tensors, name)]
     if missing:
+        path = tensors.checkpoint.path
         raise TrtspecError(
             f"{path}: {len(missing)} tensors of a {spec.model_type} model are missing, first {', '.join(missing[:4])}",
             "run `trtspec inspect` on the checkpoint, then download or convert it again",
         )
-    for source in layout(spec):
-        if spec.quant.format == "nvfp4" and _quantized(tensors, source.names[0]):
-            quantized.install(model, source.parameter, source.names, tensors, activation, dtype, device)
-        else:
-            _install(model, source, tensors, spec, dtype, device)
-    tensors.close()
-    return model.eval().requires_grad_(False)
 
 
 def _stored(tensors: LazyTensors, name: str) -> bool:
@@ -62,29 +69,44 @@ def _stored(tensors: LazyTensors, name: str) -> bool:
     return name in tensors or packed in tensors
 
 
-def _quantized(tensors: LazyTensors, name: str) -> bool:
+def is_nvfp4(tensors: LazyTensors, name: str) -> bool:
+    """Whether the weight `name` is stored as NVFP4."""
     return name.removesuffix("weight") + "weight_scale_2" in tensors
 
 
-def _install(
-    model: nn.Module, source: Source, tensors: LazyTensors, spec: ModelSpec, dtype: torch.dtype, device: str
+def install(
+    module: nn.Module,
+    source: Source,
+    tensors: LazyTensors,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    pool: Executor | None = None,
 ) -> None:
+    """Decodes `source` into its parameter of `module`, part by part, in the threads of `pool` if there is one.
+
+    Memory holds the parameter and the parts in work. Raises TrtspecError when a shape is not the config's.
+    """
+    owner, _, leaf = source.parameter.rpartition(".")
+    place = module.get_submodule(owner)
+    shape = getattr(place, leaf).shape
+    keep = torch.float32 if owner.endswith("mlp.gate") else dtype  # the router computes in float32
+    value = torch.empty(shape, dtype=keep)
+    rows = value.flatten(0, 1) if value.dim() == 3 else value
+    parts = zip(rows.split(rows_of(spec, source, len(rows))), source.names, strict=True)
+    for _ in (pool.map if pool else map)(lambda part: _decode_into(*part, tensors, spec), parts):
+        pass
+    setattr(place, leaf, nn.Parameter(value.to(device), requires_grad=False))
+
+
+def _decode_into(target: torch.Tensor, name: str, tensors: LazyTensors, spec: ModelSpec) -> None:
     from trtspec.quant.decode import decoded
 
-    parts = [decoded(tensors, spec, name) for name in source.names]
-    owner, _, leaf = source.parameter.rpartition(".")
-    module = model.get_submodule(owner)
-    shape = getattr(module, leaf).shape
-    if len(parts) == 1:
-        value = parts[0]
-    else:
-        rows = sum(len(part) for part in parts)
-        value = torch.empty(rows, *parts[0].shape[1:], dtype=parts[0].dtype)
-        torch.cat(parts, out=value)
-    if value.numel() != shape.numel():
+    value = decoded(tensors, spec, name)
+    if value.numel() != target.numel():
         raise TrtspecError(
-            f"{', '.join(source.names[:2])}: shape {tuple(value.shape)}, but config.json implies {tuple(shape)}",
+            f"{name}: shape {tuple(value.shape)}, but config.json implies {tuple(target.shape)}",
             "config.json and weights do not belong together; download both again",
         )
-    keep = torch.float32 if owner.endswith("mlp.gate") else dtype  # the router computes in float32
-    setattr(module, leaf, nn.Parameter(value.view(shape).to(device=device, dtype=keep), requires_grad=False))
+    target.copy_(value.view(target.shape))

@@ -1,0 +1,328 @@
+"""A target run one decoder layer at a time: for what needs its hidden states but cannot hold its weights.
+
+Layers come from the checkpoint one after the other, decoded by a thread while the layer before them computes; every
+batch passes a layer before the next layer is loaded. Memory holds two layers (one computes, one is loading) and the
+hidden states, which go to files when they exceed a budget. The arithmetic is `KimiModel`'s own: for the same batches
+the captured outputs, final states and logits equal the whole model's bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trtspec.checkpoint.detect import target_spec
+from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.tensors import LazyTensors
+from trtspec.errors import TrtspecError
+from trtspec.models import quantized
+from trtspec.models.kimi import DecoderLayer, KimiModel
+from trtspec.models.layers import AttentionStep, RMSNorm, rope_tables
+from trtspec.models.names import Source, layer_layout, layout
+from trtspec.models.weights import check_complete, install, is_nvfp4
+from trtspec.report import file_sha256, fsync_directory
+
+Activation = Literal["w4a4", "weight-only", "decoded"]
+ENDS = ("embed.weight", "norm.weight", "lm_head.weight")
+ROPE_POSITIONS = 2048  # the smallest table that KimiModel makes
+
+
+class LayerStream:
+    """The layers of a checkpoint in any published format, loaded on demand, run over batches of token ids.
+
+    `dtype` is the compute type. NVFP4 linears compute as `activation` says; "decoded" treats them as plain weights.
+    `threads` decode the parts of a layer side by side. Raises TrtspecError when a tensor of the model is missing.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        activation: Activation = "w4a4",
+        threads: int = 1,
+    ) -> None:
+        self.checkpoint = Checkpoint.open(Path(path))
+        self.spec = target_spec(self.checkpoint)
+        self.dtype, self.device, self.activation, self.threads = dtype, device, activation, threads
+        self._tensors = LazyTensors(self.checkpoint)
+        check_complete(self._tensors, self.spec)
+        self._tables: tuple[Tensor, Tensor] | None = None
+        self._step: tuple[tuple[int, ...], AttentionStep] | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return self.spec.num_hidden_layers
+
+    def close(self) -> None:
+        self._tensors.close()
+
+    def __enter__(self) -> LayerStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def layer_bytes(self, index: int) -> int:
+        """Bytes of decoder layer `index` in the compute type."""
+        with torch.device("meta"):
+            layer = DecoderLayer(self.spec, index)
+        return sum(parameter.numel() for parameter in layer.parameters()) * self.dtype.itemsize
+
+    def load(self, index: int) -> DecoderLayer:
+        """Decoder layer `index` with its weights, on the CPU."""
+        with torch.device("meta"):
+            layer = DecoderLayer(self.spec, index)
+        with ThreadPoolExecutor(self.threads) as pool:
+            for source in layer_layout(self.spec, index):
+                if self.activation != "decoded" and is_nvfp4(self._tensors, source.names[0]):
+                    how = (self._tensors, self.activation, self.dtype, "cpu")
+                    quantized.install(layer, source.parameter, source.names, *how)
+                else:
+                    install(layer, source, self._tensors, self.spec, dtype=self.dtype, pool=pool)
+        return layer.eval().requires_grad_(False)
+
+    def ends(self) -> KimiModel:
+        """The model without its layers: embeddings, final norm and lm_head, on the device; `spec` is the whole one."""
+        with torch.device("meta"):
+            model = KimiModel(self.spec, layers=0)
+        for source in self._end_sources():
+            install(model, source, self._tensors, self.spec, dtype=self.dtype, device=self.device)
+        return model.eval().requires_grad_(False)
+
+    @torch.inference_mode()
+    def embed(self, batches: Sequence[Tensor], states: States) -> None:
+        """Puts the embeddings of all batches (int64 [B, T]) into `states`; the table is held for this call only."""
+        weight = self._end("embed.weight").to(self.device)
+        states.begin(0)
+        for number, tokens in enumerate(batches):
+            states.put(number, F.embedding(tokens.to(self.device), weight))
+        states.seal()
+
+    def norm(self) -> RMSNorm:
+        """The final norm, on the device."""
+        norm = RMSNorm(self.spec.hidden_size, self.spec.rms_norm_eps)
+        norm.weight = torch.nn.Parameter(self._end("norm.weight").to(self.device), requires_grad=False)
+        return norm
+
+    def lm_head(self) -> Tensor:
+        """The output matrix [V, H] in the compute type, on the device."""
+        return self._end("lm_head.weight").to(self.device)
+
+    def run(
+        self,
+        batches: Sequence[Tensor],
+        states: States,
+        *,
+        first: int = 0,
+        on_layer: Callable[[int, DecoderLayer], None] = lambda _, __: None,
+        on_output: Callable[[int, int, Tensor], None] = lambda _, __, ___: None,
+        after_layer: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Takes `states` (inputs of layer `first`) through the remaining layers, one layer at a time.
+
+        `on_layer(index, layer)` is called before the first batch, `on_output(index, batch, x)` with each layer output
+        [B, T, H] on the device, `after_layer(index)` when all batches have passed.
+        """
+        with ThreadPoolExecutor(1, thread_name_prefix="next-layer") as ahead:
+            pending = ahead.submit(self.load, first) if first < self.num_layers else None
+            for index in range(first, self.num_layers):
+                assert pending is not None
+                layer, pending = pending.result().to(self.device), None
+                if index + 1 < self.num_layers:
+                    pending = ahead.submit(self.load, index + 1)
+                on_layer(index, layer)
+                with torch.inference_mode():
+                    self._pass(index, layer, batches, states, on_output)
+                del layer  # before the layer after the next one is loaded
+                after_layer(index)
+
+    def _pass(
+        self,
+        index: int,
+        layer: DecoderLayer,
+        batches: Sequence[Tensor],
+        states: States,
+        on_output: Callable[[int, int, Tensor], None],
+    ) -> None:
+        states.begin(index + 1)
+        for number, tokens in enumerate(batches):
+            output = layer(states.get(number).to(self.device), self._attention_step(tuple(tokens.shape)))
+            states.put(number, output)
+            on_output(index, number, output)
+        states.seal()
+
+    def _attention_step(self, shape: tuple[int, ...]) -> AttentionStep:
+        """Positions and mask of a plain causal forward; the last shape's are kept, for runs of equal batches."""
+        if self._step is None or self._step[0] != shape:
+            batch, length = shape
+            self._step = shape, AttentionStep(batch, length, None, self._rope(length), True, self.dtype, cached=False)
+        return self._step[1]
+
+    def _rope(self, length: int) -> tuple[Tensor, Tensor]:
+        if self._tables is None or len(self._tables[0]) < length:
+            size = max(length, ROPE_POSITIONS)
+            cos, sin = rope_tables(self.spec.rope, self.spec.qk_rope_head_dim, size, interleaved=True)
+            self._tables = cos.to(self.device), sin.to(self.device)
+        return self._tables
+
+    def _end(self, parameter: str) -> Tensor:
+        with torch.device("meta"):
+            model = KimiModel(self.spec, layers=0)
+        source = next(source for source in self._end_sources() if source.parameter == parameter)
+        install(model, source, self._tensors, self.spec, dtype=self.dtype)
+        return model.get_parameter(parameter)
+
+    def _end_sources(self) -> list[Source]:
+        return [source for source in layout(self.spec) if source.parameter in ENDS]
+
+
+class States:
+    """The hidden states [B, T, H] of all batches between two layers: one generation is read, the next one written.
+
+    They stay in memory while all of them fit `budget` bytes, else in a file of `directory`. `durable` keeps every
+    finished generation as a file too, so that a killed run can `restore` it.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[Tensor],
+        width: int,
+        dtype: torch.dtype,
+        *,
+        budget: float = math.inf,
+        directory: Path | None = None,
+        durable: bool = False,
+    ) -> None:
+        self.shapes = [(*batch.shape, width) for batch in batches]
+        self.dtype, self.directory, self.durable = dtype, directory, durable
+        sizes = [math.prod(shape) * dtype.itemsize for shape in self.shapes]
+        self.offsets = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
+        self.in_memory = self.bytes <= budget
+        self.on_disk = durable or not self.in_memory
+        if self.on_disk and directory is None:
+            raise ValueError("states that exceed their budget, or that must last, need a directory")
+        self._memory: dict[int, Tensor] = {}
+        self._generation = -1
+        self._source: int | None = None
+        self._target: int | None = None
+        self._sha256 = hashlib.sha256()
+        self.record: dict[str, Any] = {}
+
+    @property
+    def bytes(self) -> int:
+        return self.offsets[-1]
+
+    def path(self, generation: int) -> Path:
+        assert self.directory is not None
+        return self.directory / f"states-{generation:03d}.bin"
+
+    def begin(self, generation: int) -> None:
+        """Starts writing generation `generation`, while the one before it is read."""
+        if self.on_disk:
+            path = self.path(generation).with_suffix(".partial")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            self._sha256 = hashlib.sha256()
+        self._generation = generation
+
+    def put(self, number: int, states: Tensor) -> None:
+        """Batch `number` of the generation being written; batches come in order."""
+        states = states.detach().to("cpu", self.dtype)
+        if self.in_memory:
+            self._memory[number] = states
+        if self._target is not None:
+            raw = states.contiguous().view(torch.uint8).numpy().reshape(-1).data
+            self._sha256.update(raw)
+            _write(self._target, raw, self.offsets[number], self.path(self._generation))
+
+    def get(self, number: int) -> Tensor:
+        """Batch `number` of the finished generation, on the CPU."""
+        if self.in_memory:
+            return self._memory[number]
+        assert self._source is not None
+        return self._read(self._source, number)
+
+    def seal(self) -> None:
+        """The written generation becomes the one that is read. `record` is what `restore` takes.
+
+        What is durable is fsynced and stays until `drop_older`; without `durable` the older file goes at once.
+        """
+        if self._target is None:
+            return
+        path = self.path(self._generation)
+        if self.durable:
+            os.fsync(self._target)
+        os.replace(path.with_suffix(".partial"), path)
+        if self._source is not None:
+            os.close(self._source)
+        self._source, self._target = self._target, None
+        self.record = {"generation": self._generation, "bytes": self.bytes, "sha256": self._sha256.hexdigest()}
+        if self.durable:
+            fsync_directory(path.parent)
+        else:
+            self.drop_older()
+
+    def restore(self, record: dict[str, Any]) -> bool:
+        """Takes up a sealed generation; False when its file is not what the record says."""
+        path = self.path(record["generation"])
+        if not path.is_file() or path.stat().st_size != record["bytes"] or record["bytes"] != self.bytes:
+            return False
+        if file_sha256(path) != record["sha256"]:
+            return False
+        self._source, self._generation = os.open(path, os.O_RDONLY), record["generation"]
+        if self.in_memory:
+            self._memory = {number: self._read(self._source, number) for number in range(len(self.shapes))}
+        return True
+
+    def drop_older(self) -> None:
+        """Removes the files of all generations but the newest sealed one."""
+        if self.directory is not None:
+            for path in self.directory.glob("states-*"):
+                if path != self.path(self._generation):
+                    path.unlink()
+
+    def close(self) -> None:
+        """Closes the files; leaves them in place."""
+        for file in (self._source, self._target):
+            if file is not None:
+                os.close(file)
+        self._source = self._target = None
+
+    def __enter__(self) -> States:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self, file: int, number: int) -> Tensor:
+        begin, end = self.offsets[number], self.offsets[number + 1]
+        raw = torch.empty(end - begin, dtype=torch.uint8)
+        view, offset = raw.numpy().data, begin
+        while view:
+            count = os.preadv(file, [view[: 1 << 30]], offset)
+            if not count:
+                raise TrtspecError(f"{self.directory}: the states end early", "run again with --restart")
+            view, offset = view[count:], offset + count
+        return raw.view(self.dtype).view(self.shapes[number])
+
+
+def _write(file: int, data: memoryview, offset: int, path: Path) -> None:
+    try:
+        while data:
+            count = os.pwrite(file, data[: 1 << 30], offset)
+            data, offset = data[count:], offset + count
+    except OSError as error:
+        raise TrtspecError(
+            f"cannot write {path}: {error.strerror}", "free space on that disk, then run the command again"
+        ) from error
