@@ -17,7 +17,8 @@ def load_yaml(name: str) -> Any:
     """Parses a file of trtspec/data, for example `models.yaml`."""
     import yaml  # here, because `trtspec --help` needs none
 
-    return yaml.safe_load((DATA / name).read_text(encoding="utf-8"))
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, where libyaml is built in
+    return yaml.load((DATA / name).read_text(encoding="utf-8"), Loader=loader)
 
 
 def kimi_nano_dir() -> Path:

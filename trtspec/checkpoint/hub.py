@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,8 @@ def resolve(name_or_path: str, *, allow_download: bool = True) -> Resolved:
 
 def _cached(hub_id: str, complete: bool) -> Path | None:
     """The snapshot in the hub cache; with `complete`, only one that has every shard its index names."""
+    if _surely_not_cached(hub_id):
+        return None
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(hub_id, "config.json")
@@ -101,6 +104,17 @@ def _cached(hub_id: str, complete: bool) -> Path | None:
         return None
     snapshot = Path(config).parent
     return snapshot if not complete or _has_all_shards(snapshot) else None
+
+
+def _surely_not_cached(hub_id: str) -> bool:
+    """Whether the hub cache has no folder for the id. Asked before huggingface_hub is imported, which takes longer
+    than everything else that the torch-free commands do; False where it is imported already."""
+    if "huggingface_hub.constants" in sys.modules:
+        return False
+    home = os.getenv("HF_HOME", os.path.join(os.getenv("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
+    cache = os.getenv("HF_HUB_CACHE", os.getenv("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub")))
+    folder = f"models--{hub_id.replace('/', '--')}"
+    return not Path(os.path.expandvars(os.path.expanduser(cache)), folder).is_dir()
 
 
 def _has_all_shards(snapshot: Path) -> bool:
