@@ -79,6 +79,30 @@ def test_every_field_has_a_type_and_every_object_its_parent() -> None:
             assert option.flags and option.type in ("int", "float", "bool", "str"), option
 
 
+def test_the_newest_line_states_everything() -> None:
+    """Read from the classes of one commit: a default or "required" for every field, and no object left half known."""
+    schema = schema_for("1.4.0rc1")
+    silent = [path for path, field in schema.fields.items() if field.default is UNKNOWN and not field.required]
+    # taken out before validation; Python objects; a mapping whose default depends on the machine
+    assert set(silent) == {"disagg_cluster", "speculative_config.drafter", "sleep_config.restore_modes"}
+    assert {path for path, field in schema.fields.items() if field.open} <= {
+        "disagg_cluster", "model_kwargs", "multimodal_config.encoder_cuda_graph", "sleep_config.restore_modes",
+        "moe_config.load_balancer.initial_global_assignments", "decoding_config", "batched_logits_processor",
+        "checkpoint_loader", "speculative_config.drafter", "speculative_config.resource_manager",
+        "sparse_attention_config.threshold_scale_factor", "sparse_attention_config.target_sparsity",
+    }  # fmt: skip
+    assert all(schema.certain(field.since) for field in schema.fields.values())
+
+
+def test_variants_follow_the_classes() -> None:
+    """`decoding_type: Eagle` has another class than Eagle3; the deprecated and the removed keys of the newest line."""
+    schema = schema_for("1.4.0rc1")
+    assert schema.fields["speculative_config.sa_config"].variants == ("Eagle3", "MTP", "PARD")
+    assert schema.fields["speculative_config.enable_penalty"].variants == ()
+    assert schema.fields["kv_cache_config.mamba_state_cache_interval"].status == "deprecated"
+    assert schema.removed["sampler_type"].tolerated == ("auto", "TorchSampler")
+
+
 def test_gates_answer_no_yes_and_unknown() -> None:
     kimi = gate("kimi_k25")
     assert [kimi.state(parse_version(v)) for v in ("1.2.1", "1.3.0rc5", "1.3.0rc9", "1.3.0rc16", "1.4.0rc1")] == [

@@ -45,7 +45,7 @@ def _double_settings(document: Document, subject: Subject) -> Iterator[Finding]:
             fix = partial(delete_key, path=key)
             yield _at(document, "TS-LINT-SET-TWICE", "error", key, message, f"remove {key} from the file", fix)
     nested = document.get("build_config")
-    if isinstance(nested, dict) and subject.schema.line not in ("1.0", "1.1"):
+    if isinstance(nested, dict) and subject.schema.line in ("1.2", "1.3"):
         message = "build_config is dropped for the pytorch backend: what stands in it is silently lost"
         yield _at(document, "TS-LINT-NO-EFFECT", "error", "build_config", message, "move its keys to the top level")
 

@@ -10,7 +10,7 @@ from typing import Any
 from trtspec.errors import Severity
 from trtspec.trtllm.document import Document, Entry, add_key, delete_key, rename_key, scalar, set_value
 from trtspec.trtllm.finding import Finding, Fix, Subject
-from trtspec.trtllm.schema import LINES, Field, Removed, Schema, line_fields, removed_in
+from trtspec.trtllm.schema import DISCRIMINATORS, LINES, Field, Removed, Schema, line_fields, removed_in
 from trtspec.trtllm.value_check import check_value
 
 VALUE_CODES = {
@@ -79,9 +79,10 @@ def _known(document: Document, schema: Schema, entry: Entry, field: Field) -> It
         why = field.note.removeprefix("deprecated, ")
         message = f"{path} is deprecated{f': {why}' if why else ''}"
         yield Finding("TS-LINT-DEPRECATED", "info", path, message, "", line)
-    kind = document.get("speculative_config.decoding_type")
+    top = path.partition(".")[0]
+    kind = document.get(f"{top}.{DISCRIMINATORS.get(top)}")
     if field.variants and isinstance(kind, str) and kind not in field.variants:
-        message = f"decoding_type {kind} has no key {entry.name} (only {', '.join(field.variants)})"
+        message = f"{DISCRIMINATORS[top]} {kind} has no key {entry.name} (only {', '.join(field.variants)})"
         remedy = f"remove {entry.name}"
         yield Finding("TS-LINT-WRONG-VARIANT", "error", path, message, remedy, line, partial(delete_key, path=path))
     verdict = check_value(field, entry.value)
@@ -169,8 +170,11 @@ def _removed(document: Document, schema: Schema, entry: Entry, gone: Removed) ->
     note = f"; {gone.note}" if gone.note else ""
     if gone.renamed_to is None:
         message = f"{entry.path} does not exist in {schema.version} (last: {gone.last}){note}"
+        severity: Severity = "error"
+        if entry.value in gone.tolerated:
+            message, severity = f"{message}; some releases ignore it with a warning, others refuse it", "warning"
         fix: Fix = partial(delete_key, path=entry.path)
-        return Finding("TS-LINT-REMOVED-KEY", "error", entry.path, message, f"remove {entry.name}", entry.line, fix)
+        return Finding("TS-LINT-REMOVED-KEY", severity, entry.path, message, f"remove {entry.name}", entry.line, fix)
     message = f"{entry.path} is called {gone.renamed_to} in {schema.version}{note}"
     keeps_meaning = "length became a rate" not in gone.note and not isinstance(entry.value, dict)
     move = partial(_move, path=entry.path, to=gone.renamed_to) if keeps_meaning else None

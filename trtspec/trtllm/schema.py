@@ -20,6 +20,13 @@ from trtspec.errors import UsageError
 SCHEMAS = Path(__file__).parent / "schemas"
 LINES = ("1.0", "1.1", "1.2", "1.3", "1.4")
 UNKNOWN = object()  # a default that no source states
+# the key that says which of several classes an object is; `variants` of a field are values of it
+DISCRIMINATORS = {
+    "speculative_config": "decoding_type",
+    "sparse_attention_config": "algorithm",
+    "kv_cache_compression_config": "algorithm",
+    "cuda_graph_config": "mode",
+}
 
 
 @dataclass(frozen=True)
@@ -66,12 +73,14 @@ class Field:
 
 @dataclass(frozen=True)
 class Removed:
-    """A key that an earlier line had. `renamed_to` is a dotted path."""
+    """A key that an earlier line had. `renamed_to` is a dotted path; the values in `tolerated` are ignored with a
+    warning in some releases of the line."""
 
     path: str
     last: str
     evidence: str
     renamed_to: str | None = None
+    tolerated: tuple[Any, ...] = ()
     note: str = ""
 
 
@@ -190,7 +199,7 @@ def _line(line: str, version: Version) -> Schema:
         label=data["label"],
         precedence=data["precedence"],
         fields={path: Field(path=path, **_typed(entry)) for path, entry in known.items()},
-        removed={path: Removed(path=path, **entry) for path, entry in removed.items()},
+        removed={path: Removed(path=path, **_typed(entry)) for path, entry in removed.items()},
         options={name: Option(name=name, **_typed(entry)) for name, entry in options.items()},
     )
 
@@ -216,4 +225,4 @@ def line_fields(line: str, path: str = "", key: str = "") -> Any:
 
 def removed_in(line: str) -> list[Removed]:
     """What exactly this line took away."""
-    return [Removed(path=path, **entry) for path, entry in _file(line).get("removed", {}).items()]
+    return [Removed(path=path, **_typed(entry)) for path, entry in _file(line).get("removed", {}).items()]
