@@ -25,10 +25,10 @@ COMMANDS = {
     "Draft head": {
         "synthesize": "Let the target answer prompts, as training data for a head.",
         "train": "Train an Eagle3 head with ModelOpt on the target's own answers.",
-        "convert": "Rewrite a head from one project's layout to another's (not built yet).",
+        "convert": "Rewrite a head from one project's layout to another's.",
     },
     "Endpoint": {
-        "plan": "Say whether it fits, how fast it runs, and with which sizes (not built yet).",
+        "plan": "Say whether it fits, how fast it runs, and with which sizes.",
         "build-config": "Write the engine YAML for exactly one TensorRT-LLM version.",
         "lint": "Find every problem of an engine YAML, each with its remedy.",
         "serve": "Check everything, then serve with TensorRT-LLM or the reference backend.",
@@ -38,7 +38,7 @@ COMMANDS = {
         "check": "Judge an endpoint: lossless, sane, tool calls alive, acceptance high enough?",
     },
 }
-NOT_BUILT = ("calibrate", "convert", "plan")
+NOT_BUILT = ("calibrate", "convert")
 # which extra brings an optional package
 EXTRAS = {
     "torch": "reference", "transformers": "reference", "fastapi": "reference", "uvicorn": "reference",

@@ -1,0 +1,114 @@
+"""Measured kernel latencies of one GPU (data/kernels), looked up and interpolated; nothing here is fitted."""
+
+from __future__ import annotations
+
+import bisect
+import json
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from trtspec.data_files import DATA
+from trtspec.errors import MissingDependency
+from trtspec.specs import GpuSpec
+
+ROUTING = "power_law_1.01"
+HEADS = 64  # attention heads of every Kimi-K2; the tables are keyed by the ranks that share them
+# Eight-rank collectives were measured inside one NVLink domain of B200 only; GB200 and GB300 have the same links.
+NVLINK_TWIN = {"gb200": "b200", "gb300": "b200"}
+KERNELS = {"nvfp4": ("TRTLLM", "CUTLASS"), "fp8-block": ("TRTLLM", "CUTLASS", "DEEPGEMM"), "int4": ("MARLIN",)}
+BANDWIDTH_SHARE = 0.8  # of the peak, reached by streaming kernels (aiconfigurator systems/*.yaml)
+LAUNCH_US = 3.0  # least time of one kernel (same source)
+
+Series = dict[str, float]
+
+
+def interpolate(series: Series, at: float) -> float:
+    """Linear between measured points, flat below the first, and beyond the last in proportion to its slope."""
+    points = sorted((float(key), value) for key, value in series.items())
+    xs = [x for x, _ in points]
+    if at <= xs[0] or len(points) == 1:
+        return points[0][1]
+    right = min(bisect.bisect_left(xs, at), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Latencies in microseconds. `moe_kernel` is the engine's name of the MoE backend."""
+
+    gpu: GpuSpec
+    tables: dict[str, Any]
+    format: str
+    moe_kernel: str
+    routing: str = ROUTING
+
+    @property
+    def sources(self) -> list[str]:
+        return [self.tables["source"], f"MoE: {self.tables['moe'][self.format][self.moe_kernel]['source']}"]
+
+    def has_layout(self, layout: str) -> bool:
+        return layout in self.tables["moe"][self.format][self.moe_kernel][self.routing]
+
+    def moe(self, layout: str, tokens: int) -> float:
+        """The routed experts of one layer on one rank, for `tokens` tokens of the whole group."""
+        return interpolate(self.tables["moe"][self.format][self.moe_kernel][self.routing][layout], tokens)
+
+    def attention(self, ranks: int, sequences: int, tokens: int, context: int) -> float:
+        """One MLA module on one rank: `tokens` queries of `sequences` sequences that hold `context` tokens each.
+
+        Projections cost what that many tokens cost at an empty cache; the cache is read once per sequence, for all its
+        queries, as long as queries x local heads fit one tile of 128 rows, and once more per further tile.
+        """
+        tiles = max(1, -(-tokens * HEADS // max(1, sequences) // ranks // 128))
+        empty, read = self._attention(ranks, sequences, 2), self._attention(ranks, sequences, context)
+        return self._attention(ranks, tokens, 2) + max(0.0, read - empty) * tiles
+
+    def _attention(self, ranks: int, sequences: int, context: int) -> float:
+        table = self.tables["mla_decode"][f"tp{ranks}"]
+        return interpolate({at: interpolate(series, sequences) for at, series in table.items()}, context)
+
+    def prefill_attention(self, ranks: int, tokens: int) -> float:
+        return interpolate(self.tables["mla_prefill"][f"tp{ranks}"], tokens)
+
+    def allreduce(self, ranks: int, elements: int) -> float:
+        if ranks == 1:
+            return 0.0
+        table = self.tables["allreduce"].get(str(ranks)) or twin_tables(self.gpu.name)["allreduce"][str(ranks)]
+        return interpolate(table, elements)
+
+    def from_hidden(self, tokens: int, width: float) -> float:
+        """A BF16 linear layer that reads the model's width and writes `width`."""
+        return self._gemm("gemm_from_hidden", tokens, width)
+
+    def to_hidden(self, tokens: int, width: float) -> float:
+        """A BF16 linear layer that reads `width` and writes the model's width."""
+        return self._gemm("gemm_to_hidden", tokens, width)
+
+    def _gemm(self, name: str, tokens: int, width: float) -> float:
+        return interpolate({at: interpolate(series, width) for at, series in self.tables[name].items()}, tokens)
+
+    def stream(self, number_of_bytes: float) -> float:
+        """Microseconds to read that many bytes at the bandwidth that kernels reach."""
+        return number_of_bytes / (BANDWIDTH_SHARE * self.gpu.memory_bandwidth) * 1e6
+
+
+@cache
+def read_tables(gpu: str) -> dict[str, Any]:
+    path = DATA / "kernels" / f"{gpu}.json"
+    if not path.is_file():
+        raise MissingDependency(f"there are no kernel latencies for {gpu}", "plan its memory with --memory-only")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def twin_tables(gpu: str) -> dict[str, Any]:
+    return read_tables(NVLINK_TWIN.get(gpu, gpu))
+
+
+def kernels(gpu: GpuSpec, format: str, kernel: str | None = None, routing: str = ROUTING) -> Kernels | None:
+    """The tables for weights of this format; None when nobody measured that format on that GPU."""
+    tables = read_tables(gpu.name)
+    measured = tables["moe"].get(format, {})
+    chosen = kernel or next((name for name in KERNELS.get(format, ()) if name in measured), None)
+    return Kernels(gpu, tables, format, chosen, routing) if chosen in measured and chosen else None
