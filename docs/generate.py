@@ -24,6 +24,7 @@ AREAS = {
     "quant": "Quantization (`trtspec quantize`, `trtspec inspect --against`)",
     "heads": "Draft heads and their training (`trtspec synthesize`, `trtspec train`)",
     "trtllm": "Engine configuration and launch (`trtspec build-config`, `trtspec lint`, `trtspec serve`)",
+    "launch": "Several nodes and disaggregated deployments (`trtspec serve`)",
     "bench": "Measurements and the gate (`trtspec bench`, `trtspec check`)",
     "doctor": "The machine (`trtspec doctor`)",
 }

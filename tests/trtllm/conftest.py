@@ -21,6 +21,7 @@ def standin_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = directory / "trtllm-serve"
     script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{STANDIN}" "$@"\n')
     script.chmod(0o755)
+    (directory / "trtllm-llmapi-launch").symlink_to(STANDIN.with_name("trtllm-llmapi-launch"))
     monkeypatch.setenv("PATH", f"{directory}{os.pathsep}{os.environ['PATH']}")
     return directory
 

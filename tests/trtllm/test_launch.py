@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -299,3 +300,40 @@ def test_the_reference_backend_serves_behind_the_standin(start: Start, free_port
     assert choice["avg_decoded_tokens_per_iter"] >= 1, log
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=40) == 0
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI's mpirun is not installed")
+def test_two_ranks_under_open_mpi_start_and_end_together(start: Start, tmp_path: Path, free_port: int) -> None:
+    config = tmp_path / "config.yml"
+    config.write_text("print_iter_log: true\n")
+    more = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    process = start(
+        "--config", str(config), "--launcher", "mpi", "--nodes", "1", "--gpus-per-node", "2", "--tp-size", "2",
+        "--launcher-args", "--oversubscribe", head=None, **more,
+    )  # fmt: skip
+    until_ready(process)
+    assert sorted((tmp_path / "record.ranks").read_text().split()) == ["0", "1"]
+    assert recorded(tmp_path)["argv"][-1] == str(config)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) in (0, 1, 143)  # mpirun's own: 1
+    nothing_left(tmp_path, free_port)
+
+
+def test_the_front_of_a_disaggregated_pair(start: Start, tmp_path: Path, free_port: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        other = probe.getsockname()[1]
+    front = tmp_path / "front.yml"
+    behind = f"{{num_instances: 1, urls: ['localhost:{free_port}']}}"
+    front.write_text(f"hostname: localhost\nport: {other}\ncontext_servers: {behind}\n")
+    with front.open("a") as more:
+        more.write(f"generation_servers: {behind.replace('localhost', '127.0.0.1')}\n")
+    server = start("--role", "context")
+    until_ready(server)
+    assert recorded(tmp_path)["argv"][-4:-2] == ["--server_role", "CONTEXT"]
+    process = start("--disaggregated", str(front), "--startup-timeout", "60", head=None)
+    until_ready(process)
+    assert recorded(tmp_path)["argv"] == ["disaggregated", "-c", str(front), "-t", "60", "-r", "3600"]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 0
+    nothing_left(tmp_path, other)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -135,3 +136,59 @@ def test_lint_judges_a_written_file_without_more_words(tmp_path: Path) -> None:
     report = json.loads(trtspec("lint", str(file), "--json").stdout)
     assert report["ok"] and report["version"] == "1.3.0rc22"
     assert [problem for problem in report["problems"] if problem["severity"] != "info"] == []
+
+
+WORLD = ["--tp-size", "8", "--trust-remote-code"]
+
+
+def test_slurm_gets_one_rank_per_gpu_and_a_job_script() -> None:
+    answer = dry(*K25, *WORLD, "--launcher", "slurm", "--nodes", "2", "--launcher-args", "--container-image 'a b'")
+    srun = ["srun", "--mpi=pmix", "--nodes", "2", "--ntasks", "8", "--ntasks-per-node", "4"]
+    assert answer["argv"][:12] == [*srun, "--container-image", "a b", "trtllm-llmapi-launch", "trtllm-serve"]
+    assert answer["status"] == 0 and {"TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"} <= set(answer["env"])
+    script = answer["job"]
+    checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n#SBATCH --gpus-per-node=4\n" in script
+    last = shlex.split(script.splitlines()[-1])
+    assert last[:3] == ["exec", "trtspec", "serve"] and "--dry-run" not in last and "--json" not in last
+
+
+def test_a_leader_pod_names_its_group() -> None:
+    group = {"LWS_LEADER_ADDRESS": "kimi-0.kimi.ns", "LWS_GROUP_SIZE": "2"}
+    argv = dry(*K25, *WORLD, "--launcher", "lws", "--nodes", "2", **group)["argv"]
+    assert argv[:7] == ["mpirun", "-np", "8", "-N", "4", "--host", "kimi-0.kimi.ns:4,kimi-0-1.kimi.ns:4"]
+    assert argv[argv.index("trtllm-llmapi-launch") - 2] == "-x"
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--nodes", "2"], "TS-SERVE-LAUNCHER"),
+        (["--nodes", "2", "--gpus-per-node", "8", "--launcher", "mpi"], "TS-SERVE-WORLD"),
+        (["--nodes", "2", "--launcher", "mpi", "--", "--chat_template", "a b.jinja"], "TS-SERVE-SPLIT-WORD"),
+    ],
+)
+def test_a_cluster_that_cannot_work_is_refused(words: list[str], code: str) -> None:
+    answer = dry(*K25, *WORLD, *words)
+    errors = {problem["code"] for problem in answer["problems"] if problem["severity"] == "error"}
+    assert answer["status"] == 3 and errors == {code}
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "says"),
+    [
+        ("context_servers: {urls: ['a:1']}\ngeneration_servers: {urls: ['b:1']}\n", 0, "TS-SERVE-FRONT-WAITS"),
+        ("context_servers: {urls: ['a:1']}\n", 3, "no generation server is named"),
+        ("context_servers: {num_instances: 2, urls: ['a:1']}\ngeneration_servers: {urls: ['b:1']}\n", 3, "there are 1"),
+        ("context_servers: {urls: ['http://a:1']}\ngeneration_servers: {urls: ['b:1']}\n", 3, "is not host:port"),
+        ("context_servers: {urls: ['a:1']}\ngeneration_servers: {urls: ['a:1']}\n", 3, "a:1 stands twice"),
+        ("port: high\ncontext_servers: {urls: ['a:1']}\ngeneration_servers: {urls: ['b:1']}\n", 3, "port is 'high'"),
+        ("- a\n", 2, "not a YAML mapping"),
+    ],
+)
+def test_the_file_of_a_front_is_checked(tmp_path: Path, text: str, status: int, says: str) -> None:
+    file = tmp_path / "front.yml"
+    file.write_text(text)
+    answer = trtspec("serve", K25[0], "--disaggregated", str(file), "--dry-run")
+    assert answer.returncode == status and says in answer.stderr and "Traceback" not in answer.stderr

@@ -4,94 +4,79 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from trtspec.cli import serve_options as opt
 from trtspec.cli.options import DryRunOption, JsonOption
 
 if TYPE_CHECKING:
     from trtspec.trtllm.serving import ServePlan
 
-Backend = Literal["trtllm", "reference"]
-Speculation = Literal["eagle3", "prompt-lookup", "none"]
-Dtype = Literal["auto", "float32", "bfloat16"]
-
 
 def serve(
-    target: Annotated[str, typer.Argument(help="Checkpoint directory or hub id of the target.")],
-    passed: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- OPTIONS]", help="After `--`: any option of trtllm-serve.")
-    ] = None,
-    head: Annotated[str | None, typer.Option(help="Eagle3 head: directory or hub id.")] = None,
-    backend: Annotated[Backend, typer.Option(help="trtllm, or reference: pure PyTorch, on a CPU too.")] = "trtllm",
-    config: Annotated[Path | None, typer.Option(help="Engine YAML; without it one is written for this start.")] = None,
-    trtllm_version: Annotated[
-        str | None, typer.Option(help="Version to check for. Default: the installed one.")
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 in a container.")] = "localhost",
-    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
-    goal: Annotated[Literal["latency", "throughput"] | None, typer.Option(help="As in build-config.")] = None,
-    tp_size: Annotated[
-        int | None, typer.Option(min=1, help="Tensor-parallel size. Default: the file's, else 4.")
-    ] = None,
-    max_batch_size: Annotated[int | None, typer.Option(min=1, help="Requests per step.")] = None,
-    max_num_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step (trtllm).")] = None,
-    max_seq_len: Annotated[int | None, typer.Option(min=1, help="Prompt and answer together.")] = None,
-    draft_len: Annotated[int | None, typer.Option(min=1, help="Tokens drafted per step. Default: 3.")] = None,
-    speculation: Annotated[
-        Speculation | None, typer.Option(help="Reference backend. Default: eagle3 with --head, else none.")
-    ] = None,
-    dtype: Annotated[
-        Dtype, typer.Option(help="Reference backend: type of computation; auto is bfloat16 where it is native.")
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="Reference backend: cpu or cuda.")] = "cpu",
-    served_model_name: Annotated[str | None, typer.Option(help="Name in /v1/models. Default: the target's.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let the engine run the code that the target brings.")
-    ] = False,
-    startup_timeout: Annotated[float, typer.Option(help="Seconds until the server must be healthy.")] = 7200.0,
-    generation_timeout: Annotated[float, typer.Option(help="Seconds for the first answer of a healthy one.")] = 300.0,
-    stop_grace: Annotated[float, typer.Option(help="Seconds to end in after a signal, before it is killed.")] = 30.0,
+    target: opt.TargetArgument,
+    passed: opt.PassedArgument = None,
+    head: opt.HeadOption = None,
+    backend: opt.BackendOption = "trtllm",
+    config: opt.ConfigOption = None,
+    trtllm_version: opt.VersionOption = None,
+    host: opt.HostOption = "localhost",
+    port: opt.PortOption = 8000,
+    goal: opt.GoalOption = None,
+    tp_size: opt.TpSizeOption = None,
+    max_batch_size: opt.BatchOption = None,
+    max_num_tokens: opt.TokensOption = None,
+    max_seq_len: opt.SeqLenOption = None,
+    draft_len: opt.DraftLenOption = None,
+    speculation: opt.SpeculationOption = None,
+    dtype: opt.DtypeOption = "auto",
+    device: opt.DeviceOption = "cpu",
+    served_model_name: opt.NameOption = None,
+    trust_remote_code: opt.TrustOption = False,
+    launcher: opt.LauncherOption = "direct",
+    nodes: opt.NodesOption = None,
+    gpus_per_node: opt.GpusPerNodeOption = None,
+    launcher_args: opt.LauncherArgsOption = "",
+    role: opt.RoleOption = None,
+    disaggregated: opt.DisaggregatedOption = None,
+    startup_timeout: opt.StartupOption = 7200.0,
+    generation_timeout: opt.GenerationOption = 300.0,
+    stop_grace: opt.GraceOption = 30.0,
     dry_run: DryRunOption = False,
     json_: JsonOption = False,
 ) -> None:
     """Check everything, then serve TARGET; signals and the exit status pass through, nothing is restarted."""
-    words = list(passed or [])
+    typed = locals()
     if backend == "reference":
-        from trtspec.cli.serve_reference import (
-            ReferenceRequest,
-            launch_reference,
-            refuse_trtllm_options,
-            show_reference,
-        )
-
-        refuse_trtllm_options(
-            {"--config": config, "--goal": goal, "--max-num-tokens": max_num_tokens, "-- OPTIONS": words or None,
-             "--trtllm-version": trtllm_version, "--tp-size": None if tp_size == 1 else tp_size}
-        )  # fmt: skip
-        reference = ReferenceRequest(
-            target, head, host, port, dtype, device, speculation,
-            draft_len, max_batch_size, max_seq_len, served_model_name,
-        )  # fmt: skip
-        show_reference(reference, json_) if dry_run else launch_reference(reference)
+        _serve_reference(typed)
         return
-    from trtspec.trtllm.serving import Request, plan_serve
-
     _refuse_reference_options(speculation, port)
-    words += ["--served_model_name", served_model_name] if served_model_name else []
-    request = Request(
-        target, head, config, trtllm_version, goal, tp_size, max_batch_size, max_num_tokens, max_seq_len, draft_len,
-        trust_remote_code=trust_remote_code, host=host, port=port, passed=words,
-    )  # fmt: skip
+    plan = _front_plan(typed) if disaggregated else _engine_plan(typed)
     if dry_run:
-        _show(plan_serve(request, launching=False), json_)
+        _show(plan, json_)
     else:
-        times = {"startup_timeout": startup_timeout, "generation_timeout": generation_timeout, "stop_grace": stop_grace}
-        _launch(plan_serve(request, launching=True), host, port, times)
+        _launch(plan, {key: typed[key] for key in ("startup_timeout", "generation_timeout", "stop_grace")})
 
 
-def _refuse_reference_options(speculation: Speculation | None, port: int) -> None:
+def _serve_reference(typed: dict[str, Any]) -> None:
+    from trtspec.cli.serve_reference import ReferenceRequest, launch_reference, refuse_trtllm_options, show_reference
+
+    refuse_trtllm_options(
+        {"--config": typed["config"], "--goal": typed["goal"], "--max-num-tokens": typed["max_num_tokens"],
+         "-- OPTIONS": typed["passed"] or None, "--trtllm-version": typed["trtllm_version"],
+         "--tp-size": None if typed["tp_size"] == 1 else typed["tp_size"], "--nodes": typed["nodes"],
+         "--launcher": None if typed["launcher"] == "direct" else typed["launcher"],
+         "--role": typed["role"], "--disaggregated": typed["disaggregated"]}
+    )  # fmt: skip
+    names = (
+        "target", "head", "host", "port", "dtype", "device", "speculation", "draft_len", "max_batch_size",
+        "max_seq_len", "served_model_name",
+    )  # fmt: skip
+    request = ReferenceRequest(**{name: typed[name] for name in names})
+    show_reference(request, typed["json_"]) if typed["dry_run"] else launch_reference(request)
+
+
+def _refuse_reference_options(speculation: str | None, port: int) -> None:
     from trtspec.errors import UsageError
 
     if port == 0:
@@ -100,6 +85,44 @@ def _refuse_reference_options(speculation: Speculation | None, port: int) -> Non
     if speculation in ("prompt-lookup", "none"):
         remedy = "leave --head out for none; for prompt-lookup pass --backend reference"
         raise UsageError("--speculation belongs to the reference backend", remedy)
+
+
+def _engine_plan(typed: dict[str, Any]) -> ServePlan:
+    import shlex
+
+    from trtspec.trtllm.serving import Request, plan_serve
+
+    name = typed["served_model_name"]
+    same = (
+        "target", "head", "config", "goal", "tp_size", "max_batch_size", "max_num_tokens", "max_seq_len", "draft_len",
+        "trust_remote_code", "host", "port", "launcher", "nodes", "gpus_per_node", "role",
+    )  # fmt: skip
+    request = Request(
+        **{key: typed[key] for key in same},
+        version=typed["trtllm_version"],
+        launcher_args=tuple(shlex.split(typed["launcher_args"])),
+        passed=[*(typed["passed"] or []), *(["--served_model_name", name] if name else [])],
+        words=_own_words(),
+    )
+    return plan_serve(request, launching=not typed["dry_run"])
+
+
+def _own_words() -> tuple[str, ...]:
+    """This command as it was typed, without what makes it only look."""
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    return ("trtspec", *(w for w in words[:end] if w not in ("--dry-run", "--dry_run", "--json")), *words[end:])
+
+
+def _front_plan(typed: dict[str, Any]) -> ServePlan:
+    from trtspec.errors import UsageError
+    from trtspec.trtllm.serving import plan_front
+
+    for key in ("config", "head", "role", "nodes", "passed"):
+        if typed[key]:
+            flag = "-- OPTIONS" if key == "passed" else f"--{key}"
+            raise UsageError(f"{flag} belongs to the servers behind a front", "start them with `trtspec serve` first")
+    return plan_front(Path(typed["disaggregated"]), typed["startup_timeout"], launching=not typed["dry_run"])
 
 
 def _show(plan: ServePlan, json_: bool) -> None:
@@ -112,17 +135,19 @@ def _show(plan: ServePlan, json_: bool) -> None:
     if json_:
         print_json(
             {"argv": plan.argv, "env": plan.env, "config": plan.config, "config_text": plan.config_text,
-             "version": plan.version, "version_reason": plan.version_reason,
+             "version": plan.version, "version_reason": plan.version_reason, "job": plan.job or None,
              "problems": [problem.to_dict() for problem in plan.problems]}
         )  # fmt: skip
     else:
         sys.stdout.write(f"{shlex.join(plan.argv)}\n\n# {plan.config_path}\n{plan.config_text}")
+        if plan.job:
+            sys.stdout.write(f"\n# job script; submit it with sbatch\n{plan.job}")
         sys.stderr.write("".join(f"{line}\n" for line in problem_lines(plan.problems)))
     if has_errors(plan.problems):
         raise CheckFailed("a launch would be refused for the errors above")
 
 
-def _launch(plan: ServePlan, host: str, port: int, times: dict[str, float]) -> None:
+def _launch(plan: ServePlan, times: dict[str, Any]) -> None:
     """Raises before anything starts when a problem is an error."""
     import tempfile
 
@@ -145,4 +170,4 @@ def _launch(plan: ServePlan, host: str, port: int, times: dict[str, float]) -> N
             written = Path(directory) / CONFIG_NAME
             written.write_text(plan.config_text, encoding="utf-8")
             argv[argv.index("--extra_llm_api_options") + 1] = str(written)
-        run(Launch(argv, host, port, plan.env, **times))
+        run(Launch(argv, plan.host, plan.port, plan.env, generates=plan.generates, **times))

@@ -17,6 +17,7 @@ from trtspec.errors import TrtspecError
 from trtspec.report import say
 from trtspec.trtllm.engine_log import LogReader, explain
 from trtspec.trtllm.guard import FORWARDED, UNKILLABLE
+from trtspec.trtllm.multinode import STARTERS
 from trtspec.trtllm.readiness import generates, is_healthy
 
 GUARD = Path(__file__).with_name("guard.py")
@@ -60,6 +61,9 @@ def run(launch: Launch) -> int:
         finally:
             _end(process, launch.stop_grace)
             reader.join(timeout=5)
+    if asked and process.returncode != KILLED and launch.argv[0] in STARTERS.values():
+        say("trtspec: stopped as asked")  # mpirun and srun have statuses of their own for that, 1 among them
+        raise SystemExit(process.returncode)
     return _status(process.returncode, list(reader.tail), ready, bool(asked), launch.stop_grace)
 
 

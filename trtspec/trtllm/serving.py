@@ -10,16 +10,20 @@ from typing import Any
 from trtspec.errors import Problem, UsageError
 from trtspec.trtllm.command import CONFIG_NAME, build_command
 from trtspec.trtllm.config import compose
+from trtspec.trtllm.disaggregated import read_front, unreachable
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.finding import Subject
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.lint import lint
-from trtspec.trtllm.preflight import engine_version, preflight
+from trtspec.trtllm.multinode import Cluster, check_cluster, environment, job_script, wrap
+from trtspec.trtllm.preflight import check_engine, check_environment, check_port, engine_version, preflight
 from trtspec.trtllm.schema import schema_for
 from trtspec.trtllm.subject import Head, Target, choose_version, findable, head_in, load_head, load_target
 
 # the engine's log shows a phase when it begins, not when a buffer is full
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
+# seconds that the front of a disaggregated deployment waits for one answer; upstream's 180 cut long thoughts off
+REQUEST_TIMEOUT = 3600.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,12 @@ class Request:
     host: str = "localhost"
     port: int = 8000
     passed: list[str] = field(default_factory=list)
+    launcher: str = "direct"
+    nodes: int | None = None
+    gpus_per_node: int | None = None
+    launcher_args: tuple[str, ...] = ()
+    role: str | None = None
+    words: tuple[str, ...] = ()  # the whole command as typed, for a job script
 
     def typed_sizes(self) -> dict[str, int]:
         """By YAML path."""
@@ -54,7 +64,8 @@ class Request:
 
 @dataclass(frozen=True)
 class ServePlan:
-    """`config_text` is what the engine reads; `config_path` is the user's file, or the name that ours will have."""
+    """`config_text` is what the engine reads; `config_path` is the user's file, or the name that ours will have.
+    `job`: a batch script for Slurm, where that launcher is asked for. `generates`: as in launch.Launch."""
 
     argv: list[str]
     env: dict[str, str]
@@ -63,6 +74,10 @@ class ServePlan:
     problems: list[Problem]
     version: str
     version_reason: str
+    host: str
+    port: int
+    job: str = ""
+    generates: bool = True
 
     @property
     def config(self) -> dict[str, Any]:
@@ -110,9 +125,11 @@ def _assemble(
     schema = schema_for(version[0])
     path = str(request.config) if request.config else CONFIG_NAME
     document = Document.parse(text)
+    role = request.role or getattr(intent, "role", None)
+    passed = [*request.passed, *(["--server_role", role.upper()] if role else [])]
     command = build_command(
         intent, target.spec, schema, document,
-        host=request.host, port=request.port, config_path=path, explicit=request.typed_sizes(), passed=request.passed,
+        host=request.host, port=request.port, config_path=path, explicit=request.typed_sizes(), passed=passed,
     )  # fmt: skip
     subject = Subject(
         schema, target.spec, intent.target, head.spec if head else None, intent.head or "", argv=command.settings
@@ -120,12 +137,43 @@ def _assemble(
     found = [finding.problem(path) for finding in lint(text, subject)]
     trusted = "--trust_remote_code" in command.argv or document.get("trust_remote_code") is True
     resolved = [target.resolved, *([head.resolved] if head else [])]
+    world = _gpus(subject, document)
+    cluster = _cluster(request, intent, world)
     ready = preflight(
-        resolved, host=request.host, port=request.port, gpus_needed=_gpus(subject, document),
+        resolved, host=request.host, port=request.port, gpus_needed=min(world, cluster.gpus_per_node),
         remote_code=target.spec.remote_code, trusted=trusted, environ=os.environ, launching=launching,
     )  # fmt: skip
-    everything = [*problems, *command.problems, *found, *ready]
-    return ServePlan(command.argv, dict(ENVIRONMENT), text, path, everything, *version)
+    reach = list(check_cluster(cluster, command.argv, world, os.environ, launching))
+    if cluster.launcher != "direct" and request.config is None:
+        message = "a configuration written for this start lies on this node alone"
+        remedy = "write it with `trtspec build-config` where every node sees it, and pass --config"
+        reach.append(Problem("TS-SERVE-LAUNCHER", "error" if launching else "warning", "--config", message, remedy))
+    env = {**ENVIRONMENT, **environment(cluster, os.environ)}
+    return ServePlan(
+        wrap(command.argv, env, cluster, os.environ), env, text, path,
+        [*problems, *command.problems, *found, *ready, *reach], *version, request.host, request.port,
+        job_script(cluster, list(request.words)) if cluster.launcher == "slurm" else "", role is None,
+    )  # fmt: skip
+
+
+def _cluster(request: Request, intent: Intent, world: int) -> Cluster:
+    """What was typed, over what the file's first line says, over one node with every GPU."""
+    nodes = request.nodes or getattr(intent, "nodes", None) or 1
+    each = request.gpus_per_node or getattr(intent, "gpus_per_node", None) or -(-world // nodes)
+    return Cluster(request.launcher, nodes, each, request.launcher_args)
+
+
+def plan_front(path: Path, startup_timeout: float, *, launching: bool) -> ServePlan:
+    """The front of a disaggregated deployment; the servers that it names are started by themselves."""
+    front = read_front(path)
+    problems = [*front.problems, *check_environment(os.environ), *unreachable(front)]
+    if launching:
+        problems += [*check_port(front.host, front.port), *check_engine()]
+    version = engine_version() or "" if launching else ""
+    return ServePlan(
+        front.argv(startup_timeout, REQUEST_TIMEOUT), dict(ENVIRONMENT), path.read_text(encoding="utf-8"), str(path),
+        problems, version, "installed here" if version else "not asked", front.host, front.port,
+    )  # fmt: skip
 
 
 def _read(config: Path | None) -> str | None:
