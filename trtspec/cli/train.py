@@ -3,56 +3,72 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from trtspec.cli import train_options as option
 from trtspec.cli.options import DryRunOption, ForceOption, JsonOption
-from trtspec.errors import UsageError
+from trtspec.errors import TrtspecError, UsageError
+from trtspec.report import print_json, say
 
 if TYPE_CHECKING:
-    from trtspec.heads.options import TrainOptions
+    from collections.abc import Callable
+
+    from trtspec.heads.loop import Point
+    from trtspec.heads.options import Recipe, TrainOptions
     from trtspec.heads.plan import Plan
-    from trtspec.models.kimi import KimiModel
+    from trtspec.heads.processes import World
 
 ACCEPTANCE_PROMPTS = 48
-ACCEPTANCE_TOKENS = 64
+OVERRIDES = (
+    "attention", "eagle", "draft_vocab_size", "intermediate_size", "ttt_steps", "epochs", "steps", "lr", "seq_len",
+    "batch_size", "seed", "answer_only",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained on what, and where it goes: everything that does not change the loss curve."""
+
+    target: str
+    data: Path
+    features: str
+    init: Path | None
+    output: Path
+    device: str
+    save_every: int
+    acceptance_prompts: int
 
 
 def train(
-    target: Annotated[str, typer.Argument(help="The target: a checkpoint directory or hub id.")],
-    data: Annotated[Path, typer.Argument(help="Conversations answered by the target (jsonl), or ModelOpt dumps.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the new head.")],
-    attention: Annotated[Literal["mha", "mla"] | None, typer.Option(help="Attention of the head [mla].")] = None,
-    eagle: Annotated[Literal["3", "3.1"] | None, typer.Option(help="EAGLE version [3].")] = None,
-    draft_vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="Draft from the most frequent tokens only.")
-    ] = None,
-    intermediate_size: Annotated[int | None, typer.Option(min=1, help="Width of the MLP [the target's].")] = None,
-    aux_layers: Annotated[str | None, typer.Option(help="Captured layer outputs, 0-based [1,L//2-1,L-4].")] = None,
-    ttt_steps: Annotated[int | None, typer.Option(min=1, help="Training-time-test steps [3].")] = None,
-    features: Annotated[
-        str, typer.Option(help="Where the target's states are kept: auto, memory or a directory.")
-    ] = "auto",
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data [3].")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps, in place of epochs.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Peak learning rate [by width: 2e-3 at 256, 7e-5 at 7168].")] = None,
-    seq_len: Annotated[int | None, typer.Option(min=8, help="Longest sequence in tokens [2048].")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences per step [8].")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the initial weights and the order of the data [0].")] = None,
-    answer_only: Annotated[
-        bool | None,
-        typer.Option("--answer-only/--all-tokens", help="Count the loss on the target's own tokens only [all]."),
-    ] = None,
-    init: Annotated[Path | None, typer.Option(help="Start from this head's weights.")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file of these options; the command line wins.")] = None,
-    save_every: Annotated[int, typer.Option(min=1, help="Steps between saved states.")] = 100,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    acceptance_prompts: Annotated[
-        int, typer.Option(min=0, help="Held-out prompts of the final measurement; 0 leaves it out.")
-    ] = ACCEPTANCE_PROMPTS,
-    restart: Annotated[bool, typer.Option("--restart", help="Forget an interrupted run.")] = False,
+    context: typer.Context,
+    output: option.OutputOption,
+    target: option.TargetArgument = None,
+    data: option.DataArgument = None,
+    attention: option.AttentionOption = None,
+    eagle: option.EagleOption = None,
+    draft_vocab_size: option.DraftVocabOption = None,
+    intermediate_size: option.IntermediateOption = None,
+    aux_layers: option.AuxLayersOption = None,
+    ttt_steps: option.TttOption = None,
+    features: option.FeaturesOption = None,
+    epochs: option.EpochsOption = None,
+    steps: option.StepsOption = None,
+    lr: option.LrOption = None,
+    seq_len: option.SeqLenOption = None,
+    batch_size: option.BatchOption = None,
+    seed: option.SeedOption = None,
+    answer_only: option.AnswerOnlyOption = None,
+    init: option.InitOption = None,
+    config: option.ConfigOption = None,
+    save_every: option.SaveEveryOption = 100,
+    device: option.DeviceOption = "cpu",
+    acceptance_prompts: option.AcceptancePromptsOption = ACCEPTANCE_PROMPTS,
+    gpu: option.GpuOption = "b200",
+    restart: option.RestartOption = False,
     dry_run: DryRunOption = False,
     force: ForceOption = False,
     json_output: JsonOption = False,
@@ -60,47 +76,34 @@ def train(
     """Train an Eagle3 draft head with ModelOpt on answers that the target itself wrote.
 
     The target runs once over the data and its states are reused in every epoch. An interrupted run goes on when the
-    same command is given again. At the end the head drafts freely on held-out prompts in the reference engine.
+    same command is given again. At the end the head drafts freely on held-out prompts in the reference engine. Under
+    torchrun or accelerate launch the processes share each batch.
     """
-    from trtspec.checkpoint.hub import resolve
-    from trtspec.heads.options import read_options
-    from trtspec.report import print_json
+    from trtspec.heads.options import read_options, read_recipe
 
-    overrides = {
-        "attention": attention,
-        "eagle": eagle,
-        "draft_vocab_size": draft_vocab_size,
-        "intermediate_size": intermediate_size,
-        "aux_layers": _layers(aux_layers),
-        "ttt_steps": ttt_steps,
-        "epochs": epochs,
-        "steps": steps,
-        "lr": lr,
-        "seq_len": seq_len,
-        "batch_size": batch_size,
-        "seed": seed,
-        "answer_only": answer_only,
-    }
-    options = read_options(config, overrides)
-    # OpenMP reads this when torch is loaded. Threads that spin long for each other stop the run where cores are shared.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    if not dry_run:
-        _prepare(output, restart, force)
-    resolved = resolve(target)
-    assert resolved.path is not None
-    from trtspec.heads.plan import make_plan  # only now: importing torch takes seconds
-
-    options = options.for_device(device)
-    plan = make_plan(resolved.path, resolved.target_spec(), data, options, features)
+    recipe = read_recipe(config)
+    given = {name: context.params[name] for name in OVERRIDES} | {"aux_layers": _layers(aux_layers)}
+    options = read_options(config, given)
+    name, rows = _needed(target or recipe.target, "TARGET"), Path(_needed(data or recipe.data, "DATA"))
+    start = init or (Path(recipe.init) if recipe.init else None)
+    run = Run(name, rows, features or recipe.features, start, output, device, save_every, acceptance_prompts)
     if dry_run:
-        print_json(_forecast(plan, options))
+        print_json(_forecast(run, options, recipe, gpu))
         return
-    where = {"data": data, "init": init, "save_every": save_every, "device": device}
-    record = _run(resolved.path, plan, options, output, where, acceptance_prompts)
-    if json_output:
+    main = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts, the one that writes and talks
+    if main:
+        _prepare(output, restart, force)
+    record = _train(run, options)
+    if main and json_output:
         print_json({"output": str(output), **record})
-    else:
+    elif main:
         _show(output, record)
+
+
+def _needed(value: Any, name: str) -> str:
+    if value is None:
+        raise UsageError(f"{name} is missing", f"give it as an argument, or as `{name.lower()}:` in the --config file")
+    return str(value)
 
 
 def _layers(text: str | None) -> tuple[int, ...] | None:
@@ -114,10 +117,26 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
         ) from None
 
 
-def _forecast(plan: Plan, options: TrainOptions) -> dict[str, Any]:
-    from trtspec.heads.plan import estimated_seconds
+def _forecast(run: Run, options: TrainOptions, recipe: Recipe, gpu: str) -> dict[str, Any]:
+    """Sizes and costs. A target that is not on this machine, or data not made yet, are taken from the recipe."""
+    from trtspec.checkpoint.hub import resolve
+    from trtspec.data_files import gpu_spec
+    from trtspec.heads.forecast import forecast
+    from trtspec.heads.plan import estimated_seconds, make_plan, plan_without_data
 
-    return plan.to_dict() | {"estimated_seconds": round(estimated_seconds(plan, options), 1)}
+    resolved = resolve(run.target, allow_download=False)
+    spec, options = resolved.target_spec(), options.for_device(run.device)
+    stored = sum(path.stat().st_size for path in resolved.path.glob("*.safetensors")) if resolved.path else 0
+    stored = stored or int((resolved.known or {}).get("bytes") or 0)
+    here = resolved.path is not None and run.data.exists()
+    if here:
+        assert resolved.path is not None
+        plan = make_plan(resolved.path, spec, run.data, options, run.features)
+        found = plan.to_dict() | {"estimated_seconds": round(estimated_seconds(plan, options), 1)}
+    else:
+        plan = plan_without_data(spec, options, recipe, run.data, run.features)
+        found = plan.to_dict()
+    return found | {"measured": here, **forecast(plan, spec, options, stored, gpu_spec(gpu), run.target)}
 
 
 def _prepare(output: Path, restart: bool, force: bool) -> None:
@@ -134,104 +153,70 @@ def _prepare(output: Path, restart: bool, force: bool) -> None:
         shutil.rmtree(output / WORK_NAME, ignore_errors=True)
 
 
-def _run(
-    target_dir: Path, plan: Plan, options: TrainOptions, output: Path, where: dict[str, Any], acceptance_prompts: int
-) -> dict[str, Any]:
+def _train(run: Run, options: TrainOptions) -> dict[str, Any]:
+    """Plans, trains and measures; the record of the run, empty in all processes but the main one."""
+    # OpenMP reads this when torch is loaded. Threads that spin long for each other stop the run where cores are shared.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    from trtspec.checkpoint.hub import resolve
+    from trtspec.heads.plan import make_plan  # only now: importing torch takes seconds
+    from trtspec.heads.processes import joined
+
+    resolved = resolve(run.target)
+    if resolved.path is None:
+        raise TrtspecError(f"{run.target} is not on this machine", f"run `hf download {resolved.hub_id}`")
+    with joined(run.device) as world:
+        if not world.main:
+            os.environ["TRTSPEC_QUIET"] = "1"
+        options = options.for_device(run.device)
+        plan = make_plan(resolved.path, resolved.target_spec(), run.data, options, run.features)
+        return _train_and_measure(run, resolved.path, plan, options, world)
+
+
+def _train_and_measure(run: Run, target_dir: Path, plan: Plan, options: TrainOptions, world: World) -> dict[str, Any]:
     import torch
 
+    from trtspec.cli.train_measure import measure_acceptance
     from trtspec.heads.export import write_record
     from trtspec.heads.progress import progress_bar
     from trtspec.heads.run import run_training
     from trtspec.models.weights import load_target
-    from trtspec.report import say
 
     say(
         f"Training an EAGLE-{plan.spec.eagle} {plan.spec.attention.upper()} head of {plan.parameters / 1e6:.1f} M "
         f"parameters on {plan.tokens:,} tokens, {plan.steps} steps"
     )
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
-    model = load_target(target_dir, dtype=dtype, device=where["device"])
+    model = load_target(target_dir, dtype=dtype, device=world.device(run.device))
     with progress_bar("training", plan.steps, "steps") as advance:
-        shown = 0
-
-        def on_step(point: Any) -> None:
-            nonlocal shown
-            shares = " ".join(f"{value:.2f}" for value in point.accuracy)
-            advance(
-                point.step - shown, f"loss {point.loss:.2f}  agreement {shares}  {point.tokens_per_second:.0f} tok/s"
-            )
-            shown = point.step
-
-        record = run_training(target_dir, model, plan, options, output, on_step=on_step, **where)
-    if acceptance_prompts and record["held_out"]:
+        record = run_training(
+            target_dir, model, plan, options, run.output, data=run.data, init=run.init, save_every=run.save_every,
+            device=run.device, on_step=_shown(advance), world=world,
+        )  # fmt: skip
+    if record and run.acceptance_prompts and record["held_out"]:
         record["acceptance"] = measure_acceptance(
-            target_dir, model, output, plan, record["held_out"], acceptance_prompts
+            target_dir, model, run.output, plan, record["held_out"], run.acceptance_prompts
         )
-        write_record(output, plan.spec, record)
+        write_record(run.output, plan.spec, record)
     return record
 
 
-def measure_acceptance(
-    target_dir: Path,
-    model: KimiModel,
-    head_dir: Path,
-    plan: Plan,
-    held_out: list[str],
-    prompts: int,
-    *,
-    draft_len: int = 3,
-    max_tokens: int = ACCEPTANCE_TOKENS,
-) -> dict[str, Any]:
-    """Greedy generation with the head on held-out prompts: acceptance length by category, acceptance by position."""
-    from trtspec.checkpoint.tokenizer import KimiTokenizer
-    from trtspec.engine.engine import Engine, Request
-    from trtspec.models.head_weights import load_head
-    from trtspec.report import say
+def _shown(advance: Callable[..., None]) -> Callable[[Point], None]:
+    """Draws each step: the loss, its course so far, and the agreement with the target by training-time-test step."""
+    from trtspec.heads.progress import sparkline
 
-    wanted = set(held_out)
-    chosen = [sample for sample in plan.samples if sample.id in wanted and sample.prompt > 0][:prompts]
-    say(f"Measuring acceptance on {len(chosen)} held-out prompts")
-    head = load_head(head_dir, model, dtype=model.dtype, device=str(model.embed.weight.device))
-    longest = max((sample.prompt for sample in chosen), default=0) + max_tokens
-    engine = Engine(
-        model,
-        head,
-        drafter="eagle3",
-        draft_len=draft_len,
-        max_batch_size=8,
-        max_seq_len=longest + draft_len,
-        tokenizer=KimiTokenizer(target_dir),
-    )
-    requests = [Request(sample.id, list(sample.tokens[: sample.prompt]), max_tokens) for sample in chosen]
-    done = engine.generate(requests)
-    categories = sorted({sample.category for sample in chosen if sample.category})
-    groups = [("all", chosen)] + [(name, [s for s in chosen if s.category == name]) for name in categories]
-    rows = [_acceptance_row(name, [done[s.id].stats for s in samples], draft_len) for name, samples in groups]
-    return {
-        "draft_len": draft_len,
-        "temperature": 0.0,
-        "max_tokens": max_tokens,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "prompts": len(chosen),
-        "rows": rows,
-    }
+    losses: list[float] = []
+    done = 0
 
+    def on_step(point: Point) -> None:
+        nonlocal done
+        losses.append(point.loss)
+        held = f"  held out {point.held_out['loss']:.2f}" if point.held_out else ""
+        shares = " ".join(f"{value:.2f}" for value in point.accuracy)
+        note = f"loss {point.loss:.2f} {sparkline(losses)}  agreement {shares}  {point.tokens_per_second:.0f} tok/s"
+        advance(point.step - done, note + held)
+        done = point.step
 
-def _acceptance_row(name: str, stats: list[Any], draft_len: int) -> dict[str, Any]:
-    """Pooled over prompts. `by_position[i]`: share of the steps whose draft i+1 was accepted."""
-    steps = sum(one.steps for one in stats)
-    accepted = sum(one.accepted for one in stats)
-    histogram = [sum(one.histogram[count] for one in stats) for count in range(draft_len + 1)]
-    share = [sum(histogram[position + 1 :]) / max(steps, 1) for position in range(draft_len)]
-    return {
-        "category": name,
-        "prompts": len(stats),
-        "steps": steps,
-        "accepted": accepted,
-        "histogram": histogram,
-        "acceptance_length": 1 + accepted / max(steps, 1),
-        "by_position": share,
-    }
+    return on_step
 
 
 def _show(output: Path, record: dict[str, Any]) -> None:

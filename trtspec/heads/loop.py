@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trtspec.errors import TrtspecError
-from trtspec.heads.batches import Batch, batches_of_epoch, collate, split_held_out
+from trtspec.heads.batches import batches_of_epoch, collate, split_held_out
 from trtspec.heads.features import Features
 from trtspec.heads.options import TrainOptions
 from trtspec.heads.plan import steps_of
+from trtspec.heads.processes import World
 from trtspec.heads.state import Curve, load_state, save_state
 from trtspec.heads.train import TrainingModule, head_parameters, loss_and_accuracy
 
 EVALUATIONS = 10  # held-out points of the learning curve
 MAX_HELD_OUT = 64  # sequences per evaluation
+ALONE = World()
 
 
 @dataclass
@@ -33,16 +35,16 @@ class Point:
     loss: float
     accuracy: list[float]
     tokens_per_second: float
+    held_out: dict[str, Any] | None = None  # the evaluation after this step, when one is due
 
 
 @dataclass
 class Result:
-    """What a run ended with. `held_out` lists {step, loss, accuracy}; `tokens` counts real (not padded) ones."""
+    """What a run ended with. `tokens` counts real (not padded) ones of this process's life."""
 
     steps: int
     tokens: int
     seconds: float
-    held_out: list[dict[str, Any]] = field(default_factory=list)
     held_out_ids: list[str] = field(default_factory=list)
 
 
@@ -56,37 +58,35 @@ def train_head(
     fingerprint: dict[str, Any],
     save_every: int = 100,
     on_step: Callable[[Point], None] = lambda _: None,
+    world: World = ALONE,
 ) -> Result:
     """Trains in place. The state is saved to `work` every `save_every` steps; a rerun goes on from there and its curve
     is that of an uninterrupted run. Raises TrtspecError when the loss stops being a number."""
     train, held = split_held_out([s.id for s in features.samples], options.held_out, options.seed)
-    lengths = [len(sample.tokens) for sample in features.samples]
-    device = str(model.lm_head.weight.device)
-    parameters = head_parameters(model)
-    optimizer = torch.optim.AdamW(
-        parameters.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=options.weight_decay, fused=True
-    )
-    done, position = load_state(work, parameters, optimizer, fingerprint)
-    curve = Curve(curve_path)
-    curve.cut(position)
     total = steps_of(len(train), options)
     every = max(1, total // EVALUATIONS)
+    stepper = Stepper(model, features, options, total, world)
+    done, position = load_state(work, stepper.parameters, stepper.optimizer, fingerprint)
+    world.wait()  # nobody saves before everybody has read
+    curve = Curve(curve_path, position) if world.main else None
     result = Result(total, 0, 0.0, held_out_ids=[features.samples[index].id for index in held])
     began = time.monotonic()
-    for step, indices in _plan(lengths, train, options, total):
+    for step, indices in _plan([len(s.tokens) for s in features.samples], train, options, total):
         if step <= done:
             continue
-        batch = collate(features, indices, options.answer_only, device)
-        point = _step(model, batch, parameters, optimizer, options, step, total)
-        result.tokens += batch.real_tokens
+        point = stepper.step(step, indices)
+        tokens = sum(len(features.samples[index].tokens) for index in indices)
+        result.tokens += tokens
         point.tokens_per_second = result.tokens / (time.monotonic() - began)
-        curve.write({"step": step, "loss": point.loss, "accuracy": point.accuracy, "tokens": batch.real_tokens})
-        on_step(point)
         if held and (step % every == 0 or step == total):
-            curve.write({"step": step, "held_out": evaluate(model, features, held[:MAX_HELD_OUT], options)})
-        if step % save_every == 0 or step == total:
-            save_state(work, parameters, optimizer, step=step, position=curve.position, fingerprint=fingerprint)
-    curve.close()
+            point.held_out = stepper.evaluate(held[:MAX_HELD_OUT])
+        if curve:
+            curve.add(point, tokens)
+            if step % save_every == 0 or step == total:
+                save_state(work, stepper.parameters, stepper.optimizer, step, curve.position, fingerprint)
+        on_step(point)
+    if curve:
+        curve.close()
     result.seconds = time.monotonic() - began
     return result
 
@@ -109,44 +109,58 @@ def learning_rate(step: int, total: int, peak: float, warmup: float) -> float:
     return peak * 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, total - rising)))
 
 
-def _step(
-    model: TrainingModule,
-    batch: Batch,
-    parameters: dict[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    options: TrainOptions,
-    step: int,
-    total: int,
-) -> Point:
-    rate = learning_rate(step, total, options.peak_lr(model.lm_head.in_features), options.warmup)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
-        loss, accuracy = loss_and_accuracy(model, batch.tokens, batch.hidden, batch.aux, batch.loss_mask)
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(parameters.values(), options.grad_clip)
-    if not math.isfinite(loss.item()) or not math.isfinite(norm.item()):
-        raise TrtspecError(
-            f"TS-TRAIN-DIVERGED the loss at step {step} is {loss.item()}, the gradient norm {norm.item()}",
-            "train again with a smaller --lr",
+class Stepper:
+    """Optimizer steps and evaluations over global batches, of which each process computes its share."""
+
+    def __init__(
+        self, model: TrainingModule, features: Features, options: TrainOptions, total: int, world: World
+    ) -> None:
+        self.model, self.features, self.options, self.total, self.world = model, features, options, total, world
+        self.parameters = head_parameters(model)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=options.weight_decay, fused=True
         )
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return Point(step, total, loss.item(), accuracy, 0.0)
+        self.device = str(model.lm_head.weight.device)
+        self.peak_lr = options.peak_lr(model.lm_head.in_features)
+        self.wrapped = world.wrap(model)
 
+    def step(self, step: int, indices: list[int]) -> Point:
+        """One update. Raises TrtspecError when loss or gradients are no numbers."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.total, self.peak_lr, self.options.warmup)
+        loss, accuracy, _ = self._loss(self.wrapped, indices)
+        (loss * self.world.size).backward()  # the wrapper takes the mean over processes, the losses are parts of a sum
+        norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.options.grad_clip)
+        value, *shares = self.world.sum(torch.tensor([loss.item(), *accuracy], dtype=torch.float64)).tolist()
+        if not math.isfinite(value) or not math.isfinite(norm.item()):
+            raise TrtspecError(
+                f"TS-TRAIN-DIVERGED the loss at step {step} is {value}, the gradient norm {norm.item()}",
+                "train again with a smaller --lr",
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Point(step, self.total, value, shares, 0.0)
 
-@torch.no_grad()
-def evaluate(model: TrainingModule, features: Features, indices: list[int], options: TrainOptions) -> dict[str, Any]:
-    """Loss and per-step accuracy on held-out samples, averaged over batches by their counted positions."""
-    weight, loss_sum, correct = 0.0, 0.0, [0.0] * options.ttt_steps
-    ordered = sorted(indices, key=lambda index: len(features.samples[index].tokens))
-    for begin in range(0, len(ordered), options.batch_size):
-        batch = collate(features, ordered[begin : begin + options.batch_size], options.answer_only, str(model.device))
-        with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
+    @torch.no_grad()
+    def evaluate(self, indices: list[int]) -> dict[str, Any]:
+        """Loss and per-step accuracy on held-out samples, averaged over batches by their counted positions."""
+        sums, weight = torch.zeros(1 + self.options.ttt_steps, dtype=torch.float64), 0.0
+        ordered = sorted(indices, key=lambda index: len(self.features.samples[index].tokens))
+        for begin in range(0, len(ordered), self.options.batch_size):
+            loss, accuracy, counted = self._loss(self.model, ordered[begin : begin + self.options.batch_size])
+            figures = torch.tensor([loss.item(), *accuracy, counted], dtype=torch.float64)
+            *values, counted = self.world.sum(figures).tolist()
+            sums += counted * torch.tensor(values, dtype=torch.float64)
+            weight += counted
+        loss_mean, *shares = (sums / max(weight, 1.0)).tolist()
+        return {"loss": loss_mean, "accuracy": shares}
+
+    def _loss(self, model: nn.Module, indices: list[int]) -> tuple[Tensor, list[float], float]:
+        """(loss, accuracy, counted positions) of this process's rows of a batch, as parts of the batch's sums."""
+        mine = self.world.share(indices)
+        batch = collate(self.features, mine or indices[:1], self.options.answer_only, self.device)
+        if not mine:
+            batch.loss_mask.zero_()  # fewer rows than processes: take part without counting
+        with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
             loss, accuracy = loss_and_accuracy(model, batch.tokens, batch.hidden, batch.aux, batch.loss_mask)
-        counted = float(batch.loss_mask.sum())
-        weight += counted
-        loss_sum += counted * loss.item()
-        correct = [total + counted * value for total, value in zip(correct, accuracy, strict=True)]
-    scale = max(weight, 1.0)
-    return {"loss": loss_sum / scale, "accuracy": [value / scale for value in correct]}
+        return loss, accuracy, float(batch.loss_mask.sum())

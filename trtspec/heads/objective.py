@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,13 +27,20 @@ class SoftCrossEntropy(torch.autograd.Function):
         return grad.to(ctx.dtype), None, None
 
 
-def eagle_loss(target: Tensor, target_token: Tensor, logits: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+def eagle_loss(
+    target: Tensor,
+    target_token: Tensor,
+    logits: Tensor,
+    loss_mask: Tensor,
+    total: Callable[[Tensor], Tensor] = lambda count: count,
+) -> tuple[Tensor, Tensor]:
     """(masked mean of the soft cross entropy, share of positions whose best draft is the target's best token).
 
-    target float32 [B, T, V]; target_token int64 [B, T]; logits [B, T', V]; loss_mask [B, >=T']; T = T'.
+    target float32 [B, T, V]; target_token int64 [B, T]; logits [B, T', V]; loss_mask [B, >=T']; T = T'. `total` turns
+    this process's count of positions into that of the whole batch: then the results add up over the processes.
     """
     mask = loss_mask[:, : logits.shape[1]].float()
-    counted = mask.sum()
+    counted = total(mask.sum())
     loss = SoftCrossEntropy.apply(logits, target.float(), mask / (counted + 1e-5))
     scores = logits.detach()
     best = scores.gather(-1, target_token[..., None]).squeeze(-1) >= scores.amax(-1)  # amax: argmax is not vectorized

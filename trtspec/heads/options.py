@@ -76,26 +76,51 @@ class TrainOptions:
         return self
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """What a config file may say besides options: what is trained on what. `samples` and `mean_tokens` (per sample)
+    describe data that are not made yet, for the forecast of --dry-run."""
+
+    target: str | None = None
+    data: str | None = None
+    features: str = "auto"
+    init: str | None = None
+    samples: int | None = None
+    mean_tokens: int | None = None
+
+
+def read_recipe(path: Path | None) -> Recipe:
+    """The file's keys that are not options; `read_options` judges the others."""
+    names = {field.name for field in fields(Recipe)}
+    return Recipe(**{key: value for key, value in _values(path).items() if key in names})
+
+
 def read_options(path: Path | None, overrides: dict[str, Any]) -> TrainOptions:
     """Defaults, then the YAML file's keys (the option names, with - or _), then `overrides` that are not None."""
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except (OSError, yaml.YAMLError) as error:
-            raise UsageError(
-                f"cannot read the config file {path}: {error}", "pass a YAML mapping of option names"
-            ) from None
-        if not isinstance(loaded, dict):
-            raise UsageError(f"{path} is not a mapping of option names to values", "see `trtspec train --help`")
-        values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
+    about = {field.name for field in fields(Recipe)}
+    values = {key: value for key, value in _values(path).items() if key not in about}
     values |= {key: value for key, value in overrides.items() if value is not None}
     known = {field.name for field in fields(TrainOptions)}
     unknown = sorted(set(values) - known)
     if unknown:
-        raise UsageError(f"{path}: unknown training options {', '.join(unknown)}", f"known: {', '.join(sorted(known))}")
+        allowed = ", ".join(sorted(known | about))
+        raise UsageError(f"{path}: unknown training options {', '.join(unknown)}", f"known: {allowed}")
     if values.get("aux_layers") is not None:
         values["aux_layers"] = tuple(int(layer) for layer in values["aux_layers"])
     if values.get("eagle") is not None:
         values["eagle"] = str(values["eagle"])
     return replace(TrainOptions(), **values).checked()
+
+
+def _values(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise UsageError(
+            f"cannot read the config file {path}: {error}", "pass a YAML mapping of option names"
+        ) from None
+    if not isinstance(loaded, dict):
+        raise UsageError(f"{path} is not a mapping of option names to values", "see `trtspec train --help`")
+    return {str(key).replace("-", "_"): value for key, value in loaded.items()}

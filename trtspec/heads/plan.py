@@ -17,7 +17,7 @@ from trtspec.heads.architecture import new_head_spec
 from trtspec.heads.batches import split_held_out
 from trtspec.heads.data import Sample, read_samples
 from trtspec.heads.features import bytes_per_token, read_dumps
-from trtspec.heads.options import TrainOptions
+from trtspec.heads.options import Recipe, TrainOptions
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.specs import HeadSpec, ModelSpec
 
@@ -36,6 +36,7 @@ class Plan:
     parameters: int
     feature_bytes: int
     features: str  # "memory" or a directory
+    counted: int | None = None  # samples of a plan made without the data
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -43,7 +44,7 @@ class Plan:
             "eagle": self.spec.eagle,
             "aux_layers": list(self.spec.aux_layers or ()),
             "draft_vocab_size": self.spec.draft_vocab_size,
-            "samples": len(self.samples),
+            "samples": len(self.samples) if self.counted is None else self.counted,
             "tokens": self.tokens,
             "steps": self.steps,
             "parameters": self.parameters,
@@ -54,14 +55,7 @@ class Plan:
 
 def make_plan(target_dir: Path, target: ModelSpec, data: Path, options: TrainOptions, features: str) -> Plan:
     """Reads and tokenizes the data and sizes everything. `data` may be a directory of ModelOpt dumps."""
-    spec = new_head_spec(
-        target,
-        attention=options.attention,
-        eagle=options.eagle,
-        draft_vocab_size=options.draft_vocab_size,
-        intermediate_size=options.intermediate_size,
-        aux_layers=options.aux_layers,
-    )
+    spec = _head_spec(target, options)
     if data.is_dir():
         samples, features = read_dumps(data, target, spec.num_aux).samples, str(data)
     else:
@@ -74,8 +68,33 @@ def make_plan(target_dir: Path, target: ModelSpec, data: Path, options: TrainOpt
             "pass --features DIR to keep them on disk, or less data",
         )
     where = "memory" if features == "auto" else features
-    return Plan(
-        spec, samples, tokens, steps_of(_training_samples(samples, options), options), _count(spec), size, where
+    steps = steps_of(_training_samples(samples, options), options)
+    return Plan(spec, samples, tokens, steps, _count(spec), size, where)
+
+
+def plan_without_data(target: ModelSpec, options: TrainOptions, recipe: Recipe, data: Path, features: str) -> Plan:
+    """The sizes of a run whose target or data are not on this machine, from the recipe's counts; `samples` stays
+    empty. UsageError when the recipe does not tell them."""
+    if recipe.samples is None or recipe.mean_tokens is None:
+        raise UsageError(
+            f"the target or {data} is not on this machine, so its tokens cannot be counted",
+            "put `samples:` and `mean_tokens:` into the --config file, or fetch both first",
+        )
+    spec = _head_spec(target, options)
+    tokens = recipe.samples * min(recipe.mean_tokens, options.seq_len)
+    training = round(recipe.samples * (1 - options.held_out))
+    size = tokens * bytes_per_token(target, spec.num_aux)
+    return Plan(spec, [], tokens, steps_of(training, options), _count(spec), size, features, recipe.samples)
+
+
+def _head_spec(target: ModelSpec, options: TrainOptions) -> HeadSpec:
+    return new_head_spec(
+        target,
+        attention=options.attention,
+        eagle=options.eagle,
+        draft_vocab_size=options.draft_vocab_size,
+        intermediate_size=options.intermediate_size,
+        aux_layers=options.aux_layers,
     )
 
 

@@ -17,10 +17,11 @@ from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.heads import train
 from trtspec.heads.data import Sample, coverage, draft_vocabulary
 from trtspec.heads.export import write_head, write_record
-from trtspec.heads.features import Features, compute_features, dump_path, read_dumps, write_dumps
-from trtspec.heads.loop import Point, train_head
+from trtspec.heads.features import Features, compute_features, dump_path, empty_features, read_dumps, write_dumps
+from trtspec.heads.loop import ALONE, Point, Result, train_head
 from trtspec.heads.options import WORK_NAME, TrainOptions
 from trtspec.heads.plan import Plan
+from trtspec.heads.processes import World
 from trtspec.heads.progress import progress_bar
 from trtspec.report import file_sha256, provenance
 from trtspec.specs import HeadSpec, ModelSpec
@@ -29,17 +30,35 @@ if TYPE_CHECKING:
     from trtspec.models.kimi import KimiModel
 
 
-def gather_features(model: KimiModel, plan: Plan) -> Features:
+def gather_features(model: KimiModel, plan: Plan, world: World = ALONE) -> Features:
     """The states of all samples: from dumps where they exist, else computed (and dumped when a directory was given)."""
     layers = plan.spec.aux_layers or ()
     directory = None if plan.features == "memory" else Path(plan.features)
     if directory and directory.is_dir() and all(dump_path(directory, s).exists() for s in plan.samples):
         return read_dumps(directory, model.spec, len(layers))
-    with progress_bar("states of the target", plan.tokens, "tokens") as advance:
-        features = compute_features(model, plan.samples, layers, advance)
-    if directory:
+    with progress_bar("states of the target", plan.tokens / world.size, "tokens") as advance:
+        features = _compute_together(model, plan.samples, layers, advance, world)
+    if directory and world.main:
         write_dumps(features, directory)
     return features
+
+
+def _compute_together(
+    model: KimiModel, samples: list[Sample], layers: tuple[int, ...], advance: Callable[[int], None], world: World
+) -> Features:
+    """Each process runs the target over its part of the samples and hears the states of the others."""
+    if world.size == 1:
+        return compute_features(model, samples, layers, advance)
+    bounds = [len(samples) * rank // world.size for rank in range(world.size + 1)]
+    mine = compute_features(model, samples[bounds[world.rank] : bounds[world.rank + 1]], layers, advance)
+    whole = empty_features(samples, model.spec.hidden_size, len(layers))
+    for source in range(world.size):
+        rows = slice(whole.offsets[bounds[source]], whole.offsets[bounds[source + 1]])
+        if source == world.rank:
+            whole.hidden[rows], whole.aux[rows] = mine.hidden, mine.aux
+        for part in (whole.hidden[rows], whole.aux[rows]):
+            world.broadcast(part.view(torch.int16), source)
+    return whole
 
 
 def run_training(
@@ -54,67 +73,74 @@ def run_training(
     save_every: int = 100,
     device: str = "cpu",
     on_step: Callable[[Point], None] = lambda _: None,
+    world: World = ALONE,
 ) -> dict[str, Any]:
     """Trains and writes the head to `output`; returns its provenance record, `held_out` (sample ids) included.
 
-    An interrupted run continues from its last saved state when called again with the same arguments.
+    An interrupted run continues from its last saved state when called again with the same arguments. In a group of
+    processes all train and the main one writes.
     """
-    spec, work = plan.spec, output / WORK_NAME
+    options = options.for_device(device)
+    work, curve = output / WORK_NAME, output / "training.jsonl"
     ids = _draft_ids(plan, options, model.spec)
-    module = _fresh_module(spec, model, options, ids, device)
+    module = _fresh_module(plan.spec, model, options, ids, world)
     if init is not None:
         train.load_head_tensors(module, initial_tensors(init))
-    fingerprint = {
-        "options": options.to_dict(),
-        "data": _data_digest(plan.samples),
-        "target": _target_digest(target_dir),
-        "init": file_sha256(init / "model.safetensors") if init else None,
-    }
-    features = gather_features(model, plan)
+    source = _source(target_dir, plan.samples, init)
     result = train_head(
-        module,
-        features,
-        options,
-        work=work,
-        curve_path=output / "training.jsonl",
-        fingerprint=fingerprint,
-        save_every=save_every,
-        on_step=on_step,
-    )
-    write_head(output, train.head_tensors(module), spec, model.spec)
-    training = summary(output / "training.jsonl") | {
-        "samples": len(plan.samples) - len(result.held_out_ids),
-        "held_out": len(result.held_out_ids),
-        "steps": result.steps,
-        "seconds": round(result.seconds, 2),
-        "peak_lr": options.peak_lr(spec.hidden_size),
-    }
-    if ids is not None:
-        training["draft_vocabulary_coverage"] = coverage(plan.samples, ids)
+        module, gather_features(model, plan, world), options, work=work, curve_path=curve,
+        fingerprint={"options": options.to_dict(), **source}, save_every=save_every, on_step=on_step, world=world,
+    )  # fmt: skip
+    if not world.main:
+        return {}
+    write_head(output, train.head_tensors(module), plan.spec, model.spec)
+    training = _summary_of_run(curve, plan, options, result, ids) | {"processes": world.size}
+    named = {"target": target_dir.name, "data": data.name}
     record = provenance(
-        "train",
-        {
-            "target": target_dir.name,
-            "target_config": fingerprint["target"],
-            "data": data.name,
-            "data_sha256": fingerprint["data"],
-        },
-        options.to_dict(),
-        parameters=plan.parameters,
-        training=training,
-        held_out=result.held_out_ids,
-    )
-    write_record(output, spec, record)
+        "train", named | _renamed(source), options.to_dict(),
+        parameters=plan.parameters, training=training, held_out=result.held_out_ids,
+    )  # fmt: skip
+    write_record(output, plan.spec, record)
     shutil.rmtree(work, ignore_errors=True)
     return record
 
 
+def _source(target_dir: Path, samples: list[Sample], init: Path | None) -> dict[str, Any]:
+    """Digests of what the run starts from; a resumed run must find the same."""
+    return {
+        "data": _data_digest(samples),
+        "target": _target_digest(target_dir),
+        "init": file_sha256(init / "model.safetensors") if init else None,
+    }
+
+
+def _renamed(source: dict[str, Any]) -> dict[str, Any]:
+    """The digests under their names in provenance.json."""
+    return {"target_config": source["target"], "data_sha256": source["data"], "init_sha256": source["init"]}
+
+
+def _summary_of_run(
+    curve: Path, plan: Plan, options: TrainOptions, result: Result, ids: list[int] | None
+) -> dict[str, Any]:
+    training = summary(curve) | {
+        "samples": len(plan.samples) - len(result.held_out_ids),
+        "held_out": len(result.held_out_ids),
+        "steps": result.steps,
+        "seconds": round(result.seconds, 2),
+        "peak_lr": options.peak_lr(plan.spec.hidden_size),
+    }
+    if ids is not None:
+        training["draft_vocabulary_coverage"] = coverage(plan.samples, ids)
+    return training
+
+
 def _fresh_module(
-    spec: HeadSpec, model: KimiModel, options: TrainOptions, ids: list[int] | None, device: str
+    spec: HeadSpec, model: KimiModel, options: TrainOptions, ids: list[int] | None, world: World
 ) -> train.TrainingModule:
     """ModelOpt's module with the head's initial weights, which depend on the seed alone."""
     torch.manual_seed(options.seed)
     frozen = torch.bfloat16 if options.precision == "bf16" else torch.float32
+    device = model.embed.weight.device
     return train.build(
         spec,
         model.spec,
@@ -122,6 +148,7 @@ def _fresh_module(
         model.lm_head.weight.to(device, frozen),
         ttt_steps=options.ttt_steps,
         target_ids=None if ids is None else torch.tensor(ids, device=device),
+        total=world.sum,
     )
 
 

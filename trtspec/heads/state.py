@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -14,27 +14,36 @@ from torch import nn
 from trtspec.checkpoint.writer import write_shard
 from trtspec.errors import UsageError
 
+if TYPE_CHECKING:
+    from trtspec.heads.loop import Point
+
 STATE_NAME = "state.safetensors"
 RESTART = "pass --restart to begin anew, or repeat the command as it was"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Curve:
-    """training.jsonl: one line per step. `position` is what the saved state counts as written."""
+    """training.jsonl: one line per step. `position` is what the saved state counts as written.
 
-    def __init__(self, path: Path) -> None:
+    Opening it drops what was written after the state from which the run goes on.
+    """
+
+    def __init__(self, path: Path, position: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab+")
+        self._file.truncate(position)
 
     @property
     def position(self) -> int:
         return self._file.seek(0, os.SEEK_END)
 
-    def cut(self, position: int) -> None:
-        """Drops what was written after the state from which the run goes on."""
-        self._file.truncate(position)
+    def add(self, point: Point, tokens: int) -> None:
+        """`tokens` are those of this step's batch."""
+        self._write({"step": point.step, "loss": point.loss, "accuracy": point.accuracy, "tokens": tokens})
+        if point.held_out:
+            self._write({"step": point.step, "held_out": point.held_out})
 
-    def write(self, row: dict[str, Any]) -> None:
+    def _write(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row).encode() + b"\n")
         self._file.flush()
 
@@ -47,7 +56,6 @@ def save_state(
     directory: Path,
     parameters: dict[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
-    *,
     step: int,
     position: int,
     fingerprint: dict[str, Any],

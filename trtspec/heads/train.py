@@ -13,13 +13,15 @@ here is what it lacks or does differently from every server:
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import DeepseekV3Config, LlamaConfig, PreTrainedModel
 
 from trtspec.errors import MissingDependency, TrtspecError
@@ -64,11 +66,12 @@ def build(
     *,
     ttt_steps: int = 3,
     target_ids: torch.Tensor | None = None,
+    total: Callable[[torch.Tensor], torch.Tensor] = lambda count: count,
 ) -> TrainingModule:
     """Returns ModelOpt's training module with a fresh head of shape `spec`, float32, on lm_head's device.
 
     embed, lm_head: the target's [V, H], frozen. target_ids int64 [Vd]: the target id of each draft id, ascending, for
-    a pruned vocabulary. The head's own lm_head starts as the target's rows.
+    a pruned vocabulary. The head's own lm_head starts as the target's rows. total: see `objective.eagle_loss`.
     """
     stub = TargetStub(_stub_config(spec, target), embed, lm_head)
     options = {
@@ -84,7 +87,7 @@ def build(
         model = mtsp.convert(stub, [("eagle", options)])
     _finish_head(model.eagle_module, spec, lm_head, target_ids)
     model._enable_cp_ttt = contextlib.nullcontext  # ModelOpt would force the slow math kernel
-    model._eagle_loss = eagle_loss
+    model._eagle_loss = functools.partial(eagle_loss, total=total)
     model._get_ttt_attention_mask = lambda *_: None  # the rule is in decoder.ttt_attention, for any length
     model.train()
     return model
@@ -174,7 +177,8 @@ def loss_and_accuracy(
     tokens int64 [B, S]; hidden [B, S, H] after the target's final norm; aux [B, S, n*H]; loss_mask [B, S] 1 where the
     distribution at that position counts.
     """
-    weight = model.lm_head.weight.dtype if not torch.is_autocast_enabled(tokens.device.type) else torch.bfloat16
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    weight = inner.lm_head.weight.dtype if not torch.is_autocast_enabled(tokens.device.type) else torch.bfloat16
     states = {"base_model_hidden_states": hidden.to(weight), "aux_hidden_states": aux.to(weight)}
     output = model(input_ids=tokens, base_model_outputs=states, loss_mask=loss_mask)
     return output.loss, output.train_acc[0]

@@ -1,0 +1,103 @@
+"""What the benchmarks of trained heads share: one set of answers, states computed once, heads trained side by side."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtspec.bench.acceptance import TurnCounts, bootstrap_interval
+from trtspec.bench.text_quality import mean_distinct_ratio
+from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.engine.engine import Engine
+from trtspec.engine.sequence import Request
+from trtspec.heads import train
+from trtspec.heads.architecture import new_head_spec
+from trtspec.heads.data import draft_vocabulary, read_samples
+from trtspec.heads.features import Features, compute_features
+from trtspec.heads.loop import Result, train_head
+from trtspec.heads.options import TrainOptions
+from trtspec.models.eagle3 import Eagle3Head
+from trtspec.models.kimi import KimiModel
+from trtspec.models.weights import load_target
+from trtspec.specs import HeadSpec
+
+BATCH_ROWS = 8  # of the engine that measures
+
+
+@dataclass
+class Workshop:
+    """The target in float32, its tokenizer, and its states on the answers."""
+
+    directory: Path
+    target: KimiModel
+    tokenizer: KimiTokenizer
+    features: Features
+
+    @classmethod
+    def open(cls, directory: Path, answers: Path, seq_len: int) -> Workshop:
+        target, tokenizer = load_target(directory, dtype=torch.float32), KimiTokenizer(directory)
+        samples = read_samples(answers, tokenizer, seq_len)
+        return cls(directory, target, tokenizer, compute_features(target, samples, target.spec.default_aux_layers))
+
+    def spec(self, options: TrainOptions) -> HeadSpec:
+        return new_head_spec(
+            self.target.spec,
+            attention=options.attention,
+            eagle=options.eagle,
+            draft_vocab_size=options.draft_vocab_size,
+        )
+
+    def module(self, options: TrainOptions) -> train.TrainingModule:
+        """A fresh training module; its weights follow from the seed."""
+        spec = self.spec(options)
+        ids = None
+        if spec.has_d2t:
+            ids = torch.tensor(draft_vocabulary(self.features.samples, spec.draft_vocab_size, spec.vocab_size))
+        torch.manual_seed(options.seed)
+        weights = self.target.embed.weight, self.target.lm_head.weight
+        return train.build(spec, self.target.spec, *weights, ttt_steps=options.ttt_steps, target_ids=ids)
+
+    def train(self, module: train.TrainingModule, options: TrainOptions, work: Path) -> Result:
+        """Trains in place on the shared states, without the states being saved on the way."""
+        return train_head(
+            module, self.features, options, work=work, curve_path=work / "training.jsonl",
+            fingerprint={}, save_every=10**9,
+        )  # fmt: skip
+
+    def acceptance(
+        self, head: Eagle3Head, prompts: list[list[int]], draft_len: int, temperature: float, max_tokens: int
+    ) -> dict[str, Any]:
+        """Free-running generation; 95 % interval over prompts and the distinct 4-grams of the answers."""
+        longest = max(map(len, prompts)) + max_tokens
+        engine = Engine(
+            self.target, head, drafter="eagle3", draft_len=draft_len, max_batch_size=BATCH_ROWS,
+            max_seq_len=longest + draft_len, tokenizer=self.tokenizer,
+        )  # fmt: skip
+        done = engine.generate(
+            [Request(str(i), ids, max_tokens, temperature=temperature, seed=i) for i, ids in enumerate(prompts)]
+        )
+        stats = {name: one.stats for name, one in done.items()}
+        steps, accepted = sum(s.steps for s in stats.values()), sum(s.accepted for s in stats.values())
+        turns = [
+            TurnCounts(
+                name, "", len(done[name].token_ids), s.steps, s.accepted, s.drafted, tuple(s.histogram), "engine"
+            )
+            for name, s in stats.items()
+        ]
+        return {
+            "length": 1 + accepted / max(steps, 1),
+            "interval": bootstrap_interval(turns),
+            "prompts": len(prompts),
+            "steps": steps,
+            "distinct": mean_distinct_ratio([self.tokenizer.decode(done[name].token_ids) for name in done]),
+        }
+
+
+def held_out_messages(path: Path, count: int) -> list[dict[str, Any]]:
+    """Every n-th row of a prompts file, so that all its categories are there: {messages, reference, category}."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return rows[:: max(1, len(rows) // count)][:count]
