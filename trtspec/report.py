@@ -9,7 +9,6 @@ import platform
 import sys
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +62,8 @@ def file_sha256(path: Path) -> str:
 
 def package_versions() -> dict[str, str]:
     """Versions of the packages that decide results, without importing them."""
+    from importlib import metadata  # here, because it takes as long to import as a torch-free command to answer
+
     found = {}
     for name in VERSIONED_PACKAGES:
         try:

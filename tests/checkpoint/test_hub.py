@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from trtspec.errors import MissingDependency, TrtspecError, UsageError
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty hub cache, offline: whatever answers here, answers without the network."""
     cache = tmp_path / "hub"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return cache
@@ -175,3 +178,39 @@ def test_gpus() -> None:
     assert "h200" in gpu_names()
     with pytest.raises(UsageError, match="RTX"):
         gpu_spec("RTX 4090")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"HF_HOME": "/somewhere/hf"},
+        {"XDG_CACHE_HOME": "/var/cache"},
+        {"HF_HOME": "~/hf", "XDG_CACHE_HOME": "/var/cache"},
+        {"HF_HUB_CACHE": "$HOME/hub"},
+        {"HUGGINGFACE_HUB_CACHE": "/old/name"},
+    ],
+)
+def test_the_cache_is_where_huggingface_hub_has_it(variables: dict[str, str]) -> None:
+    """In fresh processes, because the library reads the environment once."""
+    names = ("HF_HOME", "XDG_CACHE_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
+    environment = {key: value for key, value in os.environ.items() if key not in names} | variables
+    script = (
+        "from huggingface_hub.constants import HF_HUB_CACHE\n"
+        "from trtspec.checkpoint.hub import cache_directory\n"
+        "assert str(cache_directory()) == HF_HUB_CACHE, (str(cache_directory()), HF_HUB_CACHE)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_snapshot_is_found_as_huggingface_hub_finds_it(empty_cache: Path, tmp_path: Path) -> None:
+    from huggingface_hub import try_to_load_from_cache
+
+    from trtspec.checkpoint.hub import _cached
+
+    source = make_target(tmp_path / "source")
+    snapshot = published(empty_cache, "someone/some-kimi", source)
+    theirs = try_to_load_from_cache("someone/some-kimi", "config.json", cache_dir=str(empty_cache))
+    assert _cached("someone/some-kimi", complete=True) == snapshot == Path(str(theirs)).parent
+    assert _cached("someone/other", complete=True) is None

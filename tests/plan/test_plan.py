@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from trtspec.data_files import gpu_spec
 from trtspec.errors import UsageError
 from trtspec.plan.acceptance import flat_rate, parse_acceptance
-from trtspec.plan.kernels import interpolate, kernels
+from trtspec.plan.kernels import Series, interpolate, kernels
 from trtspec.plan.layout import Layout, layout_of
 from trtspec.plan.memory import memory
 from trtspec.plan.planner import Workload, plan
@@ -111,7 +111,7 @@ def steps(gpu: str, head: str | None = MLA, layout: Layout | None = None, contex
 
 @pytest.mark.parametrize(("concurrency", "published"), [(1, 2.03), (4, 1.71), (16, 1.66)])
 def test_published_speed_ups_within_ten_percent(concurrency: int, published: float) -> None:
-    """EAGLE 3.1 on 4 GB200, Kimi-K2.6-NVFP4, SPEED-Bench coding: 3.013 tokens per step at 3 drafts (the head's card)."""
+    """EAGLE 3.1 on 4 GB200, Kimi-K2.6-NVFP4, SPEED-Bench coding; 3.013 tokens per step at 3 drafts (the head's card)"""
     for context in (512, 2048, 4096):
         model = steps("gb200", "lightseekorg/kimi-k2.6-eagle3.1-mla", context=context)
         assert 3.013 / model.cost_ratio(concurrency, 3) == pytest.approx(published, rel=0.10)
@@ -139,7 +139,7 @@ def test_tables_are_read_as_they_are() -> None:
     assert (cutlass.moe("tp4", 1), cutlass.moe("ep4", 16)) == (73.6, 174.8)
     assert found.allreduce(4, 8192) == 5.5 and found.allreduce(8, 65536) == 6.3
     assert kernels(gpu_spec("h200"), "nvfp4") is None
-    series = {"1": 2.0, "4": 5.0, "8": 5.0}
+    series = Series((1, 4, 8), (2.0, 5.0, 5.0))
     assert [interpolate(series, at) for at in (0.5, 1, 2, 4, 6, 16)] == [2.0, 2.0, 3.0, 5.0, 5.0, 5.0]
 
 

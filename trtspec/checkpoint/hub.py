@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,27 +93,29 @@ def resolve(name_or_path: str, *, allow_download: bool = True) -> Resolved:
 
 
 def _cached(hub_id: str, complete: bool) -> Path | None:
-    """The snapshot in the hub cache; with `complete`, only one that has every shard its index names."""
-    if _surely_not_cached(hub_id):
-        return None
-    from huggingface_hub import try_to_load_from_cache
+    """The snapshot of `main` in the hub cache; with `complete`, only one that has every shard its index names.
 
-    config = try_to_load_from_cache(hub_id, "config.json")
-    if not isinstance(config, str):
+    Reads the cache's documented layout itself (models--org--name/refs/main names the snapshot), because importing
+    huggingface_hub takes longer than everything else that the torch-free commands do.
+    """
+    repository = cache_directory() / f"models--{hub_id.replace('/', '--')}"
+    try:
+        snapshot = repository / "snapshots" / (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
         return None
-    snapshot = Path(config).parent
+    if not (snapshot / "config.json").is_file():
+        return None
     return snapshot if not complete or _has_all_shards(snapshot) else None
 
 
-def _surely_not_cached(hub_id: str) -> bool:
-    """Whether the hub cache has no folder for the id. Asked before huggingface_hub is imported, which takes longer
-    than everything else that the torch-free commands do; False where it is imported already."""
-    if "huggingface_hub.constants" in sys.modules:
-        return False
-    home = os.getenv("HF_HOME", os.path.join(os.getenv("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
-    cache = os.getenv("HF_HUB_CACHE", os.getenv("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub")))
-    folder = f"models--{hub_id.replace('/', '--')}"
-    return not Path(os.path.expandvars(os.path.expanduser(cache)), folder).is_dir()
+def cache_directory() -> Path:
+    """Where huggingface_hub keeps repositories: HF_HUB_CACHE, else hub/ under HF_HOME, else under the user's cache."""
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if named:
+        return Path(os.path.expandvars(named)).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    return Path(os.path.expandvars(home)).expanduser() / "hub"
 
 
 def _has_all_shards(snapshot: Path) -> bool:

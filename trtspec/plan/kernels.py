@@ -6,7 +6,7 @@ import bisect
 import json
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from trtspec.data_files import DATA
 from trtspec.errors import MissingDependency
@@ -20,18 +20,30 @@ KERNELS = {"nvfp4": ("TRTLLM", "CUTLASS"), "fp8-block": ("TRTLLM", "CUTLASS", "D
 BANDWIDTH_SHARE = 0.8  # of the peak, reached by streaming kernels (aiconfigurator systems/*.yaml)
 LAUNCH_US = 3.0  # least time of one kernel (same source)
 
-Series = dict[str, float]
+
+class Series(NamedTuple):
+    """Measured points, both ascending in x."""
+
+    xs: tuple[float, ...]
+    ys: tuple[float, ...]
 
 
 def interpolate(series: Series, at: float) -> float:
     """Linear between measured points, flat below the first, and beyond the last in proportion to its slope."""
-    points = sorted((float(key), value) for key, value in series.items())
-    xs = [x for x, _ in points]
-    if at <= xs[0] or len(points) == 1:
-        return points[0][1]
-    right = min(bisect.bisect_left(xs, at), len(points) - 1)
-    (x0, y0), (x1, y1) = points[right - 1], points[right]
-    return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+    xs, ys = series
+    if at <= xs[0] or len(xs) == 1:
+        return ys[0]
+    right = min(bisect.bisect_left(xs, at), len(xs) - 1)
+    x0, y0 = xs[right - 1], ys[right - 1]
+    return y0 + (ys[right] - y0) * (at - x0) / (xs[right] - x0)
+
+
+def interpolate_twice(table: dict[str, Series], outer: float, inner: float) -> float:
+    """The same over a table of series: along each series first, then between the two that enclose `outer`."""
+    keys = tuple(map(float, table))
+    right = min(max(1, bisect.bisect_left(keys, outer)), len(keys) - 1)
+    rows = list(table.values())[right - 1 : right + 1]
+    return interpolate(Series(keys[right - 1 : right + 1], tuple(interpolate(row, inner) for row in rows)), outer)
 
 
 @dataclass(frozen=True)
@@ -66,8 +78,7 @@ class Kernels:
         return self._attention(ranks, tokens, 2) + max(0.0, read - empty) * tiles
 
     def _attention(self, ranks: int, sequences: int, context: int) -> float:
-        table = self.tables["mla_decode"][f"tp{ranks}"]
-        return interpolate({at: interpolate(series, sequences) for at, series in table.items()}, context)
+        return interpolate_twice(self.tables["mla_decode"][f"tp{ranks}"], context, sequences)
 
     def prefill_attention(self, ranks: int, tokens: int) -> float:
         return interpolate(self.tables["mla_prefill"][f"tp{ranks}"], tokens)
@@ -87,7 +98,7 @@ class Kernels:
         return self._gemm("gemm_to_hidden", tokens, width)
 
     def _gemm(self, name: str, tokens: int, width: float) -> float:
-        return interpolate({at: interpolate(series, width) for at, series in self.tables[name].items()}, tokens)
+        return interpolate_twice(self.tables[name], tokens, width)
 
     def stream(self, number_of_bytes: float) -> float:
         """Microseconds to read that many bytes at the bandwidth that kernels reach."""
@@ -99,7 +110,14 @@ def read_tables(gpu: str) -> dict[str, Any]:
     path = DATA / "kernels" / f"{gpu}.json"
     if not path.is_file():
         raise MissingDependency(f"there are no kernel latencies for {gpu}", "plan its memory with --memory-only")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_read)
+
+
+def _read(pairs: list[tuple[str, Any]]) -> Any:
+    """A mapping from numbers to numbers is a Series; docs/kernel_tables.py writes it in ascending order."""
+    if pairs and isinstance(pairs[0][1], (int, float)):
+        return Series(tuple(float(key) for key, _ in pairs), tuple(value for _, value in pairs))
+    return dict(pairs)
 
 
 def twin_tables(gpu: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from trtspec.checkpoint.hub import Resolved, resolve
@@ -44,6 +44,10 @@ def load_head(name: str) -> Head:
 
 def installed_version() -> str | None:
     """Version of the tensorrt_llm package of this environment, without importing it."""
+    if find_spec("tensorrt_llm") is None:  # in one look; importlib.metadata alone takes longer than all else here
+        return None
+    from importlib import metadata
+
     for name in ("tensorrt_llm", "tensorrt-llm"):
         try:
             return metadata.version(name)
