@@ -22,7 +22,7 @@ CODE = re.compile(r"\bTS-[A-Z0-9]+(?:-[A-Z0-9]+)+\b")
 AREAS = {
     "checkpoint": "Checkpoints: targets, heads and their pairs (`trtspec inspect`)",
     "quant": "Quantization (`trtspec quantize`, `trtspec inspect --against`)",
-    "heads": "Draft heads and their training (`trtspec synthesize`, `trtspec train`)",
+    "heads": "Draft heads and their training (`trtspec synthesize`, `trtspec train`, `trtspec convert`)",
     "trtllm": "Engine configuration and launch (`trtspec build-config`, `trtspec lint`, `trtspec serve`)",
     "launch": "Several nodes and disaggregated deployments (`trtspec serve`)",
     "bench": "Measurements and the gate (`trtspec bench`, `trtspec check`)",
@@ -47,7 +47,8 @@ def cli_reference() -> str:
         built = [name for name in names if name not in NOT_BUILT]
         lines.append(f"\n## {panel}")
         lines += [section(name, commands[name].load()) for name in built]
-    lines.append(f"\nNot built yet: {', '.join(f'`{name}`' for name in NOT_BUILT)}.")
+    if NOT_BUILT:
+        lines.append(f"\nNot built yet: {', '.join(f'`{name}`' for name in NOT_BUILT)}.")
     return "\n".join(lines) + "\n"
 
 

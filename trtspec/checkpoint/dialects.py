@@ -9,16 +9,19 @@ the layers that already ran, so B = A + 1 (SafeAILab, vLLM, speculators). HeadSp
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
+from trtspec.checkpoint.head_kind import no_eagle3_head
 from trtspec.checkpoint.head_shapes import canonical_names, layer_prefix, measure
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.errors import Problem, TrtspecError
 from trtspec.specs import HeadSpec, RopeSpec
 
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
-MODELOPT_KEYS = ("use_input_layernorm_in_first_layer", "use_last_layernorm", "parallel_draft_step")
+MODELOPT_KEYS = ("next_layer_regular", "parallel_draft_step")  # in every export since 0.40; TorchSpec writes neither
 
 
 @dataclass(frozen=True)
@@ -29,19 +32,19 @@ class Dialect:
     prefix: str
     ids: Literal["nested-A", "nested-first-id", "top-B", "none"]
     embed_tokens: bool
-    t2d: bool
+    t2d: Literal["always", "pruned", "never"]
 
 
 DIALECTS = {
     dialect.name: dialect
     for dialect in (
-        Dialect("modelopt", "layers.0.", "nested-A", embed_tokens=False, t2d=False),
-        Dialect("torchspec", "midlayer.", "nested-A", embed_tokens=True, t2d=False),
-        Dialect("specforge", "midlayer.", "nested-A", embed_tokens=True, t2d=True),
-        Dialect("safeailab", "midlayer.", "none", embed_tokens=False, t2d=True),
-        Dialect("vllm", "layers.0.", "top-B", embed_tokens=True, t2d=False),
-        Dialect("speculators", "layers.0.", "top-B", embed_tokens=True, t2d=True),
-        Dialect("sglang", "layers.0.", "nested-first-id", embed_tokens=False, t2d=False),
+        Dialect("modelopt", "layers.0.", "nested-A", embed_tokens=False, t2d="never"),
+        Dialect("torchspec", "midlayer.", "nested-A", embed_tokens=True, t2d="pruned"),
+        Dialect("specforge", "midlayer.", "nested-A", embed_tokens=True, t2d="always"),
+        Dialect("safeailab", "midlayer.", "none", embed_tokens=False, t2d="pruned"),
+        Dialect("vllm", "layers.0.", "top-B", embed_tokens=True, t2d="never"),
+        Dialect("speculators", "layers.0.", "top-B", embed_tokens=True, t2d="pruned"),
+        Dialect("sglang", "layers.0.", "nested-first-id", embed_tokens=False, t2d="never"),
     )
 }
 
@@ -55,18 +58,40 @@ def detect_dialect(config: dict[str, Any], names: set[str]) -> str:
         return "speculators"
     if midlayer and architecture == "LlamaForCausalLM":
         return "safeailab"
-    if midlayer and "t2d" in names:
+    modelopt = any(key in eagle for key in MODELOPT_KEYS)
+    torchspec = "_torchspec_version" in config or config.get("model_type") == "kimi_k2"
+    if midlayer and "t2d" in names and not torchspec:
         return "specforge"
     if midlayer:
-        modelopt = any(key in eagle for key in MODELOPT_KEYS) and "embed_tokens.weight" not in names
-        return "modelopt" if modelopt else "torchspec"
+        return "modelopt" if modelopt and "embed_tokens.weight" not in names else "torchspec"
     if IDS_KEY in config:
         return "vllm"
-    if any(key in eagle for key in MODELOPT_KEYS):
+    if modelopt:
         return "modelopt"
-    if "embed_tokens.weight" in names:
-        return "torchspec"  # its export for vLLM: layers.0. names, ids still in eagle_config
+    if "embed_tokens.weight" in names:  # TorchSpec's export for vLLM; for kimi_k2 it adds one to the ids
+        counts_inputs = config.get("model_type") == "kimi_k2" and min(stored_ids(config), default=1) != 1
+        return "vllm" if counts_inputs else "torchspec"
     return "sglang" if eagle.get(IDS_KEY) else "modelopt"
+
+
+def recorded(path: Path) -> dict[str, Any]:
+    """provenance.json beside a checkpoint; {} when there is none or it cannot be read."""
+    try:
+        record = json.loads((path / "provenance.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def dialect_of(checkpoint: Checkpoint) -> str:
+    """The dialect that `trtspec convert` noted, as long as the tensor names fit it; else the detected one.
+
+    Some dialects cannot be told apart by names and keys alone, and then count layers differently.
+    """
+    noted = DIALECTS.get(str(recorded(checkpoint.path).get("dialect")))
+    if noted is not None and noted.prefix == layer_prefix(checkpoint.tensors):
+        return noted.name
+    return detect_dialect(checkpoint.config, {name.removeprefix("model.") for name in checkpoint.tensors})
 
 
 def head_spec(checkpoint: Checkpoint) -> HeadSpec:
@@ -78,14 +103,18 @@ def head_spec(checkpoint: Checkpoint) -> HeadSpec:
     return spec
 
 
-def read_head(checkpoint: Checkpoint) -> tuple[HeadSpec, list[Problem]]:
-    """The canonical record with every problem found in the checkpoint on its own (not against a target)."""
+def read_head(checkpoint: Checkpoint, dialect: str | None = None) -> tuple[HeadSpec, list[Problem]]:
+    """The canonical record with every problem found in the checkpoint on its own (not against a target).
+
+    `dialect` overrides detection. Raises TrtspecError for what is no Eagle3 head at all.
+    """
     from trtspec.checkpoint.head_problems import head_problems
 
+    wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
+    if wrong is not None:
+        raise TrtspecError(f"{checkpoint.path}: {wrong.message} [{wrong.code}]", wrong.remedy)
     tensors = canonical_names(checkpoint.tensors)
-    plain = {name.removeprefix("model.") for name in checkpoint.tensors}
-    dialect = detect_dialect(checkpoint.config, plain)
-    declared = head_spec_from_config(checkpoint.config, dialect=dialect)
+    declared = head_spec_from_config(checkpoint.config, dialect=dialect or dialect_of(checkpoint))
     measured, problems = measure(tensors, declared, flat_config(checkpoint.config))
     spec = replace(declared, **measured, layer_prefix=layer_prefix(checkpoint.tensors))
     spec = replace(spec, eagle="3.1" if spec.fc_norm or spec.norm_output else "3")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trtspec.checkpoint.head_shapes import REMEDY, required_names
-from trtspec.checkpoint.headers import Checkpoint, TensorInfo, read_json
+from trtspec.checkpoint.head_values import FLOATS, read_values, vocabulary_values
+from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.errors import Problem
 from trtspec.specs import HeadSpec
 
-FLOATS = ("BF16", "F16", "F32")
+CONFIG_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 OPTIONAL = ("lm_head.weight", "embed_tokens.weight", "d2t", "t2d", "input_norm.weight")
 KEEP_DRAFT = "convert the head again with its draft vocabulary, or train it with the full one"
 
@@ -23,20 +25,11 @@ def head_problems(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: 
         *_layer_ids(checkpoint.config, spec),
         *_function(checkpoint.config, tensors, spec),
         *_vocabulary(checkpoint, tensors, spec),
+        *vocabulary_values(checkpoint, tensors, spec),
+        *_storage(checkpoint.config, tensors),
         *_rope(checkpoint.config, spec),
         *_double_norm(checkpoint, tensors, spec),
     ]
-
-
-def read_values(checkpoint: Checkpoint, info: TensorInfo) -> np.ndarray:
-    """A small tensor's values as float32 or its own integers, read from its bytes without torch."""
-    with (checkpoint.path / info.shard).open("rb") as stream:
-        stream.seek(info.begin)
-        raw = stream.read(info.nbytes)
-    if info.dtype == "BF16":
-        return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(info.shape)
-    kinds = {"F16": "<f2", "F32": "<f4", "I64": "<i8", "I32": "<i4", "BOOL": "?"}
-    return np.frombuffer(raw, kinds[info.dtype]).reshape(info.shape)
 
 
 def _layout(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
@@ -69,8 +62,9 @@ def _layout(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSp
 
 def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
     """Ids that start at 2 under a key that counts from 0: either a deliberate choice, or counted one too far."""
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    if not nested or spec.dialect == "vllm" or min(nested) != 2:
+    key = "eagle_aux_hidden_state_layer_ids"
+    nested = (config.get("eagle_config") or {}).get(key)
+    if not nested or key in config or min(nested) != 2:
         return []
     message = (
         f"eagle_config lists layers {list(nested)}: layer outputs if counted from 0 (ModelOpt, TensorRT-LLM), "
@@ -119,8 +113,6 @@ def _vocabulary(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: He
     if pruned and not spec.has_lm_head:
         message = "the draft vocabulary is pruned and the head has no lm_head of its own"
         problems.append(Problem("TS-HEAD-LM-HEAD", "error", "lm_head.weight", message, KEEP_DRAFT))
-    if "d2t" in tensors:
-        problems += _d2t(read_values(checkpoint, tensors["d2t"]), spec)
     if spec.has_embed_tokens and spec.target_hidden_size == spec.hidden_size:
         message = "the head carries embed_tokens; TensorRT-LLM uses the target's and never reads these"
         remedy = "nothing to do unless the embedding was trained"
@@ -128,17 +120,19 @@ def _vocabulary(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: He
     return problems
 
 
-def _d2t(offsets: np.ndarray, spec: HeadSpec) -> list[Problem]:
-    """d2t holds offsets: draft token i is target token i + d2t[i], and those rise strictly within the vocabulary."""
-    targets = np.arange(len(offsets)) + offsets
-    inside = len(targets) == 0 or (targets.min() >= 0 and targets.max() < spec.vocab_size)
-    if len(offsets) == spec.draft_vocab_size and inside and bool(np.all(np.diff(targets) > 0)):
-        return []
-    absolute = len(offsets) and bool(np.all(np.diff(offsets) > 0)) and offsets.max() < spec.vocab_size
-    message = "d2t does not map the draft tokens to rising target tokens"
-    if absolute:
-        message += "; its values look like target ids where offsets are expected"
-    return [Problem("TS-HEAD-D2T-VALUES", "error", "d2t", message, "store d2t[i] = target id - i")]
+def _storage(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> list[Problem]:
+    """How the weights are stored against what config.json says of it."""
+    problems = []
+    if config.get("quantization_config"):
+        message = "config.json carries a quantization_config, the target's it seems; engines would apply it to the head"
+        problems.append(Problem("TS-HEAD-QUANT-CONFIG", "error", "config.json", message, "remove the key"))
+    stated = config.get("torch_dtype") or config.get("dtype")
+    stored = CONFIG_DTYPES.get(tensors["fc.weight"].dtype) if "fc.weight" in tensors else None
+    if stated and stored and str(stated).removeprefix("torch.") != stored:
+        message = f"config.json says {stated}, the weights are {stored}; engines cast to what the config says"
+        remedy = f'set `torch_dtype: "{stored}"`'
+        problems.append(Problem("TS-HEAD-TORCH-DTYPE", "warning", "config.json:torch_dtype", message, remedy))
+    return problems
 
 
 def _rope(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
@@ -158,15 +152,36 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
     if spec.attention == "mla" and rope.rope_type != "yarn":
         message = "an MLA head without YaRN; TensorRT-LLM computes YaRN for every MLA draft"
         problems.append(Problem("TS-HEAD-ROPE-MLA", "error", "config.json:rope_scaling", message, REMEDY))
+    if spec.attention == "mha" and rope.rope_type == "yarn" and not injected:
+        problems.append(_llama_yarn(flat, spec))
+    if spec.dialect == "torchspec" and spec.attention == "mla" and rope.rope_type == "yarn" and rope.theta != 10000:
+        message = (
+            f"TorchSpec (at least to 2026-04-28) computes an MLA head's YaRN with base 10000 whatever rope_theta says; "
+            f"the file says {rope.theta:g}"
+        )
+        remedy = "measure acceptance at both bases; `trtspec convert --rope-theta 10000` writes the other"
+        problems.append(Problem("TS-HEAD-ROPE-TORCHSPEC", "warning", "config.json:rope_theta", message, remedy))
     return problems
+
+
+def _llama_yarn(flat: dict[str, Any], spec: HeadSpec) -> Problem:
+    """YaRN in a Llama head: three readers, three attention gains unless both mscale keys stand there."""
+    scaling = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
+    gain = 1 + 0.1 * float(np.log(spec.rope.factor))
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        message = f"YaRN in an MHA head: vLLM before it read mscale multiplies attention logits by {gain**2:.3f}"
+        return Problem("TS-HEAD-ROPE-MSCALE", "info", "config.json:rope_scaling", message, "use a current vLLM")
+    message = (
+        f"YaRN in an MHA head without mscale and mscale_all_dim: engines multiply attention logits by {gain**2:.3f}"
+    )
+    remedy = "right only if it was trained so; else set both to 1.0"
+    return Problem("TS-HEAD-ROPE-MSCALE", "warning", "config.json:rope_scaling", message, remedy)
 
 
 def _double_norm(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
     """ModelOpt 0.41 to 0.47 trains LN(LN(x; input_layernorm); hidden_norm); engines compute LN(x; hidden_norm)."""
     gain = tensors.get("layer.input_layernorm.weight")
-    provenance = checkpoint.path / "provenance.json"
-    ours = provenance.is_file() and read_json(provenance).get("command") == "train"
-    if spec.dialect != "modelopt" or ours or gain is None or gain.dtype not in FLOATS:
+    if spec.dialect != "modelopt" or gain is None or gain.dtype not in FLOATS or _trained_here(checkpoint.path):
         return []
     spread = float(np.std(read_values(checkpoint, gain)))
     if spread < 1e-3:
@@ -177,3 +192,13 @@ def _double_norm(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: H
     )
     remedy = "measure acceptance with `trtspec bench`; heads from `trtspec train` are not affected"
     return [Problem("TS-HEAD-DOUBLE-NORM", "warning", "input_layernorm.weight", message, remedy)]
+
+
+def _trained_here(path: Path) -> bool:
+    """Whether `trtspec train` made the head, also when `trtspec convert` rewrote it since."""
+    from trtspec.checkpoint.dialects import recorded
+
+    record = recorded(path)
+    while record.get("command") == "convert":
+        record = (record.get("source") or {}).get("provenance") or {}
+    return record.get("command") == "train"

@@ -20,7 +20,7 @@ COMMANDS = {
     },
     "Target": {
         "quantize": "Turn a BF16, FP8 or INT4 Kimi into NVFP4, shard by shard.",
-        "calibrate": "Measure activation scales, one decoder layer in memory at a time (not built yet).",
+        "calibrate": "Measure activation scales, one decoder layer in memory at a time.",
     },
     "Draft head": {
         "synthesize": "Let the target answer prompts, as training data for a head.",
@@ -38,7 +38,7 @@ COMMANDS = {
         "check": "Judge an endpoint: lossless, sane, tool calls alive, acceptance high enough?",
     },
 }
-NOT_BUILT = ("calibrate", "convert")
+NOT_BUILT: tuple[str, ...] = ()
 # which extra brings an optional package
 EXTRAS = {
     "torch": "reference", "transformers": "reference", "fastapi": "reference", "uvicorn": "reference",

@@ -1,0 +1,94 @@
+"""One random head as each project writes it, from facts about their exporters and without trtspec.
+
+The base is tests/tiny.py's head in ModelOpt's layout; the embedding is the target's, as in published heads.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tiny import make_head
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+DIALECTS = ("modelopt", "vllm", "sglang", "speculators", "torchspec", "specforge", "safeailab")
+MIDLAYER = ("torchspec", "specforge", "safeailab")
+WITH_EMBEDDING = ("torchspec", "specforge", "vllm", "speculators")
+WITH_MASK = ("torchspec", "speculators", "safeailab")
+NO_MLA = ("speculators", "specforge", "safeailab")
+
+
+def expressible(dialect: str, attention: str, eagle: str) -> bool:
+    """Which heads a project's code computes: SpecForge, speculators and SafeAILab have no MLA, SafeAILab no 3.1."""
+    return not (attention == "mla" and dialect in NO_MLA) and not (eagle == "3.1" and dialect == "safeailab")
+
+
+def target_embedding(target: Path) -> torch.Tensor:
+    for shard in sorted(target.glob("*.safetensors")):
+        for name, tensor in load_file(shard).items():
+            if name.endswith("embed_tokens.weight"):
+                return tensor
+    raise LookupError(f"{target} has no embedding")
+
+
+def write_head(directory: Path, target: Path, dialect: str, **options: Any) -> Path:
+    """The head of make_head(**options) as `dialect` stores it; returns its directory."""
+    make_head(directory, target, **options)
+    config = json.loads((directory / "config.json").read_text())
+    tensors = load_file(directory / "model.safetensors")
+    config["rope_parameters"] = (config["rope_scaling"] or {"rope_type": "default"}) | {
+        "rope_theta": config["rope_theta"]
+    }
+    config["draft_vocab_size"] = len(tensors["lm_head.weight"])
+    save_file(_tensors(tensors, config, target, dialect), directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(_config(config, dialect)))
+    return directory
+
+
+def _tensors(
+    tensors: dict[str, torch.Tensor], config: dict[str, Any], target: Path, dialect: str
+) -> dict[str, torch.Tensor]:
+    vocab, pruned = config["vocab_size"], "d2t" in tensors
+    if dialect == "specforge" and not pruned:
+        tensors["d2t"] = torch.zeros(vocab, dtype=torch.int64)
+    if dialect == "specforge" or (pruned and dialect in WITH_MASK):
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool)
+        tensors["t2d"][tensors["d2t"] + torch.arange(len(tensors["d2t"]))] = True
+    if dialect in WITH_EMBEDDING:
+        tensors["embed_tokens.weight"] = target_embedding(target)
+    if dialect in MIDLAYER:
+        tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def _config(config: dict[str, Any], dialect: str) -> dict[str, Any]:
+    eagle = config.pop("eagle_config")
+    outputs = eagle[IDS]
+    inputs = [layer + 1 for layer in outputs]
+    if dialect == "modelopt":
+        return config | {"eagle_config": eagle}
+    if dialect == "vllm":
+        return config | {IDS: inputs}
+    if dialect == "sglang":
+        stored = outputs if outputs[0] == 1 else inputs
+        return config | {"eagle_config": {IDS: stored, "use_aux_hidden_state": True}}
+    if dialect in ("torchspec", "specforge"):
+        return config | {"eagle_config": {IDS: outputs, "use_aux_hidden_state": True}}
+    if dialect == "safeailab":
+        return config | {"architectures": ["LlamaForCausalLM"]}
+    flags = {flag: config.pop(flag, False) for flag in ("fc_norm", "norm_output")}
+    del config["architectures"]
+    return {
+        "speculators_model_type": "eagle3",
+        "architectures": ["Eagle3DraftModel"],
+        "draft_vocab_size": config.pop("draft_vocab_size"),
+        "norm_before_residual": False,
+        "torch_dtype": config.pop("torch_dtype"),
+        IDS: inputs,
+        "transformer_layer_config": config,
+        **flags,
+    }

@@ -1,0 +1,156 @@
+"""What the values of a head's tensors say, read in numpy: numbers that are none, vocabulary maps, lm_head rows.
+
+Reading a whole head takes seconds per GB, so large tensors are looked at in pieces unless all is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from trtspec.checkpoint.headers import Checkpoint, TensorInfo
+from trtspec.errors import Problem
+from trtspec.specs import HeadSpec, ModelSpec
+
+FLOATS = ("BF16", "F16", "F32")
+PIECE = 1 << 18  # bytes
+PIECES = 64
+WHOLE = 1 << 24  # a tensor up to this size is read entirely
+EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000)}
+KINDS = {"F16": "<f2", "F32": "<f4", "I64": "<i8", "I32": "<i4", "BOOL": "?"}
+
+
+def read_values(checkpoint: Checkpoint, info: TensorInfo) -> np.ndarray:
+    """A small tensor's values as float32 or its own integers, read from its bytes without torch."""
+    with (checkpoint.path / info.shard).open("rb") as stream:
+        stream.seek(info.begin)
+        return decode(stream.read(info.nbytes), info.dtype).reshape(info.shape)
+
+
+def decode(raw: bytes, dtype: str) -> np.ndarray:
+    """Bytes of a safetensors dtype as a flat array; BF16 becomes float32."""
+    if dtype == "BF16":
+        return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(raw, KINDS[dtype])
+
+
+def count_not_finite(raw: bytes | memoryview, dtype: str) -> int:
+    """How many values of BF16, F16 or F32 bytes are NaN or infinite (all exponent bits set)."""
+    kind, mask = EXPONENTS[dtype]
+    return int(np.count_nonzero((np.frombuffer(raw, kind) & mask) == mask))
+
+
+def value_problems(
+    checkpoint: Checkpoint, tensors: dict[str, TensorInfo], *, everything: bool = False
+) -> list[Problem]:
+    """NaN and infinity, one problem for each tensor; large tensors in 64 evenly spread pieces unless `everything`."""
+    problems = []
+    for name, info in tensors.items():
+        if info.dtype not in EXPONENTS or not info.nbytes:
+            continue
+        bad = seen = 0
+        for piece in _pieces(checkpoint, info, everything):
+            bad += count_not_finite(piece, info.dtype)
+            seen += len(piece) * info.numel // info.nbytes
+        if bad:
+            problems.append(not_finite(name, bad, seen))
+    return problems
+
+
+def not_finite(name: str, bad: int, seen: int) -> Problem:
+    message = f"{bad:,} of {seen:,} values looked at are NaN or infinite"
+    if bad == seen:
+        message += "; the tensor was never filled (speculators starts unloaded weights as NaN)"
+    remedy = "fetch the head again; embed_tokens can be borrowed: `trtspec convert --embed-tokens target --target DIR`"
+    return Problem("TS-HEAD-NOT-FINITE", "error", name, message, remedy)
+
+
+def _pieces(checkpoint: Checkpoint, info: TensorInfo, everything: bool) -> Iterator[bytes]:
+    with (checkpoint.path / info.shard).open("rb") as stream:
+        if everything or info.nbytes <= WHOLE:
+            starts, size = range(info.begin, info.end, WHOLE), WHOLE
+        else:
+            step = (info.nbytes - PIECE) // (PIECES - 1) // 64 * 64
+            starts, size = range(info.begin, info.begin + PIECES * step, step), PIECE
+        for start in starts:
+            stream.seek(start)
+            yield stream.read(min(size, info.end - start))
+
+
+def vocabulary_values(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
+    """d2t, t2d and the rows of lm_head against each other."""
+    if "d2t" not in tensors:
+        return []
+    offsets = read_values(checkpoint, tensors["d2t"])
+    problem = _d2t(offsets, spec)
+    if problem is not None:
+        return [problem]
+    problems = []
+    targets = np.arange(len(offsets)) + offsets
+    if "t2d" in tensors and not np.array_equal(np.flatnonzero(read_values(checkpoint, tensors["t2d"])), targets):
+        message = "t2d does not mark the tokens that d2t maps to"
+        remedy = "`trtspec convert` rebuilds t2d from d2t; check that the map is the one of the training"
+        problems.append(Problem("TS-HEAD-T2D-VALUES", "error", "t2d", message, remedy))
+    if spec.draft_vocab_size != spec.vocab_size and "lm_head.weight" in tensors:
+        problems += _rows_by_offset(checkpoint, tensors["lm_head.weight"], offsets)
+    return problems
+
+
+def _d2t(offsets: np.ndarray, spec: HeadSpec) -> Problem | None:
+    """d2t holds offsets: draft token i is target token i + d2t[i], and those rise strictly within the vocabulary."""
+    targets = np.arange(len(offsets)) + offsets
+    inside = len(targets) == 0 or (targets.min() >= 0 and targets.max() < spec.vocab_size)
+    if len(offsets) == spec.draft_vocab_size and inside and bool(np.all(np.diff(targets) > 0)):
+        return None
+    absolute = len(offsets) and bool(np.all(np.diff(offsets) > 0)) and offsets.max() < spec.vocab_size
+    message = "d2t does not map the draft tokens to rising target tokens"
+    if absolute:
+        message += "; its values look like target ids where offsets are expected"
+    return Problem("TS-HEAD-D2T-VALUES", "error", "d2t", message, "store d2t[i] = target id - i")
+
+
+def _rows_by_offset(checkpoint: Checkpoint, info: TensorInfo, offsets: np.ndarray) -> list[Problem]:
+    """TorchSpec's pruning takes row d2t[i] of the full lm_head, not row i + d2t[i]: equal offsets, equal rows."""
+    pairs = np.flatnonzero(np.diff(offsets) == 0)[:16]
+    width = info.nbytes // max(info.shape[0], 1)
+    with (checkpoint.path / info.shard).open("rb") as stream:
+        for row in pairs:
+            stream.seek(info.begin + int(row) * width)
+            rows = stream.read(2 * width)
+            if rows[:width] != rows[width:]:
+                return []
+    if len(pairs) < 2 or not any(rows):
+        return []
+    message = "draft tokens with the same offset have the same lm_head row: the rows were taken by offset, not by token"
+    remedy = "prune again from the full head with ids i + d2t[i]; TorchSpec's own exporter makes this mistake"
+    return [Problem("TS-HEAD-LM-HEAD-ROWS", "error", "lm_head.weight", message, remedy)]
+
+
+def embedding_problems(head: Checkpoint, own: TensorInfo, target: Checkpoint, spec: ModelSpec) -> list[Problem]:
+    """A head's own embedding against its target's, by 64 rows: equal, trained on, or not related at all."""
+    theirs = target.tensors.get(f"{spec.name_prefix}model.embed_tokens.weight")
+    if theirs is None or theirs.shape != own.shape or {own.dtype, theirs.dtype} - set(FLOATS):
+        return []
+    rows = np.linspace(0, own.shape[0] - 1, min(64, own.shape[0])).astype(int)
+    ours, other = _rows(head, own, rows), _rows(target, theirs, rows)
+    if np.array_equal(ours, other):
+        return []
+    lengths = np.linalg.norm(ours, axis=1) * np.linalg.norm(other, axis=1)
+    cosine = float(np.median((ours * other).sum(1) / np.maximum(lengths, 1e-30)))
+    readers = "vLLM drafts with it, TensorRT-LLM and SGLang with the target's"
+    if cosine < 0.5 or not np.isfinite(cosine):
+        message = f"the head's embedding has nothing to do with the target's (median cosine {cosine:.2f}); {readers}"
+        remedy = "`trtspec convert --embed-tokens target --target DIR` puts the target's in its place"
+        return [Problem("TS-PAIR-EMBED-RANDOM", "error", "embed_tokens.weight", message, remedy)]
+    message = f"the head's embedding was trained on from the target's (median cosine {cosine:.4f}); {readers}"
+    return [Problem("TS-PAIR-EMBED-TRAINED", "warning", "embed_tokens.weight", message, "serve it with vLLM")]
+
+
+def _rows(checkpoint: Checkpoint, info: TensorInfo, rows: np.ndarray) -> np.ndarray:
+    width, found = info.nbytes // info.shape[0], []
+    with (checkpoint.path / info.shard).open("rb") as stream:
+        for row in rows:
+            stream.seek(info.begin + int(row) * width)
+            found.append(decode(stream.read(width), info.dtype).astype(np.float64))
+    return np.stack(found)
