@@ -114,6 +114,84 @@ def test_every_shape_of_prompt_is_read(tmp_path, server, target_dir):
     assert len(samples) == 5
 
 
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+NEMOTRON = {
+    "uuid": "u", "category": "chat", "reasoning": "off", "metadata": json.dumps({"tools": [TOOL]}),
+    "messages": [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "It is sunny."},
+        {"role": "user", "content": "and tomorrow?"},
+        {"role": "assistant", "content": "old"},
+    ],
+}  # fmt: skip
+
+
+def test_tools_and_their_results_stay_in_a_conversation(tmp_path, server, target_dir):
+    """Nemotron's layout: an empty system message is dropped, a tool call of the source and its result are context."""
+    url, log = server
+    before = len(asked(log))
+    run(write(tmp_path / "prompts.jsonl", [NEMOTRON]), tmp_path / "data.jsonl", url)
+    (row,) = rows(tmp_path / "data.jsonl")
+    assert [message["role"] for message in row["conversations"]] == [
+        "user", "assistant", "tool", "assistant", "user", "assistant",
+    ]  # fmt: skip
+    assert row["conversations"][1]["tool_calls"] == [CALL]
+    assert row["conversations"][3]["content"].startswith("SUNNY")
+    assert row["tools"] == [TOOL]
+    assert row["category"] == "chat"
+    assert all(body["tools"] == [TOOL] for body in asked(log)[before:])
+    assert len(read_samples(tmp_path / "data.jsonl", KimiTokenizer(target_dir), 512)) == 1
+
+
+def test_the_same_prompts_from_every_container(tmp_path):
+    """jsonl, JSON array, parquet, a directory, and the datasets library (which reads hub data sets) agree."""
+    import pyarrow
+    from pyarrow import parquet
+
+    from trtspec.heads.prompt_sources import hub_rows
+    from trtspec.heads.prompts import _distinct
+
+    source = [{"messages": [{"role": "user", "content": f"q{n}"}], "category": "ab"[n % 2]} for n in range(7)]
+    want = read_prompts(write(tmp_path / "p.jsonl", source))
+    (tmp_path / "p.json").write_text(json.dumps(source))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist(source), folder / "train.parquet")
+    assert read_prompts(tmp_path / "p.json") == want
+    assert read_prompts(folder / "train.parquet") == want
+    assert read_prompts(folder) == want
+    assert read_prompts(folder, limit=3) == want[:3]
+    assert list(_distinct(hub_rows(str(folder), None))) == want
+
+
+def test_what_is_no_container_is_refused(tmp_path):
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
+    for source in (tmp_path / "broken.parquet", tmp_path / "missing.jsonl", tmp_path):
+        with pytest.raises(UsageError):
+            (tmp_path / "broken.parquet").unlink() if source == tmp_path else None
+            read_prompts(source)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "Yes.", "reasoning_content": "hm"},
+        {"content": "<think>hm</think>\n\nYes."},
+        {"content": "hm, or\nno</think>Yes."},
+    ],
+)
+def test_thinking_is_kept_or_dropped(message):
+    from trtspec.heads.synthesize import _answer
+
+    choice = {"message": {"role": "assistant", **message}}
+    assert _answer(choice, "drop") == {"role": "assistant", "content": "Yes."}
+    assert _answer(choice, "keep") == {"role": "assistant", **message}
+
+
 def test_raw_text_goes_through_completions(tmp_path, server, target_dir):
     url, _ = server
     text = tmp_path / "prompts.txt"

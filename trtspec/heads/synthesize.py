@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
@@ -23,12 +24,14 @@ from trtspec.heads.prompts import Prompt
 from trtspec.report import write_atomic
 
 RETRY_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
+THINKING = re.compile(r"^\s*(?:<think>)?(?:(?!</?think>).)*</think>\s*", re.DOTALL)  # up to the end of the reasoning
 MAX_FAILED_IN_A_ROW = 8  # then the server is gone, not one request unlucky
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """What is sent with every request. `raw` asks /completions with the bare prompt: no chat template."""
+    """What is sent with every request. `raw` asks /completions with the bare prompt: no chat template. `thinking` says
+    whether the reasoning before an answer goes into the data set, and so into what the head learns."""
 
     model: str | None = None
     max_tokens: int = 512
@@ -36,6 +39,7 @@ class Sampling:
     top_p: float = 1.0
     raw: bool = False
     extra_body: dict[str, Any] = field(default_factory=dict)
+    thinking: Literal["keep", "drop"] = "keep"
 
 
 @dataclass(frozen=True)
@@ -168,15 +172,24 @@ async def converse(
             body["tools"] = list(prompt.tools)
         choice, tokens = await _ask(client, "chat/completions", body, prompt.seed + number, sampling, endpoint)
         total += tokens
-        answer = choice["message"]
-        kept = ("reasoning_content", "tool_calls")
-        messages.append(
-            {"role": "assistant", "content": answer.get("content") or ""}
-            | {key: answer[key] for key in kept if answer.get(key)}
-        )
+        messages.append(_answer(choice, sampling.thinking))
     if prompt.tools:
         record["tools"] = list(prompt.tools)
     return record | {"conversations": messages, "finish_reason": choice["finish_reason"]}, total
+
+
+def _answer(choice: dict[str, Any], thinking: Literal["keep", "drop"]) -> dict[str, Any]:
+    """The assistant's message as the data set holds it. Reasoning stands in a field of its own, or in the text of
+    servers without a reasoning parser."""
+    try:
+        answer = choice["message"]
+        content = answer.get("content") or ""
+    except (KeyError, TypeError, AttributeError):
+        raise RequestFailed(f"the answer holds no message: {str(choice)[:200]}") from None
+    if thinking == "drop":
+        content = THINKING.sub("", content)
+    kept = ("tool_calls",) if thinking == "drop" else ("reasoning_content", "tool_calls")
+    return {"role": "assistant", "content": content} | {key: answer[key] for key in kept if answer.get(key)}
 
 
 async def _ask(
