@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from trtspec.trtllm.document import Document
 from trtspec.trtllm.finding import Subject
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.lint import lint
+from trtspec.trtllm.recipe import disaggregated, render
 from trtspec.trtllm.schema import schema_for
 from trtspec.trtllm.subject import load_head, load_target
 
@@ -65,8 +67,6 @@ def test_advanced_sampling_is_written_exactly_where_it_may_decide() -> None:
 
 
 def test_capture_layers_are_written_when_the_head_needs_them() -> None:
-    from dataclasses import replace
-
     intent = Intent("nvidia/Kimi-K2.6-NVFP4", "1.4.0rc1", "nvidia/Kimi-K2.6-Eagle3")
     target, head = load_target(intent.target).spec, load_head(intent.head or "").spec
     other = replace(head, aux_layers=(2, 30, 57))
@@ -148,14 +148,67 @@ def test_own_settings_are_written_and_judged() -> None:
 
 
 def test_helm_values_carry_the_same_file_and_options() -> None:
-    from trtspec.trtllm.helm_values import helm_values
-
-    intent = Intent("nvidia/Kimi-K2.6-NVFP4", "1.3.0rc20", "nvidia/Kimi-K2.6-Eagle3", "throughput", 8)
-    config = built(intent)
-    values = yaml.safe_load(helm_values(config, argv(intent, config.text)))
-    assert values["engineConfig"] == config.text
-    assert values["image"]["tag"] == "1.3.0rc20" and values["gpus"] == 8
+    intent = Intent("nvidia/Kimi-K2.6-NVFP4", "1.3.0rc20", "nvidia/Kimi-K2.6-Eagle3", "throughput", 8, gpu="b200")
+    recipe = render(intent)
+    values = yaml.safe_load(recipe.values_text())
+    assert values["engineConfig"] == recipe.text == built(intent).text
+    assert values["image"]["tag"] == "1.3.0rc20" and (values["nodes"], values["gpusPerNode"]) == (1, 8)
+    assert values["gpuProduct"] == "B200" and values["model"]["sizeGiB"] == 560  # 554.3 + 5.6 GiB
     assert "--tp_size" in values["server"]["args"] and "--extra_llm_api_options" not in values["server"]["args"]
+    for role in ("context", "generation", "front"):
+        with pytest.raises(UsageError, match="the chart runs whole servers"):
+            render(replace(intent, role=role)).values_text()
+
+
+def test_one_server_over_several_nodes() -> None:
+    intent = Intent("nvidia/Kimi-K2.6-NVFP4", "1.3.0rc20", None, "throughput", 8, gpu="gb200", nodes=2)
+    recipe = render(intent)
+    assert (recipe.nodes, recipe.gpus_per_node) == (2, 4)
+    assert yaml.safe_load(recipe.text)["allreduce_strategy"] == "MNNVL"
+    assert "allreduce_strategy" not in yaml.safe_load(render(replace(intent, gpu="b200")).text)
+    for bad in ({"nodes": 3}, {"nodes": 1}, {"experts_over": 3}, {"isl": 4}):
+        with pytest.raises(UsageError):
+            render(replace(intent, **bad))
+
+
+def test_the_parts_of_a_disaggregated_deployment() -> None:
+    intent = Intent(
+        "nvidia/Kimi-K2.6-NVFP4", "1.3.0rc20", "nvidia/Kimi-K2.6-Eagle3", gpu="gb200", isl=8192, osl=1024,
+        concurrency=128, context_urls=("a:1", "b:1"), generation_urls=("c:2",),
+    )  # fmt: skip
+    texts = {name: render(item).text for name, item in disaggregated(intent).items()}
+    prefill, decode, front = (yaml.safe_load(texts[name]) for name in ("context.yml", "generation.yml", "front.yml"))
+    assert prefill["speculative_config"] == decode["speculative_config"]
+    assert prefill["cache_transceiver_config"] == decode["cache_transceiver_config"]
+    assert prefill["cuda_graph_config"] is None and prefill["disable_overlap_scheduler"] is True
+    assert decode["cuda_graph_config"]["max_batch_size"] == 128
+    assert front["context_servers"] == {"num_instances": 2, "urls": ["a:1", "b:1"]}
+    assert front["generation_servers"] == {"num_instances": 1, "urls": ["c:2"]}
+    for text in texts.values():
+        again = parse_intent(text)
+        assert again is not None and render(again).text == text
+    step = parse_intent(texts["generation.yml"])
+    assert step is not None and step.tokens >= step.batch * (step.draft_len + 1)
+
+
+def test_sizes_follow_the_workload() -> None:
+    target = "nvidia/Kimi-K2.6-NVFP4"
+    intent = Intent(target, "1.4.0rc1", isl=100_000, osl=4_000, concurrency=20)
+    assert (intent.seq_len, intent.batch, intent.tokens) == (104_000, 20, 8192)
+    spread = replace(intent, tp_size=8, spread_attention=True)
+    assert (spread.batch, spread.ep_size) == (3, 8) and built(spread).values["enable_attention_dp"] is True
+    assert "enable_attention_dp" not in built(replace(spread, goal="throughput", spread_attention=False)).values
+    own = built(replace(intent, role="context", settings=("cuda_graph_config.max_batch_size=4",))).values
+    assert own["cuda_graph_config"] == {"max_batch_size": 4}
+    assert built(replace(intent, settings=("cuda_graph_config=null",))).values["cuda_graph_config"] is None
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    card = Intent("nvidia/Kimi-K2.6-NVFP4", "1.3.0rc20", "nvidia/Kimi-K2.6-Eagle3", gpu="b200")
+    assert "holds 96 requests of 8,192 tokens" in built(card).text
+    with pytest.raises(CheckFailed, match="does not fit on 4 x H200"):
+        built(replace(card, gpu="h200"))
+    assert "fewer than a full batch" in built(replace(card, max_seq_len=131072)).text
 
 
 def test_a_default_length_fits_the_model_and_a_typed_one_is_judged() -> None:

@@ -11,17 +11,18 @@ import yaml
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.report import problem_lines
 from trtspec.specs import HeadSpec, ModelSpec
+from trtspec.trtllm.choices import Choice, choices
 from trtspec.trtllm.document import Document, scalar
 from trtspec.trtllm.finding import Finding, Subject
-from trtspec.trtllm.gates import gate
 from trtspec.trtllm.intent import Intent
 from trtspec.trtllm.lint import lint
-from trtspec.trtllm.lint_model import CAPTURE, expected_layers
 from trtspec.trtllm.lint_speculation import SPEC
-from trtspec.trtllm.schema import Schema, schema_for
+from trtspec.trtllm.room import held_requests
+from trtspec.trtllm.schema import schema_for
 
 OPTION_ONLY = {
     "tensor_parallel_size": "--tp-size",
+    "moe_expert_parallel_size": "--ep-size",
     "max_batch_size": "--max-batch-size",
     "max_num_tokens": "--max-num-tokens",
     "max_seq_len": "--max-seq-len",
@@ -31,15 +32,6 @@ OPTION_ONLY = {
     f"{SPEC}.max_draft_len": "--draft-len",
     f"{SPEC}.speculative_model_dir": "--head",
 }
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One line of the file: the dotted path, the value and why it is not left at its default."""
-
-    path: str
-    value: Any
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -57,11 +49,11 @@ class EngineConfig:
 
 def build(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> EngineConfig:
     """Raises CheckFailed with every problem when what is asked for cannot run on this version."""
+    intent.checked()
+    if intent.role == "front":
+        return EngineConfig(intent, front(intent), ())
     text = compose(intent, target, head)
-    subject = Subject(
-        schema_for(intent.version), target, intent.target, head, intent.head or "", argv=settings_in_argv(intent)
-    )
-    findings = tuple(lint(text, subject))
+    findings = tuple(lint(text, judged_as(intent, target, head)))
     errors = [finding.problem("(generated)") for finding in findings if finding.severity == "error"]
     if errors:
         listed = "\n".join(problem_lines(errors))
@@ -69,13 +61,54 @@ def build(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> EngineCon
     return EngineConfig(intent, text, findings)
 
 
+def judged_as(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> Subject:
+    from trtspec.data_files import gpu_spec
+
+    return Subject(
+        schema_for(intent.version), target, intent.target, head, intent.head or "", argv=settings_in_argv(intent),
+        gpu=gpu_spec(intent.gpu).compute_capability if intent.gpu else None,
+    )  # fmt: skip
+
+
 def compose(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> str:
     """The text alone, not yet judged; raises UsageError for a `--set` that is no setting."""
-    choices = {choice.path: choice for choice in _choices(intent, schema_for(intent.version), target, head)}
+    found = {choice.path: choice for choice in choices(intent, schema_for(intent.version), target, head)}
     for item in intent.settings:
         choice = _own(item)
-        choices[choice.path] = choice
-    return f"{intent.first_line()}\n{_header(intent)}{_emit(choices)}"
+        _replace(found, choice)
+    return f"{intent.first_line()}\n{_header(intent)}{_room(intent, target, head, found)}{_emit(found)}"
+
+
+def _replace(found: dict[str, Choice], choice: Choice) -> None:
+    """A user's value takes the place of ours, and of the whole that ours turns off (`cuda_graph_config: null`)."""
+    parent = choice.path.rpartition(".")[0]
+    if parent in found and found[parent].value is None:
+        del found[parent]
+    if choice.value is None:
+        for path in [path for path in found if path.startswith(f"{choice.path}.")]:
+            del found[path]
+    found[choice.path] = choice
+
+
+def front(intent: Intent) -> str:
+    """The file of `trtllm-serve disaggregated`, which only sends requests on."""
+    contexts = list(intent.context_urls or ("context-host:8001",))
+    generations = list(intent.generation_urls or ("generation-host:8002",))
+    lines = [
+        intent.first_line(),
+        f"# The front of a disaggregated {intent.target}: start it with `trtspec serve {intent.target} --disaggregated",
+        "# <this file>`, each server with `--config context.yml` or `--config generation.yml`.",
+        "hostname: 0.0.0.0",
+        "port: 8000",
+        "backend: pytorch",
+        "context_servers:",
+        f"  num_instances: {len(contexts)}",
+        f"  urls: {scalar(contexts)}  # each prefills prompts",
+        "generation_servers:",
+        f"  num_instances: {len(generations)}",
+        f"  urls: {scalar(generations)}  # each writes answers",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def settings_in_argv(intent: Intent) -> dict[str, Any]:
@@ -91,48 +124,6 @@ def settings_in_argv(intent: Intent) -> dict[str, Any]:
     if intent.trust_remote_code:
         settings["trust_remote_code"] = True
     return settings
-
-
-def _choices(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSpec | None) -> list[Choice]:
-    choices = _speculation(intent, schema, target, head) if head is not None and intent.head else []
-    if target.quant.format == "nvfp4":
-        reason = "AUTO takes CUTLASS for Kimi-K2, about 3x slower per layer at batch 1 on B200"
-        choices.append(Choice("moe_config.backend", "TRTLLM", reason))
-    choices.append(
-        Choice("cuda_graph_config.enable_padding", True, "a batch between two graph sizes still runs as a graph")
-    )
-    choices.append(
-        Choice("cuda_graph_config.max_batch_size", intent.batch, "graphs reach the largest batch, and no further")
-    )
-    if intent.attention_dp:
-        reason = "each rank caches its own requests; tensor parallel copies the latent KV to all"
-        choices.append(Choice("enable_attention_dp", True, reason))
-        reason = "of what is free after the weights; attention DP and expert exchange need room"
-        choices.append(Choice("kv_cache_config.free_gpu_memory_fraction", 0.75, reason))
-    mended = gate("fp8_kv_chunked_prefill").state(schema.version) == "yes" or head is None
-    if intent.seq_len > intent.tokens and mended:
-        reason = "prompts longer than max_num_tokens are refused without it"
-        choices.append(Choice("enable_chunked_prefill", True, reason))
-    return choices
-
-
-def _speculation(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSpec | None) -> list[Choice]:
-    choices = [
-        Choice(f"{SPEC}.decoding_type", "Eagle", "the one spelling of Eagle3 that every version takes"),
-        Choice(f"{SPEC}.max_draft_len", intent.draft_len, "tokens drafted per step"),
-        Choice(f"{SPEC}.speculative_model_dir", intent.head, "the head; this spelling parses in every version"),
-    ]
-    layers = expected_layers(target, head) if head is not None else None
-    if layers and sorted(layers[0]) != sorted(layers[1]) and CAPTURE in schema.fields:
-        default = ", ".join(map(str, layers[1]))
-        reason = f"the head was trained on these; the engine would take {default}"
-        choices.append(Choice(CAPTURE, list(layers[0]), reason))
-    key = f"{SPEC}.allow_advanced_sampling"
-    needed = gate("sampled_speculation")
-    if key in schema.fields and needed.state(schema.version) != "yes":
-        reason = "else temperature is ignored; no effect where that is mended"
-        choices.append(Choice(key, True, reason))
-    return choices
 
 
 def _own(item: str) -> Choice:
@@ -156,15 +147,30 @@ def _header(intent: Intent) -> str:
         f"# Serve with `trtspec serve {intent.target} --config <this file>`. Sizes, parallelism, host and port are",
         "# options of trtllm-serve and stand nowhere in this file: which of the two wins changed between versions.",
     ]
+    if intent.role is not None:
+        lines.append(f"# The {intent.role} server of a disaggregated deployment; the other one needs the same head.")
+    if intent.nodes > 1:
+        lines.append(f"# One server over {intent.nodes} nodes of {intent.gpus_per_node} GPUs, one rank per GPU.")
     if intent.trust_remote_code:
         lines.append("# This recipe lets the engine run the code that the target brings (--trust_remote_code).")
     return "\n".join(lines) + "\n"
 
 
-def _emit(choices: dict[str, Choice]) -> str:
+def _room(intent: Intent, target: ModelSpec, head: HeadSpec | None, found: dict[str, Choice]) -> str:
+    """What the cache holds, where the GPU is known; raises CheckFailed when it holds no request."""
+    if intent.gpu is None:
+        return ""
+    chosen = found.get("kv_cache_config.free_gpu_memory_fraction")
+    held = held_requests(intent, target, head, float(chosen.value) if chosen else 0.9)
+    batch = intent.batch * (intent.tp_size if intent.attention_dp else 1)
+    less = f", fewer than a full batch of {batch:,}: shorter ones fill it" if held < batch else ""
+    return f"# The cache holds {held:,} requests of {intent.seq_len:,} tokens (`trtspec plan`){less}.\n"
+
+
+def _emit(found: dict[str, Choice]) -> str:
     """YAML in the order of the choices, grouped by top-level key, each value with its reason behind it."""
     tree: dict[str, Any] = {}
-    for choice in choices.values():
+    for choice in found.values():
         *parents, name = choice.path.split(".")
         place = tree
         for parent in parents:
