@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a file is judged against. `argv` holds settings that travel as options, by their YAML path."""
+    """What a file is judged against. `argv` holds settings that travel as options, by their YAML path; `options` those
+    of trtllm-serve by name, where the command line is known (else None). `gpu` is a compute capability such as "10.0";
+    `environ` the variables that the server will see."""
 
     schema: Schema
     target: ModelSpec | None = None
@@ -44,6 +46,9 @@ class Subject:
     head: HeadSpec | None = None
     head_name: str = ""
     argv: dict[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] | None = None
+    gpu: str | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def version(self) -> str:

@@ -45,6 +45,15 @@ def gate(name: str) -> Gate:
     return Gate(name=name, **_data()["gates"][name])
 
 
+def reports(version: Version, target: ModelSpec, head: HeadSpec) -> list[dict[str, Any]]:
+    """What users reported for exactly this release with such a model and head."""
+    return [
+        entry
+        for entry in _data()["reports"]
+        if (Version(entry["version"]), entry["family"], entry["attention"]) == (version, family(target), head.attention)
+    ]
+
+
 def family(target: ModelSpec) -> str:
     """The key of `verified`: models of type deepseek_v3 with Kimi's shape are K2 and K2-Thinking."""
     return "kimi_k25" if target.model_type == "kimi_k25" else "kimi_k2"

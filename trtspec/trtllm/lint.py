@@ -8,13 +8,15 @@ from packaging.version import Version
 
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.finding import Finding, Subject
+from trtspec.trtllm.lint_combinations import check_combinations
 from trtspec.trtllm.lint_engine import check_engine
 from trtspec.trtllm.lint_keys import check_keys
+from trtspec.trtllm.lint_machine import check_machine
 from trtspec.trtllm.lint_model import check_model
 from trtspec.trtllm.lint_speculation import check_speculation
 from trtspec.trtllm.schema import newest_known
 
-RULES = (check_keys, check_speculation, check_model, check_engine)
+RULES = (check_keys, check_speculation, check_model, check_engine, check_combinations, check_machine)
 ORDER = {"error": 0, "warning": 1, "info": 2}
 MOST_FIXES = 100  # far above any real file; a fix that brings its own problem back would otherwise never end
 

@@ -21,8 +21,7 @@ def check_engine(document: Document, subject: Subject) -> Iterator[Finding]:
     yield from _cuda_graphs(document, subject)
     yield from _moe(document, subject)
     yield from _transfer(document, subject)
-    yield from _combinations(document, subject)
-    yield from _forced_acceptance(document)
+    yield from _forced_acceptance(document, subject)
 
 
 def _at(
@@ -138,37 +137,35 @@ def _transfer(document: Document, subject: Subject) -> Iterator[Finding]:
     if document.get(f"{key}.enable_pipelined_transfer") is True and (runtime == "CPP" or backend not in (None, "NIXL")):
         message = "pipelined transfer needs the PYTHON runtime and NIXL"
         yield _at(document, "TS-LINT-TRANSCEIVER", "error", f"{key}.enable_pipelined_transfer", message, "turn it off")
+    timeout = f"{key}.kv_transfer_timeout_ms"
+    if runtime == "PYTHON" and document.has(timeout) and document.get(timeout) is None:
+        message = "the PYTHON transceiver needs a finite kv_transfer_timeout_ms"
+        fix = partial(delete_key, path=timeout)
+        yield _at(document, "TS-LINT-TRANSCEIVER", "error", timeout, message, "remove it: the default is 60000", fix)
+    yield from _transfer_buffer(document, subject)
     if backend and subject.head is not None and kind(document) is None:
         message = "this looks like one side of a disaggregated server; both sides need the same speculative_config, "
         message += "because the KV layout depends on it"
         yield _at(document, "TS-LINT-DISAGGREGATED-NO-HEAD", "error", key, message, "add speculative_config here too")
 
 
-def _combinations(document: Document, subject: Subject) -> Iterator[Finding]:
-    connector = isinstance(document.get("kv_connector_config"), dict)
-    policy = document.get("scheduler_config.capacity_scheduler_policy", "GUARANTEED_NO_EVICT")
-    if connector and policy != "GUARANTEED_NO_EVICT":
-        message = f"a KV connector needs GUARANTEED_NO_EVICT, not {policy}"
-        key = "scheduler_config.capacity_scheduler_policy"
-        yield _at(document, "TS-LINT-KV-CONNECTOR", "error", key, message, "remove the policy")
-    if connector and subject.setting(document, "enable_attention_dp") is True:
-        message = "a KV connector with attention DP stops at an assertion"
-        yield _at(document, "TS-LINT-KV-CONNECTOR", "error", "enable_attention_dp", message, "use one of the two")
-    balancer = document.get("moe_config.load_balancer")
-    if str(document.get("load_format", "")).lower() == "gms" and balancer:
-        message = "load_format GMS and moe_config.load_balancer exclude each other"
-        yield _at(document, "TS-LINT-COMBINATION", "error", "load_format", message, "drop one")
-    if document.get("ray_placement_config") and document.get("orchestrator_type") != "ray":
-        message = "ray_placement_config needs `orchestrator_type: ray`"
-        yield _at(document, "TS-LINT-COMBINATION", "error", "ray_placement_config", message, "remove it")
-    if document.get("enable_iter_req_stats") is True and document.get("enable_iter_perf_stats") is not True:
-        message = "enable_iter_req_stats needs enable_iter_perf_stats"
-        stated = document.has("enable_iter_perf_stats")
-        fix = None if stated else partial(add_key, path="enable_iter_perf_stats", value=True)
-        yield _at(document, "TS-LINT-COMBINATION", "error", "enable_iter_req_stats", message, "turn both on", fix)
+def _transfer_buffer(document: Document, subject: Subject) -> Iterator[Finding]:
+    """The buffer must hold the longest prompt; 0 stands for transfers without a copy."""
+    key = "cache_transceiver_config.max_tokens_in_buffer"
+    buffer, length = document.get(key), subject.setting(document, "max_seq_len")
+    if not _whole(buffer) or buffer <= 0 or not _whole(length):
+        return
+    tokens = subject.setting(document, "max_num_tokens", 8192)
+    longest = length
+    if subject.setting(document, "enable_chunked_prefill", False) is not True and _whole(tokens):
+        longest = min(length, tokens)  # longer prompts are refused
+    if buffer < longest:
+        message = f"prompts of {longest} tokens are accepted and the transfer buffer holds {buffer}"
+        fix = partial(set_value, path=key, value=longest)
+        yield _at(document, "TS-LINT-TRANSFER-BUFFER", "warning", key, message, f"at least {longest}", fix)
 
 
-def _forced_acceptance(document: Document) -> Iterator[Finding]:
+def _forced_acceptance(document: Document, subject: Subject) -> Iterator[Finding]:
     key = "env_overrides"
     forced = document.get(key)
     if isinstance(forced, dict) and FORCED_ACCEPTANCE in forced:
@@ -176,3 +173,7 @@ def _forced_acceptance(document: Document) -> Iterator[Finding]:
         path = f"{key}.{FORCED_ACCEPTANCE}"
         fix = partial(delete_key, path=path)
         yield _at(document, "TS-LINT-FORCED-ACCEPTANCE", "error", path, message, "remove it", fix)
+    if subject.environ.get(FORCED_ACCEPTANCE):
+        message = f"the environment sets {FORCED_ACCEPTANCE}: throughput would be made up and the text corrupt"
+        remedy = f"unset {FORCED_ACCEPTANCE}"
+        yield Finding("TS-LINT-FORCED-ACCEPTANCE", "error", "environment", message, remedy)

@@ -11,7 +11,7 @@ from trtspec.checkpoint.pairing import pair_problems
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 from trtspec.trtllm.finding import Finding, Subject
-from trtspec.trtllm.gates import family, gate
+from trtspec.trtllm.gates import family, gate, reports
 from trtspec.trtllm.lint_speculation import EAGLE, MODEL_KEYS, SPEC, kind
 
 CAPTURE = f"{SPEC}.eagle3_layers_to_capture"
@@ -26,6 +26,8 @@ def check_model(document: Document, subject: Subject) -> Iterator[Finding]:
         yield from _head_use(document, subject)
         yield from _capture_layers(document, subject, subject.head)
         yield from _pair(document, subject, subject.head)
+        if subject.target is not None:
+            yield from _reported(document, subject, subject.target, subject.head)
 
 
 def _at(
@@ -119,6 +121,12 @@ def _head_gates(document: Document, subject: Subject, head: HeadSpec) -> Iterato
         key = "enable_chunked_prefill"
         remedy = "leave chunked prefill off, or use 1.2.0 or later"
         yield from _gated(document, subject, "fp8_kv_chunked_prefill", "TS-LINT-FP8-KV-CHUNKED", key, remedy)
+
+
+def _reported(document: Document, subject: Subject, target: ModelSpec, head: HeadSpec) -> Iterator[Finding]:
+    for report in reports(subject.schema.version, target, head) if kind(document) in EAGLE else ():
+        message = f"{report['what']} on {report['version']} ({report['source']})"
+        yield _at(document, "TS-LINT-REPORTED", "warning", SPEC, message, report["remedy"])
 
 
 def _head_use(document: Document, subject: Subject) -> Iterator[Finding]:

@@ -34,6 +34,7 @@ def check_speculation(document: Document, subject: Subject) -> Iterator[Finding]
         yield from _required(document)
         yield from _eagle_modes(document, subject)
     yield from _schedule(document, subject)
+    yield from _switch_off(document)
     yield from _sampling(document, subject)
     yield from _backend(document)
 
@@ -73,8 +74,12 @@ def _eagle_modes(document: Document, subject: Subject) -> Iterator[Finding]:
         fix = partial(delete_key, path=key)
         mla = subject.head is not None and subject.head.attention == "mla"
         if mla:
+            # the newest classes ignore the key; which release was the first to do so is not known
+            ignored = subject.schema.line == "1.4"
             message = "two-model mode has no class for an MLA head: `Unknown architecture for AutoModelForCausalLM`"
-            yield _finding(document, "TS-LINT-MLA-TWO-MODEL", "error", key, message, "remove eagle3_one_model", fix)
+            message += "; later releases ignore the key and use one model" if ignored else ""
+            severity = "warning" if ignored else "error"
+            yield _finding(document, "TS-LINT-MLA-TWO-MODEL", severity, key, message, "remove eagle3_one_model", fix)
         else:
             message = "two-model mode is deprecated, loses accuracy on long prompts in some releases and the overlap"
             remedy = "remove eagle3_one_model: one model is the default"
@@ -118,6 +123,10 @@ def _schedule(document: Document, subject: Subject) -> Iterator[Finding]:
 
 def _schedule_values(document: Document, schedule: dict[int, int], upper_bounds: bool) -> Iterator[Finding]:
     key, longest = f"{SPEC}.draft_len_schedule", document.get(f"{SPEC}.max_draft_len")
+    lengths = [length for length in schedule.values() if isinstance(length, int)]
+    if min(schedule) < 1 or min(lengths, default=0) < 0 or (isinstance(longest, int) and max(lengths) > longest):
+        message = f"batch sizes start at 1 and draft lengths lie between 0 and max_draft_len ({longest})"
+        yield _finding(document, "TS-LINT-BAD-SCHEDULE", "error", key, message, "mend the entries out of range")
     first = schedule[min(schedule)] if upper_bounds else schedule.get(1)
     if first != longest:
         wanted = "the smallest key" if upper_bounds else "key 1"
@@ -128,6 +137,16 @@ def _schedule_values(document: Document, schedule: dict[int, int], upper_bounds:
         remedy = "leave the schedule out, or let its last key cover max_batch_size with a value of 1 or more"
         if not upper_bounds or max(schedule) < (document.get("max_batch_size") or 2048) or 0 in schedule.values():
             yield _finding(document, "TS-LINT-SCHEDULE-ENDS-AT-ZERO", "warning", key, message, remedy)
+
+
+def _switch_off(document: Document) -> Iterator[Finding]:
+    for name in ("acceptance_rate_threshold", "acceptance_length_threshold"):
+        key = f"{SPEC}.{name}"
+        if document.get(key):
+            message = f"once acceptance falls below {name}, speculation stays off until the server is restarted"
+            fix = partial(delete_key, path=key)
+            remedy = "leave it out, and watch acceptance from outside"
+            yield _finding(document, "TS-LINT-SWITCHES-OFF", "warning", key, message, remedy, fix)
 
 
 def _sampling(document: Document, subject: Subject) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from trtspec.trtllm.document import Document
 from trtspec.trtllm.finding import Subject
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.lint import lint
+from trtspec.trtllm.lint_machine import check_tool_parser
 from trtspec.trtllm.multinode import Cluster, check_cluster, environment, job_script, wrap
 from trtspec.trtllm.preflight import check_engine, check_environment, check_port, engine_version, preflight
 from trtspec.trtllm.schema import schema_for
@@ -134,7 +135,7 @@ def _assemble(
     subject = Subject(
         schema, target.spec, intent.target, head.spec if head else None, intent.head or "", argv=command.settings
     )
-    found = [finding.problem(path) for finding in lint(text, subject)]
+    found = [finding.problem(path) for finding in [*lint(text, subject), *check_tool_parser(subject, command.argv)]]
     trusted = "--trust_remote_code" in command.argv or document.get("trust_remote_code") is True
     resolved = [target.resolved, *([head.resolved] if head else [])]
     world = _gpus(subject, document)
