@@ -95,7 +95,7 @@ def install(
     value = torch.empty(shape, dtype=keep)
     rows = value.flatten(0, 1) if value.dim() == 3 else value
     parts = zip(rows.split(rows_of(spec, source, len(rows))), source.names, strict=True)
-    for _ in (pool.map if pool else map)(lambda part: _decode_into(*part, tensors, spec), parts):
+    for _ in (pool.map if pool else map)(lambda part: _decode_into(part[0], part[1], tensors, spec), parts):
         pass
     setattr(place, leaf, nn.Parameter(value.to(device), requires_grad=False))
 

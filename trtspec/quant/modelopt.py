@@ -8,9 +8,11 @@ taken from its export; everything else is carried over from the source as the st
 from __future__ import annotations
 
 import copy
+import math
 import multiprocessing
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -194,3 +196,52 @@ def _write_shard(conversion: Conversion, plan: ShardPlan, export: Path) -> dict[
         "copied": actions.count("copy"),
         **statistics.record(),
     }
+
+
+class InputObserver(torch.nn.Module):
+    """ModelOpt's NVFP4 input quantizer while it calibrates: it keeps the largest |x| it has seen and changes nothing.
+
+    One observer serves every linear that reads the same input, as ModelOpt's export makes them share a scale.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        try:
+            import modelopt.torch.quantization as mtq
+            from modelopt.torch.quantization.model_calib import enable_stats_collection
+            from modelopt.torch.quantization.nn import TensorQuantizer
+        except ImportError:
+            raise MissingDependency("nvidia-modelopt is not installed", "pip install 'trtspec[modelopt]'") from None
+        entries = mtq.NVFP4_DEFAULT_CFG["quant_cfg"]
+        config = next(entry["cfg"] for entry in entries if entry["quantizer_name"].endswith("input_quantizer"))
+        self.quantizer = TensorQuantizer(mtq.config.QuantizerAttributeConfig(**config))
+        enable_stats_collection(self.quantizer)
+
+    def see(self, x: torch.Tensor) -> None:
+        """Takes note of x, any shape; an empty one says nothing. Raises TrtspecError when x holds NaN."""
+        if not x.numel():
+            return
+        try:
+            self.quantizer(x)
+        except AssertionError as error:
+            raise TrtspecError(f"its input is no number ({error})", "look for NaN in the source's weights") from None
+
+    def finish(self) -> tuple[float, bool]:
+        """(input_scale = amax / (6 * 448), whether the input was ever anything but zero).
+
+        An input that was always zero gets ModelOpt's substitute, amax = 6. Raises TrtspecError when nothing was seen
+        or when the amax is no number.
+        """
+        from modelopt.torch.quantization.model_calib import finish_stats_collection
+        from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
+
+        finish_stats_collection(self.quantizer)
+        if self.quantizer.amax is None:
+            raise TrtspecError("no calibration token reached it", "calibrate with more samples")
+        amax = float(self.quantizer.amax)
+        if not math.isfinite(amax):
+            raise TrtspecError(f"its input's largest value is {amax}", "look for NaN in the source's weights")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the caller says it
+            scale = float(NVFP4QTensor.get_activation_scaling_factor(self.quantizer))
+        return scale, amax > 0

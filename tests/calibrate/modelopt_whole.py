@@ -1,0 +1,34 @@
+"""ModelOpt's max calibration of a whole model on given batches, exported; a script, one quantization per process.
+
+python -m tests.calibrate.modelopt_whole SOURCE CONFIG BATCHES.json DTYPE OUT
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import modelopt.torch.quantization as mtq
+import torch
+from modelopt.torch.export import export_hf_checkpoint
+
+from tests.quant.modelopt_oracle import load
+
+
+def main(source: str, config: str, batches: str, dtype: str, out: str) -> None:
+    torch.set_num_threads(1)
+    tokens = [torch.tensor(batch) for batch in json.loads(Path(batches).read_text())]
+
+    def calibrate(model: Any) -> None:
+        with torch.no_grad():
+            for batch in tokens:
+                model(input_ids=batch)
+
+    model = mtq.quantize(load(Path(source), getattr(torch, dtype)), getattr(mtq, config), calibrate)
+    export_hf_checkpoint(model, dtype=getattr(torch, dtype), export_dir=out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,255 @@
+"""Calibration against ModelOpt's on the whole model; kills; what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.tiny import make_target
+from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint, equal_length_batches
+from trtspec.checkpoint.texts import read_texts
+from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.errors import TrtspecError, UsageError
+from trtspec.quant.policy import load_policy
+from trtspec.quant.streaming import quantize_checkpoint
+
+ROOT = Path(__file__).parents[2]
+FLOAT32 = CalibrationOptions(samples=24, seq_len=40, dtype=torch.float32)
+K25, K26 = load_policy("k2.5"), load_policy("k2.6")
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "def", "return", "x", "=", "3", ";"]
+EVERYTHING = 'summary: all\nquantize: ["model.layers.*.mlp.*_proj", "model.layers.*.self_attn.*"]\nexclude: []\n'
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Rows of every shape, of many lengths."""
+    shuffle, rows = random.Random(0), []
+    for number in range(30):
+        text, answer = (" ".join(shuffle.choices(WORDS, k=shuffle.randint(2, 30))) for _ in range(2))
+        turns = [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+        rows.append(({"text": text}, {"messages": turns}, {"prompt": text})[number % 3])
+    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def modelopt(source: Path, data: Path, config: str, dtype: str, out: Path) -> dict[str, torch.Tensor]:
+    """ModelOpt's input scales on the very batches that trtspec runs."""
+    texts = read_texts(data, KimiTokenizer(source), FLOAT32.samples, FLOAT32.seq_len)
+    batches = out.with_suffix(".json")
+    batches.write_text(json.dumps([batch.tolist() for batch in equal_length_batches(texts)]))
+    copy = out.with_name(f"{out.name}-source")
+    shutil.copytree(source, copy)
+    command = [sys.executable, "-m", "tests.calibrate.modelopt_whole", str(copy), config, str(batches), dtype, str(out)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    tensors = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {name: tensor for name, tensor in tensors.items() if name.endswith(".input_scale")}
+
+
+def starve(source: Path, layer: int, expert: int) -> None:
+    """No token is routed to this expert any more."""
+    name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+    for path in source.glob("*.safetensors"):
+        tensors = load_file(path)
+        for key in tensors:
+            if key.endswith(name):
+                tensors[key][expert] = -100.0
+        save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("format", "nested", "config", "policy"),
+    [
+        ("bf16", True, "NVFP4_MLP_ONLY_CFG", "k2.5"),
+        pytest.param("int4", False, "NVFP4_MLP_ONLY_CFG", "k2.5", marks=pytest.mark.slow),
+        pytest.param("bf16", False, "NVFP4_DEFAULT_CFG", "everything", marks=pytest.mark.slow),
+        pytest.param("bf16", True, "NVFP4_EXPERTS_ONLY_CFG", "k2.6", marks=pytest.mark.slow),
+    ],
+)
+def test_all_scales_equal_modelopts_whole_model_calibration(tmp_path, data, format, nested, config, policy):
+    source = make_target(tmp_path / "in", format=format, nested=nested, layers=4, experts=6, shards=3)
+    starve(source, 2, 3)
+    (tmp_path / "everything.yaml").write_text(EVERYTHING)
+    chosen = load_policy(str(tmp_path / "everything.yaml") if policy == "everything" else policy)
+    theirs = modelopt(source, data, config, "float32", tmp_path / "theirs")
+    theirs = {name: value for name, value in theirs.items() if nested <= name.startswith("language_model.")}
+    result = calibrate_checkpoint(source, data, tmp_path / "ours.safetensors", chosen, FLOAT32)
+    ours = load_file(tmp_path / "ours.safetensors")
+    assert set(ours) == set(theirs)
+    assert result["linears"] == len(ours) and result["unreached"] == {"2": [3]}
+    apart = {name: float((ours[name] / theirs[name] - 1).abs()) for name in ours}
+    assert max(apart.values()) < 2e-6
+    exact = sum(torch.equal(ours[name].bfloat16(), theirs[name].bfloat16()) for name in ours)
+    print(f"{len(ours)} scales, {max(apart.values()):.1e} apart at most; {exact} equal in bf16")
+    assert exact == len(ours)
+
+
+def test_experts_share_a_scale_and_quantize_takes_the_file(tmp_path, data):
+    source = make_target(tmp_path / "in", layers=3, experts=4)
+    result = calibrate_checkpoint(source, data, tmp_path / "s.safetensors", K25, FLOAT32)
+    quantize_checkpoint(source, tmp_path / "out", K25, input_scales=tmp_path / "s.safetensors")
+    scales = load_file(tmp_path / "s.safetensors")
+    written = {n: t for f in (tmp_path / "out").glob("*.safetensors") for n, t in load_file(f).items()}
+    assert {name for name in written if name.endswith("input_scale")} == set(scales)
+    assert all(torch.equal(written[name], scale) for name, scale in scales.items())
+    stem = "language_model.model.layers.1.mlp.experts."
+    for leaf in ("gate_proj", "up_proj", "down_proj"):
+        assert len({float(scales[f"{stem}{expert}.{leaf}.input_scale"]) for expert in range(4)}) == 1
+    assert result["texts"] == 24 and result["experts"] == 8
+    assert calibrate_checkpoint(source, data, tmp_path / "s.safetensors", K25, FLOAT32)["layers_resumed"] == 3
+    with safe_open(tmp_path / "s.safetensors", "pt") as file:
+        about = json.loads(file.metadata()["trtspec"])
+    assert about["options"]["seq_len"] == 40 and about["tokens"] == result["tokens"]
+
+
+def run_killed(arguments: tuple, after: float) -> bool:
+    """The calibration in a process of its own, killed after so many seconds; True when it had ended by then."""
+    child = os.fork()
+    if child == 0:
+        try:
+            calibrate_checkpoint(*arguments)
+        finally:
+            os._exit(0)
+    end = time.monotonic() + after
+    while time.monotonic() < end:
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return True
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def test_twenty_kills_leave_the_same_bytes(tmp_path, data):
+    source = make_target(tmp_path / "in", format="int4", layers=6, experts=6)
+    begin = time.monotonic()
+    calibrate_checkpoint(source, data, tmp_path / "whole.safetensors", K26, FLOAT32)
+    seconds = time.monotonic() - begin
+    expected = (tmp_path / "whole.safetensors").read_bytes()
+    output, shuffle, kills, finished = tmp_path / "scales.safetensors", random.Random(1), 0, 0
+    arguments = (source, data, output, K26, FLOAT32)
+    resumed = []
+    while kills < 20:
+        journal = tmp_path / ".scales.safetensors.calibrate/journal.jsonl"
+        before = journal.read_bytes() if journal.exists() else b""
+        if run_killed(arguments, shuffle.uniform(0.02, 0.7) * seconds):
+            assert output.read_bytes() == expected
+            output.unlink()
+            finished += 1
+            continue
+        kills += 1
+        if before.count(b"\n") > 1 and journal.exists():  # what was done is not done again
+            assert journal.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
+            resumed.append(before.count(b"\n") - 1)
+    if not output.exists():
+        calibrate_checkpoint(*arguments)
+    assert output.read_bytes() == expected
+    print(f"{kills} kills, {finished} runs ended between them, resumed behind layers {sorted(resumed)}")
+    assert not list(tmp_path.glob(".*"))
+    assert max(resumed) > 0
+
+
+def test_states_on_disk_give_the_same_file(tmp_path, data):
+    source = make_target(tmp_path / "in", layers=3)
+    calibrate_checkpoint(source, data, tmp_path / "memory.safetensors", K26, FLOAT32)
+    options = CalibrationOptions(samples=24, seq_len=40, dtype=torch.float32, states_budget=0)
+    calibrate_checkpoint(source, data, tmp_path / "disk.safetensors", K26, options)
+    assert (tmp_path / "memory.safetensors").read_bytes() == (tmp_path / "disk.safetensors").read_bytes()
+
+
+def interrupted(source: Path, data: Path, output: Path) -> None:
+    def stop(done: int, _: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_checkpoint(source, data, output, K26, FLOAT32, progress=stop)
+
+
+def test_changes_are_refused_and_damage_is_repaired(tmp_path, data):
+    source, output = make_target(tmp_path / "in", layers=4), tmp_path / "scales.safetensors"
+    whole = tmp_path / "whole.safetensors"
+    calibrate_checkpoint(source, data, whole, K26, FLOAT32)
+    interrupted(source, data, output)
+    with pytest.raises(UsageError, match="options was") as caught:
+        calibrate_checkpoint(source, data, output, K25, FLOAT32)
+    assert "--restart" in caught.value.remedy
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"text": "something else entirely"}\n')
+    with pytest.raises(UsageError, match="data was"):
+        calibrate_checkpoint(source, other, output, K26, FLOAT32)
+    (states,) = (tmp_path / ".scales.safetensors.calibrate").glob("states-*.bin")
+    states.write_bytes(states.read_bytes()[:-1] + b"\0")
+    assert calibrate_checkpoint(source, data, output, K26, FLOAT32)["layers_resumed"] == 0
+    assert output.read_bytes() == whole.read_bytes()
+    with pytest.raises(UsageError, match="already exists"):
+        calibrate_checkpoint(source, other, output, K26, FLOAT32)
+    interrupted(source, data, tmp_path / "third.safetensors")
+    make_target(source, layers=4, seed=1)
+    with pytest.raises(UsageError, match="source was"):
+        calibrate_checkpoint(source, data, tmp_path / "third.safetensors", K26, FLOAT32)
+
+
+def test_dry_run_tells_and_writes_nothing(tmp_path, data):
+    source = make_target(tmp_path / "in", layers=3, experts=4)
+    before = sorted(tmp_path.rglob("*"))
+    plan = calibrate_checkpoint(source, data, tmp_path / "s.safetensors", K26, FLOAT32, dry_run=True)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert plan["linears"] == 2 * 4 * 3 and plan["states_bytes"] == plan["tokens"] * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [("{\n", "not JSON"), ('{"question": 1}\n', "no text"), ("[1]\n", "neither"), ("\n", "holds no text")],
+)
+def test_bad_data_is_refused_by_line(tmp_path, text, match):
+    source, path = make_target(tmp_path / "in", layers=2), tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(TrtspecError, match=match):
+        calibrate_checkpoint(source, path, tmp_path / "s.safetensors", K26, FLOAT32)
+    assert not (tmp_path / "s.safetensors").exists()
+
+
+def test_a_weight_that_is_no_number_is_named(tmp_path, data):
+    source = make_target(tmp_path / "in", layers=3, shards=1)
+    tensors = load_file(source / "model.safetensors")
+    tensors["language_model.model.layers.1.self_attn.o_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TrtspecError, match=r"layers.1.*NaN|no number"):
+        calibrate_checkpoint(source, data, tmp_path / "s.safetensors", K26, FLOAT32)
+    assert not (tmp_path / "s.safetensors").exists()
+
+
+def command(*arguments: object) -> dict:
+    line = [sys.executable, "-m", "trtspec", "calibrate", *map(str, arguments), "--samples", "8", "--json"]
+    run = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    return json.loads(run.stdout)
+
+
+def test_the_command_estimates(tmp_path, data):
+    source = make_target(tmp_path / "Kimi-K2.6", layers=2)
+    result = command(source, data, "-o", tmp_path / "s.safetensors", "--dry-run")
+    assert result["texts"] == 8 and result["policy"] == "k2.6" and result["dry_run"]
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path, data):
+    source = make_target(tmp_path / "Kimi-K2.6", layers=2)
+    result = command(source, data, "-o", tmp_path / "s.safetensors")
+    assert len(load_file(tmp_path / "s.safetensors")) == result["linears"]
