@@ -7,6 +7,9 @@ from typing import Any
 
 from trtspec.checkpoint import dialects
 from trtspec.checkpoint.detect import detect, target_spec
+from trtspec.checkpoint.head_kind import no_eagle3_head
+from trtspec.checkpoint.head_shapes import canonical_names
+from trtspec.checkpoint.head_values import value_problems
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.hub import Resolved
 from trtspec.checkpoint.target_problems import target_problems
@@ -14,22 +17,27 @@ from trtspec.checkpoint.target_shapes import logical_parameters
 from trtspec.errors import Problem
 from trtspec.specs import HeadSpec, ModelSpec
 
+HEAD_KEYS = ("family", "model_type", "architecture", "format", "eagle", "attention", "dialect", "aux_layers",
+             "draft_vocab_size")  # fmt: skip
 
-def describe(resolved: Resolved) -> dict[str, Any]:
+
+def describe(resolved: Resolved, *, all_values: bool = False) -> dict[str, Any]:
     """The keys of the JSON contract plus `dtypes` and `source`; `problems` are Problem objects.
 
     A checkpoint on disk is read; a published one that is not here is answered from data/models.yaml, whose
-    `unverified` fields are repeated.
+    `unverified` fields are repeated. A head's values are sampled, or all read with `all_values`.
     """
     here = resolved.path is not None and any(resolved.path.glob("*.safetensors"))
-    return _from_disk(resolved) if here else _from_config(resolved)
+    return _from_disk(resolved, all_values) if here else _from_config(resolved)
 
 
-def _from_disk(resolved: Resolved) -> dict[str, Any]:
+def _from_disk(resolved: Resolved, all_values: bool) -> dict[str, Any]:
     assert resolved.path is not None
     checkpoint = Checkpoint.open(resolved.path)
+    wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
+    other_draft = wrong is not None and wrong.code != "TS-HEAD-FULL-MODEL"
     report = {
-        "kind": detect(checkpoint),
+        "kind": "head" if other_draft else detect(checkpoint),
         "path": str(resolved.path),
         "source": "files",
         "parameters": sum(logical_parameters(info) for info in checkpoint.tensors.values()),
@@ -37,8 +45,11 @@ def _from_disk(resolved: Resolved) -> dict[str, Any]:
         "shards": len(checkpoint.shards),
         "dtypes": dtype_bytes(checkpoint),
     }
+    if other_draft:
+        return report | dict.fromkeys(HEAD_KEYS) | {"problems": [wrong]}
     if report["kind"] == "head":
         head, problems = dialects.read_head(checkpoint)
+        problems += value_problems(checkpoint, canonical_names(checkpoint.tensors), everything=all_values)
         return report | head_facts(head, checkpoint.config) | {"problems": problems}
     spec = target_spec(checkpoint)
     facts = target_facts(spec, checkpoint.config, resolved.known)

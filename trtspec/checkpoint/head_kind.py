@@ -26,10 +26,10 @@ def no_eagle3_head(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Pr
     fc = next((info for name, info in tensors.items() if name.removeprefix("model.") == "fc.weight"), None)
     if fc is not None:
         return _first_generation(fc, names)
-    if any(name.endswith(("eh_proj.weight", "enorm.weight")) for name in names):
+    layers = {int(found[1]) for found in map(LAYER.search, names) if found}
+    if len(layers) < 2 and any(name.endswith(("eh_proj.weight", "enorm.weight")) for name in names):
         message = "a multi-token-prediction module (eh_proj, enorm), which fuses one state and not the captured ones"
         return Problem("TS-HEAD-OTHER-DRAFT", "error", "tensor names", message, TRAIN)
-    layers = {int(found[1]) for found in map(LAYER.search, names) if found}
     if len(layers) > 1 or any(".mlp.experts." in name for name in names):
         message = f"this is a whole model ({max(layers, default=0) + 1} layers, no fc), not a draft head"
         return Problem("TS-HEAD-FULL-MODEL", "error", "fc.weight", message, "pass the target first and a head second")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 from trtspec.checkpoint.known import known, real_pair
 from trtspec.errors import Problem
 from trtspec.specs import HeadSpec, ModelSpec
 
 TP_SIZES = (1, 2, 4, 8, 16)
 OTHER_HEAD = "use a head that was trained for this target"
+TRAINED_SO = "harmless if the head was trained so; else use the value it was trained with"
 
 
 def pair_problems(
@@ -21,6 +25,42 @@ def pair_problems(
         *_rope(head, target),
         *_parallel(head, tp_size),
     ]
+
+
+def config_problems(head: dict[str, Any], target: dict[str, Any]) -> list[Problem]:
+    """What only the two config.json tell: end of text, and a basis that quantization rotated."""
+    text = target.get("text_config") or target
+    problems = []
+    ours, theirs = _ids(head, head.get("transformer_layer_config") or {}), _ids(text, target)
+    if ours and theirs and not ours & theirs:
+        message = f"the head ends text at {sorted(ours)}, the target at {sorted(theirs)}: it was made for another model"
+        problems.append(Problem("TS-PAIR-EOS", "warning", "config.json:eos_token_id", message, OTHER_HEAD))
+    quantization = target.get("quantization_config") or text.get("quantization_config") or {}
+    rotation = [key for key, value in quantization.items() if value and ("rotat" in key or key == "transform_config")]
+    if rotation:
+        message = (
+            f"the target's quantization rotates its states ({rotation[0]}); a head of the plain model accepts ~1.1"
+        )
+        remedy = "use a target that was not rotated, or a head that was trained on this one"
+        problems.append(Problem("TS-PAIR-ROTATED", "warning", "quantization_config", message, remedy))
+    return problems
+
+
+def _ids(config: dict[str, Any], other: dict[str, Any]) -> set[int]:
+    value = config.get("eos_token_id", other.get("eos_token_id"))
+    return set(value) if isinstance(value, list) else set() if value is None else {int(value)}
+
+
+def yarn_problems(head: HeadSpec, target: ModelSpec) -> list[Problem]:
+    """YaRN's other numbers, for a head whose config.json was read: published ones differ in beta_fast, 1 and 32."""
+    names = [field.name for field in fields(head.rope) if field.name != "theta"]
+    ours, theirs = ({name: getattr(rope, name) for name in names} for rope in (head.rope, target.rope))
+    other = [name for name in names if ours[name] != theirs[name]]
+    if head.attention != "mla" or not other:
+        return []
+    values = ", ".join(f"{name} {ours[name]} against {theirs[name]}" for name in other)
+    message = f"the head's rope scaling is not the target's: {values}"
+    return [Problem("TS-PAIR-ROPE", "info", "rope_scaling", message, TRAINED_SO)]
 
 
 def tensor_parallel_sizes(head: HeadSpec) -> list[int]:
@@ -92,8 +132,7 @@ def _rope(head: HeadSpec, target: ModelSpec) -> list[Problem]:
     problems = []
     if head.attention == "mla" and head.rope.theta != target.rope.theta:
         message = f"rope_theta is {head.rope.theta:g} in the head and {target.rope.theta:g} in the target"
-        remedy = "harmless if the head was trained so; else use the value it was trained with"
-        problems.append(Problem("TS-PAIR-ROPE", "info", "rope_theta", message, remedy))
+        problems.append(Problem("TS-PAIR-ROPE", "info", "rope_theta", message, TRAINED_SO))
     if head.max_position_embeddings < target.max_position_embeddings:
         message = (
             f"the head knows positions to {head.max_position_embeddings}, the target to "

@@ -21,22 +21,25 @@ def inspect(
         typer.Option(help="For a head: its target. For a quantized or converted checkpoint: its source, re-read."),
     ] = None,
     sample: Annotated[
-        int, typer.Option(min=0, help="With --against SOURCE: how many tensors to decode and compare; 0 for all.")
+        int,
+        typer.Option(
+            min=0, help="With --against SOURCE: how many tensors to decode and compare; 0: all, and all of a head."
+        ),
     ] = 64,
     json_output: JsonOption = False,
 ) -> None:
     """Say what a target or head checkpoint is and what is wrong with it.
 
-    Reads headers and configs only, so it takes no longer for a terabyte than for a megabyte; --against also reads
-    tensors. A published model that is not on this machine is answered from the catalogue. Exit status 3 when an
-    error is found.
+    Reads headers, configs and samples of a head's values, so it takes no longer for a terabyte than for a megabyte;
+    --against also reads tensors. A published model that is not on this machine is answered from the catalogue. Exit
+    status 3 when an error is found.
     """
     from trtspec.checkpoint.describe import describe
     from trtspec.checkpoint.hub import resolve
     from trtspec.report import print_json
 
     resolved = resolve(path, allow_download=False)
-    report = describe(resolved)
+    report = describe(resolved, all_values=sample == 0)
     if against is not None:
         report |= compare(resolved, resolve(against, allow_download=False), report, sample)
     problems: list[Problem] = report["problems"]
@@ -50,21 +53,47 @@ def inspect(
 
 def compare(resolved: Resolved, other: Resolved, report: dict[str, Any], sample: int) -> dict[str, Any]:
     """The additional keys of --against; `problems` holds the old and the new ones."""
-    from trtspec.checkpoint.pairing import pair_problems, tensor_parallel_sizes
-
     if report["kind"] == "head" and other.kind == "target":
-        head = resolved.head_spec()
-        found = pair_problems(head, other.target_spec(), head_id=resolved.hub_id, target_id=other.hub_id)
-        return {
-            "against": other.name,
-            "tensor_parallel_sizes": tensor_parallel_sizes(head),
-            "problems": report["problems"] + found,
-        }
+        return compare_pair(resolved, other, report)
     if report["kind"] != other.kind:
         raise UsageError(
             f"{resolved.name} is a target and {other.name} a head", "turn them around: inspect HEAD --against TARGET"
         )
+    if report["kind"] == "head" and report["attention"]:
+        return compare_derived_head(resolved, other, report)
     return compare_tensors(resolved, other, report, sample)
+
+
+def compare_pair(resolved: Resolved, other: Resolved, report: dict[str, Any]) -> dict[str, Any]:
+    """A head against its target; a head that is none has nothing to compare."""
+    from trtspec.checkpoint.dialects import read_head
+    from trtspec.checkpoint.head_shapes import canonical_names
+    from trtspec.checkpoint.head_values import embedding_problems
+    from trtspec.checkpoint.headers import Checkpoint
+    from trtspec.checkpoint.pairing import config_problems, pair_problems, tensor_parallel_sizes, yarn_problems
+
+    if report["attention"] is None:
+        return {"against": other.name}
+    target = other.target_spec()
+    checkpoint = Checkpoint.open(resolved.path) if report["source"] == "files" and resolved.path else None
+    head = read_head(checkpoint)[0] if checkpoint is not None else resolved.head_spec()
+    found = pair_problems(head, target, head_id=resolved.hub_id, target_id=other.hub_id)
+    found += config_problems(resolved.config(), other.config())
+    found += yarn_problems(head, target) if checkpoint is not None else []
+    own = canonical_names(checkpoint.tensors).get("embed_tokens.weight") if checkpoint is not None else None
+    if checkpoint is not None and own and other.path and any(other.path.glob("*.safetensors")):
+        found += embedding_problems(checkpoint, own, Checkpoint.open(other.path), target)
+    sizes = tensor_parallel_sizes(head)
+    return {"against": other.name, "tensor_parallel_sizes": sizes, "problems": report["problems"] + found}
+
+
+def compare_derived_head(resolved: Resolved, source: Resolved, report: dict[str, Any]) -> dict[str, Any]:
+    """A converted head against the head it was made from, all bytes."""
+    from trtspec.checkpoint.head_compare import compare_heads
+    from trtspec.checkpoint.headers import Checkpoint
+
+    result = compare_heads(Checkpoint.open(local(resolved)), Checkpoint.open(local(source)))
+    return {"against": source.name, "problems": report["problems"] + result.pop("problems"), "comparison": result}
 
 
 def compare_tensors(resolved: Resolved, source: Resolved, report: dict[str, Any], sample: int) -> dict[str, Any]:
@@ -103,16 +132,16 @@ def show(name: str, report: dict[str, Any]) -> None:
 
 def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Label and text of each line; figures that are not known are left out."""
-    kind = "Eagle3 draft head" if report["kind"] == "head" else "target"
+    kind = "target" if report["kind"] == "target" else "Eagle3 draft head" if report["eagle"] else "no Eagle3 head"
     lines = [("kind", kind), ("architecture", f"{report['architecture']} ({report['model_type']})")]
-    if report["kind"] == "head":
+    if report["kind"] == "head" and report["eagle"]:
         layers = report["aux_layers"]
         lines += [
             ("eagle", f"{report['eagle']}, {report['attention'].upper()} attention, {report['dialect']} layout"),
             ("reads layers", ", ".join(map(str, layers)) if layers else "not said; the target's default"),
             ("draft vocabulary", f"{report['draft_vocab_size']:,} of {report['vocab_size']:,}"),
         ]
-    else:
+    elif report["kind"] == "target":
         lines += [
             ("family", report["family"]),
             ("format", f"{report['format']}, KV cache {report['kv_cache'] or 'not quantized'}"),
