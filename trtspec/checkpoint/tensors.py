@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
@@ -48,7 +47,7 @@ class LazyTensors:
     def __getitem__(self, name: str) -> torch.Tensor:
         info = self.info(name)
         raw = torch.empty(info.nbytes, dtype=torch.uint8)
-        self._read(info, raw.numpy().data)
+        self.read_bytes(info, info.begin, raw.numpy().data)
         return raw.view(self.dtype(info)).reshape(info.shape)
 
     def info(self, name: str) -> TensorInfo:
@@ -74,7 +73,7 @@ class LazyTensors:
         if buffer.numel() < info.nbytes:
             raise ValueError(f"{name} needs {info.nbytes} bytes, the buffer has {buffer.numel()}")
         raw = buffer[: info.nbytes]
-        self._read(info, raw.numpy().data)
+        self.read_bytes(info, info.begin, raw.numpy().data)
         return raw.view(self.dtype(info)).reshape(info.shape)
 
     def chunks(self, name: str, size: int = 1 << 24) -> Iterator[memoryview]:
@@ -83,16 +82,20 @@ class LazyTensors:
         buffer = memoryview(bytearray(min(size, max(info.nbytes, 1))))
         for begin in range(info.begin, info.end, size):
             part = buffer[: min(size, info.end - begin)]
-            self._read(replace(info, begin=begin), part)
+            self.read_bytes(info, begin, part)
             yield part
 
-    def _read(self, info: TensorInfo, target: memoryview) -> None:
-        file, offset = self._open(info.shard), info.begin
+    def read_bytes(self, info: TensorInfo, begin: int, target: memoryview) -> None:
+        """Fills `target` with the tensor's bytes from `begin` on, counted from the file's start as `info.begin` is."""
+        file, offset, path = self._open(info.shard), begin, self.checkpoint.path / info.shard
         while target:
-            count = os.preadv(file, [target[: 1 << 30]], offset)
+            try:
+                count = os.preadv(file, [target[: 1 << 30]], offset)
+            except OSError as error:
+                raise TrtspecError(f"cannot read {path}: {error.strerror}", "check the disk it lies on") from error
             if not count:
                 raise TrtspecError(
-                    f"shard {self.checkpoint.path / info.shard} ends before {info.name} does",
+                    f"shard {path} ends before {info.name} does",
                     "the file changed while it was read; download it again",
                 )
             target, offset = target[count:], offset + count

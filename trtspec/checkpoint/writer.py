@@ -20,6 +20,7 @@ from trtspec.errors import TrtspecError
 from trtspec.report import fsync_directory, write_json
 
 INDEX_NAME = "model.safetensors.index.json"
+VECTOR = 512  # views in one pwritev; the limit of Linux is 1024
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
@@ -33,10 +34,14 @@ class ShardFile:
     def __init__(self, path: Path, layout: Layout, metadata: Mapping[str, str] | None = None) -> None:
         # the process id keeps a killed run's straggler out of the file that its successor is writing
         self.path, self.temporary = path, path.with_name(f".{path.name}.{os.getpid()}.partial")
-        self._layout, self._missing = layout, set(layout)
+        self._layout = layout
+        self._missing = {name: math.prod(shape) * DTYPES[code].itemsize for name, (code, shape) in layout.items()}
         header, self._offsets, self.size = _header(layout, metadata)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            self._file = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        except OSError as error:
+            raise _cannot_write(path, error) from error
         self._write(header, 0)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
@@ -46,7 +51,26 @@ class ShardFile:
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, the layout says {code} {list(shape)}")
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         self._write(data.numpy().data, self._offsets[name])
-        self._missing.discard(name)
+        self._missing.pop(name, None)
+
+    def write_parts(self, parts: list[tuple[str, int, memoryview]]) -> None:
+        """Writes pieces of tensors (name, byte offset in the tensor, bytes); neighbours in the file go together."""
+        placed = sorted(((self._offsets[name] + at, name, data) for name, at, data in parts), key=lambda part: part[0])
+        run: list[memoryview] = []
+        begin = end = 0
+        for offset, name, data in placed:
+            if run and (offset != end or len(run) == VECTOR):
+                self._write_vector(run, begin)
+                run = []
+            if not run:
+                begin = offset
+            run.append(data)
+            end = offset + len(data)
+            self._missing[name] -= len(data)
+            if not self._missing[name]:
+                del self._missing[name]
+        if run:
+            self._write_vector(run, begin)
 
     def write_chunks(self, name: str, chunks: Iterable[memoryview]) -> None:
         """Writes a tensor from its bytes in order; their number must be the layout's."""
@@ -57,20 +81,36 @@ class ShardFile:
             offset += len(chunk)
         if offset - begin != math.prod(shape) * DTYPES[code].itemsize:
             raise ValueError(f"{name} came as {offset - begin} bytes, the layout says {code} {list(shape)}")
-        self._missing.discard(name)
+        self._missing.pop(name, None)
+
+    def close(self) -> None:
+        """Ends writing; the name stays temporary until `publish`. Raises ValueError when a tensor is missing."""
+        if self._missing:
+            raise ValueError(f"{len(self._missing)} tensors were not written, first {sorted(self._missing)[0]}")
+        os.close(self._file)
+        self._file = -1
 
     def finish(self) -> None:
         """Makes the shard durable and gives it its name. Raises ValueError when a tensor was never written."""
-        if self._missing:
-            raise ValueError(f"{len(self._missing)} tensors were not written, first {sorted(self._missing)[0]}")
-        os.fsync(self._file)
-        os.close(self._file)
-        os.replace(self.temporary, self.path)
-        fsync_directory(self.path.parent)
+        self.close()
+        publish(self.temporary, self.path)
 
     def abandon(self) -> None:
-        os.close(self._file)
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
         self.temporary.unlink(missing_ok=True)
+
+    def _write_vector(self, run: list[memoryview], offset: int) -> None:
+        """Neighbours in one call; what a full disk or a signal cut short goes on byte by byte to its message."""
+        try:
+            count = os.pwritev(self._file, run, offset)
+        except OSError:
+            count = 0
+        for view in run:
+            done = min(count, len(view))
+            self._write(view[done:], offset + done)
+            count, offset = count - done, offset + len(view)
 
     def _write(self, data: bytes | memoryview, offset: int) -> None:
         view = memoryview(data)
@@ -79,9 +119,24 @@ class ShardFile:
                 count = os.pwrite(self._file, view[: 1 << 30], offset)
                 view, offset = view[count:], offset + count
         except OSError as error:
-            raise TrtspecError(
-                f"cannot write {self.path}: {error.strerror}", "free space on that disk, then run the command again"
-            ) from error
+            raise _cannot_write(self.path, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> TrtspecError:
+    return TrtspecError(f"cannot write {path}: {error.strerror}", "free space on that disk, then run the command again")
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Makes a finished shard durable and gives it its name."""
+    handle = os.open(temporary, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    finally:
+        os.close(handle)
+    os.replace(temporary, path)
+    fsync_directory(path.parent)
 
 
 def _header(layout: Layout, metadata: Mapping[str, str] | None) -> tuple[bytes, dict[str, int], int]:

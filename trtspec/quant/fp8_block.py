@@ -23,9 +23,9 @@ def dequantize(
             f"in blocks of {height}x{width}",
             "check weight_block_size in config.json",
         )
-    result = torch.empty(rows, columns, dtype=torch.bfloat16)
+    result = torch.empty(rows, columns, dtype=torch.bfloat16, device=weight.device)
     scales = weight_scale_inv.float().repeat_interleave(width, dim=1)[:, :columns]
-    codes, table = weight.contiguous().view(torch.uint8), _values()
+    codes, table = weight.contiguous().view(torch.uint8), _values().to(weight.device)
     step = max(1, CHUNK // columns)
     for index, band in enumerate(zip(codes.split(height), result.split(height), strict=True)):
         for part, target in zip(*(tensor.split(step) for tensor in band), strict=True):

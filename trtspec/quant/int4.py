@@ -25,7 +25,7 @@ def dequantize(weight_packed: torch.Tensor, weight_scale: torch.Tensor, weight_s
             f"weight_scale {list(weight_scale.shape)}, weight_shape {[rows, columns]}",
             "download the checkpoint again",
         )
-    result = torch.empty(rows, columns, dtype=torch.bfloat16)
+    result = torch.empty(rows, columns, dtype=torch.bfloat16, device=weight_packed.device)
     packed = weight_packed.contiguous().view(torch.uint8)
     step = max(1, CHUNK // columns)
     for start in range(0, rows, step):

@@ -38,9 +38,10 @@ from trtspec.quant.conversion import (
     prepare,
 )
 from trtspec.quant.decode import decoded
+from trtspec.quant.packing import Rows, Scaling, TorchPacker
 from trtspec.quant.plan import ShardPlan
 from trtspec.quant.policy import TEXT_PREFIX, Policy, shared_partners
-from trtspec.quant.shard import Statistics
+from trtspec.quant.shard import ERROR_ROWS, Statistics
 from trtspec.quant.streaming import finish, summarize
 from trtspec.quant.workers import peak_rss
 from trtspec.report import file_sha256
@@ -185,8 +186,20 @@ def _write_shard(conversion: Conversion, plan: ShardPlan, export: Path) -> dict[
                 ("input_scale", torch.tensor(input_scale)),
             ):
                 file.write(f"{weight.module}.{suffix}", value)
-            statistics.add(weight.module, original, nvfp4.block_amax(original), tensor)
+            _count(statistics, weight.module, original, tensor)
     file.finish()
+    return _record(plan, path, statistics)
+
+
+def _count(statistics: Statistics, module: str, original: torch.Tensor, tensor: nvfp4.NVFP4Tensor) -> None:
+    rows, packer, scaling = Rows("bf16", original), TorchPacker(), Scaling(tensor.scale_2, tensor.scale_2)
+    head = min(ERROR_ROWS, original.shape[0])
+    statistics.add(module, *packer.errors(rows.head(head), scaling, tensor.packed[:head], tensor.scale[:head]))
+    maxima = nvfp4.block_amax(original)
+    statistics.blocks(module, maxima.numel(), int((maxima == 0).sum()))
+
+
+def _record(plan: ShardPlan, path: Path, statistics: Statistics) -> dict[str, Any]:
     actions = [weight.action for weight in plan.weights]
     return {
         "bytes": path.stat().st_size,

@@ -15,6 +15,7 @@ import torch
 
 from trtspec.errors import TrtspecError
 from trtspec.quant.nvfp4_pack import block_maxima, pack_blocks
+from trtspec.quant.scale_search import best_scales
 
 BLOCK = 16
 E2M1_MAX = 6.0
@@ -59,10 +60,16 @@ def block_scales(block_amax: torch.Tensor, scale_2: torch.Tensor) -> torch.Tenso
     return torch.where(scale == 0, 1.0, scale).clamp(E4M3_SMALLEST, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def quantize(weight: torch.Tensor, amax: torch.Tensor | None = None, maxima: torch.Tensor | None = None) -> NVFP4Tensor:
+def quantize(
+    weight: torch.Tensor,
+    amax: torch.Tensor | None = None,
+    maxima: torch.Tensor | None = None,
+    weight_scales: str = "max",
+) -> NVFP4Tensor:
     """Quantizes [N, K] bf16, fp16 or fp32; `amax` (float32 scalar) is given when gate and up share it.
 
-    `maxima` spares the first of two passes when the caller already has `block_amax(weight)`.
+    `maxima` spares the first of two passes when the caller already has `block_amax(weight)`. `weight_scales` max takes
+    each block's scale from its maximum, mse the one of least squared error.
     Raises TrtspecError when K is not a multiple of 16 or the weight holds NaN or infinity.
     """
     maxima = block_amax(weight) if maxima is None else maxima
@@ -72,28 +79,32 @@ def quantize(weight: torch.Tensor, amax: torch.Tensor | None = None, maxima: tor
         raise TrtspecError("the weight holds NaN or infinity", "find the tensor with `trtspec inspect --json`")
     scale_2 = scale_2_of(amax)
     # the quick path rounds exactly only well inside float32's range and up to the largest code
-    if float(scale_2) < 2.0**-100 or bool(largest > amax) or _denormals_are_flushed():
-        return quantize_plain(weight, amax)
+    if float(scale_2) < 2.0**-100 or bool(largest > amax) or denormals_are_flushed():
+        return quantize_plain(weight, amax, weight_scales)
     scale = block_scales(maxima.float(), scale_2)
+    if weight_scales == "mse":
+        scale = best_scales(weight.reshape(-1, BLOCK), scale.view(-1), scale_2).view(scale.shape)
     packed = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8)
     pack_blocks(weight.contiguous().view(-1, BLOCK), scale.view(-1), scale_2, packed.view(-1))
     return NVFP4Tensor(packed, scale, scale_2)
 
 
-def quantize_plain(weight: torch.Tensor, amax: torch.Tensor | None = None) -> NVFP4Tensor:
-    """The definition of the encoding; slow, and the oracle of `quantize`."""
+def quantize_plain(weight: torch.Tensor, amax: torch.Tensor | None = None, weight_scales: str = "max") -> NVFP4Tensor:
+    """The definition of the encoding; slow, and the oracle of `quantize`. Runs where `weight` is."""
     _check(weight)
     rows, columns = weight.shape
     blocks = weight.reshape(rows, columns // BLOCK, BLOCK)
     scale_2 = scale_2_of(weight.abs().amax() if amax is None else amax)
     scale = block_scales(blocks.abs().amax(-1).float(), scale_2)
+    if weight_scales == "mse":
+        scale = best_scales(blocks.reshape(-1, BLOCK), scale.view(-1), scale_2).view(scale.shape)
     codes = e2m1_codes(blocks.float() / (scale.float() * scale_2).unsqueeze(-1)).reshape(rows, columns)
     return NVFP4Tensor(codes[:, 0::2] | (codes[:, 1::2] << 4), scale, scale_2)
 
 
 def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
     """uint8 codes of float32 values: magnitude in three bits, nearest with ties to even; bit 3 where negative."""
-    magnitude, codes = values.abs(), torch.zeros(values.shape, dtype=torch.uint8)
+    magnitude, codes = values.abs(), torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
     for index, bound in enumerate(E2M1_BOUNDS):
         codes += ~((magnitude < bound) if index % 2 else (magnitude <= bound))
     return codes | ((values < 0).to(torch.uint8) << 3)
@@ -107,7 +118,8 @@ def _check(weight: torch.Tensor) -> None:
         )
 
 
-def _denormals_are_flushed() -> bool:
+def denormals_are_flushed() -> bool:
+    """Whether torch.set_flush_denormal(True) is in force, which the quick paths do not survive."""
     return bool(torch.tensor([2.0**-130]).mul(0.5).eq(0))
 
 

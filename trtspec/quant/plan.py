@@ -13,10 +13,15 @@ from trtspec.errors import TrtspecError
 from trtspec.quant.decode import parts_of, plain_names, stored_format
 from trtspec.quant.nvfp4 import BLOCK
 from trtspec.quant.policy import Policy
+from trtspec.specs import WeightFormat
 
 Action = Literal["quantize", "decode", "copy"]
 Entry = tuple[str, tuple[int, ...]]
 PLAIN_DTYPES = ("BF16", "F16", "F32")
+PART_DTYPES: dict[WeightFormat, tuple[tuple[str, ...], ...]] = {
+    "int4": (("I32",), PLAIN_DTYPES, ("I64", "I32")),
+    "fp8-block": (("F8_E4M3",), PLAIN_DTYPES),
+}
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,7 @@ class Weight:
     action: Action
     parts: tuple[TensorInfo, ...]
     shape: tuple[int, ...]
+    format: WeightFormat = "bf16"
 
     @property
     def module(self) -> str:
@@ -89,6 +95,14 @@ def plan_conversion(checkpoint: Checkpoint, policy: Policy) -> list[ShardPlan]:
     return plans
 
 
+def quantized_weight(checkpoint: Checkpoint, name: str, policy: Policy) -> Weight | None:
+    """The weight of that name when it exists and becomes NVFP4."""
+    stored, stem = checkpoint.tensors, name.removesuffix(".weight")
+    if not policy.quantizes(name) or (name not in stored and f"{stem}.weight_packed" not in stored):
+        return None
+    return _weight(stored, name, policy)
+
+
 def _weight(stored: dict[str, TensorInfo], name: str, policy: Policy) -> Weight:
     chosen = name.endswith(".weight") and policy.quantizes(name)
     format = stored_format(stored, name)
@@ -98,9 +112,24 @@ def _weight(stored: dict[str, TensorInfo], name: str, policy: Policy) -> Weight:
     shape = parts[0].shape
     if format == "int4" and len(shape) == 2:
         shape = (shape[0], shape[1] * 8)
+    _check_parts(parts, format, shape)
     if chosen:
         _check_block(name, shape, parts[0].dtype if format == "bf16" else "BF16")
-    return Weight(name, "quantize" if chosen else "decode", parts, shape)
+    return Weight(name, "quantize" if chosen else "decode", parts, shape, format)
+
+
+def _check_parts(parts: tuple[TensorInfo, ...], format: WeightFormat, shape: tuple[int, ...]) -> None:
+    """dtypes and shapes of tensors that only mean something together."""
+    again = "download the checkpoint again"
+    for part, dtypes in zip(parts, PART_DTYPES.get(format, ()), strict=False):
+        if part.dtype not in dtypes:
+            raise TrtspecError(f"{part.name} has dtype {part.dtype}, expected {' or '.join(dtypes)}", again)
+    if format == "int4":
+        groups = parts[1].shape[1] if len(parts[1].shape) == 2 else 0
+        if len(shape) != 2 or not groups or parts[1].shape[0] != shape[0] or shape[1] % groups or parts[2].numel != 2:
+            raise TrtspecError(
+                f"INT4 tensors do not belong together: {', '.join(f'{p.name} {list(p.shape)}' for p in parts)}", again
+            )
 
 
 def _check_block(name: str, shape: tuple[int, ...], dtype: str) -> None:

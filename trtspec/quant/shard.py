@@ -1,7 +1,8 @@
-"""One output shard: read, decode, quantize, write; memory holds one group of linears that share a scale."""
+"""One output shard: read, decode, quantize, write, in bounded memory."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,99 +12,158 @@ import torch
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.writer import ShardFile
 from trtspec.errors import TrtspecError
-from trtspec.quant import nvfp4
-from trtspec.quant.decode import decoded
 from trtspec.quant.input_scales import InputScales
-from trtspec.quant.plan import ShardPlan, Weight, weight_class
+from trtspec.quant.packing import Rows, Scaling, TorchPacker
+from trtspec.quant.pipeline import Part, Pipeline
+from trtspec.quant.plan import ShardPlan, Weight, quantized_weight, weight_class
 from trtspec.quant.policy import Policy, shared_partners
-from trtspec.report import file_sha256
+from trtspec.quant.steps import Group, Piece, Step, Task, steps
 from trtspec.specs import ModelSpec
 
 ERROR_ROWS = 64  # the rows of each tensor on which the rounding error is measured
 
 
 class ShardConverter:
-    """Converts shards of one checkpoint; holds open files and options, no tensors between calls."""
+    """Converts shards of one checkpoint; holds open files, options and buffers, no tensors between calls."""
 
-    def __init__(self, tensors: LazyTensors, spec: ModelSpec, policy: Policy, scales: InputScales) -> None:
-        self.tensors, self.spec, self.policy, self.scales = tensors, spec, policy, scales
+    def __init__(
+        self, tensors: LazyTensors, spec: ModelSpec, policy: Policy, scales: InputScales, packer: TorchPacker
+    ) -> None:
+        self.tensors, self.policy, self.scales, self.packer = tensors, policy, scales, packer
+        self.block = spec.quant.block_size or (128, 128)
+        self.pipeline = Pipeline(tensors)
 
-    def convert(self, plan: ShardPlan, output: Path, report: Callable[[int], None] | None = None) -> dict[str, Any]:
-        """Writes output/plan.shard and returns the journal's record of it; `report` gets source bytes as they are done.
+    def convert(
+        self, plan: ShardPlan, output: Path, report: Callable[[int], None] | None = None
+    ) -> tuple[Path, dict[str, Any]]:
+        """Writes plan.shard under a temporary name; returns that and the journal's record, without its checksum.
 
-        Raises TrtspecError naming the tensor that cannot be converted; then no shard is left behind.
+        The caller publishes it. `report` gets source bytes as they are done. Raises TrtspecError naming the tensor
+        that cannot be converted; then no file is left behind.
         """
-        path = output / plan.shard
-        file, statistics = ShardFile(path, plan.layout()), Statistics()
+        file, work = ShardFile(output / plan.shard, plan.layout()), _Work(self, report)
         try:
-            for group in _groups(plan):
-                if group[0].action == "quantize":
-                    self._quantize(group, file, statistics)
-                elif group[0].action == "decode":
-                    file.write(group[0].name, self._load(group[0].name))
-                else:
-                    file.write_chunks(group[0].name, self.tensors.chunks(group[0].name))
-                if report:
-                    report(sum(weight.bytes_in for weight in group))
-            file.finish()
+            self.pipeline.run(steps(plan, self._partners(plan)), work.compute, file.write_parts)
+            for name, value in work.scalars.items():
+                file.write(name, value)
+            file.close()
         except BaseException:
-            file.temporary.unlink(missing_ok=True)
+            file.abandon()
             raise
         actions = [weight.action for weight in plan.weights]
-        return {
-            "bytes": path.stat().st_size,
-            "sha256": file_sha256(path),
-            "quantized": actions.count("quantize"),
-            "decoded": actions.count("decode"),
-            "copied": actions.count("copy"),
-            **statistics.record(),
-        }
+        record = {"bytes": file.size, "quantized": actions.count("quantize"), "decoded": actions.count("decode")}
+        return file.temporary, record | {"copied": actions.count("copy"), **work.statistics.record()}
 
-    def _load(self, name: str) -> torch.Tensor:
-        try:
-            return decoded(self.tensors, self.spec, name)
-        except TrtspecError as error:
-            raise TrtspecError(f"{name}: {error.message}", error.remedy) from None
+    def _partners(self, plan: ShardPlan) -> dict[str, Weight]:
+        """Quantized weights of other shards that share a scale with one of this shard."""
+        here, found = {weight.name for weight in plan.weights}, {}
+        for weight in plan.weights:
+            if weight.action != "quantize":
+                continue
+            for name in (f"{module}.weight" for module in shared_partners(weight.module)):
+                if name not in here and (partner := quantized_weight(self.tensors.checkpoint, name, self.policy)):
+                    found[name] = partner
+        return found
 
-    def _quantize(self, group: list[Weight], file: ShardFile, statistics: Statistics) -> None:
-        """All of `group` are in this shard and share their scales, with each other and with partners elsewhere."""
-        weights = {weight.module: self._load(weight.name) for weight in group}
-        maxima = {module: nvfp4.block_amax(weight) for module, weight in weights.items()}
-        partners = [name for name in shared_partners(group[0].module) if self._is_quantized(name)]
-        amax = torch.stack([value.amax().float() for value in maxima.values()])
-        for module in partners:
-            if module not in weights:  # in another shard: read for its maximum only
-                amax = torch.cat([amax, nvfp4.block_amax(self._load(f"{module}.weight")).amax().float().view(1)])
-        input_scale = torch.tensor(self.scales.scale([group[0].module, *partners]))
-        for module, weight in weights.items():
-            try:
-                packed = nvfp4.quantize(weight, amax.amax(), maxima[module])
-            except TrtspecError as error:
-                raise TrtspecError(f"{module}.weight: {error.message}", error.remedy) from None
-            file.write(f"{module}.weight", packed.packed)
-            file.write(f"{module}.weight_scale", packed.scale)
-            file.write(f"{module}.weight_scale_2", packed.scale_2)
-            file.write(f"{module}.input_scale", input_scale)
-            statistics.add(module, weight, maxima[module], packed)
-
-    def _is_quantized(self, module: str) -> bool:
-        stored = self.tensors.checkpoint.tensors
-        return self.policy.quantizes(module) and (f"{module}.weight" in stored or f"{module}.weight_packed" in stored)
+    def close(self) -> None:
+        self.pipeline.close()
 
 
-def _groups(plan: ShardPlan) -> list[list[Weight]]:
-    """Weights in file order; those of this shard that share a scale stand together."""
-    here, groups, seen = {weight.name: weight for weight in plan.weights}, [], set()
-    for weight in plan.weights:
-        if weight.name in seen:
-            continue
-        others = (
-            [f"{module}.weight" for module in shared_partners(weight.module)] if weight.action == "quantize" else []
-        )
-        group = [weight, *(here[name] for name in others if name in here and here[name].action == "quantize")]
-        seen |= {member.name for member in group}
-        groups.append(group)
-    return groups
+class _Work:
+    """The state of one shard's conversion between steps."""
+
+    def __init__(self, converter: ShardConverter, report: Callable[[int], None] | None) -> None:
+        self.converter, self.packer, self.report = converter, converter.packer, report
+        self.statistics, self.scalars = Statistics(), dict[str, torch.Tensor]()
+        self._amax: dict[str, float] = {}
+        self._scaling: tuple[Group, Scaling] | None = None
+        self._zeros = 0
+
+    def compute(self, step: Step, buffer: torch.Tensor, output: torch.Tensor) -> list[Part]:
+        """Runs the step's tasks on its buffer; returns what to write, as views of `buffer` and `output`."""
+        parts: list[Part] = []
+        for task in step.tasks:
+            piece = task.piece
+            if task.kind == "copy":
+                read = piece.reads[0]
+                parts.append((piece.weight.name, piece.first, buffer[read.at : read.at + read.size].numpy().data))
+                continue
+            rows = self._rows(piece, buffer)
+            if task.kind == "measure":
+                self._measure(piece.weight, rows)
+                continue
+            if task.kind == "decode":
+                view = output[: piece.count * piece.weight.shape[1] * 2]
+                view.view(torch.bfloat16).view(rows.shape).copy_(self.packer.decode(rows))
+                row = piece.weight.shape[1] * 2
+                parts.append((piece.weight.name, piece.first * row, view.numpy().data))
+                output = output[view.numel() :]
+                continue
+            used, packed = self._pack(task, rows, output)
+            parts += packed
+            output = output[used:]
+        if self.report and step.done:
+            self.report(step.done)
+        return parts
+
+    def _rows(self, piece: Piece, buffer: torch.Tensor) -> Rows:
+        """The piece's stored tensors as views of the buffer."""
+        weight, views = piece.weight, []
+        for read, info in zip(piece.reads, weight.parts, strict=True):
+            view = buffer[read.at : read.at + read.size].view(self.converter.tensors.dtype(info))
+            views.append(view.view(-1, *info.shape[1:]) if info.shape else view)
+        if weight.format == "int4":
+            if tuple(views[2].view(-1).tolist()) != weight.shape:
+                text = f"{weight.module}.weight_shape is {views[2].tolist()}, the packed tensor holds {[*weight.shape]}"
+                raise TrtspecError(text, "download the checkpoint again")
+            return Rows("int4", views[0], views[1])
+        if weight.format == "fp8-block":
+            height, width = block = self.converter.block
+            rows, columns = weight.shape
+            if views[1].shape != (-(-rows // height), -(-columns // width)) or piece.first % height:
+                text = f"{weight.module}.weight_scale_inv {list(views[1].shape)} does not fit {list(weight.shape)}"
+                raise TrtspecError(f"{text} in blocks of {height}x{width}", "check weight_block_size in config.json")
+            bands = slice(piece.first // height, -(-(piece.first + piece.count) // height))
+            return Rows("fp8-block", views[0], views[1][bands], block)
+        return Rows(weight.format, views[0])
+
+    def _measure(self, weight: Weight, rows: Rows) -> None:
+        amax = self.packer.amax(rows)
+        if not math.isfinite(amax):
+            text = f"{weight.name}: the weight holds NaN or infinity"
+            raise TrtspecError(text, "find the tensor with `trtspec inspect --json`")
+        self._amax[weight.module] = max(amax, self._amax.get(weight.module, 0.0))
+
+    def _scaling_of(self, group: Group) -> Scaling:
+        """Kept from one piece to the next of a group; the group's scalars are noted when it begins."""
+        if self._scaling is None or self._scaling[0] is not group:
+            scaling = Scaling.of(max(self._amax.pop(module) for module in group.modules))
+            input_scale = torch.tensor(self.converter.scales.scale(group.modules))
+            for weight in group.weights:
+                self.scalars[f"{weight.module}.weight_scale_2"] = scaling.scale_2
+                self.scalars[f"{weight.module}.input_scale"] = input_scale
+            self._scaling = group, scaling
+        return self._scaling[1]
+
+    def _pack(self, task: Task, rows: Rows, output: torch.Tensor) -> tuple[int, list[Part]]:
+        piece, scaling = task.piece, self._scaling_of(task.group)
+        count, columns = rows.shape
+        middle, end = count * columns // 2, count * columns // 2 + count * columns // 16
+        packed, scale = output[:middle].view(count, -1), output[middle:end].view(count, -1)
+        zeros = self.packer.pack(rows, scaling, packed, scale)
+        if piece.first == 0:
+            head = min(ERROR_ROWS, count)
+            sums = self.packer.errors(rows.head(head), scaling, packed[:head], scale[:head])
+            self.statistics.add(piece.weight.module, *sums)
+            self._zeros = 0
+        self._zeros += zeros
+        if piece.first + count == piece.weight.shape[0]:
+            self.statistics.blocks(piece.weight.module, piece.weight.shape[0] * columns // 16, self._zeros)
+        stem, view = piece.weight.module, output.numpy().data
+        return end, [
+            (f"{stem}.weight", piece.first * columns // 2, view[:middle]),
+            (f"{stem}.weight_scale", piece.first * columns // 16, view[middle:end]),
+        ]
 
 
 class Statistics:
@@ -113,22 +173,23 @@ class Statistics:
         self.classes: dict[str, dict[str, float]] = {}
         self.zero_tensors: list[str] = []
 
-    def add(self, module: str, weight: torch.Tensor, maxima: torch.Tensor, packed: nvfp4.NVFP4Tensor) -> None:
-        rows = min(ERROR_ROWS, weight.shape[0])
-        part = nvfp4.NVFP4Tensor(packed.packed[:rows], packed.scale[:rows], packed.scale_2)
-        original = weight[:rows].float()
-        error = nvfp4.dequantize(part, torch.float32) - original
-        zeros = int((maxima == 0).sum())
-        if zeros == maxima.numel():
-            self.zero_tensors.append(module)
-        entry = self.classes.setdefault(
-            weight_class(module), {"tensors": 0, "error": 0.0, "norm": 0.0, "blocks": 0, "zero_blocks": 0}
-        )
+    def add(self, module: str, error: float, norm: float) -> None:
+        """Squared error and squared norm of a tensor's first rows."""
+        entry = self._entry(module)
         entry["tensors"] += 1
-        entry["error"] += float(error.square().sum(dtype=torch.float64))
-        entry["norm"] += float(original.square().sum(dtype=torch.float64))
-        entry["blocks"] += maxima.numel()
+        entry["error"] += error
+        entry["norm"] += norm
+
+    def blocks(self, module: str, count: int, zeros: int) -> None:
+        entry = self._entry(module)
+        entry["blocks"] += count
         entry["zero_blocks"] += zeros
+        if zeros == count:
+            self.zero_tensors.append(module)
+
+    def _entry(self, module: str) -> dict[str, float]:
+        empty = {"tensors": 0, "error": 0.0, "norm": 0.0, "blocks": 0, "zero_blocks": 0}
+        return self.classes.setdefault(weight_class(module), empty)
 
     def record(self) -> dict[str, Any]:
         return {"classes": self.classes, "zero_tensors": self.zero_tensors}

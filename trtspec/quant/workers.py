@@ -1,4 +1,8 @@
-"""Shards converted in this process or in several; one torch thread each, because small chunks lose at barriers."""
+"""Shards converted in this process or in several; one torch thread each, because small chunks lose at barriers.
+
+A worker writes a shard under a temporary name. Checksum, fsync and rename happen here, in threads of their own, while
+the worker is at its next shard.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ import os
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +23,17 @@ import torch
 from trtspec.checkpoint.detect import target_spec
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.tensors import LazyTensors
+from trtspec.checkpoint.writer import publish
 from trtspec.errors import TrtspecError
 from trtspec.quant.input_scales import InputScales
+from trtspec.quant.native import load_kernel
+from trtspec.quant.packing import choose_packer
 from trtspec.quant.plan import ShardPlan
 from trtspec.quant.policy import Policy
 from trtspec.quant.shard import ShardConverter
+from trtspec.report import file_sha256
 
+Written = tuple[Path, dict[str, Any]]  # under its temporary name, and the journal's record without the checksum
 Done = tuple[ShardPlan, dict[str, Any]]
 AUTO_BYTES = 2 << 30  # below it, starting processes costs more than they save
 
@@ -37,11 +46,13 @@ class Job:
     output: Path
     policy: Policy
     input_scales: Path | None
+    weight_scales: str = "max"
+    device: str = "cpu"
 
     def converter(self) -> ShardConverter:
         checkpoint = Checkpoint.open(self.source)
-        scales = InputScales.load(self.input_scales)
-        return ShardConverter(LazyTensors(checkpoint), target_spec(checkpoint), self.policy, scales)
+        scales, packer = InputScales.load(self.input_scales), choose_packer(self.weight_scales, self.device)
+        return ShardConverter(LazyTensors(checkpoint), target_spec(checkpoint), self.policy, scales, packer)
 
 
 def worker_count(asked: int, plans: list[ShardPlan]) -> int:
@@ -55,13 +66,43 @@ def convert_all(
     job: Job, plans: list[ShardPlan], workers: int, progress: Callable[[int], None] | None = None
 ) -> Iterator[Done]:
     """Yields each shard's plan and record once the shard is durable. The first failure stops the rest."""
-    if workers == 1:
-        yield from _convert_here(job, plans, progress)
-    else:
-        yield from _convert_apart(job, plans, workers, progress)
+    converted = _convert_here(job, plans, progress) if workers == 1 else _convert_apart(job, plans, workers, progress)
+    publishing: dict[Future[dict[str, Any]], ShardPlan] = {}
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="publish")
+    try:
+        for plan, (temporary, record) in converted:
+            publishing[pool.submit(_publish, temporary, job.output / plan.shard, record)] = plan
+            yield from _finished(publishing, at_most=workers)
+        yield from _finished(publishing, at_most=0)
+    finally:
+        converted.close()
+        pool.shutdown(cancel_futures=True)
+        for plan in plans:  # converted, but a failure came before it was published
+            for path in job.output.glob(f".{plan.shard}.*.partial"):
+                path.unlink(missing_ok=True)
 
 
-def _convert_here(job: Job, plans: list[ShardPlan], progress: Callable[[int], None] | None) -> Iterator[Done]:
+def _publish(temporary: Path, path: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """The checksum of what the kernel will write, then durable under its name."""
+    digest = file_sha256(temporary)
+    publish(temporary, path)
+    return record | {"sha256": digest}
+
+
+def _finished(publishing: dict[Future[dict[str, Any]], ShardPlan], at_most: int) -> Iterator[Done]:
+    """What is durable by now, waiting until at most so many shards are not."""
+    while publishing:
+        crowded = len(publishing) > at_most
+        done, _ = wait(publishing, timeout=None if crowded else 0, return_when=FIRST_COMPLETED)
+        if not done:
+            return
+        for future in done:
+            yield publishing.pop(future), future.result()
+
+
+def _convert_here(
+    job: Job, plans: list[ShardPlan], progress: Callable[[int], None] | None
+) -> Generator[tuple[ShardPlan, Written]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     converter = job.converter()
@@ -69,25 +110,25 @@ def _convert_here(job: Job, plans: list[ShardPlan], progress: Callable[[int], No
         for plan in plans:
             yield plan, converter.convert(plan, job.output, progress)
     finally:
-        converter.tensors.close()
+        converter.close()
         torch.set_num_threads(threads)
 
 
 def _convert_apart(
     job: Job, plans: list[ShardPlan], workers: int, progress: Callable[[int], None] | None
-) -> Iterator[Done]:
+) -> Generator[tuple[ShardPlan, Written]]:
+    load_kernel()  # compiled once, before every worker would
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(job,))
     try:
-        futures: dict[Future[dict[str, Any]], ShardPlan] = {pool.submit(_work, plan): plan for plan in plans}
+        futures: dict[Future[Written], ShardPlan] = {pool.submit(_work, plan): plan for plan in plans}
         while futures:
             done, _ = wait(futures, return_when=FIRST_COMPLETED)
             for future in done:
-                plan = futures.pop(future)
-                record = future.result()
+                plan, written = futures.pop(future), future.result()
                 if progress:
                     progress(plan.bytes_in)
-                yield plan, record
+                yield plan, written
     except BrokenProcessPool:
         raise TrtspecError(
             "a worker process was killed, most likely because memory ran out",
@@ -114,9 +155,10 @@ def _exit_with(parent: Any) -> None:
     os._exit(1)
 
 
-def _work(plan: ShardPlan) -> dict[str, Any]:
+def _work(plan: ShardPlan) -> Written:
     converter, output = _CONVERTER[0]
-    return converter.convert(plan, output) | {"worker_peak_rss_bytes": peak_rss()}
+    temporary, record = converter.convert(plan, output)
+    return temporary, record | {"worker_peak_rss_bytes": peak_rss()}
 
 
 def peak_rss() -> int:

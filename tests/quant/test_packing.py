@@ -1,0 +1,275 @@
+"""The C kernel and torch give the same bytes, ModelOpt's; the search for scales finds what brute force finds."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
+
+from tests.tiny_formats import pack_fp8_block, pack_int4
+from trtspec.errors import MissingDependency, UsageError
+from trtspec.quant import fp8_block, native, nvfp4
+from trtspec.quant.packing import NativePacker, Rows, Scaling, TorchPacker, choose_packer
+
+NEEDS_COMPILER = pytest.mark.skipif(not any(map(shutil.which, native.COMPILERS)), reason="no C compiler here")
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory) -> ctypes.CDLL:
+    """The kernel as a processor without AVX2 gets it."""
+    path = tmp_path_factory.mktemp("kernel") / "portable.so"
+    compiler = next(filter(None, map(shutil.which, native.COMPILERS)))
+    flags = [flag for flag in native.FLAGS if not flag.startswith("-march")]
+    subprocess.run([compiler, *flags, "-o", str(path), str(native.SOURCE)], check=True)
+    return native._open(path)
+
+
+@pytest.fixture(scope="module")
+def portable(kernel) -> NativePacker:
+    return NativePacker(kernel)
+
+
+@pytest.fixture(scope="module")
+def portable_mse(kernel) -> NativePacker:
+    return NativePacker(kernel, "mse")
+
+
+@functools.cache
+def packers(weight_scales: str = "max") -> list[TorchPacker]:
+    return [TorchPacker(weight_scales), choose_packer(weight_scales)]
+
+
+def packed(packer: TorchPacker, rows: Rows, amax: float | None = None) -> tuple[torch.Tensor, torch.Tensor, int]:
+    count, columns = rows.shape
+    target = torch.empty(count, columns // 2, dtype=torch.uint8), torch.empty(count, columns // 16, dtype=torch.uint8)
+    zeros = packer.pack(rows, Scaling.of(packer.amax(rows) if amax is None else amax), *target)
+    return *target, zeros
+
+
+def assert_modelopts_bytes(rows: Rows, packer: TorchPacker, amax: float | None = None) -> None:
+    weight = TorchPacker().decode(rows)
+    assert torch.equal(packer.decode(rows).reshape(-1).view(torch.uint8), weight.reshape(-1).view(torch.uint8))
+    largest = float(weight.abs().amax())
+    assert packer.amax(rows) == largest
+    scale_2 = nvfp4.scale_2_of(torch.tensor(largest if amax is None else amax))
+    tensor, scale, _ = NVFP4QTensor.quantize(weight.clone(), 16, weights_scaling_factor_2=scale_2)
+    codes, scales, zeros = packed(packer, rows, amax)
+    assert torch.equal(scales, scale.view(torch.uint8)) and torch.equal(codes, tensor._quantized_data)
+    assert zeros == int((weight.view(-1, 16) == 0).all(-1).sum())
+
+
+def bf16_of(bits: list[int]) -> torch.Tensor:
+    weight = torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    return torch.where(weight.isfinite(), weight, 1.0)
+
+
+bits16 = st.lists(st.integers(0, 0xFFFF), min_size=64, max_size=64)
+
+
+@NEEDS_COMPILER
+@given(bits16, st.floats(1, 4, width=32))
+@settings(max_examples=100, deadline=None)
+def test_any_bf16_bits(portable, bits, more):
+    rows = Rows("bf16", bf16_of(bits).reshape(2, 32))
+    amax = TorchPacker().amax(rows)
+    for packer in (*packers(), portable):
+        assert_modelopts_bytes(rows, packer)
+        if amax * more < 3e38:
+            assert_modelopts_bytes(rows, packer, float(torch.tensor(amax * more)))
+
+
+@NEEDS_COMPILER
+@given(st.lists(st.integers(0, 15), min_size=128, max_size=128), bits16)
+@settings(max_examples=100, deadline=None)
+def test_any_int4_codes_and_scales(portable, codes, bits):
+    """Signed zero, subnormal and huge scales too; products that overflow BF16 are refused by every packer."""
+    words = (torch.tensor(codes, dtype=torch.int64).reshape(2, 8, 8) << (4 * torch.arange(8))).sum(-1)
+    values = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    rows = Rows("int4", values, bf16_of(bits[:4]).reshape(2, 2))
+    for packer in (*packers(), portable):
+        if TorchPacker().decode(rows).isfinite().all():
+            assert_modelopts_bytes(rows, packer)
+        else:
+            assert packer.amax(rows) == float("inf")
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
+@pytest.mark.parametrize("spread", [0.0, 4.0])
+def test_int4_matrices_of_any_group(portable, group, spread):
+    torch.manual_seed(0)
+    parts = pack_int4(torch.randn(96, 512) * torch.exp2(spread * torch.randn(96, 1)))
+    scale = parts["weight_scale"].repeat_interleave(2, 1)[:, :: group // 16].contiguous()
+    rows = Rows("int4", parts["weight_packed"], scale)
+    for packer in (*packers(), portable):
+        for amax in (None, 3e3, None):  # tables of another scale_2 are not used again
+            assert_modelopts_bytes(rows, packer, amax)
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("shape", [(128, 256), (200, 336), (64, 16)])
+def test_fp8_blocks(portable, shape):
+    torch.manual_seed(1)
+    parts = pack_fp8_block(torch.randn(shape).bfloat16())
+    parts["weight"].view(torch.uint8)[0, :16] = torch.arange(16) * 0x11 % 0x7F  # subnormals among them
+    rows = Rows("fp8-block", *parts.values())
+    assert torch.equal(TorchPacker().decode(rows), fp8_block.dequantize(*parts.values()))
+    for packer in (*packers(), portable):
+        assert_modelopts_bytes(rows, packer)
+    parts["weight"].view(torch.uint8)[3, 5] = 0x7F
+    assert all(not torch.isfinite(torch.tensor(packer.amax(rows))) for packer in packers())
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_seen(portable, bad):
+    weight, parts = torch.ones(2, 64).bfloat16(), pack_int4(torch.ones(2, 64))
+    weight[1, 3] = parts["weight_scale"][1, 1] = bad
+    parts["weight_packed"][1, 4:] = -0x77777778  # all codes 8, which is zero: 0 * NaN
+    for packer in (*packers(), portable):
+        for rows in (Rows("bf16", weight), Rows("int4", parts["weight_packed"], parts["weight_scale"])):
+            assert not torch.isfinite(torch.tensor(packer.amax(rows)))
+
+
+@NEEDS_COMPILER
+def test_errors_are_those_of_the_dequantized_rows():
+    torch.manual_seed(2)
+    for rows in (
+        Rows("bf16", torch.randn(64, 256).bfloat16()),
+        Rows("int4", *list(pack_int4(torch.randn(64, 256)).values())[:2]),
+    ):
+        weight, scaling = TorchPacker().decode(rows).double(), Scaling.of(TorchPacker().amax(rows))
+        codes, scales, _ = packed(TorchPacker(), rows)
+        real = nvfp4.dequantize(
+            nvfp4.NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), scaling.scale_2), torch.float32
+        )
+        expected = (float((real.double() - weight).square().sum()), float(weight.square().sum()))
+        for packer in packers():
+            assert packer.errors(rows, scaling, codes, scales) == pytest.approx(expected, rel=1e-5)
+
+
+def least_errors(weight: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
+    """Brute force over every positive E4M3 scale, in float64: [blocks]."""
+    blocks, table = weight.double().reshape(-1, 1, 16), torch.tensor(nvfp4.E2M1_VALUES, dtype=torch.float64)
+    scales = torch.arange(1, 0x7F).to(torch.uint8).view(torch.float8_e4m3fn).double().view(1, -1, 1) * scale_2.double()
+    quotient = (blocks / scales).abs().unsqueeze(-1)
+    nearest = (quotient - table).abs().amin(-1)
+    return (nearest * scales).square().sum(-1).amin(-1)
+
+
+def assert_least(rows: Rows, packer: TorchPacker) -> None:
+    weight, scaling = TorchPacker().decode(rows).float(), Scaling.of(packer.amax(rows))
+    codes, scales, _ = packed(packer, rows)
+    tensor = nvfp4.NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), scaling.scale_2)
+    found = (nvfp4.dequantize(tensor, torch.float32).double() - weight.double()).square().reshape(-1, 16).sum(-1)
+    expected = least_errors(weight, scaling.scale_2)
+    norm = weight.double().square().reshape(-1, 16).sum(-1)
+    assert (found <= expected * (1 + 1e-5) + 1e-8 * norm).all()
+
+
+@NEEDS_COMPILER
+@given(st.integers(0, 2**32), st.sampled_from([0.0, 0.5, 2.0]), st.booleans())
+@settings(max_examples=8, deadline=None)
+def test_mse_scales_are_those_of_brute_force(portable_mse, seed, tail, sourced):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(16, 64, generator=generator)
+    weight = (weight * torch.exp2(tail * torch.randn(16, 64, generator=generator))).bfloat16()
+    weight[3, :16] = 0
+    weight[4, 16:32] = weight[4, 16]
+    rows = Rows("int4", *list(pack_int4(weight).values())[:2]) if sourced else Rows("bf16", weight)
+    results = []
+    for packer in (*packers("mse"), portable_mse):
+        assert_least(rows, packer)
+        results.append(packed(packer, rows))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0][:2], other[:2], strict=True))
+
+
+@NEEDS_COMPILER
+@given(bits16)
+@settings(max_examples=20, deadline=None)
+def test_mse_bytes_are_the_same_in_c_and_torch(portable_mse, bits):
+    rows = Rows("bf16", bf16_of(bits).reshape(2, 32))
+    results = [packed(packer, rows) for packer in (*packers("mse"), portable_mse)]
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0][:2], other[:2], strict=True))
+
+
+def test_mse_costs_less_than_the_maximum_above_all_from_int4():
+    torch.manual_seed(3)
+    weight = torch.randn(64, 1024).bfloat16()
+    for rows, most in ((Rows("bf16", weight), 0.9), (Rows("int4", *list(pack_int4(weight).values())[:2]), 0.75)):
+        error = {}
+        for weight_scales in ("max", "mse"):
+            packer = choose_packer(weight_scales)
+            codes, scales, _ = packed(packer, rows)
+            error[weight_scales] = packer.errors(rows, Scaling.of(packer.amax(rows)), codes, scales)[0] ** 0.5
+        assert error["mse"] < most * error["max"]
+
+
+def test_the_kernel_can_be_chosen(monkeypatch):
+    native.load_kernel.cache_clear()
+    try:
+        monkeypatch.setenv("TRTSPEC_KERNEL", "torch")
+        assert choose_packer().name == "torch"
+        monkeypatch.setenv("TRTSPEC_KERNEL", "fortran")
+        native.load_kernel.cache_clear()
+        with pytest.raises(UsageError, match="fortran is not one of"):
+            native.load_kernel()
+        monkeypatch.setenv("TRTSPEC_KERNEL", "c")
+        monkeypatch.setenv("PATH", "")
+        with pytest.raises(MissingDependency, match="cannot be built"):
+            native.load_kernel()
+        monkeypatch.setenv("TRTSPEC_KERNEL", "auto")
+        native.load_kernel.cache_clear()
+        assert choose_packer().name == "torch"  # no compiler on PATH: no kernel, no complaint
+    finally:
+        native.load_kernel.cache_clear()
+
+
+@NEEDS_COMPILER
+def test_flushed_denormals_turn_to_torch():
+    assert torch.set_flush_denormal(True)
+    try:
+        assert choose_packer().name == "torch"
+    finally:
+        torch.set_flush_denormal(False)
+    assert choose_packer().name == "c"
+
+
+@NEEDS_COMPILER
+def test_it_compiles_once_into_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = native._built()
+    assert first.parent == tmp_path / "trtspec/kernels" and list(first.parent.iterdir()) == [first]
+    stamp = first.stat().st_mtime_ns
+    assert native._built() == first and first.stat().st_mtime_ns == stamp
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("weight_scales", ["max", "mse"])
+def test_a_gpu_gives_the_same_bytes(weight_scales):
+    torch.manual_seed(4)
+    weight = torch.randn(256, 1024).bfloat16()
+    for rows in (
+        Rows("bf16", weight),
+        Rows("int4", *list(pack_int4(weight).values())[:2]),
+        Rows("fp8-block", *pack_fp8_block(weight).values()),
+    ):
+        expected, got = (packed(choose_packer(weight_scales, device), rows) for device in ("cpu", "cuda"))
+        assert all(torch.equal(a, b) for a, b in zip(expected[:2], got[:2], strict=True))
+
+
+def test_without_a_gpu_the_device_is_refused():
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(MissingDependency, match="no CUDA device"):
+        choose_packer(device="cuda")
