@@ -3,10 +3,11 @@
 Estimates from counted multiplications and the GPU's published rates; a real run depends on its engine, disks and
 network. Nothing here was measured on a GPU. The ways:
 
-    online   the target in GPU memory beside the head
+    online   the target in GPU memory beside the head: only where one GPU holds both
     stream   one GPU, one decoder layer of the target in memory at a time, prompts in chunks
     dumps    states written by an engine at tensor parallel N, read again in every epoch
-    server   a live engine hands over the states while the head trains; nothing is stored
+    server   a live engine hands over the states while the head trains; nothing is stored. Reckoned for comparison,
+             not built into `train`: ModelOpt's streaming recipe does it, with ModelOpt's own decoder layer
 """
 
 from __future__ import annotations
@@ -30,35 +31,54 @@ LAYER_COPIES = 24  # hidden-sized activations that a head's layer keeps per toke
 def forecast(
     plan: Plan, target: ModelSpec, options: TrainOptions, target_bytes: int, gpu: GpuSpec, name: str
 ) -> dict[str, Any]:
-    """`target_bytes`: of the stored target. Returns {gpu, epochs, head_training, ways, dump_commands}."""
+    """`target_bytes`: of the stored target. Returns {gpu, epochs, head_training, ways, dump_commands};
+    a way is `possible` where this command can go it on that GPU."""
     epochs = plan.steps * options.batch_size / max(1, plan.counted or len(plan.samples))
     rate = gpu.bf16_flops * EFFICIENCY
     training = plan.tokens * epochs * training_flops(plan, target, options) / rate / 3600
     forward = plan.tokens * forward_flops(target, options.seq_len) / rate / 3600
-    peak = training_bytes(plan, target, options)
     memory = gpu.memory_bytes * USABLE
+    trainers, peak = _trainers(plan, target, options, memory)
     parallel = _power_of_two(target_bytes / memory * 1.15)
     layer = target_bytes / target.num_hidden_layers
     chunks = math.ceil(plan.feature_bytes / CHUNK_BYTES)
     reading = chunks * target_bytes / DISK_BYTES_PER_SECOND / 3600
+    alone = target_bytes + peak <= memory
     ways = {
-        "online": _way(_power_of_two((target_bytes + peak) / memory), forward + training, 0, target_bytes + peak),
-        "stream": _way(1, max(forward, reading) + training, min(plan.feature_bytes, CHUNK_BYTES), max(2 * layer, peak))
-        | {"chunks": chunks, "read_bytes": chunks * target_bytes},
-        "dumps": _way(parallel, forward + training, plan.feature_bytes, max(target_bytes / parallel, peak)),
-        "server": _way(parallel + 1, forward + training, 0, max(target_bytes / parallel, peak)),
+        "online": _way(trainers, forward + training, 0, target_bytes + peak) | {"possible": alone},
+        "stream": _way(
+            trainers, max(forward, reading) + training, min(plan.feature_bytes, CHUNK_BYTES), max(2 * layer, peak)
+        )
+        | {"possible": True, "chunks": chunks, "read_bytes": chunks * target_bytes},
+        "dumps": _way(
+            max(parallel, trainers), forward + training, plan.feature_bytes, max(target_bytes / parallel, peak)
+        )
+        | {"possible": True},
+        "server": _way(parallel + trainers, forward + training, 0, max(target_bytes / parallel, peak))
+        | {"possible": False},
     }
     return {
         "gpu": gpu.name,
         "epochs": round(epochs, 3),
-        "head_training": {"gpu_hours": round(training, 2), "peak_bytes": round(peak)},
+        "head_training": {"gpus": trainers, "gpu_hours": round(training, 2), "peak_bytes": round(peak)},
         "ways": ways,
         "dump_commands": dump_commands(name, plan, options, parallel),
     }
 
 
+def _trainers(plan: Plan, target: ModelSpec, options: TrainOptions, memory: float) -> tuple[int, float]:
+    """(processes, peak bytes of each): the fewest, doubling, over which a batch fits; at most one sequence each."""
+    processes = 1
+    while True:
+        rows = math.ceil(options.batch_size / processes)
+        peak = training_bytes(plan, target, options, rows)
+        if peak <= memory or rows == 1:
+            return processes, peak
+        processes *= 2
+
+
 def _way(gpus: int, hours: float, disk: float, peak: float) -> dict[str, Any]:
-    """`peak_bytes`: on the fullest GPU, or over all of them where the way asks for several to hold one copy."""
+    """`gpu_hours` of the target and the head together; `peak_bytes` of the fullest GPU."""
     return {"gpus": gpus, "gpu_hours": round(hours, 2), "disk_bytes": round(disk), "peak_bytes": round(peak)}
 
 
@@ -83,13 +103,13 @@ def training_flops(plan: Plan, target: ModelSpec, options: TrainOptions) -> floa
     return 6 * plan.parameters * options.ttt_steps + 2 * target.vocab_size * target.hidden_size
 
 
-def training_bytes(plan: Plan, target: ModelSpec, options: TrainOptions) -> float:
-    """Peak of one GPU that trains on `batch_size` sequences: optimizer, frozen ends, and what the backward needs.
+def training_bytes(plan: Plan, target: ModelSpec, options: TrainOptions, rows: int) -> float:
+    """Peak of one GPU that trains on `rows` sequences at a time: optimizer, frozen ends, and what the backward needs.
 
     Per token: the target's distribution and its logits, each step's log-probabilities (float32) and logits (bf16), one
     gradient of logits; and the layer's activations.
     """
-    tokens = options.batch_size * options.seq_len
+    tokens = rows * options.seq_len
     ends = 2 * 2 * target.vocab_size * target.hidden_size
     over_vocabulary = 4 * target.vocab_size + plan.spec.draft_vocab_size * (8 + 6 * options.ttt_steps)
     layer = 2 * LAYER_COPIES * options.ttt_steps * target.hidden_size

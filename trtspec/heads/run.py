@@ -57,7 +57,7 @@ def _compute_together(
         if source == world.rank:
             whole.hidden[rows], whole.aux[rows] = mine.hidden, mine.aux
         for part in (whole.hidden[rows], whole.aux[rows]):
-            world.broadcast(part.view(torch.int16), source)
+            world.broadcast(part.view(torch.uint8), source)  # gloo knows no bf16
     return whole
 
 
