@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +15,16 @@ from trtspec.errors import CheckFailed, UsageError
 from trtspec.trtllm.command import CONFIG_NAME, build_command
 from trtspec.trtllm.config import EngineConfig, build, settings_in_argv
 from trtspec.trtllm.document import Document
-from trtspec.trtllm.finding import Subject
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.lint import lint
+from trtspec.trtllm.linting import subject_of
 from trtspec.trtllm.recipe import disaggregated, render
 from trtspec.trtllm.schema import schema_for
 from trtspec.trtllm.subject import load_head, load_target
 
-RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yml"))
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS, DOCS = ROOT / "configs", ROOT / "docs"
+RECIPES = sorted(CONFIGS.glob("*.yml"))
 CARDS = [("nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3"), ("nvidia/Kimi-K2.6-NVFP4", "nvidia/Kimi-K2.6-Eagle3")]
 CARD_COMMAND = (
     "trtllm-serve {target} --host 0.0.0.0 --port 8000 --backend pytorch --max_batch_size 32 --max_num_tokens 8192 "
@@ -107,26 +111,51 @@ def test_whatever_is_written_passes_lint_and_comes_back_from_its_first_line() ->
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_regenerates_byte_for_byte_and_lints_clean(path: Path) -> None:
+def test_a_recipe_regenerates_byte_for_byte(path: Path) -> None:
     text = path.read_text()
     intent = parse_intent(text)
-    assert intent is not None and intent.trust_remote_code
-    assert built(intent).text == text
-    target, head = load_target(intent.target).spec, load_head(intent.head).spec if intent.head else None
-    subject = Subject(
-        schema_for(intent.version), target, intent.target, head, intent.head or "", settings_in_argv(intent)
-    )
-    assert [finding for finding in lint(text, subject) if finding.severity != "info"] == []
+    assert intent is not None and intent.trust_remote_code and intent.gpu
+    assert render(intent).text == text
+
+
+def claimed() -> list[tuple[str, str]]:
+    """File and version, as the table of configs/README.md claims them."""
+    rows = [line.split("|") for line in (CONFIGS / "README.md").read_text().splitlines() if line.startswith("| `")]
+    return [
+        (row[1].strip(" `"), version) for row in rows for version in row[5].strip().split(", ") if version[0] != "("
+    ]
+
+
+def test_a_recipe_lints_clean_for_every_version_that_it_claims() -> None:
+    """Judged as `trtspec lint FILE --trtllm-version V` judges it; its own version is always among the claims."""
+    for name, version in claimed():
+        text = (CONFIGS / name).read_text()
+        subject = subject_of(text, version=version, target=None, head=None)[0]
+        found = [finding for finding in lint(text, subject) if finding.severity != "info"]
+        assert found == [], (name, version, found)
+    own = {(path.name, intent.version) for path in RECIPES if (intent := parse_intent(path.read_text()))}
+    assert {(name, version) for name, version in own if "front" not in name} <= set(claimed())
+
+
+@pytest.mark.parametrize("script", ["recipes.py", "public_recipes.py"])
+def test_what_is_written_from_the_recipes_is_up_to_date(script: str) -> None:
+    """configs/, the chart's values, and the table that explains every difference from public recipes."""
+    done = subprocess.run([sys.executable, str(DOCS / script), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_recipes_cover_the_released_pairs() -> None:
-    intents = [parse_intent(path.read_text()) for path in RECIPES]
+    intents = [intent for path in RECIPES if (intent := parse_intent(path.read_text())) and intent.role is None]
+    found = {(i.target, i.head, i.goal, i.tp_size, i.gpu) for i in intents}
     for target, head in CARDS:
         for goal, tp in (("latency", 4), ("throughput", 8)):
-            for wanted in (head, None):
-                assert any(
-                    i and (i.target, i.head, i.goal, i.tp_size) == (target, wanted, goal, tp) for i in intents
-                ), (target, wanted, goal)
+            assert {(target, head, goal, tp, "b200"), (target, None, goal, tp, "b200")} <= found
+        assert (target, head, "latency", 4, "gb200") in found
+    heads = {head for _, head, *_ in found}
+    assert {"lightseekorg/kimi-k2.5-eagle3-mla", "lightseekorg/kimi-k2.6-eagle3-mla"} <= heads
+    assert any("eagle3.1" in (head or "") for head in heads)
+    assert {(i.tp_size, i.gpu) for i in intents if i.seq_len == 131072} == {(4, "b200"), (8, "b200"), (4, "gb200")}
+    assert len(intents) >= 20
 
 
 def test_every_value_carries_its_reason() -> None:
