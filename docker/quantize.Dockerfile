@@ -1,0 +1,34 @@
+# Quantization, calibration and head training: ModelOpt, whose pins clash with the engine's, in an image of its own.
+#   docker build -f docker/quantize.Dockerfile -t trtspec:quantize .
+ARG BASE=docker.io/library/python:3.11.13-slim-bookworm
+
+FROM ${BASE} AS build
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cu130
+ARG TORCH_VERSION=2.13.0
+WORKDIR /src
+RUN python3 -m venv /opt/trtspec
+ENV PATH=/opt/trtspec/bin:$PATH
+COPY constraints.txt ./
+RUN pip install --no-cache-dir --no-compile --index-url "${TORCH_INDEX}" -c constraints.txt "torch==${TORCH_VERSION}"
+COPY LICENSE NOTICE README.md pyproject.toml ./
+COPY trtspec trtspec
+RUN pip install --no-cache-dir --no-compile -c constraints.txt ".[modelopt,report]"
+
+FROM ${BASE}
+LABEL org.opencontainers.image.title="trtspec with ModelOpt" \
+      org.opencontainers.image.licenses="Apache-2.0"
+RUN useradd --create-home --uid 1000 trtspec && mkdir /models /work && chown trtspec /models /work
+COPY --from=build /opt/trtspec /opt/trtspec
+ENV PATH=/opt/trtspec/bin:$PATH \
+    HF_HOME=/models \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    PYTHONUNBUFFERED=1
+USER 1000
+WORKDIR /work
+VOLUME ["/models", "/work"]
+# a job, not a server: healthy while its process lives
+HEALTHCHECK NONE
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["trtspec"]
+CMD ["--help"]

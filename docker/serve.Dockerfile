@@ -1,0 +1,41 @@
+# trtspec beside NVIDIA's TensorRT-LLM: preflight, launch, and sshd for several nodes. Tags: docs/deploy.md.
+#   docker build -f docker/serve.Dockerfile --build-arg TRTLLM_VERSION=1.3.0rc20 -t trtspec:1.3.0rc20 .
+ARG TRTLLM_VERSION=1.3.0rc20
+ARG BASE=nvcr.io/nvidia/tensorrt-llm/release:${TRTLLM_VERSION}
+
+FROM ${BASE}
+ARG TRTLLM_VERSION
+LABEL org.opencontainers.image.title="trtspec on TensorRT-LLM" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      trtspec.trtllm-version="${TRTLLM_VERSION}"
+USER 0
+# Open MPI starts its daemons on other nodes by ssh. The base decides which version its distribution has.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends openssh-client openssh-server python3-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && (getent passwd 1000 || useradd --create-home --uid 1000 trtspec) \
+    && install -d -o 1000 /models /cache
+WORKDIR /src
+COPY LICENSE NOTICE README.md constraints.txt pyproject.toml ./
+COPY trtspec trtspec
+# In an environment of its own that sees the engine: the engine's own pins stay as NVIDIA set them.
+RUN python3 -m venv --system-site-packages /opt/trtspec \
+    && /opt/trtspec/bin/pip install --no-cache-dir --no-compile -c constraints.txt . \
+    && ln -s /opt/trtspec/bin/trtspec /usr/local/bin/trtspec
+ENV HF_HOME=/models \
+    HF_MODULES_CACHE=/cache/modules \
+    TRITON_CACHE_DIR=/cache/triton \
+    FLASHINFER_WORKSPACE_BASE=/cache/flashinfer \
+    TRTSPEC_SERVE_TRTLLM_VERSION=${TRTLLM_VERSION} \
+    PYTHONUNBUFFERED=1
+USER 1000
+WORKDIR /cache
+VOLUME ["/models", "/cache"]
+EXPOSE 8000
+# for compose; Kubernetes does not read it. Loading takes up to two hours from a slow disk.
+HEALTHCHECK --interval=30s --timeout=10s --start-period=2h --retries=3 \
+    CMD ["python3", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=9)"]
+STOPSIGNAL SIGTERM
+# the base's own entrypoint stays: it prepares the driver's libraries, then runs the command
+CMD ["trtspec", "--help"]
