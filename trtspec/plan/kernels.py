@@ -67,15 +67,16 @@ class Kernels:
         """The routed experts of one layer on one rank, for `tokens` tokens of the whole group."""
         return interpolate(self.tables["moe"][self.format][self.moe_kernel][self.routing][layout], tokens)
 
-    def attention(self, ranks: int, sequences: int, tokens: int, context: int) -> float:
+    def attention(self, ranks: int, sequences: int, tokens: int, context: int, cache_bytes: int = 1) -> float:
         """One MLA module on one rank: `tokens` queries of `sequences` sequences that hold `context` tokens each.
 
         Projections cost what that many tokens cost at an empty cache; the cache is read once per sequence, for all its
-        queries, as long as queries x local heads fit one tile of 128 rows, and once more per further tile.
+        queries, as long as queries x local heads fit one tile of 128 rows, and once more per further tile. The tables
+        are for an FP8 cache; a cache of `cache_bytes` bytes per element takes that many times as long to read.
         """
         tiles = max(1, -(-tokens * HEADS // max(1, sequences) // ranks // 128))
         empty, read = self._attention(ranks, sequences, 2), self._attention(ranks, sequences, context)
-        return self._attention(ranks, tokens, 2) + max(0.0, read - empty) * tiles
+        return self._attention(ranks, tokens, 2) + max(0.0, read - empty) * tiles * cache_bytes
 
     def _attention(self, ranks: int, sequences: int, context: int) -> float:
         return interpolate_twice(self.tables["mla_decode"][f"tp{ranks}"], context, sequences)

@@ -33,6 +33,11 @@ class StepModel:
     context: int
     host_us: float = 0.0
 
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of one element of the KV cache."""
+        return KV_BYTES[self.model.quant.kv_cache or "bf16"]
+
     def with_routing(self, routing: str) -> StepModel:
         return replace(self, kernels=replace(self.kernels, routing=routing))
 
@@ -47,7 +52,7 @@ class StepModel:
         shared = model.n_shared_experts * model.moe_intermediate_size / ranks
         wide = model.intermediate_size / ranks
         return {
-            "attention": layers * kernels.attention(ranks, here, mine, self.context),
+            "attention": layers * kernels.attention(ranks, here, mine, self.context, self.cache_bytes),
             "experts": moe * kernels.moe(layout.moe, tokens),
             "shared": moe * self._mlp(mine, shared) if model.n_shared_experts else 0.0,
             "router": moe * kernels.from_hidden(mine, model.n_routed_experts),
@@ -93,10 +98,10 @@ class StepModel:
         ranks, kernels = self.layout.attention_tp, self.kernels
         if head.attention == "mla":
             wider = kernels.from_hidden(tokens, head.q_lora_rank + head.kv_lora_rank + head.qk_rope_head_dim)
-            return kernels.attention(ranks, sequences, tokens, self.context) + wider
+            return kernels.attention(ranks, sequences, tokens, self.context, self.cache_bytes) + wider
         width = head.num_attention_heads * head.head_dim / ranks
         cached = 2 * head.num_key_value_heads * head.head_dim / ranks
-        read = sequences * self.context * cached * KV_BYTES[self.model.quant.kv_cache or "bf16"]
+        read = sequences * self.context * cached * self.cache_bytes
         linear = 2 * kernels.from_hidden(tokens, width + cached) + kernels.to_hidden(tokens, width)
         return linear + kernels.stream(read) + LAUNCH_US
 
