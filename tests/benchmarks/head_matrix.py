@@ -126,7 +126,8 @@ def one_kind(
         if draft_len == 7 or name == "as trained":
             found = shop.acceptance(head, contexts[name], draft_len, temperature, arguments.max_tokens)
             row["acceptance"][f"{name}/{draft_len}/{temperature:g}"] = found
-    print(f"{attention} {eagle} {row['draft_vocab']}: {seconds:.0f} s", flush=True)
+    found = ", ".join(f"{name} {cell(one)}" for name, one in row["acceptance"].items())
+    print(f"{attention} {eagle} {row['draft_vocab']}: {row['difference']:.1e}; {found}; {seconds:.0f} s", flush=True)
     return row
 
 
@@ -136,7 +137,7 @@ def difference(shop: Workshop, module: train.TrainingModule, head: Eagle3Head) -
     for value in train.head_parameters(module).values():
         value.copy_(value.to(torch.bfloat16))
     module.eagle_ttt_steps = TTT
-    samples = [sample.tokens for sample in shop.features.samples if len(sample.tokens) >= 4 * ROWS][-2:]
+    samples = [sample.tokens for sample in shop.features.samples if len(sample.tokens) >= ROWS][-2:]
     tokens = torch.tensor([ids[-ROWS:] for ids in samples])
     output = shop.target(tokens, None, None, aux_layers=head.spec.aux_layers)
     trained = record_logits(module, tokens, output.hidden, output.aux)

@@ -29,7 +29,7 @@ def environment() -> dict[str, str]:
 
 def run(processes: int, *arguments: str) -> None:
     done = subprocess.run(
-        command(processes, *arguments), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280
+        command(processes, *arguments), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
 
@@ -73,7 +73,7 @@ def test_two_processes_killed_go_on(tmp_path, one_process, target_dir, data):
     output = tmp_path / "head"
     arguments = ["train", str(target_dir), str(data), "-o", str(output), *OPTIONS, "--acceptance-prompts", "0"]
     group = subprocess.Popen(command(2, *arguments), cwd=ROOT, env=environment(), start_new_session=True)
-    log, deadline = output / "training.jsonl", time.monotonic() + 200
+    log, deadline = output / "training.jsonl", time.monotonic() + 900
     while group.poll() is None and time.monotonic() < deadline:
         if log.exists() and log.read_bytes().count(b"\n") >= 7:
             break

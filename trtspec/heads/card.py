@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from trtspec.specs import HeadSpec
@@ -47,24 +48,27 @@ def _what(spec: HeadSpec, provenance: dict[str, Any]) -> str:
 
 
 def _serving(spec: HeadSpec, target: str) -> str:
-    method = '{"method": "eagle3", "model": "<this head>", "num_speculative_tokens": 3}'
-    lines = [
-        "TensorRT-LLM: the engine YAML is written and checked by",
-        "```sh\n"
-        f"trtspec build-config {target} --head <this head> -o extra-llm-api-config.yml\n"
-        f"trtspec serve {target} --head <this head> --config extra-llm-api-config.yml\n```",
-        "vLLM:",
-        f"```sh\nvllm serve {target} --speculative-config '{method}'\n```",
-        "SGLang:",
-        f"```sh\npython -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "
-        "--speculative-draft-model-path <this head> --speculative-num-steps 3\n```",
-    ]
+    """For each engine the command that serves this head; before it the conversion, where the engine misreads this one."""
+    from trtspec.heads.convert_card import TITLES, readable, serving_commands  # it takes the licence from here
+
+    parts, layers = [], list(spec.aux_layers or ())
+    for engine, title in TITLES.items():
+        commands, head, layout = [], "HEAD", spec
+        if not readable(spec, engine):
+            commands.append(serving_commands(spec, head, target, layers)[engine])
+            head, layout = f"HEAD-{engine}", replace(spec, dialect=engine)
+        commands.append(serving_commands(layout, head, target, layers)[engine])
+        parts.append(f"{title}, `HEAD` being this directory:\n\n```sh\n" + "\n".join(commands) + "\n```")
+    parts.append(
+        f"`trtspec build-config {target} --head HEAD` writes TensorRT-LLM's YAML for one version and checks it, and "
+        f"`trtspec serve {target} --head HEAD --config extra-llm-api-config.yml` launches the pair."
+    )
     if spec.eagle == "3.1":
-        lines.append(
+        parts.append(
             "EAGLE-3.1 needs engines that read `fc_norm` and `norm_output`: vLLM 0.22.0 or newer, TensorRT-LLM with "
             "the EAGLE-3.1 change of June 2026. An older engine computes another function and accepts little."
         )
-    return "\n\n".join(lines)
+    return "\n\n".join(parts)
 
 
 def _measured(provenance: dict[str, Any]) -> str:
@@ -100,8 +104,20 @@ def _training(provenance: dict[str, Any]) -> str:
     ]
     if accuracy:
         lines.append("- on held-out conversations: " + ", ".join(f"{value:.3f}" for value in accuracy))
+    if training.get("processes", 1) > 1:
+        lines.append(f"- {training['processes']} processes shared each batch")
     lines.append("- versions: " + ", ".join(f"{name} {version}" for name, version in provenance["versions"].items()))
-    return "\n".join(lines)
+    return "\n".join(lines) + _curve(training.get("curve") or [])
+
+
+def _curve(points: list[dict[str, Any]]) -> str:
+    """The course of the held-out measurement during training."""
+    if not points:
+        return ""
+    steps = len(points[0]["accuracy"])
+    head = ("step", "held-out loss", *(f"agreement {number + 1}" for number in range(steps)))
+    rows = [(p["step"], f"{p['loss']:.3f}", *(f"{value:.3f}" for value in p["accuracy"])) for p in points]
+    return "\n\n" + _table(head, rows)
 
 
 def _table(head: tuple[Any, ...], rows: list[tuple[Any, ...]]) -> str:

@@ -185,7 +185,7 @@ def summary(curve: Path) -> dict[str, Any]:
     """Averages over the last twentieth of the curve, the tokens of all of it, and its last held-out point."""
     rows = [json.loads(line) for line in curve.read_text(encoding="utf-8").splitlines()]
     steps = [row for row in rows if "loss" in row]
-    held = [row["held_out"] for row in rows if "held_out" in row]
+    held = [{"step": row["step"], **row["held_out"]} for row in rows if "held_out" in row]
     last = steps[-max(1, len(steps) // 20) :]
     found = {
         "tokens_seen": sum(row["tokens"] for row in steps),
@@ -193,5 +193,5 @@ def summary(curve: Path) -> dict[str, Any]:
         "accuracy": [sum(values) / len(last) for values in zip(*(row["accuracy"] for row in last), strict=True)],
     }
     if held:
-        found |= {"held_out_loss": held[-1]["loss"], "held_out_accuracy": held[-1]["accuracy"]}
+        found |= {"held_out_loss": held[-1]["loss"], "held_out_accuracy": held[-1]["accuracy"], "curve": held}
     return found
