@@ -48,7 +48,7 @@ def _what(spec: HeadSpec, provenance: dict[str, Any]) -> str:
 
 
 def _serving(spec: HeadSpec, target: str) -> str:
-    """For each engine the command that serves this head; before it the conversion, where the engine misreads this one."""
+    """For each engine the command that serves this head, after the conversion where the engine misreads this layout."""
     from trtspec.heads.convert_card import TITLES, readable, serving_commands  # it takes the licence from here
 
     parts, layers = [], list(spec.aux_layers or ())
