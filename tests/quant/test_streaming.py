@@ -21,10 +21,11 @@ from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.quant import nvfp4
+from trtspec.quant.conversion import JOURNAL_NAME
 from trtspec.quant.decode import decoded
 from trtspec.quant.plan import weight_class
 from trtspec.quant.policy import load_policy
-from trtspec.quant.streaming import JOURNAL_NAME, quantize_checkpoint
+from trtspec.quant.streaming import quantize_checkpoint
 
 FORMATS = ["bf16", "int4", "fp8-block"]
 K25 = load_policy("k2.5")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -34,7 +35,18 @@ def quantize(
         str,
         typer.Option(help="Activation scales: `one` for 1.0 everywhere, or the file that calibration wrote."),
     ] = "one",
+    weight_scales: Annotated[
+        str,
+        typer.Option(help="Block scales: max, as ModelOpt exports them; mse: of least squared error, same format."),
+    ] = "max",
     workers: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core for a large source.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: the same bytes computed on a GPU.")] = "cpu",
+    shard: Annotated[
+        str | None, typer.Option(help="i/n, i from 0: only part i of n, for several machines on one output directory.")
+    ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Check that all parts are done, then write index, card and configs.")
+    ] = False,
     engine: Annotated[
         str,
         typer.Option(help="stream: shard by shard in bounded memory; modelopt: ModelOpt's whole-model PTQ and export."),
@@ -56,6 +68,8 @@ def quantize(
 
     _check_choice("--kv-cache", kv_cache, ("fp8", "none"))
     _check_choice("--engine", engine, ("stream", "modelopt"))
+    _check_choice("--weight-scales", weight_scales, ("max", "mse"))
+    special = _special(engine, weight_scales, device, shard, merge)
     path = _local(source)
     chosen = _policy(policy, source, path)
     convert: Callable[..., dict[str, Any]] = _engine(engine)
@@ -71,6 +85,7 @@ def quantize(
             restart=restart,
             force=force,
             progress=progress,
+            **special,
         )
     if json_output:
         print_json(result)
@@ -81,6 +96,24 @@ def quantize(
 def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise UsageError(f"{option} {value} is not one of {', '.join(choices)}", "see `trtspec quantize --help`")
+
+
+def _special(engine: str, weight_scales: str, device: str, shard: str | None, merge: bool) -> dict[str, Any]:
+    """What only the streaming engine can do; nothing for the other, or a UsageError."""
+    from trtspec.quant.parts import parse_part
+
+    if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
+        raise UsageError(f"--device {device} is not one of cpu, cuda, cuda:N", "see `trtspec quantize --help`")
+    if shard is not None and merge:
+        raise UsageError("--shard and --merge exclude each other", "--merge comes once all parts are done")
+    special = {"weight_scales": weight_scales, "device": device, "part": shard and parse_part(shard), "merge": merge}
+    if engine == "stream":
+        return special
+    if special != {"weight_scales": "max", "device": "cpu", "part": None, "merge": False}:
+        raise UsageError(
+            "--weight-scales mse, --device, --shard and --merge belong to the streaming engine", "use --engine stream"
+        )
+    return {}
 
 
 def _engine(name: str) -> Callable[..., dict[str, Any]]:
@@ -146,6 +179,11 @@ def _show(result: dict[str, Any]) -> None:
         f"in {result['seconds']} s, {result['shards_resumed']} shards resumed",
         soft_wrap=True,
     )
+    if result["part"] not in (None, "merge"):
+        console.print(
+            f"part {result['part']} is done; once all are: trtspec quantize SRC -o {result['output']} --merge"
+        )
+        return
     if result["zero_tensors"]:
         console.print(f"entirely zero: {', '.join(result['zero_tensors'])}", soft_wrap=True)
     console.print(f"next: trtspec inspect {result['output']} --against SRC", soft_wrap=True, markup=False)

@@ -15,8 +15,8 @@ import torch
 from trtspec.checkpoint.detect import target_spec
 from trtspec.checkpoint.headers import INDEX_NAME, Checkpoint
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.quant import nvfp4
 from trtspec.quant.input_scales import InputScales
+from trtspec.quant.packing import Rows, Scaling, choose_packer
 from trtspec.quant.plan import ShardPlan, class_counts, plan_conversion
 from trtspec.quant.policy import Policy, shared_partners
 from trtspec.quant.workers import worker_count
@@ -40,6 +40,7 @@ class Conversion:
     input_scales: Path | None
     scales: InputScales
     plans: list[ShardPlan]
+    weight_scales: str = "max"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -48,6 +49,7 @@ class Conversion:
             "policy": asdict(self.policy),
             "kv_cache": self.kv_cache,
             "input_scales": self.scales.digest,
+            "weight_scales": self.weight_scales,
             "format_version": FORMAT_VERSION,
         }
 
@@ -60,7 +62,14 @@ class Conversion:
         return sum(plan.bytes_out for plan in self.plans)
 
 
-def prepare(source: Path, output: Path, policy: Policy, kv_cache: str | None, input_scales: Path | None) -> Conversion:
+def prepare(
+    source: Path,
+    output: Path,
+    policy: Policy,
+    kv_cache: str | None,
+    input_scales: Path | None,
+    weight_scales: str = "max",
+) -> Conversion:
     """Opens and checks everything that can be told from headers and options; raises TrtspecError or UsageError."""
     checkpoint = Checkpoint.open(source)
     spec = target_spec(checkpoint)
@@ -70,7 +79,7 @@ def prepare(source: Path, output: Path, policy: Policy, kv_cache: str | None, in
         raise UsageError("source and output are the same directory", "choose another --output")
     scales = InputScales.load(input_scales)
     plans = plan_conversion(checkpoint, policy)
-    conversion = Conversion(checkpoint, spec, output, policy, kv_cache, input_scales, scales, plans)
+    conversion = Conversion(checkpoint, spec, output, policy, kv_cache, input_scales, scales, plans, weight_scales)
     for plan in plans:
         for weight in plan.weights:
             if weight.action == "quantize":
@@ -88,7 +97,7 @@ def fingerprint(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"config": file_sha256(checkpoint.path / "config.json"), "tensors": names, "shards": shards}
 
 
-def claim_output(conversion: Conversion, restart: bool, force: bool) -> bool:
+def claim_output(conversion: Conversion, restart: bool, force: bool, journal: str = JOURNAL_NAME) -> bool:
     """Makes the output directory ours, or says why it cannot be. True when a new conversion begins there."""
     output = conversion.output
     try:
@@ -98,11 +107,12 @@ def claim_output(conversion: Conversion, restart: bool, force: bool) -> bool:
         probe.unlink()
     except OSError as error:
         raise TrtspecError(f"cannot write {output}: {error.strerror}", "choose another --output") from None
-    begun = (output / JOURNAL_NAME).exists()
-    if not begun:
+    begun = (output / journal).exists()
+    if not begun and not any(output.glob(".trtspec-quantize*.jsonl")):
         refuse_overwrite(output, force)
     free = shutil.disk_usage(output).free
-    present = sum(path.stat().st_size for path in output.glob("*.safetensors"))
+    mine = [output / plan.shard for plan in conversion.plans]
+    present = sum(path.stat().st_size for path in mine if path.exists())
     if free + present < conversion.bytes_out + SPARE_BYTES:
         raise TrtspecError(
             f"{output} needs {conversion.bytes_out:,} bytes and its disk has {free:,} free",
@@ -111,11 +121,19 @@ def claim_output(conversion: Conversion, restart: bool, force: bool) -> bool:
     return restart or not begun
 
 
-def clear_output(output: Path, fresh: bool) -> None:
-    """Removes what a killed run left half-written and, for a new conversion, the weights that were there before."""
-    for pattern in (".*.partial", *(("*.safetensors", INDEX_NAME, "config.json") if fresh else ())):
+def clear_output(conversion: Conversion, fresh: bool, whole: bool = True) -> None:
+    """Removes what a killed run left half-written and, for a new conversion, the weights that were there before.
+
+    Of an output that is not `whole` ours, only the files of our shards.
+    """
+    output = conversion.output
+    patterns = [".*.partial"] if whole else [f".{plan.shard}.*.partial" for plan in conversion.plans]
+    if fresh:
+        patterns += ["config.json", INDEX_NAME]
+        patterns += ["*.safetensors"] if whole else [plan.shard for plan in conversion.plans]
+    for pattern in patterns:
         for path in output.glob(pattern):
-            path.unlink()
+            path.unlink(missing_ok=True)
 
 
 def estimate(conversion: Conversion, workers: int) -> dict[str, Any]:
@@ -128,11 +146,7 @@ def estimate(conversion: Conversion, workers: int) -> dict[str, Any]:
         for weight in plan.weights
         if weight.action == "quantize"
     )
-    sample = torch.randn(512, 4096).to(torch.bfloat16)
-    nvfp4.quantize(sample)
-    begin = time.monotonic()
-    nvfp4.quantize(sample)
-    per_element = (time.monotonic() - begin) / sample.numel()
+    per_element = _seconds_per_element(conversion.weight_scales)
     return {
         "output": str(conversion.output),
         "policy": conversion.policy.name,
@@ -148,6 +162,16 @@ def estimate(conversion: Conversion, workers: int) -> dict[str, Any]:
         "free_bytes": shutil.disk_usage(_existing(conversion.output)).free,
         "dry_run": True,
     }
+
+
+def _seconds_per_element(weight_scales: str) -> float:
+    """Of packing one expert-like matrix; the second time, when its pages are there."""
+    packer, rows = choose_packer(weight_scales), Rows("bf16", torch.randn(512, 4096).to(torch.bfloat16))
+    target = torch.empty(512, 2048, dtype=torch.uint8), torch.empty(512, 256, dtype=torch.uint8)
+    for _ in range(2):
+        begin = time.monotonic()
+        packer.pack(rows, Scaling.of(packer.amax(rows)), *target)
+    return (time.monotonic() - begin) / rows.values.numel()
 
 
 def _existing(path: Path) -> Path:

@@ -97,7 +97,7 @@ tags: [nvfp4, modelopt, trtspec]
   {decoded:,} tensors were decoded to BF16 and {copied:,} are unchanged
 - policy `{policy}`: {summary}
 - KV cache: {kv}
-- activation scales: {scales}
+- activation scales: {scales}; weight scales: {weight_scales}
 - {size} bytes, from {size_in}
 
 NVFP4 takes as many bytes as Kimi's own INT4 (4.5 bits per weight). What it buys are FP4 tensor-core kernels and

@@ -78,7 +78,7 @@ def quantize_with_modelopt(
     claim_output(conversion, restart, force)
     header = {"source": fingerprint(conversion.checkpoint), "options": conversion.options, "engine": "modelopt"}
     with Journal(output / JOURNAL_NAME, header, restart=True) as journal:
-        clear_output(output, fresh=True)
+        clear_output(conversion, fresh=True)
         with tempfile.TemporaryDirectory(dir=output, prefix=".modelopt-", suffix=".partial") as export:
             _export_apart(source, policy, Path(export))
             done = 0
@@ -91,7 +91,7 @@ def quantize_with_modelopt(
         result = summarize(conversion, records)
         finish(conversion, records, result, header)
     seconds = round(time.monotonic() - start, 3)
-    return result | {"seconds": seconds, "peak_rss_bytes": peak_rss(), "shards_resumed": 0}
+    return result | {"seconds": seconds, "peak_rss_bytes": peak_rss(), "shards_resumed": 0, "part": None}
 
 
 def _check_memory(conversion: Conversion) -> None:

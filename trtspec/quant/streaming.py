@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from trtspec.checkpoint.journal import Journal
 from trtspec.checkpoint.writer import write_index
-from trtspec.quant import export_files
+from trtspec.errors import TrtspecError
+from trtspec.quant import export_files, parts
 from trtspec.quant.conversion import (
-    JOURNAL_NAME,
     Conversion,
     claim_output,
     clear_output,
@@ -19,12 +21,14 @@ from trtspec.quant.conversion import (
     fingerprint,
     prepare,
 )
+from trtspec.quant.packing import choose_packer
 from trtspec.quant.policy import Policy
 from trtspec.quant.shard import ERROR_ROWS
 from trtspec.quant.workers import Job, convert_all, peak_rss, worker_count
 from trtspec.report import file_sha256, provenance, write_json
 
 Progress = Callable[[int, int], None]
+WEIGHT_SCALES = {"max": "by the maximum of each block", "mse": "of least squared error for each block"}
 
 
 def quantize_checkpoint(
@@ -34,7 +38,11 @@ def quantize_checkpoint(
     *,
     kv_cache: str | None = "fp8",
     input_scales: Path | None = None,
+    weight_scales: str = "max",
     workers: int = 0,
+    device: str = "cpu",
+    part: tuple[int, int] | None = None,
+    merge: bool = False,
     dry_run: bool = False,
     restart: bool = False,
     force: bool = False,
@@ -43,45 +51,68 @@ def quantize_checkpoint(
     """Converts `source` to `output` and returns the `quantize` JSON object.
 
     Run again after a kill it continues: shards whose size and checksum are in the journal are kept as they are.
-    `progress` is called with source bytes done and in all. Raises TrtspecError or UsageError before the first byte
-    for everything that headers, options, disk and permissions can tell.
+    `part` (i, n) converts every n-th shard file only and leaves the rest, index and configs to other machines and to
+    `merge`. `progress` is called with source bytes done and in all. Raises TrtspecError or UsageError before the first
+    byte for everything that headers, options, disk and permissions can tell.
     """
     start = time.monotonic()
-    conversion = prepare(source, output, policy, kv_cache, input_scales)
+    whole = prepare(source, output, policy, kv_cache, input_scales, weight_scales)
+    conversion = parts.part_of(whole, part)
     if dry_run:
         return estimate(conversion, workers)
-    fresh = claim_output(conversion, restart, force)
-    header = {"source": fingerprint(conversion.checkpoint), "options": conversion.options}
-    with Journal(output / JOURNAL_NAME, header, restart=restart) as journal:
-        clear_output(output, fresh)
-        kept = _verified(conversion, journal)
-        resumed = _convert(conversion, journal, kept, workers, progress)
+    choose_packer(weight_scales, device)  # a missing device is told before anything is written
+    parts.check_sharing(output, part, merge)
+    header = {"source": fingerprint(whole.checkpoint), "options": whole.options}
+    if merge:
+        return _merge(whole, header) | {"seconds": round(time.monotonic() - start, 3), "peak_rss_bytes": peak_rss()}
+    name = parts.journal_name(part)
+    fresh = claim_output(conversion, restart, force, name)
+    with Journal(output / name, header, restart=restart) as journal:
+        clear_output(conversion, fresh, whole=part is None)
+        kept = _verified(conversion, journal.done)
+        resumed = _convert(conversion, journal, kept, workers, device, progress)
         records = {plan.shard: journal.done[plan.shard] for plan in conversion.plans}
         result = summarize(conversion, records)
-        finish(conversion, records, result, header)
+        if part is None:
+            finish(conversion, records, result, header)
     return result | {
+        "part": part and f"{part[0]}/{part[1]}",
         "seconds": round(time.monotonic() - start, 3),
         "peak_rss_bytes": max(peak_rss(), *(record.get("worker_peak_rss_bytes", 0) for record in records.values())),
         "shards_resumed": resumed,
     }
 
 
-def _verified(conversion: Conversion, journal: Journal) -> set[str]:
-    """Shards that need no work: recorded, present, of the recorded size and content."""
-    kept = set()
-    for plan in conversion.plans:
-        record, path = journal.done.get(plan.shard), conversion.output / plan.shard
-        if (
-            record
-            and path.is_file()
-            and path.stat().st_size == record["bytes"]
-            and file_sha256(path) == record["sha256"]
-        ):
-            kept.add(plan.shard)
-    return kept
+def _merge(conversion: Conversion, header: dict[str, Any]) -> dict[str, Any]:
+    """Index, card, provenance and configs once every part is there, whole and unchanged."""
+    parts.check_strays(conversion)
+    with parts.finished_parts(conversion, header) as records:
+        damaged = sorted(records.keys() - _verified(conversion, records))
+        if damaged:
+            text = f"{len(damaged)} shards are not what their part recorded, first {damaged[0]}"
+            raise TrtspecError(text, "run that part's command again, then --merge")
+        records = {plan.shard: records[plan.shard] for plan in conversion.plans}
+        result = summarize(conversion, records)
+        finish(conversion, records, result, header)
+    return result | {"part": "merge", "shards_resumed": len(records)}
 
 
-def _convert(conversion: Conversion, journal: Journal, kept: set[str], workers: int, progress: Progress | None) -> int:
+def _verified(conversion: Conversion, done: dict[str, dict[str, Any]]) -> set[str]:
+    """Shards that need no work: recorded, present, of the recorded size and content. Read by one thread per core."""
+
+    def is_whole(shard: str) -> bool:
+        record, path = done.get(shard), conversion.output / shard
+        present = record is not None and path.is_file() and path.stat().st_size == record["bytes"]
+        return present and record is not None and file_sha256(path) == record["sha256"]
+
+    shards = [plan.shard for plan in conversion.plans]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        return {shard for shard, whole in zip(shards, pool.map(is_whole, shards), strict=True) if whole}
+
+
+def _convert(
+    conversion: Conversion, journal: Journal, kept: set[str], workers: int, device: str, progress: Progress | None
+) -> int:
     """Converts what is not kept, recording each shard; returns how many were kept."""
     todo = [plan for plan in conversion.plans if plan.shard not in kept]
     done = conversion.bytes_in - sum(plan.bytes_in for plan in todo)
@@ -93,7 +124,9 @@ def _convert(conversion: Conversion, journal: Journal, kept: set[str], workers: 
             progress(done, conversion.bytes_in)
 
     advance(0)
-    job = Job(conversion.checkpoint.path, conversion.output, conversion.policy, conversion.input_scales)
+    policy, input_scales = conversion.policy, conversion.input_scales
+    path = conversion.checkpoint.path
+    job = Job(path, conversion.output, policy, input_scales, conversion.weight_scales, device)
     if todo:
         for plan, record in convert_all(job, todo, worker_count(workers, todo), advance):
             journal.record(plan.shard, **record)
@@ -111,7 +144,7 @@ def summarize(conversion: Conversion, records: dict[str, dict[str, Any]]) -> dic
     summary = {
         name: {
             "tensors": int(entry["tensors"]),
-            "relative_error": (entry["error"] / entry["norm"]) ** 0.5 if entry["norm"] else 0.0,
+            "relative_error": round((entry["error"] / entry["norm"]) ** 0.5 if entry["norm"] else 0.0, 6),
             "zero_blocks": int(entry["zero_blocks"]),
         }
         for name, entry in sorted(classes.items())
@@ -119,6 +152,7 @@ def summarize(conversion: Conversion, records: dict[str, dict[str, Any]]) -> dic
     return {
         "output": str(conversion.output),
         "policy": conversion.policy.name,
+        "weight_scales": conversion.weight_scales,
         **{key: sum(record[key] for record in records.values()) for key in ("quantized", "decoded", "copied")},
         "bytes_in": conversion.bytes_in,
         "bytes_out": conversion.bytes_out,
@@ -161,6 +195,7 @@ def _card(conversion: Conversion, result: dict[str, Any]) -> str:
         "decoded": result["decoded"],
         "kv": kv,
         "scales": scales,
+        "weight_scales": WEIGHT_SCALES[conversion.weight_scales],
         "size": f"{result['bytes_out']:,}",
         "size_in": f"{result['bytes_in']:,}",
         "format": spec.quant.format.upper(),

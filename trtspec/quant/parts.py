@@ -1,0 +1,101 @@
+"""One conversion shared by several machines: `--shard i/n` for each of them, `--merge` once they are done.
+
+Part i converts every n-th shard file, counted from i, and keeps a journal of its own in the common output directory.
+The lock on a journal refuses a second machine on the same part, provided that the file system shares locks (NFS 4,
+CephFS, GPFS; Lustre where mounted with `flock`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trtspec.checkpoint.journal import Journal
+from trtspec.errors import TrtspecError, UsageError
+from trtspec.quant.conversion import JOURNAL_NAME, Conversion
+
+NAMES = re.compile(r"\.trtspec-quantize\.(\d+)-of-(\d+)\.jsonl")
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """`i/n`, i from 0 as in a Kubernetes indexed Job; raises UsageError."""
+    index, count = (int(part) for part in text.split("/")) if re.fullmatch(r"\d+/\d+", text) else (0, 0)
+    if not 0 <= index < count:
+        raise UsageError(f"--shard {text!r} is not i/n with 0 <= i < n", "for example --shard 0/4")
+    return index, count
+
+
+def journal_name(part: tuple[int, int] | None) -> str:
+    return JOURNAL_NAME if part is None else f".trtspec-quantize.{part[0]}-of-{part[1]}.jsonl"
+
+
+def part_of(conversion: Conversion, part: tuple[int, int] | None) -> Conversion:
+    """The conversion with this part's shard files only."""
+    if part is None:
+        return conversion
+    plans = conversion.plans[part[0] :: part[1]]
+    if not plans:
+        text = f"--shard {part[0]}/{part[1]} has no work: the source has {len(conversion.plans)} shard files"
+        raise UsageError(text, f"use at most {len(conversion.plans)} parts")
+    return replace(conversion, plans=plans)
+
+
+def parts_there(output: Path) -> dict[int, set[int]]:
+    """Part numbers whose journals lie in `output`, by number of parts."""
+    found: dict[int, set[int]] = {}
+    for path in output.glob(".trtspec-quantize.*.jsonl"):
+        if match := NAMES.fullmatch(path.name):
+            found.setdefault(int(match[2]), set()).add(int(match[1]))
+    return found
+
+
+def check_sharing(output: Path, part: tuple[int, int] | None, merge: bool) -> None:
+    """Refuses to mix a whole run with parts, or parts of different numbers."""
+    there, remove = parts_there(output), f"go on with that, or remove {output}"
+    if part is None and not merge and there:
+        count = min(there)
+        raise UsageError(f"{output} holds a conversion in {count} parts", "pass --shard i/n for a part, or --merge")
+    if part is not None and (output / JOURNAL_NAME).exists():
+        raise UsageError(f"{output} holds a conversion by one machine", remove)
+    if part is not None and there.keys() - {part[1]}:
+        raise UsageError(f"{output} holds a conversion in {min(there.keys() - {part[1]})} parts", remove)
+    if merge and len(there) != 1:
+        raise UsageError(
+            f"{output} holds no conversion in parts", "run `trtspec quantize SRC -o OUT --shard i/n` first"
+        )
+
+
+@contextmanager
+def finished_parts(conversion: Conversion, header: dict[str, Any]) -> Iterator[dict[str, dict[str, Any]]]:
+    """Every shard's record from the parts' journals, which stay locked meanwhile.
+
+    Raises UsageError when a part is still running or was begun with something else, TrtspecError when one is missing
+    or unfinished.
+    """
+    (count, numbers), records = next(iter(parts_there(conversion.output).items())), dict[str, dict[str, Any]]()
+    missing = sorted(set(range(min(count, len(conversion.plans)))) - numbers)
+    if missing:
+        text = f"parts {', '.join(f'{number}/{count}' for number in missing)} of {conversion.output} were never begun"
+        raise TrtspecError(text, f"run `trtspec quantize` with --shard {missing[0]}/{count}, then --merge again")
+    with ExitStack() as stack:
+        for number in sorted(numbers):
+            path = conversion.output / journal_name((number, count))
+            journal = stack.enter_context(Journal(path, header, remedy=f"convert part {number}/{count} again"))
+            wanted = [plan.shard for plan in conversion.plans[number::count]]
+            if unfinished := [shard for shard in wanted if shard not in journal.done]:
+                text = f"part {number}/{count} has not finished {len(unfinished)} shards, first {unfinished[0]}"
+                raise TrtspecError(text, f"run `trtspec quantize` with --shard {number}/{count}, then --merge again")
+            records |= {shard: journal.done[shard] for shard in wanted}
+        yield records
+
+
+def check_strays(conversion: Conversion) -> None:
+    """Weights that no part wrote would be taken for the checkpoint's."""
+    planned = {plan.shard for plan in conversion.plans}
+    strays = sorted(path.name for path in conversion.output.glob("*.safetensors") if path.name not in planned)
+    if strays:
+        raise TrtspecError(f"{conversion.output} also holds {strays[0]}, which no part wrote", "move it away")
