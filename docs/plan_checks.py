@@ -1,4 +1,4 @@
-"""Writes the tables of docs/plan-model.md: predictions beside plan_published.yaml. `--check` exits 1 when they are stale.
+"""Writes the tables of docs/plan-model.md from plan_published.yaml and the model: `python docs/plan_checks.py`.
 
 python docs/plan_checks.py
 """

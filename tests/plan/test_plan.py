@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trtspec.bench.acceptance import TurnCounts, by_category, summarize
 from trtspec.data_files import gpu_spec
 from trtspec.errors import UsageError
 from trtspec.plan.acceptance import flat_rate, parse_acceptance
@@ -149,21 +150,33 @@ def test_a_length_as_one_rate_and_back(length: float, rate: float) -> None:
     assert parse_acceptance(f"{length}@3")["all"].length(3) == pytest.approx(length)
 
 
-def bench_file(directory: Path, **more: object) -> Path:
-    group = {"steps": 100, "drafted": 300, "accepted": 150, "acceptance_length": 2.5, "conditional": [0.8, 0.6, 0.5]}
+def bench_file(directory: Path, histograms: dict[str, tuple[int, ...] | None]) -> Path:
+    """results.json with what bench's own summary says of one answer per category; None: the server does not tell."""
+    turns = [
+        TurnCounts(name, name, 100, 100, 0 if counts is None else sum(i * n for i, n in enumerate(counts)), 300, counts, "t")
+        for name, counts in histograms.items()
+    ]  # fmt: skip
     path = directory / "results.json"
-    path.write_text(json.dumps({**group, "categories": {"code": {**group, "conditional": [0.9, 0.9, 0.9]}}, **more}))
+    path.write_text(json.dumps({**summarize(turns), "categories": by_category(turns)}))
     return path
 
 
 def test_a_bench_file_gives_the_curve_and_each_category(tmp_path: Path) -> None:
-    found = parse_acceptance(str(bench_file(tmp_path)))
-    assert found["all"].length(3) == pytest.approx(1 + 0.8 + 0.48 + 0.24)
-    assert found["all"].length(5) == pytest.approx(1 + 0.8 + 0.48 + 0.24 + 0.12 + 0.06)
-    assert found["code"].length(2) == pytest.approx(1 + 0.9 + 0.81)
-    only_a_length = parse_acceptance(str(bench_file(tmp_path, conditional=None)))["all"]
-    assert only_a_length.flat and only_a_length.length(3) == pytest.approx(2.5)
+    path = bench_file(tmp_path, {"chat": (40, 30, 20, 10), "code": (10, 10, 10, 70)})
+    found = parse_acceptance(str(path))
+    assert found["all"].length(3) == pytest.approx(1 + (40 + 60 + 240) / 200)  # accepted drafts over steps
+    assert found["chat"].length(3) == pytest.approx(1 + 1.0)
+    assert found["chat"].conditional == pytest.approx((0.6, 0.5, 1 / 3), abs=1e-3)
+    assert found["code"].length(5) == pytest.approx(1 + 0.9 + 0.8 + 0.7 + 0.7 * 0.875 + 0.7 * 0.875**2, abs=1e-3)
     assert parse_acceptance(str(tmp_path))["all"].measured == 3
+
+
+def test_a_bench_file_with_a_length_alone(tmp_path: Path) -> None:
+    path = bench_file(tmp_path, {"chat": (40, 30, 20, 10)})
+    results = json.loads(path.read_text()) | {"conditional": None}
+    path.write_text(json.dumps(results))
+    found = parse_acceptance(str(path))["all"]
+    assert found.flat and found.length(3) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("text", ["", "x", "5", "0", "2.6@0", "1.2@99999999x", "-1"])
@@ -173,12 +186,14 @@ def test_a_bad_acceptance_is_a_usage_error(text: str) -> None:
 
 
 def test_a_bench_file_without_acceptance_is_refused(tmp_path: Path) -> None:
-    silent = {"steps": None, "drafted": None, "acceptance_length": None, "conditional": None, "categories": {}}
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({**summarize([]), "categories": {}}))
     with pytest.raises(UsageError, match="tells no acceptance"):
-        parse_acceptance(str(bench_file(tmp_path, **silent)))
-    (tmp_path / "other.json").write_text("[]")
-    with pytest.raises(UsageError, match="not a results.json"):
-        parse_acceptance(str(tmp_path / "other.json"))
+        parse_acceptance(str(path))
+    for text in ("[]", "{", "{}"):
+        path.write_text(text)
+        with pytest.raises(UsageError, match="not a results.json"):
+            parse_acceptance(str(path))
 
 
 def test_layouts_that_cannot_be() -> None:

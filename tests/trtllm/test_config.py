@@ -216,6 +216,8 @@ def test_the_parts_of_a_disaggregated_deployment() -> None:
     for text in texts.values():
         again = parse_intent(text)
         assert again is not None and render(again).text == text
+    judged = [lint(text, subject_of(text, version=None, target=None, head=None)[0]) for text in texts.values()]
+    assert {finding.severity for found in judged for finding in found} == {"info"}
     step = parse_intent(texts["generation.yml"])
     assert step is not None and step.tokens >= step.batch * (step.draft_len + 1)
 

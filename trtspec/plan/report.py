@@ -10,8 +10,8 @@ from trtspec.specs import GpuSpec, HeadSpec
 
 GB = 1e9
 CHECKED = (
-    "three announced speed-ups on 4 GB200 within 7 %, ten held-out ones at concurrency 16 within 18 % (9 % on average), "
-    "nothing fitted: docs/plan-model.md has every prediction beside its measurement"
+    "three announced speed-ups on 4 GB200 within 7 %, ten held-out ones at concurrency 16 within 18 % (9 % on "
+    "average); nothing fitted: docs/plan-model.md has every prediction beside its measurement"
 )
 ASSUMES = (
     "the MoE backend that build-config names (TRTLLM for NVFP4), experts chosen as a power law of exponent 1.01",

@@ -17,6 +17,7 @@ from trtspec.trtllm.lint_speculation import check_speculation
 from trtspec.trtllm.schema import newest_known
 
 RULES = (check_keys, check_speculation, check_model, check_engine, check_combinations, check_machine)
+FRONT_KEYS = {"context_servers", "generation_servers"}
 ORDER = {"error": 0, "warning": 1, "info": 2}
 MOST_FIXES = 100  # far above any real file; a fix that brings its own problem back would otherwise never end
 
@@ -31,6 +32,10 @@ def lint(text: str, subject: Subject) -> list[Finding]:
     if not isinstance(document.value, dict):
         message = f"the file holds {type(document.value).__name__}, not a mapping of options"
         return [Finding("TS-LINT-SYNTAX", "error", "", message, "write `key: value` lines", 1)]
+    if FRONT_KEYS & set(document.value):
+        message = "this is the front of disaggregated servers, which has no engine settings to judge"
+        remedy = "check it with `trtspec serve TARGET --disaggregated FILE --dry-run`"
+        return [Finding("TS-LINT-FRONT-FILE", "info", "", message, remedy)]
     found = [*_version(subject), *(finding for rule in RULES for finding in rule(document, subject))]
     return sorted(found, key=lambda f: (ORDER[f.severity], f.line or 0, f.key, f.code))
 
