@@ -44,7 +44,8 @@ class Since:
 
 @dataclass(frozen=True)
 class Field:
-    """One key of the engine's YAML. `type` is a union such as "int|null" or "list[int]"; limits are inclusive."""
+    """One key of the engine's YAML. `type` is a union such as "int|null" or "list[int]"; `min` and `max` are inclusive
+    and, like `allowed`, hold for every item of a list."""
 
     path: str
     type: str
@@ -52,6 +53,7 @@ class Field:
     max: float | None = None
     above: float | None = None
     below: float | None = None
+    not_empty: bool = False
     allowed: tuple[Any, ...] = ()
     case_insensitive: bool = False
     default: Any = UNKNOWN
@@ -144,12 +146,18 @@ def parse_version(text: str) -> Version:
 def schema_for(text: str) -> Schema:
     """The schema of exactly one version, with the neighbouring line where the boundary between them is not known."""
     version = parse_version(text)
-    name = next(line for line in reversed(LINES) if version >= Version(_file(line)["versions"]["from"]))
+    name = line_of(text)
     other, boundary = _neighbour(version, name)
     schema = _line(name, version)
     if other is None:
         return schema
     return Schema(**{**_as_dict(schema), "neighbour": _line(other, version), "boundary": boundary})
+
+
+def line_of(text: str) -> str:
+    """The line that a version belongs to; raises UsageError as parse_version does."""
+    version = parse_version(text)
+    return next(line for line in reversed(LINES) if version >= Version(_file(line)["versions"]["from"]))
 
 
 def newest_known() -> Version:
@@ -171,9 +179,16 @@ def _file(line: str) -> dict[str, Any]:
     return yaml.load((SCHEMAS / f"{line}.yaml").read_text(encoding="utf-8"), Loader=loader)
 
 
+Entries = tuple[dict[str, dict], dict[str, dict], dict[str, dict]]
+
+
 @functools.cache
-def _merged(line: str) -> tuple[dict[str, dict], dict[str, dict], dict[str, dict]]:
-    data = _file(line)
+def _merged(line: str) -> Entries:
+    return merged(_file(line))
+
+
+def merged(data: dict[str, Any]) -> Entries:
+    """(fields, removed keys, options) of a parsed schema file laid over the line that it inherits."""
     inherited = _merged(data["inherits"]) if "inherits" in data else ({}, {}, {})
     known, removed, options = ({key: dict(value) for key, value in part.items()} for part in inherited)
     for path in data.get("removed", {}):

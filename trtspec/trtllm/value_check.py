@@ -96,6 +96,8 @@ def _check_allowed(field: Field, value: Any) -> Verdict | None:
 def _check_range(field: Field, value: Any) -> Verdict | None:
     """The limits of a number, or of every item of a list."""
     if isinstance(value, list):
+        if field.not_empty and not value:
+            return "range", "must not be an empty list"
         return next((verdict for item in value if (verdict := _check_range(field, item))), None)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
