@@ -26,7 +26,10 @@ def main(source: str, config: str, batches: str, dtype: str, out: str) -> None:
             for batch in tokens:
                 model(input_ids=batch)
 
-    model = mtq.quantize(load(Path(source), getattr(torch, dtype)), getattr(mtq, config), calibrate)
+    model = load(Path(source), getattr(torch, dtype))
+    if dtype == "float32":
+        torch.nn.Module.float(model)  # INT4 experts come decoded to bf16 whatever dtype says
+    model = mtq.quantize(model, getattr(mtq, config), calibrate)
     export_hf_checkpoint(model, dtype=getattr(torch, dtype), export_dir=out)
 
 

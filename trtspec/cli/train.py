@@ -177,8 +177,10 @@ def _train_and_measure(run: Run, target_dir: Path, plan: Plan, options: TrainOpt
 
     from trtspec.cli.train_measure import measure_acceptance
     from trtspec.heads.export import write_record
+    from trtspec.heads.features_stream import is_streamed
     from trtspec.heads.progress import progress_bar
     from trtspec.heads.run import run_training
+    from trtspec.models.stream import LayerStream
     from trtspec.models.weights import load_target
 
     say(
@@ -186,13 +188,20 @@ def _train_and_measure(run: Run, target_dir: Path, plan: Plan, options: TrainOpt
         f"parameters on {plan.tokens:,} tokens, {plan.steps} steps"
     )
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
-    model = load_target(target_dir, dtype=dtype, device=world.device(run.device))
+    streamed = is_streamed(plan.features)
+    if streamed:  # its layers come one at a time; training needs embeddings and lm_head
+        with LayerStream(target_dir, dtype=dtype, device=world.device(run.device)) as stream:
+            model = stream.ends()
+    else:
+        model = load_target(target_dir, dtype=dtype, device=world.device(run.device))
     with progress_bar("training", plan.steps, "steps") as advance:
         record = run_training(
             target_dir, model, plan, options, run.output, data=run.data, init=run.init, save_every=run.save_every,
             device=run.device, on_step=_shown(advance), world=world,
         )  # fmt: skip
-    if record and run.acceptance_prompts and record["held_out"]:
+    if streamed and run.acceptance_prompts:
+        say("Acceptance is not measured on a streamed target; serve both, then run `trtspec bench`")
+    elif record and run.acceptance_prompts and record["held_out"]:
         record["acceptance"] = measure_acceptance(
             target_dir, model, run.output, plan, record["held_out"], run.acceptance_prompts
         )

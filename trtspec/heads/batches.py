@@ -60,13 +60,13 @@ def collate(features: Features, indices: list[int], answer_only: bool, device: s
     length = max(len(features.samples[index].tokens) for index in indices)
     tokens = torch.zeros(len(indices), length, dtype=torch.int64)
     mask = torch.zeros(len(indices), length)
-    hidden = torch.zeros(len(indices), length, features.hidden.shape[-1], dtype=torch.bfloat16)
-    aux = torch.zeros(len(indices), length, features.aux.shape[-1], dtype=torch.bfloat16)
+    states = [features.states(index) for index in indices]
+    hidden, aux = (torch.zeros(len(indices), length, part.shape[-1], dtype=torch.bfloat16) for part in states[0])
     for row, index in enumerate(indices):
-        sample, rows = features.samples[index], features.rows(index)
+        sample = features.samples[index]
         count = len(sample.tokens)
         tokens[row, :count] = torch.tensor(sample.tokens)
-        hidden[row, :count], aux[row, :count] = features.hidden[rows], features.aux[rows]
+        hidden[row, :count], aux[row, :count] = states[row]
         if answer_only:
             mask[row, : count - 1] = torch.tensor(sample.answer[1:], dtype=torch.float32)
         else:

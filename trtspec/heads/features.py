@@ -44,6 +44,10 @@ class Features:
     def rows(self, index: int) -> slice:
         return slice(self.offsets[index], self.offsets[index + 1])
 
+    def states(self, index: int) -> tuple[Tensor, Tensor]:
+        """hidden [S, H] and aux [S, n_aux*H] of sample `index`, bf16."""
+        return self.hidden[self.rows(index)], self.aux[self.rows(index)]
+
     @property
     def bytes(self) -> int:
         return sum(part.numel() * part.element_size() for part in (self.hidden, self.aux))
@@ -67,11 +71,8 @@ def compute_features(
 ) -> Features:
     """Runs the target once over every sample (right-padded batches of similar length); `advance` gets token counts."""
     features = empty_features(samples, target.spec.hidden_size, len(aux_layers))
-    for batch in _similar_length(samples):
-        length = len(samples[batch[-1]].tokens)
-        tokens = torch.zeros(len(batch), length, dtype=torch.int64)
-        for row, index in enumerate(batch):
-            tokens[row, : len(samples[index].tokens)] = torch.tensor(samples[index].tokens)
+    for batch in similar_length(samples):
+        tokens = padded([samples[index] for index in batch])
         with torch.inference_mode():
             output = target(tokens, None, None, aux_layers=aux_layers, last_only=True)
         for row, index in enumerate(batch):
@@ -82,7 +83,15 @@ def compute_features(
     return features
 
 
-def _similar_length(samples: list[Sample]) -> Iterator[list[int]]:
+def padded(samples: list[Sample]) -> Tensor:
+    """int64 [B, longest], zeros on the right."""
+    tokens = torch.zeros(len(samples), max(len(sample.tokens) for sample in samples), dtype=torch.int64)
+    for row, sample in enumerate(samples):
+        tokens[row, : len(sample.tokens)] = torch.tensor(sample.tokens)
+    return tokens
+
+
+def similar_length(samples: list[Sample]) -> Iterator[list[int]]:
     """Indices in batches, short samples first, at most FORWARD_TOKENS padded tokens each."""
     batch: list[int] = []
     for index in sorted(range(len(samples)), key=lambda i: len(samples[i].tokens)):

@@ -18,11 +18,13 @@ from trtspec.heads import train
 from trtspec.heads.data import Sample, coverage, draft_vocabulary
 from trtspec.heads.export import write_head, write_record
 from trtspec.heads.features import Features, compute_features, dump_path, empty_features, read_dumps, write_dumps
+from trtspec.heads.features_stream import is_streamed, refuse_several, stream_features
 from trtspec.heads.loop import ALONE, Point, Result, train_head
 from trtspec.heads.options import WORK_NAME, TrainOptions
 from trtspec.heads.plan import Plan
 from trtspec.heads.processes import World
 from trtspec.heads.progress import progress_bar
+from trtspec.models.stream import LayerStream
 from trtspec.report import file_sha256, provenance
 from trtspec.specs import HeadSpec, ModelSpec
 
@@ -78,7 +80,7 @@ def run_training(
     """Trains and writes the head to `output`; returns its provenance record, `held_out` (sample ids) included.
 
     An interrupted run continues from its last saved state when called again with the same arguments. In a group of
-    processes all train and the main one writes.
+    processes all train and the main one writes. With `--features stream` the model may lack its decoder layers.
     """
     options = options.for_device(device)
     work, curve = output / WORK_NAME, output / "training.jsonl"
@@ -88,7 +90,7 @@ def run_training(
         train.load_head_tensors(module, initial_tensors(init))
     source = _source(target_dir, plan.samples, init)
     result = train_head(
-        module, gather_features(model, plan, world), options, work=work, curve_path=curve,
+        module, _features(target_dir, model, plan, options, work, world), options, work=work, curve_path=curve,
         fingerprint={"options": options.to_dict(), **source}, save_every=save_every, on_step=on_step, world=world,
     )  # fmt: skip
     if not world.main:
@@ -103,6 +105,18 @@ def run_training(
     write_record(output, plan.spec, record)
     shutil.rmtree(work, ignore_errors=True)
     return record
+
+
+def _features(
+    target_dir: Path, model: KimiModel, plan: Plan, options: TrainOptions, work: Path, world: World
+) -> Features:
+    """The states of all samples, or a promise of them: `--features stream` makes them while training."""
+    if not is_streamed(plan.features):
+        return gather_features(model, plan, world)
+    refuse_several(world.size)
+    where = {"device": str(model.embed.weight.device), "threads": min(8, torch.get_num_threads())}
+    stream = LayerStream(target_dir, dtype=model.dtype, **where)  # type: ignore[arg-type]
+    return stream_features(stream, plan, options, work, _target_digest(target_dir))
 
 
 def _source(target_dir: Path, samples: list[Sample], init: Path | None) -> dict[str, Any]:
