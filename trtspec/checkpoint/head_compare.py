@@ -10,7 +10,7 @@ from trtspec.checkpoint.head_shapes import canonical_names
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.errors import Problem
 
-PIECE = 1 << 24
+PIECE = 1 << 20
 STORAGE = ("dialect", "layer_prefix", "has_lm_head", "has_embed_tokens", "has_d2t")  # may differ between dialects
 MAY_BE_ABSENT = ("lm_head.weight", "embed_tokens.weight", "d2t", "t2d")  # rebuilt, or lent by the target
 

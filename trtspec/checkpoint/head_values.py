@@ -69,7 +69,7 @@ def not_finite(name: str, bad: int, seen: int) -> Problem:
 def _pieces(checkpoint: Checkpoint, info: TensorInfo, everything: bool) -> Iterator[bytes]:
     with (checkpoint.path / info.shard).open("rb") as stream:
         if everything or info.nbytes <= WHOLE:
-            starts, size = range(info.begin, info.end, WHOLE), WHOLE
+            starts, size = range(info.begin, info.end, 4 * PIECE), 4 * PIECE
         else:
             step = (info.nbytes - PIECE) // (PIECES - 1) // 64 * 64
             starts, size = range(info.begin, info.begin + PIECES * step, step), PIECE

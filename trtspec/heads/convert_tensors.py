@@ -23,7 +23,7 @@ from trtspec.heads.convert_rules import NAMES
 from trtspec.specs import HeadSpec, ModelSpec
 
 Choice = Literal["auto", "keep", "drop", "target"]
-PIECE = 1 << 24  # bytes in flight
+PIECE = 1 << 20  # bytes in flight; they stay in the cache while they are hashed and looked at
 REBUILT = ("d2t", "t2d")
 # dialects whose readers cannot do without an lm_head in the file, and those whose readers use the target's embedding
 NEED_LM_HEAD = ("speculators", "torchspec", "specforge", "safeailab")
