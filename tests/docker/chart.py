@@ -11,6 +11,7 @@ import yaml
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CHART = ROOT / "docker" / "helm" / "trtspec"
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 VALUES = sorted((HERE / "values").glob("*.yaml"))
 RECIPES = sorted((CHART / "recipes").glob("*.yaml"))
 
@@ -23,7 +24,7 @@ def chart() -> Any:
 
 
 def load(path: Path) -> dict[str, Any]:
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=LOADER)
 
 
 def render(values: dict[str, Any]) -> dict[str, str]:
@@ -37,7 +38,13 @@ def render(values: dict[str, Any]) -> dict[str, str]:
 
 
 def objects(values: dict[str, Any]) -> list[dict[str, Any]]:
-    return [found for text in render(values).values() for found in yaml.safe_load_all(text) if found]
+    return [found for text in render(values).values() for found in yaml.load_all(text, Loader=LOADER) if found]
+
+
+@functools.cache
+def objects_of(path: Path) -> tuple[dict[str, Any], ...]:
+    """Objects of a values file; shared between tests, which leave them as they are."""
+    return tuple(objects(load(path)))
 
 
 def kind(values: dict[str, Any], name: str) -> list[dict[str, Any]]:

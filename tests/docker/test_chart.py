@@ -6,13 +6,14 @@ import copy
 import json
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.docker.chart import CHART, HERE, RECIPES, ROOT, VALUES, chart, golden, kind, load, objects
+from tests.docker.chart import CHART, HERE, RECIPES, ROOT, VALUES, chart, golden, kind, load, objects_of
 from trtspec.trtllm.command import parse_passed
 from trtspec.trtllm.lint import lint
 from trtspec.trtllm.linting import subject_of
@@ -25,7 +26,7 @@ EVERY = [*VALUES, *RECIPES]
 KUBERNETES = ("1.29", "1.33", "1.37")
 
 
-def pod_specs(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def pod_specs(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     specs = []
     for item in found:
         if item["kind"] in ("Deployment", "Job"):
@@ -36,9 +37,9 @@ def pod_specs(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return specs
 
 
-def server(values: dict[str, Any]) -> dict[str, Any]:
+def server(path: Path) -> dict[str, Any]:
     """The container that answers requests."""
-    containers = [c for spec in pod_specs(objects(values)) for c in spec["containers"] if c["name"] == "server"]
+    containers = [c for spec in pod_specs(objects_of(path)) for c in spec["containers"] if c["name"] == "server"]
     return containers[0]
 
 
@@ -64,7 +65,7 @@ def test_helm_lint_and_the_values_schema_agree(path: Path) -> None:
 @pytest.mark.parametrize("version", KUBERNETES)
 @pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
 def test_objects_are_kubernetes_objects(path: Path, version: str) -> None:
-    for item in objects(load(path)):
+    for item in objects_of(path):
         own = HERE / "schemas" / f"{item['kind']}.json"
         if own.exists():
             import jsonschema
@@ -83,12 +84,12 @@ def test_objects_are_kubernetes_objects(path: Path, version: str) -> None:
 def test_the_engine_gets_exactly_what_build_config_wrote_and_lint_passes_it(path: Path) -> None:
     values = load(path)
     version = values["image"]["tag"].partition("-")[0]
-    (config,) = kind(values, "ConfigMap")
+    (config,) = (item for item in objects_of(path) if item["kind"] == "ConfigMap")
     text = config["data"]["engine.yml"]
     assert text == values["engineConfig"]
     subject = subject_of(text, version=version, target=None, head=None)[0]
     assert not [finding for finding in lint(text, subject) if finding.severity == "error"]
-    args = server(values)["args"]
+    args = server(path)["args"]
     start = args.index("trtllm-serve")
     assert args[start + 1] == values["model"]["target"]
     passed, problems = parse_passed(schema_for(version), args[start + 2 :])
@@ -102,7 +103,7 @@ def test_the_engine_gets_exactly_what_build_config_wrote_and_lint_passes_it(path
 @pytest.mark.parametrize("path", EVERY, ids=lambda path: path.stem)
 def test_pods_are_unprivileged_and_fit_the_checkpoint(path: Path) -> None:
     values = load(path)
-    for spec in pod_specs(objects(values)):
+    for spec in pod_specs(objects_of(path)):
         assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] == 1000
         assert spec["automountServiceAccountToken"] is False
         for container in [*spec["containers"], *spec.get("initContainers", [])]:
@@ -110,7 +111,7 @@ def test_pods_are_unprivileged_and_fit_the_checkpoint(path: Path) -> None:
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
             tokens = [item for item in container.get("env", []) if "TOKEN" in item["name"]]
             assert all("value" not in item for item in tokens) and (container["name"] == "download" or not tokens)
-    container = server(values)
+    container = server(path)
     probe = container["startupProbe"]
     seconds = probe["periodSeconds"] * probe["failureThreshold"]
     size = values["model"].get("sizeGiB", 640)
@@ -118,7 +119,7 @@ def test_pods_are_unprivileged_and_fit_the_checkpoint(path: Path) -> None:
     assert container["resources"]["limits"] == {"nvidia.com/gpu": str(values["gpusPerNode"])}
     (shared,) = (
         volume["emptyDir"]
-        for spec in pod_specs(objects(values))[-1:]
+        for spec in pod_specs(objects_of(path))[-1:]
         for volume in spec["volumes"]
         if volume["name"] == "shared-memory"
     )
@@ -137,7 +138,7 @@ def test_a_new_configuration_restarts_the_server_and_another_checkpoint_is_anoth
     first, second = (kind(each, "Deployment")[0]["spec"]["template"]["metadata"] for each in (values, other))
     assert first["annotations"] != second["annotations"] and first["labels"] == second["labels"]
     base = load(HERE / "values" / "one-node-latency.yaml")
-    names = {job["metadata"]["name"] for path in VALUES for job in kind(load(path), "Job")}
+    names = {item["metadata"]["name"] for path in VALUES for item in objects_of(path) if item["kind"] == "Job"}
     assert len(names) >= 4 and kind(base, "Job")[0]["metadata"]["name"] in names
 
 
@@ -218,3 +219,28 @@ def test_tags_schemas_and_the_table_of_the_documents_agree() -> None:
 @pytest.mark.parametrize("name", ["leader.sh", "worker.sh"])
 def test_scripts_parse(name: str) -> None:
     subprocess.run(["bash", "-n", str(CHART / "scripts" / name)], check=True)
+
+
+def test_the_leader_starts_a_rank_per_gpu_and_keeps_what_is_its_own(tmp_path: Path) -> None:
+    """leader.sh for real, with an ssh and an mpirun that say what they were asked for."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, body in (("ssh", "exit 0"), ("mpirun", 'printf "%s\\n" "$@"')):
+        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
+        (programs / name).chmod(0o755)
+    (tmp_path / "id_ed25519").write_text("key\n")
+    environ = {
+        "PATH": f"{programs}:/usr/bin:/bin", "HOME": str(tmp_path), "TRTSPEC_SSH_KEYS": str(tmp_path),
+        "LWS_LEADER_ADDRESS": "kimi-0.kimi.serving", "LWS_GROUP_SIZE": "3", "TRTSPEC_GPUS_PER_NODE": "4",
+        "NCCL_DEBUG": "WARN", "HOSTNAME": "kimi-0", "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    }  # fmt: skip
+    command = ["bash", str(CHART / "scripts" / "leader.sh"), "trtllm-serve", "model", "--tp_size", "12"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    words = done.stdout.splitlines()
+    hosts = "kimi-0.kimi.serving:4,kimi-0-1.kimi.serving:4,kimi-0-2.kimi.serving:4"
+    assert words[:6] == ["-np", "12", "-N", "4", "--host", hosts]
+    assert words[-5:] == ["trtllm-llmapi-launch", *command[2:]]
+    exported = {after for word, after in zip(words, words[1:], strict=False) if word == "-x"}
+    assert {"NCCL_DEBUG", "PATH"} <= exported
+    assert not {"HOSTNAME", "KUBERNETES_SERVICE_HOST", "LWS_GROUP_SIZE"} & exported
+    assert (tmp_path / "ssh" / "id_ed25519").stat().st_mode & 0o77 == 0

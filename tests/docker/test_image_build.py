@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -20,7 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 INCLUDED = "python3,python3-venv,ca-certificates"  # what the public Python image has
 # the machine's own way to its package index, given to the build and absent from the image
-MOUNTS = [Path(path) for path in ("/etc/ssl/certs", "/etc/pip.conf", "/opt/wheels")]
+MOUNTS = [Path("/etc/ssl/certs"), Path("/etc/pip.conf"), Path.home() / ".config" / "pip"]
 
 
 def missing() -> str | None:
@@ -49,6 +50,14 @@ class Buildah:
         return done.stdout.strip()
 
 
+def mounts() -> list[str]:
+    """Also every directory that pip's settings name."""
+    settings = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+    named = {Path(word) for word in re.findall(r"(?:file://)?(/[^\s'\"\\]+)", settings)}
+    places = [*MOUNTS, *(path for path in named if path.is_dir())]
+    return [word for path in places if path.exists() for word in ("--volume", f"{path}:{path}:ro")]
+
+
 def debian_mirror() -> str:
     """The mirror of this machine's own apt sources."""
     listed = subprocess.run(
@@ -59,24 +68,30 @@ def debian_mirror() -> str:
     return found[0] if found else "http://deb.debian.org/debian"
 
 
+def debian(scratch: Path) -> Path:
+    """A Debian with Python: made here, or the tar that TRTSPEC_DEBIAN_TAR names."""
+    if ready := os.environ.get("TRTSPEC_DEBIAN_TAR"):
+        return Path(ready)
+    base = scratch / "base"
+    subprocess.run(
+        ["debootstrap", "--variant=minbase", f"--include={INCLUDED}", "bookworm", str(base), debian_mirror()],
+        check=True, stdout=subprocess.DEVNULL, timeout=1800,
+    )  # fmt: skip
+    return base
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
     scratch = tmp_path_factory.mktemp("buildah")
     buildah = Buildah(scratch)
-    base = scratch / "base"
-    subprocess.run(
-        ["debootstrap", "--variant=minbase", f"--include={INCLUDED}", "bookworm", str(base), debian_mirror()],
-        check=True, stdout=subprocess.DEVNULL, timeout=900,
-    )  # fmt: skip
     container = buildah("from", "scratch")
-    buildah("add", "--quiet", container, str(base), "/")
+    buildah("add", "--quiet", container, str(debian(scratch)), "/")
     buildah("commit", "--quiet", container, "localhost/base")
     buildah("rm", container)
-    shutil.rmtree(base)
-    mounts = [word for path in MOUNTS if path.exists() for word in ("--volume", f"{path}:{path}:ro")]
+    shutil.rmtree(scratch / "base", ignore_errors=True)
     started = time.monotonic()
     buildah(
-        "bud", "--pull-never", "--format", "docker", *mounts, "--build-arg", "BASE=localhost/base",
+        "bud", "--pull-never", "--format", "docker", *mounts(), "--build-arg", "BASE=localhost/base",
         "--build-arg", "TORCH_INDEX=https://pypi.org/simple", "-f", "docker/cpu.Dockerfile", "-t", "trtspec:cpu", ".",
         timeout=3000,
     )  # fmt: skip

@@ -285,6 +285,18 @@ def test_a_hundred_launches_of_one_process_leak_no_descriptor(standin_path: Path
     assert before == after
 
 
+def test_upstreams_own_manifest_takes_our_command(
+    start: Start, tmp_path: Path, free_port: int, manifests: Path
+) -> None:
+    """The stand-in with the engine's list of options in place of our schema, for the newest line."""
+    process = start(
+        "--", "--log_level", "debug", "--num_postprocess_workers", "2", STANDIN_VERSION="1.4.0rc1",
+        STANDIN_MANIFEST=str(manifests / "main" / "trtllm_serve_cli.yaml"),
+    )  # fmt: skip
+    until_ready(process)
+    assert "--no-telemetry" in recorded(tmp_path)["argv"]
+
+
 def test_the_reference_backend_serves_behind_the_standin(start: Start, free_port: int) -> None:
     """The whole path: config, launch, a real speculative generation, and a clean end."""
     process = start(STANDIN_BACKEND="reference")

@@ -13,11 +13,14 @@ from trtspec.trtllm.config import compose
 from trtspec.trtllm.disaggregated import read_front, unreachable
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.finding import Subject
+from trtspec.trtllm.installed import engine_problems
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.lint import lint
 from trtspec.trtllm.lint_machine import check_tool_parser
+from trtspec.trtllm.linting import compute_capability
 from trtspec.trtllm.multinode import Cluster, check_cluster, environment, job_script, wrap
 from trtspec.trtllm.preflight import check_engine, check_environment, check_port, engine_version, preflight
+from trtspec.trtllm.preflight_machine import check_hardware, check_host, read_gpus
 from trtspec.trtllm.schema import schema_for
 from trtspec.trtllm.subject import Head, Target, choose_version, findable, head_in, load_head, load_target
 
@@ -99,6 +102,8 @@ def plan_serve(request: Request, *, launching: bool) -> ServePlan:
     else:
         version, reason = choose_version(asked, target.spec, head.spec if head else None)
     intent = _intent(request, written, version, head_name).fitted(target.spec.max_position_embeddings)
+    if intent.role == "front":
+        raise UsageError(f"{request.config} is the file of a front", f"pass it as --disaggregated {request.config}")
     problems: list[Problem] = []
     if launching and asked is None:
         message = f"the installed engine does not tell its version; judged for {version}"
@@ -126,15 +131,18 @@ def _assemble(
     schema = schema_for(version[0])
     path = str(request.config) if request.config else CONFIG_NAME
     document = Document.parse(text)
-    role = request.role or getattr(intent, "role", None)
+    role = request.role or intent.role
     passed = [*request.passed, *(["--server_role", role.upper()] if role else [])]
     command = build_command(
         intent, target.spec, schema, document,
         host=request.host, port=request.port, config_path=path, explicit=request.typed_sizes(), passed=passed,
     )  # fmt: skip
+    gpus = read_gpus() if launching else []
+    named = compute_capability(intent.gpu) if intent.gpu else None
     subject = Subject(
-        schema, target.spec, intent.target, head.spec if head else None, intent.head or "", argv=command.settings
-    )
+        schema, target.spec, intent.target, head.spec if head else None, intent.head or "", argv=command.settings,
+        gpu=gpus[0].capability if gpus else named,
+    )  # fmt: skip
     found = [finding.problem(path) for finding in [*lint(text, subject), *check_tool_parser(subject, command.argv)]]
     trusted = "--trust_remote_code" in command.argv or document.get("trust_remote_code") is True
     resolved = [target.resolved, *([head.resolved] if head else [])]
@@ -144,6 +152,10 @@ def _assemble(
         resolved, host=request.host, port=request.port, gpus_needed=min(world, cluster.gpus_per_node),
         remote_code=target.spec.remote_code, trusted=trusted, environ=os.environ, launching=launching,
     )  # fmt: skip
+    if launching:
+        ready += check_hardware(gpus, subject, document, min(world, cluster.gpus_per_node), os.environ)
+        ready += check_host(resolved, request.host, target.spec.remote_code, os.environ)
+        ready += engine_problems(text, path)
     reach = list(check_cluster(cluster, command.argv, world, os.environ, launching))
     if cluster.launcher != "direct" and request.config is None:
         message = "a configuration written for this start lies on this node alone"
@@ -159,8 +171,8 @@ def _assemble(
 
 def _cluster(request: Request, intent: Intent, world: int) -> Cluster:
     """What was typed, over what the file's first line says, over one node with every GPU."""
-    nodes = request.nodes or getattr(intent, "nodes", None) or 1
-    each = request.gpus_per_node or getattr(intent, "gpus_per_node", None) or -(-world // nodes)
+    nodes = request.nodes or intent.nodes
+    each = request.gpus_per_node or -(-world // nodes)
     return Cluster(request.launcher, nodes, each, request.launcher_args)
 
 

@@ -3,9 +3,10 @@
 set -euo pipefail
 port=${TRTSPEC_SSH_PORT:-2222}
 gpus=${TRTSPEC_GPUS_PER_NODE:?}
-mkdir -p /cache/ssh
-install -m 600 /etc/trtspec-ssh/id_ed25519 /cache/ssh/id_ed25519
-reach="-p $port -i /cache/ssh/id_ed25519 -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+own=$HOME/ssh
+mkdir -p "$own"
+install -m 600 "${TRTSPEC_SSH_KEYS:-/etc/trtspec-ssh}/id_ed25519" "$own/id_ed25519"
+reach="-p $port -i $own/id_ed25519 -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
 
 # the pods of a group are <leader> and <leader>-<i> in one headless service
 leader=${LWS_LEADER_ADDRESS%%.*}
