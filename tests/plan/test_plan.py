@@ -171,6 +171,21 @@ def test_a_bench_file_gives_the_curve_and_each_category(tmp_path: Path) -> None:
     assert parse_acceptance(str(tmp_path))["all"].measured == 3
 
 
+def test_what_bench_doubted_is_repeated(tmp_path: Path) -> None:
+    path = bench_file(tmp_path, {"chat": (40, 30, 20, 10)})
+    degenerate = {
+        "code": "X",
+        "severity": "warning",
+        "where": "",
+        "message": "the answers repeat themselves",
+        "remedy": "",
+    }
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"problems": [degenerate]}))
+    done = command(TARGET, "--head", MLA, "--concurrency", "1", "--max-draft", "3", "--acceptance", str(path))
+    assert "bench doubted this measurement: the answers repeat themselves" in done.stdout
+    assert "trtspec build-config nvidia/Kimi-K2.6-NVFP4 --head nvidia/Kimi-K2.6-Eagle3 --gpu b200" in done.stdout
+
+
 def test_a_bench_file_with_a_length_alone(tmp_path: Path) -> None:
     path = bench_file(tmp_path, {"chat": (40, 30, 20, 10)})
     results = json.loads(path.read_text()) | {"conditional": None}

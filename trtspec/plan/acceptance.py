@@ -27,6 +27,7 @@ class Acceptance:
     conditional: tuple[float, ...]
     source: str
     flat: bool  # one rate stands for every position, because only a length is known
+    doubts: tuple[str, ...] = ()  # what bench itself found wrong with the measurement
 
     @property
     def measured(self) -> int:
@@ -74,9 +75,10 @@ def _from_bench(path: Path) -> dict[str, Acceptance]:
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
         groups = {"all": results, **results["categories"]}
+        doubts = tuple(problem["message"] for problem in results.get("problems", ()) if problem["severity"] != "info")
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError):
         raise UsageError(f"{path} is not a results.json of `trtspec bench`", EXAMPLE) from None
-    found = {name: _from_group(group, f"{path}, {name}") for name, group in groups.items()}
+    found = {name: _from_group(group, f"{path}, {name}", doubts) for name, group in groups.items()}
     measured = {name: item for name, item in found.items() if item is not None}
     if "all" not in measured:
         message = f"{path} tells no acceptance: its server did not say how many drafts were accepted"
@@ -84,13 +86,13 @@ def _from_bench(path: Path) -> dict[str, Acceptance]:
     return measured
 
 
-def _from_group(group: dict[str, Any], source: str) -> Acceptance | None:
+def _from_group(group: dict[str, Any], source: str, doubts: tuple[str, ...]) -> Acceptance | None:
     curve = [rate for rate in group.get("conditional") or [] if rate is not None]
     if curve:
-        return Acceptance(tuple(curve), f"{source}: accepted by position, {group['steps']} steps", False)
+        return Acceptance(tuple(curve), f"{source}: accepted by position, {group['steps']} steps", False, doubts)
     steps, drafted, length = group.get("steps"), group.get("drafted"), group.get("acceptance_length")
     if not steps or not drafted or not length:
         return None
     drafts = max(1, round(drafted / steps))
     rate = flat_rate(min(length, drafts + 1), drafts)
-    return Acceptance((rate,) * drafts, f"{source}: {length} tokens per step at {drafts} drafts", True)
+    return Acceptance((rate,) * drafts, f"{source}: {length} tokens per step at {drafts} drafts", True, doubts)

@@ -72,6 +72,7 @@ class Plan:
     workload: Workload
     model: StepModel | None
     points: tuple[Point, ...]
+    format: str
     acceptance: Acceptance | None = None
     by_workload: dict[str, tuple[Point, ...]] = field(default_factory=dict)
 
@@ -110,7 +111,7 @@ def plan(
     room = memory(model, head, gpu, layout, fraction=fraction)
     found = kernels(gpu, model.quant.format, kernel)
     if found is None or not measured(found, model, layout):
-        return Plan(room, workload, None, ())
+        return Plan(room, workload, None, (), model.quant.format)
     steps = StepModel(model, head, layout, found, workload.context)
     overall = acceptance["all"] if acceptance else None
     points = tuple(curve(steps, room, workload, overall, longest))
@@ -119,7 +120,7 @@ def plan(
         for name, item in (acceptance or {}).items()
         if name != "all"
     }
-    return Plan(room, workload, steps, points, overall, others)
+    return Plan(room, workload, steps, points, model.quant.format, overall, others)
 
 
 def measured(found: Kernels, model: ModelSpec, layout: Layout) -> bool:

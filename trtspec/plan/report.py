@@ -33,7 +33,7 @@ def to_dict(name: str, head_name: str | None, gpu: GpuSpec, plans: list[Plan]) -
         "layouts": [plan_dict(item, short=True) for item in plans],
         "acceptance": acceptance_dict(first),
         "sensitivity": {str(c): sensitivity(first, best_drafting(first, c)) for c in drafted(first)},
-        "assumes": assumptions(first),
+        "assumes": assumptions(first, gpu),
         "checked": CHECKED,
         "sources": [gpu.source, *(first.model.kernels.sources if first.model else [])],
     }
@@ -74,7 +74,12 @@ def acceptance_dict(item: Plan) -> dict[str, Any] | None:
     if item.acceptance is None:
         return None
     found = item.acceptance
-    return {"source": found.source, "conditional": list(found.conditional), "measured_drafts": found.measured}
+    return {
+        "source": found.source,
+        "conditional": list(found.conditional),
+        "measured_drafts": found.measured,
+        "doubts": list(found.doubts),
+    }
 
 
 def drafted(item: Plan) -> list[int]:
@@ -87,8 +92,16 @@ def best_drafting(item: Plan, concurrency: int) -> Point:
     return max(points, key=lambda point: point.speedup or 0)
 
 
-def assumptions(item: Plan) -> list[str]:
+def assumptions(item: Plan, gpu: GpuSpec) -> list[str]:
     found = [f"each request holds {item.workload.context} tokens on average: all of its prompt and half of its answer"]
+    if item.format == "int4":
+        found.append(
+            "vLLM's kernels for INT4 weights: TensorRT-LLM does not load them (`trtspec quantize` makes NVFP4)"
+        )
+    if item.format == "nvfp4" and not gpu.fp4_flops:
+        found.append(
+            f"memory alone: {gpu.name.upper()} has no FP4 tensor cores, and TensorRT-LLM serves no NVFP4 on it"
+        )
     if item.model is None:
         return found
     found += ASSUMES
@@ -117,7 +130,8 @@ def text(name: str, head: HeadSpec | None, head_name: str | None, gpu: GpuSpec, 
         lines += ["", *speed_lines(first)]
         if len(plans) > 1:
             lines += ["", *layout_lines(plans)]
-    lines += ["", "Assumes:", *(f"  {line}" for line in assumptions(first))]
+        lines += ["", *next_lines(name, head_name, gpu, plans)]
+    lines += ["", "Assumes:", *(f"  {line}" for line in assumptions(first, gpu))]
     if first.model is not None:
         lines += [f"Checked: {CHECKED}"]
         lines += ["Sources: " + "; ".join([gpu.source, *first.model.kernels.sources])]
@@ -166,6 +180,7 @@ def speed_lines(item: Plan) -> list[str]:
         ]
     elif item.acceptance is not None:
         lines.append(f"Acceptance: {item.acceptance.source}")
+        lines += [f"  bench doubted this measurement: {doubt}" for doubt in item.acceptance.doubts]
     return lines
 
 
@@ -213,4 +228,29 @@ def layout_lines(plans: list[Plan]) -> list[str]:
             cells.append(f"{concurrency}: {best.tokens_per_s_per_user or 0:.0f} (draft {best.draft_len}){held}")
         held_at_all = item.memory.sequences(item.workload.tokens)
         lines.append(f"  {item.memory.layout.name} ({held_at_all}): " + ", ".join(cells))
+    return lines
+
+
+def next_lines(name: str, head_name: str | None, gpu: GpuSpec, plans: list[Plan]) -> list[str]:
+    """The command that writes the engine's file for the best plan of each concurrency."""
+    lines = ["Next, for the best of these at each concurrency:"]
+    for concurrency, row in recommend(plans).items():
+        if row is None:
+            lines.append(f"  {concurrency}: no layout holds that many requests of this length")
+            continue
+        words = ["trtspec build-config", name]
+        drafting = row["draft_len"] != 0
+        words += ["--head", head_name] if head_name and drafting else []
+        words += ["--gpu", gpu.name, "--tp-size", str(row["tp_size"]), "--ep-size", str(row["ep_size"])]
+        words += ["--attention-dp"] if row["attention_dp"] else ["--no-attention-dp"]
+        words += [
+            "--isl",
+            str(plans[0].workload.isl),
+            "--osl",
+            str(plans[0].workload.osl),
+            "--concurrency",
+            concurrency,
+        ]
+        words += ["--draft-len", str(row["draft_len"])] if head_name and row["draft_len"] else []
+        lines.append(f"  {concurrency}: {' '.join(words)}")
     return lines
