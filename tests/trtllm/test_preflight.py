@@ -10,7 +10,21 @@ import pytest
 
 from trtspec.checkpoint.hub import resolve
 from trtspec.trtllm import launch
+from trtspec.trtllm.document import Document
+from trtspec.trtllm.finding import Subject
 from trtspec.trtllm.preflight import check_files, check_gpus, check_port, engine_version, preflight
+from trtspec.trtllm.preflight_machine import (
+    Gpu,
+    check_driver,
+    check_hardware,
+    check_memory_limit,
+    check_modules_cache,
+    check_reachable,
+    check_shared_memory,
+    read_gpus,
+)
+from trtspec.trtllm.schema import parse_version, schema_for
+from trtspec.trtllm.subject import load_target
 
 
 def smi(directory: Path, gpus: int) -> None:
@@ -25,6 +39,67 @@ def test_gpus_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     smi(tmp_path, 4)
     assert list(check_gpus(4)) == []
     assert [problem.code for problem in check_gpus(8)] == ["TS-SERVE-NO-GPU"]
+
+
+def seen(count: int, name: str = "NVIDIA B200", mib: int = 183359, capability: str = "10.0") -> list[Gpu]:
+    return [Gpu(name, mib * 2**20, "580.95.05", capability)] * count
+
+
+def kimi(tp_size: int, target: str = "nvidia/Kimi-K2.6-NVFP4", version: str = "1.3.0rc20", **argv: int) -> Subject:
+    settings = {"tensor_parallel_size": tp_size, "max_seq_len": 8192, **argv}
+    return Subject(schema_for(version), load_target(target).spec, target, argv=settings)
+
+
+def codes(gpus: list[Gpu], subject: Subject, needed: int, environ: dict[str, str] | None = None) -> set[str]:
+    return {problem.code for problem in check_hardware(gpus, subject, Document.parse(""), needed, environ or {})}
+
+
+def test_gpus_are_read_with_memory_driver_and_capability(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    script = tmp_path / "nvidia-smi"
+    script.write_text(
+        "#!/bin/sh\necho 'NVIDIA B200, 183359, 580.95.05, 10.0'\necho 'NVIDIA B200, 183359, 580.95.05, 10.0'\n"
+    )
+    script.chmod(0o755)
+    assert read_gpus() == seen(2)
+    smi(tmp_path, 2)  # one that does not know the question
+    assert read_gpus() == []
+
+
+def test_four_b200_hold_kimi_in_nvfp4_and_four_h200_do_not() -> None:
+    assert codes(seen(4), kimi(4), 4) == set()
+    assert "TS-SERVE-NO-FIT" in codes(seen(4, "NVIDIA H200", 144384, "9.0"), kimi(4), 4)
+    assert "TS-SERVE-NO-FIT" in codes(seen(2), kimi(2), 2)
+    assert "TS-SERVE-SMALL-CACHE" in codes(seen(4), kimi(4, max_seq_len=10**7), 4)
+
+
+def test_the_driver_is_judged_by_the_release() -> None:
+    assert [p.code for p in check_driver("570.86", parse_version("1.0.0"))] == ["TS-SERVE-DRIVER"]
+    assert list(check_driver("575.57", parse_version("1.0.0"))) == []
+    assert [p.code for p in check_driver("575.57", parse_version("1.2.1"))] == ["TS-SERVE-DRIVER"]
+    assert list(check_driver("580.95.05", parse_version("1.4.0rc1"))) == []
+
+
+def test_hidden_and_different_gpus_are_told() -> None:
+    assert codes(seen(4), kimi(4), 4, {"CUDA_VISIBLE_DEVICES": "0,1"}) >= {"TS-SERVE-NO-GPU"}
+    assert codes(seen(4), kimi(4), 4, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == set()
+    assert codes([*seen(3), *seen(1, "NVIDIA B300", 275040, "10.3")], kimi(4), 4) == {"TS-SERVE-GPUS-DIFFER"}
+
+
+def test_host_limits(tmp_path: Path) -> None:
+    limit = tmp_path / "memory.max"
+    limit.write_text("1000\n")
+    assert [p.code for p in check_memory_limit(limit, 2000)] == ["TS-SERVE-HOST-MEMORY"]
+    assert list(check_memory_limit(limit, 1000)) == []
+    limit.write_text("max\n")
+    assert list(check_memory_limit(limit, 2000)) == list(check_memory_limit(tmp_path / "none", 2000)) == []
+    assert [p.code for p in check_reachable("localhost", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})] == [
+        "TS-SERVE-LOCALHOST"
+    ]
+    assert list(check_reachable("0.0.0.0", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})) == []
+    assert list(check_modules_cache({"HF_MODULES_CACHE": str(tmp_path / "modules")})) == []
+    assert [p.code for p in check_modules_cache({"HF_MODULES_CACHE": "/proc/modules-cache"})] == ["TS-SERVE-CACHE"]
+    assert [p.code for p in check_shared_memory(tmp_path)] in ([], ["TS-SERVE-SHARED-MEMORY"])
 
 
 def test_a_truncated_checkpoint_is_incomplete(tmp_path: Path, tiny_target: Path) -> None:

@@ -54,6 +54,12 @@ def reports(version: Version, target: ModelSpec, head: HeadSpec) -> list[dict[st
     ]
 
 
+def driver_for(version: Version) -> tuple[int, str]:
+    """The oldest major driver version for a release, and why."""
+    entry = next(e for e in reversed(_data()["drivers"]) if version >= Version(e["from"]))
+    return entry["driver"], entry["source"]
+
+
 def family(target: ModelSpec) -> str:
     """The key of `verified`: models of type deepseek_v3 with Kimi's shape are K2 and K2-Thinking."""
     return "kimi_k25" if target.model_type == "kimi_k25" else "kimi_k2"

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from trtspec.errors import MissingDependency, TrtspecError
+from trtspec.errors import MissingDependency, Problem, TrtspecError
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.finding import Finding
 
@@ -76,6 +76,16 @@ def judge(text: str, timeout: float = 600.0) -> Verdict:
     answer = json.loads(line.removeprefix(MARK))
     document = Document.parse(text)
     return Verdict(answer["version"], tuple(_finding(document, item) for item in answer["errors"]))
+
+
+def engine_problems(text: str, file: str) -> list[Problem]:
+    """What a launch learns from the engine's classes; nothing where it cannot be imported by this interpreter."""
+    if not engine_importable():
+        return []
+    try:
+        return [finding.problem(file) for finding in judge(text).findings]
+    except TrtspecError as error:
+        return [Problem("TS-SERVE-ENGINE-SILENT", "warning", PACKAGE, error.message, "start anyway and read its log")]
 
 
 def _finding(document: Document, item: dict[str, Any]) -> Finding:
