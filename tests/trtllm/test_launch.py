@@ -122,7 +122,7 @@ def test_a_failure_passes_its_status_and_cause(
     process = start(STANDIN_MODE=mode)
     _, log = process.communicate(timeout=60)
     assert process.returncode == status, log
-    assert says in log and "Traceback" not in log
+    assert says in log and "\n-> " in log and "Traceback" not in log
     nothing_left(tmp_path, free_port)
 
 

@@ -74,6 +74,8 @@ def _until_it_ends(engine: int, control: int, wake: int, asked: list[int], grace
         if deadline is not None and time.monotonic() >= deadline:
             _signal_group(engine, signal.SIGKILL)
             _signal_all(signal.SIGKILL)
+            if time.monotonic() > deadline + UNKILLABLE:  # stuck in a driver; _end_descendants says so
+                return -signal.SIGKILL
         timeout = None if deadline is None else max(0.05, deadline - time.monotonic())
         ready = select.select(watched, [], [], timeout)[0]
         _drain(wake)

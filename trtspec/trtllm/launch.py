@@ -21,6 +21,9 @@ from trtspec.trtllm.multinode import STARTERS
 from trtspec.trtllm.readiness import generates, is_healthy
 
 GUARD = Path(__file__).with_name("guard.py")
+UNKNOWN = (
+    "no known failure: start with `-- --log_level debug`; `trtspec doctor` checks this machine, `trtspec lint` the file"
+)
 KILLED = 128 + signal.SIGKILL
 
 
@@ -160,4 +163,4 @@ def _status(status: int, tail: list[str], ready: bool, asked: bool, grace: float
     if known is not None:
         raise EngineFailed(f"trtllm-serve ended {when} with status {status}: {known[0]}", known[1], status)
     last = "\n".join(f"  | {line}" for line in tail[-12:])
-    raise EngineFailed(f"trtllm-serve ended {when} with status {status}; its last lines:\n{last}", "", status)
+    raise EngineFailed(f"trtllm-serve ended {when} with status {status}; its last lines:\n{last}", UNKNOWN, status)
