@@ -1,9 +1,10 @@
 """Output tokens per second with and without speculation, side by side, and against transformers' generate.
 
-    python tests/benchmarks/engine.py --target DIR --head DIR [--prompts FILE] [--temperature 1]
+    python tests/benchmarks/engine.py --target DIR --head DIR [--prompts FILE] [--temperature 0 1]
 
 Variants take turns on the same requests, slots are refilled, prefill is included; figures are medians over the turns
-and every ratio is taken inside one turn. Prompts are JSON lines with `messages`; transformers decodes batch 1 only.
+and every ratio is taken inside one turn, of wall time and of the process's own CPU time (the steadier one where others
+use the machine too). Prompts are JSON lines with `messages`; transformers decodes batch 1 only.
 """
 
 from __future__ import annotations
@@ -13,17 +14,22 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.engine.drafters import DrafterName
 from trtspec.engine.engine import Engine
 from trtspec.engine.sequence import Request
 from trtspec.engine.server import thread_count
+from trtspec.models.decoding import prepare_for_decoding
 from trtspec.models.head_weights import load_head
 from trtspec.models.kimi import KimiModel
+from trtspec.models.precision import default_dtype
 from trtspec.models.weights import load_target
 
 CONTEXT_STEPS = 60
@@ -37,48 +43,42 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--draft-len", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--drafters", nargs="+", choices=["eagle3", "prompt-lookup"], default=["eagle3"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--no-transformers", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(thread_count(256))
-    dtype = getattr(torch, options.dtype)
+    dtype = default_dtype() if options.dtype == "auto" else getattr(torch, options.dtype)
     target = load_target(options.target, dtype=dtype)
     head = load_head(options.head, target, dtype=dtype)
-    requests = read_requests(options)
-    print(f"{options.dtype}, {torch.get_num_threads()} threads, draft length {options.draft_len}, temperature "
-          f"{options.temperature}, {options.new_tokens} new tokens at most, {options.rounds} turns")  # fmt: skip
-    for concurrency in options.concurrency:
-        engines: dict[str, Callable[[], Engine]] = {
-            "plain": lambda: Engine(target, max_batch_size=concurrency),  # noqa: B023
-            "eagle3": lambda: Engine(
-                target,
-                head,
-                drafter="eagle3",
-                draft_len=options.draft_len,
-                max_batch_size=concurrency,  # noqa: B023
-            ),
-            "prompt-lookup": lambda: Engine(
-                target,
-                drafter="prompt-lookup",
-                draft_len=options.draft_len,
-                max_batch_size=concurrency,  # noqa: B023
-            ),
-        }
-        compare(engines, requests, concurrency, options.rounds)
+    print(f"{dtype}, {torch.get_num_threads()} threads, draft length {options.draft_len}, "
+          f"{options.new_tokens} new tokens at most, {options.rounds} turns")  # fmt: skip
+
+    def engine(drafter: DrafterName | None, concurrency: int) -> Engine:
+        drafting = head if drafter == "eagle3" else None
+        return Engine(target, drafting, drafter=drafter, draft_len=options.draft_len, max_batch_size=concurrency)
+
+    for temperature in options.temperature:
+        requests = read_requests(options, temperature)
+        for concurrency in options.concurrency:
+            engines: dict[str, Callable[[], Engine]] = {"plain": partial(engine, None, concurrency)}
+            engines |= {name: partial(engine, name, concurrency) for name in options.drafters}
+            print(f"\ntemperature {temperature:g}, concurrency {concurrency}")
+            compare(engines, requests, concurrency, options.rounds)
     draft_cost(target, options.head)
-    if not options.no_transformers and options.temperature == 0:
-        transformers_speed(options, dtype, requests)
+    if not options.no_transformers:
+        transformers_speed(options, dtype, read_requests(options, 0.0))
 
 
-def read_requests(options: argparse.Namespace) -> list[Request]:
+def read_requests(options: argparse.Namespace, temperature: float) -> list[Request]:
     tokenizer = KimiTokenizer(options.target)
     path = options.prompts or options.target / "prompts_heldout.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     prompts = [tokenizer.apply_chat_template(row["messages"]) for row in rows]
     return [
-        Request(str(n), prompt, options.new_tokens, temperature=options.temperature, seed=n)
+        Request(str(n), prompt, options.new_tokens, temperature=temperature, seed=n)
         for n, prompt in enumerate(prompts)
         if len(prompt) + options.new_tokens < 2048
     ]
@@ -87,33 +87,48 @@ def read_requests(options: argparse.Namespace) -> list[Request]:
 def compare(engines: dict[str, Callable[[], Engine]], requests: list[Request], concurrency: int, rounds: int) -> None:
     """Each turn runs 2 or more waves of fresh requests through every variant, in rotating order."""
     wave = max(4, 2 * concurrency)
-    speeds: dict[str, list[float]] = {name: [] for name in engines}
-    lengths: dict[str, list[float]] = {name: [] for name in engines}
+    runs: dict[str, list[Run]] = {name: [] for name in engines}
     for turn in range(rounds + 1):
         some = [requests[(turn * wave + n) % len(requests)] for n in range(wave)]
-        order = list(engines)[turn % 3 :] + list(engines)[: turn % 3]
-        for name in order:
-            engine = engines[name]()
-            began = time.perf_counter()
-            engine.generate(some)
-            seconds = time.perf_counter() - began
+        first = turn % len(engines)
+        for name in list(engines)[first:] + list(engines)[:first]:
+            run = timed(engines[name](), some)
             if turn:  # the first one warms up
-                speeds[name].append(engine.totals.tokens / seconds)
-                lengths[name].append(1 + engine.totals.accepted / max(engine.totals.steps, 1))
-    print(f"\nconcurrency {concurrency}, {wave} requests per turn")
-    for name in engines:
-        ratios = [ours / plain for ours, plain in zip(speeds[name], speeds["plain"], strict=True)]
+                runs[name].append(run)
+    for name, ours in runs.items():
+        wall = [run.wall_speed / plain.wall_speed for run, plain in zip(ours, runs["plain"], strict=True)]
+        cpu = [run.cpu_speed / plain.cpu_speed for run, plain in zip(ours, runs["plain"], strict=True)]
         print(
-            f"  {name:14} {statistics.median(speeds[name]):8.1f} tok/s   {statistics.median(ratios):5.2f}x plain "
-            f"({min(ratios):.2f}-{max(ratios):.2f})   acceptance length {statistics.mean(lengths[name]):.2f}",
+            f"  {name:14} {statistics.median(run.wall_speed for run in ours):8.1f} tok/s   "
+            f"{statistics.median(wall):5.2f}x plain ({min(wall):.2f}-{max(wall):.2f})   "
+            f"CPU time {statistics.median(cpu):5.2f}x ({min(cpu):.2f}-{max(cpu):.2f})   "
+            f"acceptance length {statistics.mean(run.acceptance_length for run in ours):.2f}",
             flush=True,
         )
 
 
+@dataclass(frozen=True)
+class Run:
+    """Tokens per second of wall time and of CPU time, and emitted tokens per verification."""
+
+    wall_speed: float
+    cpu_speed: float
+    acceptance_length: float
+
+
+def timed(engine: Engine, requests: list[Request]) -> Run:
+    wall, cpu = time.perf_counter(), time.process_time()
+    engine.generate(requests)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    totals = engine.totals
+    return Run(totals.tokens / wall, totals.tokens / cpu, 1 + totals.accepted / max(totals.steps, 1))
+
+
 @torch.inference_mode()
 def draft_cost(target: KimiModel, head_dir: Path) -> None:
-    """Median cost of one draft step and of verifying 4 tokens over one target step, batch 1, 128 tokens of context."""
+    """Median CPU time of a draft step and of verifying 4 tokens, over one target step (batch 1, 128 of context)."""
     head = load_head(head_dir, target, dtype=target.dtype)
+    prepare_for_decoding(head)
     cache, draft_cache, start = target.new_cache(1, 160), head.new_cache(1, 160), torch.tensor([128])
     one, four = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64)
     state = torch.zeros(1, 1, target.spec.hidden_size, dtype=target.dtype)
@@ -125,9 +140,9 @@ def draft_cost(target: KimiModel, head_dir: Path) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(CONTEXT_STEPS):
         for name, step in steps.items():
-            began = time.perf_counter()
+            began = time.process_time()
             step()
-            seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(time.process_time() - began)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     print()
     for name, value in medians.items():

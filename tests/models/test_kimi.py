@@ -10,6 +10,7 @@ import torch
 
 from tests.tiny import make_target
 from trtspec.errors import TrtspecError
+from trtspec.models.decoding import prepare_for_decoding
 from trtspec.models.kimi import KimiModel
 from trtspec.models.names import checkpoint_tensors
 from trtspec.models.weights import load_target
@@ -114,12 +115,18 @@ def test_rows_do_not_see_each_other_and_move(tmp_path: Path) -> None:
 
 
 def test_dispatched_experts_equal_all_experts(tmp_path: Path) -> None:
+    """Prepared for decoding, whatever the number of rows; the plain definition is what gradients take."""
     model = load_target(make_target(tmp_path, experts=8), dtype=torch.float32)
     tokens = prompts()
-    with torch.no_grad():
-        together = model(tokens).logits
-    dispatched = model(tokens).logits.detach()  # with gradients enabled tokens are dispatched
-    torch.testing.assert_close(together, dispatched, rtol=1e-4, atol=1e-4)
+    dispatched = model(tokens).logits.detach()
+    prepare_for_decoding(model)
+    prepare_for_decoding(model)
+    assert all(layer.mlp.together is not None for layer in model.layers[1:])
+    for width in (1, 2, 4, 5, tokens.shape[1]):
+        with torch.no_grad():
+            together = model(tokens[:, :width]).logits
+        torch.testing.assert_close(together, dispatched[:, :width], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(tokens).logits.detach(), dispatched, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

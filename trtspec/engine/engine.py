@@ -22,6 +22,7 @@ from trtspec.engine.sequence import Completion, Output, Request, Sequence, Token
 from trtspec.engine.stats import Iteration, Totals
 from trtspec.engine.verify import accept_greedy, accept_sampled
 from trtspec.errors import UsageError
+from trtspec.models.decoding import prepare_for_decoding
 
 if TYPE_CHECKING:
     from trtspec.models.eagle3 import Eagle3Head
@@ -52,6 +53,9 @@ class Engine:
         record_gaps: bool = False,
         prefill_tokens: int = PREFILL_TOKENS,
     ) -> None:
+        prepare_for_decoding(target)
+        if head is not None:
+            prepare_for_decoding(head)
         self.target = target
         self.tokenizer = tokenizer
         self.max_seq_len, self.max_batch_size = max_seq_len, max_batch_size

@@ -8,11 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trtspec.models.layers import MLP
+from trtspec.models.layers import MLP, Linear, product
 from trtspec.specs import ModelSpec
 
-# Below this many weights per layer one product over all experts beats dispatching tokens (docs/reference-engine.md).
+# Below this many weights per layer, and up to this many tokens, one product over all experts beats dispatching tokens
+# (docs/reference-engine.md).
 DENSE_EXPERT_WEIGHTS = 2**21
+DENSE_EXPERT_TOKENS = 128
 
 
 class Router(nn.Module):
@@ -58,28 +60,11 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [tokens, H], ids and weights [tokens, k] -> weighted sum over each token's experts [tokens, H]."""
-        small = self.gate_up.numel() + self.down.numel() <= DENSE_EXPERT_WEIGHTS
-        if small and not torch.is_grad_enabled():
-            return self.all_experts(x, ids, weights)
         return dispatch(x, ids, weights, len(self.gate_up), self.one_expert)
 
     def one_expert(self, expert: int, x: Tensor) -> Tensor:
         gate, up = F.linear(x, self.gate_up[expert]).chunk(2, -1)
         return F.linear(F.silu(gate) * up, self.down[expert])
-
-    def all_experts(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Every expert on every token, unrouted ones weighted by zero: two large products instead of many tiny ones."""
-        count, hidden, inner = self.down.shape
-        gate, up = F.linear(x, self.gate_up.view(-1, hidden)).view(-1, count, 2 * inner).chunk(2, -1)
-        routed = torch.zeros(len(x), count, dtype=x.dtype, device=x.device).scatter_(1, ids, weights.to(x.dtype))
-        active = F.silu(gate) * up * routed.unsqueeze(-1)
-        return torch.mm(active.view(len(x), -1), self.down_stacked())
-
-    def down_stacked(self) -> Tensor:
-        """down as one [E*I, H] matrix; made once, since weights do not change while serving."""
-        if not hasattr(self, "_down_stacked"):
-            self._down_stacked = self.down.detach().transpose(1, 2).reshape(-1, self.down.shape[1]).contiguous()
-        return self._down_stacked
 
 
 def dispatch(
@@ -97,15 +82,63 @@ def dispatch(
 
 
 class MoE(nn.Module):
-    """Routed experts plus the shared expert."""
+    """Routed experts plus the shared expert; `together`, where set, computes both for up to DENSE_EXPERT_TOKENS."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.gate = Router(spec)
         self.experts: nn.Module = Experts(spec)
         self.shared_experts: nn.Module = MLP(spec.hidden_size, spec.moe_intermediate_size * spec.n_shared_experts)
+        self.together: AllExperts | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)
         ids, weights = self.gate(flat)
+        if self.together is not None and len(flat) <= DENSE_EXPERT_TOKENS and not torch.is_grad_enabled():
+            return self.together(flat, ids, weights).view_as(x)
         return (self.experts(flat, ids, weights) + self.shared_experts(flat)).view_as(x)
+
+
+class AllExperts(nn.Module):
+    """Small routed experts and the shared ones as two products over every expert, unrouted ones weighted by zero.
+
+    A shared expert is one more expert of the same width that every token takes with weight one. up [2*(E+S)*I, H] holds
+    all gates, then all ups, in memory as [in, out]; down is [H, (E+S)*I]; always [E+S] is 1 for shared experts.
+    """
+
+    up: Tensor
+    down: Tensor
+    always: Tensor
+
+    def __init__(self, routed: Experts, shared: MLP) -> None:
+        super().__init__()
+        count, hidden, inner = routed.down.shape
+        gate, up = routed.gate_up.detach().chunk(2, 1)
+        gate_shared, up_shared = shared.gate_up_proj.weight.detach().chunk(2, 0)
+        stacked = (gate.reshape(-1, hidden), gate_shared, up.reshape(-1, hidden), up_shared)
+        down = torch.cat(
+            (routed.down.detach().transpose(0, 1).reshape(hidden, -1), shared.down_proj.weight.detach()), 1
+        )
+        always = torch.arange(down.shape[1] // inner, device=down.device) >= count
+        self.register_buffer("up", torch.cat(stacked).t().contiguous().t(), persistent=False)
+        self.register_buffer("down", down, persistent=False)
+        self.register_buffer("always", always.to(down.dtype), persistent=False)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [tokens, H], ids and weights [tokens, k] -> routed plus shared experts [tokens, H]."""
+        gate, up = product(x, self.up).chunk(2, -1)
+        routed = self.always.expand(len(x), -1).scatter(1, ids, weights.to(x.dtype))
+        active = (F.silu(gate) * up).view(len(x), len(self.always), -1) * routed.unsqueeze(-1)
+        return product(active.view(len(x), -1), self.down)
+
+
+def together(moe: MoE) -> AllExperts | None:
+    """Stacked copies of a layer's experts where they are plain and small; None where dispatching tokens is faster."""
+    routed, shared = moe.experts, moe.shared_experts
+    if not isinstance(routed, Experts) or not isinstance(shared, MLP) or shared.down_proj.in_features == 0:
+        return None
+    if not isinstance(shared.gate_up_proj, Linear) or not isinstance(shared.down_proj, Linear):
+        return None
+    if routed.gate_up.numel() + routed.down.numel() > DENSE_EXPERT_WEIGHTS:
+        return None
+    return AllExperts(routed, shared)
