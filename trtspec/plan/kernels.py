@@ -38,12 +38,21 @@ def interpolate(series: Series, at: float) -> float:
     return y0 + (ys[right] - y0) * (at - x0) / (xs[right] - x0)
 
 
-def interpolate_twice(table: dict[str, Series], outer: float, inner: float) -> float:
-    """The same over a table of series: along each series first, then between the two that enclose `outer`."""
-    keys = tuple(map(float, table))
-    right = min(max(1, bisect.bisect_left(keys, outer)), len(keys) - 1)
-    rows = list(table.values())[right - 1 : right + 1]
-    return interpolate(Series(keys[right - 1 : right + 1], tuple(interpolate(row, inner) for row in rows)), outer)
+class Grid(NamedTuple):
+    """A series for each of several ascending values of another quantity."""
+
+    xs: tuple[float, ...]
+    rows: tuple[Series, ...]
+
+    def row(self, at: float) -> Series | None:
+        return self.rows[self.xs.index(at)] if at in self.xs else None
+
+
+def interpolate_twice(grid: Grid, outer: float, inner: float) -> float:
+    """Along each series first, then between the two that enclose `outer`."""
+    right = min(max(1, bisect.bisect_left(grid.xs, outer)), len(grid.xs) - 1)
+    values = tuple(interpolate(row, inner) for row in grid.rows[right - 1 : right + 1])
+    return interpolate(Series(grid.xs[right - 1 : right + 1], values), outer)
 
 
 @dataclass(frozen=True)
@@ -87,8 +96,8 @@ class Kernels:
     def allreduce(self, ranks: int, elements: int) -> float:
         if ranks == 1:
             return 0.0
-        table = self.tables["allreduce"].get(str(ranks)) or twin_tables(self.gpu.name)["allreduce"][str(ranks)]
-        return interpolate(table, elements)
+        row = self.tables["allreduce"].row(ranks) or twin_tables(self.gpu.name)["allreduce"].row(ranks)
+        return interpolate(row, elements)
 
     def from_hidden(self, tokens: int, width: float) -> float:
         """A BF16 linear layer that reads the model's width and writes `width`."""
@@ -115,10 +124,12 @@ def read_tables(gpu: str) -> dict[str, Any]:
 
 
 def _read(pairs: list[tuple[str, Any]]) -> Any:
-    """A mapping from numbers to numbers is a Series; docs/kernel_tables.py writes it in ascending order."""
-    if pairs and isinstance(pairs[0][1], (int, float)):
-        return Series(tuple(float(key) for key, _ in pairs), tuple(value for _, value in pairs))
-    return dict(pairs)
+    """A mapping from numbers to numbers is a Series, one from numbers to Series a Grid; docs/kernel_tables.py writes
+    both in ascending order."""
+    if not pairs or not pairs[0][0].isdigit():
+        return dict(pairs)
+    keys, values = tuple(float(key) for key, _ in pairs), tuple(value for _, value in pairs)
+    return Grid(keys, values) if isinstance(values[0], Series) else Series(keys, values)
 
 
 def twin_tables(gpu: str) -> dict[str, Any]:

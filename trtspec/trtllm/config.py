@@ -17,7 +17,6 @@ from trtspec.trtllm.finding import Finding, Subject
 from trtspec.trtllm.intent import Intent
 from trtspec.trtllm.lint import lint
 from trtspec.trtllm.lint_speculation import SPEC
-from trtspec.trtllm.room import held_requests
 from trtspec.trtllm.schema import schema_for
 
 OPTION_ONLY = {
@@ -160,6 +159,8 @@ def _room(intent: Intent, target: ModelSpec, head: HeadSpec | None, found: dict[
     """What the cache holds, where the GPU is known; raises CheckFailed when it holds no request."""
     if intent.gpu is None:
         return ""
+    from trtspec.trtllm.room import held_requests
+
     chosen = found.get("kv_cache_config.free_gpu_memory_fraction")
     held = held_requests(intent, target, head, float(chosen.value) if chosen else 0.9)
     batch = intent.batch * (intent.tp_size if intent.attention_dp else 1)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trtspec.checkpoint.hub import Resolved, resolve
 from trtspec.checkpoint.known import known
 from trtspec.errors import UsageError
 from trtspec.specs import HeadSpec, ModelSpec
-from trtspec.trtllm.document import Document
-from trtspec.trtllm.gates import default_version
-from trtspec.trtllm.lint_speculation import MODEL_KEYS
+
+if TYPE_CHECKING:
+    from trtspec.trtllm.document import Document
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,16 @@ def choose_version(asked: str | None, target: ModelSpec | None, head: HeadSpec |
             "which TensorRT-LLM version? None is installed here, and none is given",
             "pass --trtllm-version, for example --trtllm-version 1.3.0rc20",
         )
+    from trtspec.trtllm.gates import default_version
+
     version, source = default_version(target, head)
     return version, f"newest one known to run this model ({source})"
 
 
 def head_in(document: Document) -> str | None:
     """The head that a file names."""
+    from trtspec.trtllm.lint_speculation import MODEL_KEYS
+
     return next((str(document.get(key)) for key in MODEL_KEYS if document.get(key)), None)
 
 
