@@ -14,8 +14,8 @@ RUN pip install --no-cache-dir --no-compile --index-url "${TORCH_INDEX}" -c cons
 COPY LICENSE NOTICE README.md pyproject.toml ./
 COPY trtspec trtspec
 RUN pip install --no-cache-dir --no-compile -c constraints.txt ".[reference]" \
-    && ln -s "$(python3 -c 'from trtspec.data_files import DATA; print(DATA / "kimi-nano")')" /opt/kimi-nano \
-    && ln -s "$(python3 -c 'from trtspec.data_files import DATA; print(DATA / "kimi-nano-eagle3")')" /opt/kimi-nano-eagle3
+    && ln -s "$(python3 -I -c 'from trtspec.data_files import DATA; print(DATA / "kimi-nano")')" /opt/kimi-nano \
+    && ln -s "$(python3 -I -c 'from trtspec.data_files import DATA; print(DATA / "kimi-nano-eagle3")')" /opt/kimi-nano-eagle3
 
 FROM ${BASE}
 LABEL org.opencontainers.image.title="trtspec, reference backend" \
