@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.trtllm.command import CONFIG_NAME, build_command
@@ -220,6 +222,47 @@ def test_the_parts_of_a_disaggregated_deployment() -> None:
     assert {finding.severity for found in judged for finding in found} == {"info"}
     step = parse_intent(texts["generation.yml"])
     assert step is not None and step.tokens >= step.batch * (step.draft_len + 1)
+
+
+INTENTS = st.builds(
+    Intent,
+    st.sampled_from(["nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2-Thinking-NVFP4", "moonshotai/Kimi-K2-Instruct"]),
+    st.sampled_from(["1.1.0", "1.2.1", "1.3.0rc16", "1.3.0rc20", "1.3.0rc29", "1.4.0rc1"]),
+    st.sampled_from(
+        [None, "nvidia/Kimi-K2.5-Eagle3", "lightseekorg/kimi-k2.5-eagle3", "lightseekorg/kimi-k2.6-eagle3.1-mla"]
+    ),
+    st.sampled_from(["latency", "throughput"]),
+    st.sampled_from([4, 6, 8, 16, 32]),
+    draft_len=st.integers(1, 7),
+    settings=st.sampled_from([(), ("stream_interval=10",), ("kv_cache_config.free_gpu_memory_fraction=0.5",)]),
+    trust_remote_code=st.booleans(),
+    gpu=st.sampled_from([None, "b200", "gb200", "b300", "h200"]),
+    nodes=st.sampled_from([1, 2, 4]),
+    role=st.sampled_from([None, "context", "generation", "front"]),
+    spread_attention=st.sampled_from([None, True, False]),
+    experts_over=st.sampled_from([None, 1, 4, 8]),
+    isl=st.sampled_from([None, 1024, 100_000]),
+    osl=st.sampled_from([None, 1024, 8192]),
+    concurrency=st.sampled_from([None, 1, 100, 3000]),
+    context_urls=st.sampled_from([(), ("a:1", "b-2.c:65535")]),
+)
+
+
+@given(intent=INTENTS)
+@settings(max_examples=100, deadline=None)
+def test_any_intent_is_refused_with_a_reason_or_written_clean_and_written_again(intent: Intent) -> None:
+    try:
+        recipe = render(intent)
+    except (UsageError, CheckFailed) as refused:
+        assert refused.message and (refused.remedy or "->" in refused.message or "error" in refused.message)
+        return
+    again = parse_intent(recipe.text)
+    assert again is not None and again.command() == intent.command()
+    assert render(again).text == recipe.text
+    assert not [finding for finding in recipe.findings if finding.severity == "error"]
+    if intent.role is None:
+        values = yaml.safe_load(recipe.values_text())
+        assert values["engineConfig"] == recipe.text and values["nodes"] * values["gpusPerNode"] == intent.tp_size
 
 
 def test_sizes_follow_the_workload() -> None:
