@@ -1,6 +1,6 @@
 """How fast `quantize` is: the packing kernel beside ModelOpt's, and the whole job beside `cp` of the same files.
 
-    python -m tests.benchmarks.quantize [--rounds 5] [--hidden 2048] [--experts 24] [--layers 3] [--workers 1]
+    python -m tests.benchmarks.quantize [--rounds 5] [--experts 24] [--shards 4] [--workers 1]
 
 Contestants alternate inside each round and medians are printed, because a shared machine's speed drifts from minute to
 minute: trust the ratios, not the seconds. One torch thread per process. Both whole jobs end with fsync, `quantize` with
@@ -24,7 +24,7 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
-from tests.tiny import make_target
+from tests.benchmarks.full_size_layer import make_layer
 from tests.tiny_formats import pack_int4
 from trtspec.quant.packing import Rows, Scaling, TorchPacker, choose_packer
 from trtspec.quant.policy import load_policy
@@ -85,17 +85,17 @@ def copy(source: Path, target: Path) -> None:
         os.close(descriptor)
 
 
-def source_of(format: str, root: Path, arguments: argparse.Namespace) -> Path:
-    sizes = {"hidden": arguments.hidden, "experts": arguments.experts, "layers": arguments.layers}
-    return make_target(root / format, format=format, shards=8, **sizes)
-
-
 def whole_job(format: str, root: Path, arguments: argparse.Namespace) -> None:
     """Prints one line; runs in a process of its own, so that the peak is this job's."""
     source = root / format
     target, results = root / "out", list[dict[str, Any]]()
 
-    cpu: list[tuple[float, float]] = []
+    cpu, copying = list[tuple[float, float]](), list[float]()
+
+    def cp() -> None:
+        begin = time.thread_time()
+        copy(source, root / "copy")
+        copying.append(time.thread_time() - begin)
 
     def quantize() -> None:
         shutil.rmtree(target, ignore_errors=True)
@@ -104,12 +104,13 @@ def whole_job(format: str, root: Path, arguments: argparse.Namespace) -> None:
         cpu.append((time.thread_time() - begin[0], time.process_time() - begin[1]))
 
     size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-    times = medians({"cp": lambda: copy(source, root / "copy"), "quantize": quantize}, arguments.rounds)
+    times = medians({"cp": cp, "quantize": quantize}, arguments.rounds)
     print(
         f"{format:<10}{size / 1e9:8.3f} GB{times['cp']:10.2f}{times['quantize']:10.2f}"
         f"{times['quantize'] / times['cp']:10.2f}{size / times['quantize'] / 1e9:10.3f}"
         f"{results[-1]['peak_rss_bytes'] / 2**20:10.0f}"
     )
+    print(f"          CPU s: cp {statistics.median(copying):.2f}", end=", ")
     profile(source, target, statistics.median(part[0] for part in cpu), statistics.median(part[1] for part in cpu))
 
 
@@ -126,7 +127,7 @@ def profile(source: Path, target: Path, main_thread: float, process: float) -> N
     hashing = time.thread_time() - begin
     rest = process - main_thread - reading - hashing
     print(
-        f"          CPU s: computing and Python {main_thread:.2f}, reading {reading:.2f}, checksums {hashing:.2f}, "
+        f"computing and Python {main_thread:.2f}, reading {reading:.2f}, checksums {hashing:.2f}, "
         f"writing and the rest {rest:.2f}; in all {process:.2f}",
         flush=True,
     )
@@ -134,18 +135,22 @@ def profile(source: Path, target: Path, main_thread: float, process: float) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("rounds", 5), ("hidden", 2048), ("experts", 24), ("layers", 3), ("workers", 1)):
+    for name, default in (("rounds", 5), ("experts", 24), ("shards", 4), ("workers", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--formats", nargs="+", default=["bf16", "int4", "fp8-block"])
     parser.add_argument("--directory", type=Path, help="where the files lie; default: the system's")
+    parser.add_argument("--no-kernels", action="store_true", help="whole jobs only")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    kernels(arguments.rounds)
+    if not arguments.no_kernels:
+        kernels(arguments.rounds)
     print(f"\nwhole job, {arguments.workers} worker(s)")
     print("source          size      cp s  quantize s  ratio   GB/s in  peak RSS MiB", flush=True)
     with tempfile.TemporaryDirectory(prefix="quantize-benchmark-", dir=arguments.directory) as root:
         for format in arguments.formats:
-            source = source_of(format, Path(root), arguments)
+            # as many bytes of BF16 as of INT4, so that both columns of cp mean the same
+            experts = arguments.experts if format == "int4" else max(1, arguments.experts * 9 // 32)
+            source = make_layer(Path(root) / format, format, experts, arguments.shards)
             job = multiprocessing.get_context("spawn").Process(target=whole_job, args=(format, Path(root), arguments))
             job.start()
             job.join()

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_head, make_target
+from trtspec.quant.modelopt import packed_by_modelopt
 from trtspec.quant.policy import load_policy
 from trtspec.quant.streaming import quantize_checkpoint
 from trtspec.quant.verify import compare
@@ -39,6 +40,26 @@ def test_a_good_conversion_has_no_problem(tmp_path, format, policy):
     assert report["problems"] == [] and report["compared"] == report["tensors"]
     assert all(0.05 < entry["relative_error"] < 0.12 for entry in report["classes"].values())
     assert compare(tmp_path / "out", source, 10)["compared"] == 10
+
+
+def test_error_by_layer_and_modelopts_bytes(pair):
+    source, good = pair
+    report = compare(good, source, 0, packed_by_modelopt)
+    assert report["problems"] == [] and report["packed_alike"] == 3 + 5 * 3
+    assert list(report["layers"]) == ["0", "1"]
+    assert [entry["tensors"] for entry in report["layers"].values()] == [3, 15]
+    assert all(0.05 < entry["relative_error"] <= entry["worst"] < 0.12 for entry in report["layers"].values())
+
+
+def test_other_codes_than_modelopts_are_found(pair, tmp_path):
+    source, good = pair
+    for name in ("config.json", "hf_quant_config.json"):
+        (tmp_path / name).write_bytes((good / name).read_bytes())
+    tensors = load_file(good / "model.safetensors")
+    tensors[f"{MODULE}.weight"][0, 0] ^= 1
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    found = compare(tmp_path, source, 0, packed_by_modelopt)["problems"]
+    assert [(problem.code, problem.where) for problem in found] == [("TS-QUANT-BYTES", f"{MODULE}.weight")]
 
 
 def damage(tensors: dict[str, torch.Tensor], case: str) -> None:

@@ -42,7 +42,11 @@ class ShardFile:
             self._file = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         except OSError as error:
             raise _cannot_write(path, error) from error
-        self._write(header, 0)
+        try:
+            self._write(header, 0)
+        except BaseException:
+            self.abandon()
+            raise
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Writes one tensor at its place; dtype and shape must be those of the layout."""

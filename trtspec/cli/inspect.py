@@ -26,6 +26,9 @@ def inspect(
             min=0, help="With --against SOURCE: how many tensors to decode and compare; 0: all, and all of a head."
         ),
     ] = 64,
+    modelopt: Annotated[
+        bool, typer.Option("--modelopt", help="With --against SOURCE: also compare the bytes with ModelOpt's packing.")
+    ] = False,
     json_output: JsonOption = False,
 ) -> None:
     """Say what a target or head checkpoint is and what is wrong with it.
@@ -41,7 +44,7 @@ def inspect(
     resolved = resolve(path, allow_download=False)
     report = describe(resolved, all_values=sample == 0)
     if against is not None:
-        report |= compare(resolved, resolve(against, allow_download=False), report, sample)
+        report |= compare(resolved, resolve(against, allow_download=False), report, sample, modelopt)
     problems: list[Problem] = report["problems"]
     if json_output:
         print_json(report | {"problems": [problem.to_dict() for problem in problems]})
@@ -51,7 +54,9 @@ def inspect(
         raise typer.Exit(3)
 
 
-def compare(resolved: Resolved, other: Resolved, report: dict[str, Any], sample: int) -> dict[str, Any]:
+def compare(
+    resolved: Resolved, other: Resolved, report: dict[str, Any], sample: int, modelopt: bool = False
+) -> dict[str, Any]:
     """The additional keys of --against; `problems` holds the old and the new ones."""
     if report["kind"] == "head" and other.kind == "target":
         return compare_pair(resolved, other, report)
@@ -61,7 +66,7 @@ def compare(resolved: Resolved, other: Resolved, report: dict[str, Any], sample:
         )
     if report["kind"] == "head" and report["attention"]:
         return compare_derived_head(resolved, other, report)
-    return compare_tensors(resolved, other, report, sample)
+    return compare_tensors(resolved, other, report, sample, modelopt)
 
 
 def compare_pair(resolved: Resolved, other: Resolved, report: dict[str, Any]) -> dict[str, Any]:
@@ -96,11 +101,15 @@ def compare_derived_head(resolved: Resolved, source: Resolved, report: dict[str,
     return {"against": source.name, "problems": report["problems"] + result.pop("problems"), "comparison": result}
 
 
-def compare_tensors(resolved: Resolved, source: Resolved, report: dict[str, Any], sample: int) -> dict[str, Any]:
+def compare_tensors(
+    resolved: Resolved, source: Resolved, report: dict[str, Any], sample: int, modelopt: bool = False
+) -> dict[str, Any]:
     """A derived checkpoint against its source, tensor by tensor."""
+    from trtspec.quant.modelopt import packed_by_modelopt
     from trtspec.quant.verify import compare as compare_checkpoints
 
-    result = compare_checkpoints(local(resolved), local(source), sample)
+    packs_as = packed_by_modelopt if modelopt else None
+    result = compare_checkpoints(local(resolved), local(source), sample, packs_as)
     problems = [entry if isinstance(entry, Problem) else Problem(**entry) for entry in result.pop("problems")]
     return {"against": source.name, "comparison": result, "problems": report["problems"] + problems}
 
@@ -173,4 +182,11 @@ def comparison_rows(comparison: dict[str, Any]) -> list[tuple[str, str]]:
     for name, found in comparison.get("classes", {}).items():
         error = f"relative error {found['relative_error']:.4f}, worst {found['worst']:.4f}, {found['tensors']} tensors"
         lines.append((name, error))
+    for name, found in comparison.get("layers", {}).items():
+        bar = "\u2588" * round(200 * found["relative_error"])  # one for every half per cent
+        lines.append((f"layer {name}", f"{found['relative_error']:.4f} {bar}"))
+    if comparison.get("classes"):
+        lines.append(("all-zero blocks", f"{comparison['zero_blocks']:,}"))
+    if "packed_alike" in comparison:
+        lines.append(("ModelOpt's bytes", f"{comparison['packed_alike']} tensors packed alike"))
     return lines

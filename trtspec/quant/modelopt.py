@@ -94,6 +94,15 @@ def quantize_with_modelopt(
     return result | {"seconds": seconds, "peak_rss_bytes": peak_rss(), "shards_resumed": 0, "part": None}
 
 
+def packed_by_modelopt(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, K/2]: ModelOpt's codes of bf16 [N, K] under given scales (float8_e4m3fn [N, K/16], float32)."""
+    try:
+        from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
+    except ImportError:
+        raise MissingDependency("nvidia-modelopt is not installed", "pip install 'trtspec[modelopt]'") from None
+    return NVFP4QTensor.quantize(weight.clone(), 16, scale, scale_2)[0]._quantized_data
+
+
 def _check_memory(conversion: Conversion) -> None:
     elements = 0
     for plan in conversion.plans:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,16 @@ from trtspec.specs import ModelSpec
 
 AGAIN = "convert the source again with `trtspec quantize`"
 NVFP4_ERROR_LIMIT = 0.2  # random weights round with 0.095; a wrong scale or order is far above
+Packs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # weight, scale, scale_2 -> packed
 LINEAR_SUFFIXES = ("_proj", "_proj_with_mqa", "lm_head")
 
 
-def compare(out: Path, src: Path, sample: int = 64) -> dict[str, Any]:
+def compare(out: Path, src: Path, sample: int = 64, packs_as: Packs | None = None) -> dict[str, Any]:
     """Re-reads `out` against `src`; `sample` tensors are decoded and compared, 0 for all.
 
-    Headers, scales of every sampled linear and the exclude list are checked always. Returns `compared`, `tensors`,
-    `classes` {relative_error, worst, tensors}, `zero_blocks`, and `problems` (Problem records).
+    Headers, scales of every sampled linear and the exclude list are checked always. `packs_as` is another packer, whose
+    bytes for the same scales are compared (`packed_alike` counts them). Returns `compared`, `tensors`, `classes` and
+    `layers` {relative_error, worst, tensors}, `zero_blocks`, and `problems` (Problem records).
     """
     derived, source = Checkpoint.open(out), Checkpoint.open(src)
     names, origin = plain_names(derived.tensors), plain_names(source.tensors)
@@ -43,7 +47,7 @@ def compare(out: Path, src: Path, sample: int = 64) -> dict[str, Any]:
         linears = [name.removesuffix(".weight") for name in names if _is_text_linear(name)]
         problems += exclude_problems(modules, linears, target_spec(derived).quant)
     chosen = _sample(sorted(names.keys() & origin.keys()), modules, sample)
-    comparison = _Comparison(derived, source, kind == "target")
+    comparison = _Comparison(derived, source, kind == "target", packs_as)
     for name in chosen:
         if name not in broken:
             comparison.add(name)
@@ -115,13 +119,14 @@ def _sample(names: list[str], modules: list[str], count: int) -> list[str]:
 class _Comparison:
     """Decodes tensor by tensor from both sides and gathers errors by class."""
 
-    def __init__(self, derived: Checkpoint, source: Checkpoint, is_target: bool) -> None:
+    def __init__(self, derived: Checkpoint, source: Checkpoint, is_target: bool, packs_as: Packs | None) -> None:
         self.derived, self.source = LazyTensors(derived), LazyTensors(source)
         self.derived_spec = target_spec(derived) if is_target else None
         self.source_spec = target_spec(source) if is_target else None
         self.problems: list[Problem] = []
         self.classes: dict[str, dict[str, float]] = {}
-        self.zero_blocks = 0
+        self.layers: dict[str, dict[str, float]] = {}
+        self.zero_blocks, self.packs_as, self.packed_alike = 0, packs_as, 0
 
     def add(self, name: str) -> None:
         new = self._decode(self.derived, self.derived_spec, name)
@@ -132,6 +137,7 @@ class _Comparison:
         if format == "nvfp4":
             self._scales(name)
             self._error(name, new.float(), old.float())
+            self._bytes(name, old)
         elif not torch.equal(new.reshape(-1).view(torch.uint8), old.reshape(-1).view(torch.uint8)):
             text = "is stored unquantized but its bytes are not the source's"
             self.problems.append(Problem("TS-QUANT-CHANGED", "error", name, text, AGAIN))
@@ -154,14 +160,28 @@ class _Comparison:
         packed = self.derived[name].view(-1, nvfp4.BLOCK // 2)
         self.zero_blocks += int(((packed & 0x77) == 0).all(-1).sum())
 
+    def _bytes(self, name: str, old: torch.Tensor) -> None:
+        """The other packer's codes for the source's weight under our scales."""
+        if self.packs_as is None:
+            return
+        module = name.removesuffix(".weight")
+        scale, scale_2 = self.derived[f"{module}.weight_scale"], self.derived[f"{module}.weight_scale_2"]
+        if torch.equal(self.packs_as(old, scale, scale_2), self.derived[name]):
+            self.packed_alike += 1
+            return
+        text = "its bytes are not those that ModelOpt packs from the source with the same scales"
+        self.problems.append(Problem("TS-QUANT-BYTES", "error", name, text, AGAIN))
+
     def _error(self, name: str, new: torch.Tensor, old: torch.Tensor) -> None:
         error, norm = float((new - old).norm()), float(old.norm())
         relative = error / norm if norm else error
-        entry = self.classes.setdefault(weight_class(name), {"tensors": 0, "error": 0.0, "norm": 0.0, "worst": 0.0})
-        entry["tensors"] += 1
-        entry["error"] += error**2
-        entry["norm"] += norm**2
-        entry["worst"] = max(entry["worst"], relative)
+        layer = re.search(r"\blayers\.(\d+)\.", name)
+        for table, key in ((self.classes, weight_class(name)), (self.layers, layer[1] if layer else "none")):
+            entry = table.setdefault(key, {"tensors": 0, "error": 0.0, "norm": 0.0, "worst": 0.0})
+            entry["tensors"] += 1
+            entry["error"] += error**2
+            entry["norm"] += norm**2
+            entry["worst"] = max(entry["worst"], relative)
         if not relative <= NVFP4_ERROR_LIMIT:
             text = f"differs from the source by {relative:.3f} of its norm; rounding alone gives about 0.1"
             self.problems.append(Problem("TS-QUANT-ERROR", "error", name, text, AGAIN))
@@ -169,12 +189,18 @@ class _Comparison:
     def summary(self) -> dict[str, Any]:
         self.derived.close()
         self.source.close()
-        classes = {
-            name: {
-                "tensors": int(entry["tensors"]),
-                "relative_error": (entry["error"] / entry["norm"]) ** 0.5 if entry["norm"] else 0.0,
-                "worst": entry["worst"],
-            }
-            for name, entry in sorted(self.classes.items())
+        by_layer = dict(sorted(self.layers.items(), key=lambda item: (not item[0].isdigit(), item[0].zfill(6))))
+        found = {"classes": _errors(dict(sorted(self.classes.items()))), "layers": _errors(by_layer)}
+        alike = {} if self.packs_as is None else {"packed_alike": self.packed_alike}
+        return {**found, "zero_blocks": self.zero_blocks, **alike}
+
+
+def _errors(table: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    return {
+        name: {
+            "tensors": int(entry["tensors"]),
+            "relative_error": (entry["error"] / entry["norm"]) ** 0.5 if entry["norm"] else 0.0,
+            "worst": entry["worst"],
         }
-        return {"classes": classes, "zero_blocks": self.zero_blocks}
+        for name, entry in table.items()
+    }
