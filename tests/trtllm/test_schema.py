@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 from trtspec.errors import UsageError
+from trtspec.trtllm import schema
 from trtspec.trtllm.gates import default_version, gate
 from trtspec.trtllm.schema import LINES, UNKNOWN, newest_known, parse_version, schema_for
 
@@ -77,6 +81,22 @@ def test_every_field_has_a_type_and_every_object_its_parent() -> None:
                 assert field.default in field.allowed, field
         for option in schema.options.values():
             assert option.flags and option.type in ("int", "float", "bool", "str"), option
+
+
+def test_what_was_parsed_once_is_kept_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "schemas"
+    shutil.copytree(schema.SCHEMAS, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(schema, "SCHEMAS", folder)
+    monkeypatch.setattr(schema, "PARSED", folder / "__pycache__" / "lines.json")
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    read = schema._files.__wrapped__
+    parsed = read()
+    assert schema.PARSED.is_file() and read() == parsed  # and what JSON keeps is what YAML said
+    newest = folder / "1.4.yaml"
+    newest.write_text(newest.read_text().replace("1.4.0rc1", "1.4.0rc2"))
+    assert read()["1.4"]["versions"]["newest"] == "1.4.0rc2"
+    schema.PARSED.write_text("{not json")
+    assert read()["1.4"]["versions"]["newest"] == "1.4.0rc2"
 
 
 def test_the_newest_line_states_everything() -> None:

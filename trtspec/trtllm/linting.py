@@ -8,11 +8,9 @@ from typing import Any
 
 from trtspec.data_files import gpu_names, gpu_spec
 from trtspec.errors import Problem, UsageError
-from trtspec.trtllm.command import parse_passed
-from trtspec.trtllm.config import settings_in_argv
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.finding import Subject
-from trtspec.trtllm.intent import parse_intent
+from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.schema import Schema, schema_for
 from trtspec.trtllm.subject import choose_version, findable, head_in, load_head, load_target
 
@@ -43,7 +41,7 @@ def subject_of(
     else:
         chosen, reason = choose_version(version, target_spec, head_spec)
     schema = schema_for(chosen)
-    sizes = settings_in_argv(written) if written is not None else {}
+    sizes = _sizes(written) if written is not None else {}
     argv = {key: value for key, value in sizes.items() if not document.has(key)}
     options, problems = _options(schema, passed)
     argv |= {key: value for name, value in (options or {}).items() if (key := schema.options[name].key) is not None}
@@ -54,9 +52,17 @@ def subject_of(
     return subject, reason, problems
 
 
+def _sizes(written: Intent) -> dict[str, Any]:
+    from trtspec.trtllm.config import settings_in_argv  # here: it loads the memory model, which lint does not need
+
+    return settings_in_argv(written)
+
+
 def _options(schema: Schema, passed: list[str] | None) -> tuple[dict[str, Any] | None, list[Problem]]:
     if passed is None:
         return None, []
+    from trtspec.trtllm.command import parse_passed
+
     options, problems = parse_passed(schema, passed)
     return {item.option.name: item.value for item in options}, problems
 

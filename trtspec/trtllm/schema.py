@@ -7,7 +7,10 @@ ordered by `packaging.version`. Where the release in which two lines part is not
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
+import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,11 @@ from typing import Any
 import yaml
 from packaging.version import InvalidVersion, Version
 
-from trtspec.errors import UsageError
+from trtspec.errors import TrtspecError, UsageError
+from trtspec.report import write_atomic
 
 SCHEMAS = Path(__file__).parent / "schemas"
+PARSED = SCHEMAS / "__pycache__" / "lines.json"
 LINES = ("1.0", "1.1", "1.2", "1.3", "1.4")
 UNKNOWN = object()  # a default that no source states
 # the key that says which of several classes an object is; `variants` of a field are values of it
@@ -173,10 +178,29 @@ def _neighbour(version: Version, name: str) -> tuple[str | None, str]:
     return None, ""
 
 
-@functools.cache
 def _file(line: str) -> dict[str, Any]:
+    return _files()[line]
+
+
+@functools.cache
+def _files() -> dict[str, dict[str, Any]]:
+    """Every schema file, parsed. Like bytecode, what was parsed once is kept beside the files until one changes:
+    reading it back takes a twentieth of the time, and every torch-free command needs it."""
+    files = {line: SCHEMAS / f"{line}.yaml" for line in LINES}
+    stamp = {line: [(found := path.stat()).st_mtime_ns, found.st_size] for line, path in files.items()}
+    try:
+        kept = json.loads(PARSED.read_text(encoding="utf-8"))
+        if kept["stamp"] == stamp:
+            return kept["lines"]
+    except (OSError, ValueError, KeyError):
+        pass
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load((SCHEMAS / f"{line}.yaml").read_text(encoding="utf-8"), Loader=loader)
+    lines = {line: yaml.load(path.read_text(encoding="utf-8"), Loader=loader) for line, path in files.items()}
+    if not sys.dont_write_bytecode:
+        with contextlib.suppress(OSError, TrtspecError):  # an installation that may not be written is only slower
+            PARSED.parent.mkdir(exist_ok=True)
+            write_atomic(PARSED, json.dumps({"stamp": stamp, "lines": lines}))
+    return lines
 
 
 Entries = tuple[dict[str, dict], dict[str, dict], dict[str, dict]]
