@@ -71,6 +71,7 @@ def starve(source: Path, layer: int, expert: int) -> None:
         save_file(tensors, path, {"format": "pt"})
 
 
+@pytest.mark.timeout(900)  # several processes that import ModelOpt; minutes on a busy machine
 @pytest.mark.parametrize(
     ("format", "nested", "config", "policy"),
     [
@@ -253,3 +254,41 @@ def test_the_command(tmp_path, data):
     source = make_target(tmp_path / "Kimi-K2.6", layers=2)
     result = command(source, data, "-o", tmp_path / "s.safetensors")
     assert len(load_file(tmp_path / "s.safetensors")) == result["linears"]
+
+
+MEMORY = """
+import json, re, sys, torch
+from pathlib import Path
+from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint
+from trtspec.models.stream import LayerStream
+from trtspec.quant.modelopt import InputObserver
+from trtspec.quant.policy import load_policy
+def memory(key):
+    return 1024 * int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
+torch.set_num_threads(1)
+source, data, output = map(Path, sys.argv[1:])
+InputObserver()  # imports ModelOpt
+layer = LayerStream(source).layer_bytes(1)
+before = []
+def progress(done, total):
+    if done == 0:
+        before.append(memory("VmRSS"))
+        open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
+options = CalibrationOptions(samples=8, seq_len=32, dtype=torch.float32)
+calibrate_checkpoint(source, data, output, load_policy("k2.6"), options, progress=progress)
+print(json.dumps({"grown": memory("VmHWM") - before[0], "layer": layer}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_memory_stays_at_two_layers_whatever_the_depth(tmp_path, data):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    for layers in (4, 16):
+        source = make_target(tmp_path / str(layers), layers=layers, hidden=512, experts=24)
+        command = [sys.executable, "-c", MEMORY, source, data, tmp_path / f"{layers}.safetensors"]
+        run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+        assert run.returncode == 0, run.stderr
+        found = json.loads(run.stdout.splitlines()[-1])
+        print(layers, "layers", found)
+        assert found["grown"] < 2.5 * found["layer"]  # the one that computes, the one that loads
