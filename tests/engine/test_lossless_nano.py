@@ -1,6 +1,8 @@
-"""kimi-nano with its trained head: greedy speculative output against plain output on held-out prompts.
+"""kimi-nano with its trained head: greedy speculative output against plain output at batch 1 on held-out prompts.
 
-float32: token for token. bfloat16 and NVFP4: every first divergence is a near-tie under the measured rounding bound.
+float32: token for token. bfloat16 and NVFP4: every first divergence is a near-tie under the rounding measured at that
+very position. NVFP4 is computed in bfloat16 where the CPU has it natively, else in float32; bfloat16 always as such, on
+short prompts, since a CPU without it takes ten times as long.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,49 +19,26 @@ import torch
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.engine.engine import Engine
-from trtspec.engine.near_ties import first_divergence, rounding_bound
+from trtspec.engine.near_ties import first_divergence, rounding_at
 from trtspec.engine.sequence import Completion, Request
+from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head
+from trtspec.models.kimi import KimiModel
+from trtspec.models.precision import default_dtype
 from trtspec.models.weights import load_target
 
 HEAD = DATA / "kimi-nano-eagle3"
 PROMPTS = kimi_nano_dir() / "prompts_heldout.jsonl"
-NEW_TOKENS = 32
+PROMPT_TOKENS, NEW_TOKENS = 96, 32  # the prompt's end, with the assistant's turn opened
+EVERY = pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.slow)])
 
 pytestmark = pytest.mark.skipif(
     not (PROMPTS.is_file() and (kimi_nano_dir() / "config.json").is_file() and (HEAD / "config.json").is_file()),
     reason="kimi-nano and its head are not in trtspec/data",
 )
 
-
-def held_out(count: int) -> list[Request]:
-    tokenizer = KimiTokenizer(kimi_nano_dir())
-    lines = PROMPTS.read_text(encoding="utf-8").splitlines()[:count]
-    assert len(lines) == count
-    prompts = [tokenizer.apply_chat_template(json.loads(line)["messages"])[-512:] for line in lines]
-    return [Request(str(number), prompt, NEW_TOKENS) for number, prompt in enumerate(prompts)]
-
-
-def run(
-    dtype: torch.dtype, requests: list[Request], rows: int, target_dir: Path
-) -> tuple[dict[str, Completion], dict[str, Completion], Engine]:
-    """(plain at batch 1, with the head at batch `rows`, the engine with the head)."""
-    target = load_target(target_dir, dtype=dtype)
-    head = load_head(HEAD, target, dtype=dtype)
-    common = {"max_seq_len": 640, "record_gaps": True}
-    plain = Engine(target, max_batch_size=1, **common).generate(requests)  # type: ignore[arg-type]
-    engine = Engine(target, head, drafter="eagle3", max_batch_size=rows, **common)  # type: ignore[arg-type]
-    return plain, engine.generate(requests), engine
-
-
-@pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize("count", [16, pytest.param(200, marks=pytest.mark.slow)])
-def test_float32_token_for_token(count: int, rows: int) -> None:
-    requests = held_out(count)
-    plain, speculative, engine = run(torch.float32, requests, rows, kimi_nano_dir())
-    different = {r.id: first_divergence(plain[r.id], speculative[r.id]) for r in requests}
-    assert {name: divergence for name, divergence in different.items() if divergence} == {}
-    assert 1 + engine.totals.accepted / engine.totals.steps > 1.5, "a trained head accepts more than this"
+Models = Callable[[str], tuple[KimiModel, Eagle3Head]]
+Plain = Callable[[str, int], dict[str, Completion]]
 
 
 @pytest.fixture(scope="module")
@@ -70,19 +50,88 @@ def nvfp4_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
+@pytest.fixture(scope="module")
+def models(request: pytest.FixtureRequest) -> Models:
+    """Target and head by format, loaded once."""
+    loaded: dict[str, tuple[KimiModel, Eagle3Head]] = {}
+
+    def load(format: str) -> tuple[KimiModel, Eagle3Head]:
+        if format not in loaded:
+            nvfp4 = format == "nvfp4"
+            directory = request.getfixturevalue("nvfp4_dir") if nvfp4 else kimi_nano_dir()
+            dtype = default_dtype() if nvfp4 else getattr(torch, format)
+            target = load_target(directory, dtype=dtype)
+            loaded[format] = target, load_head(HEAD, target, dtype=dtype)
+        return loaded[format]
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def plain(models: Models) -> Plain:
+    """Answers without speculation at batch 1, computed once per format."""
+    made: dict[tuple[str, int], dict[str, Completion]] = {}
+
+    def answers(format: str, count: int) -> dict[str, Completion]:
+        if (format, count) not in made:
+            made[format, count] = generate(models(format)[0], None, held_out(count), 1)[0]
+        return made[format, count]
+
+    return answers
+
+
+def held_out(count: int) -> list[Request]:
+    tokenizer = KimiTokenizer(kimi_nano_dir())
+    lines = PROMPTS.read_text(encoding="utf-8").splitlines()[:count]
+    assert len(lines) == count
+    prompts = [tokenizer.apply_chat_template(json.loads(line)["messages"])[-PROMPT_TOKENS:] for line in lines]
+    return [Request(str(number), prompt, NEW_TOKENS) for number, prompt in enumerate(prompts)]
+
+
+def generate(
+    target: KimiModel, head: Eagle3Head | None, requests: list[Request], rows: int
+) -> tuple[dict[str, Completion], Engine]:
+    engine = Engine(
+        target,
+        head,
+        drafter="eagle3" if head else None,
+        max_batch_size=rows,
+        max_seq_len=PROMPT_TOKENS + NEW_TOKENS + 8,
+        record_gaps=True,
+    )
+    return engine.generate(requests), engine
+
+
 @pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize("count", [16, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("format", ["bfloat16", pytest.param("nvfp4", marks=pytest.mark.slow)])
+@EVERY
+def test_float32_token_for_token(count: int, rows: int, models: Models, plain: Plain) -> None:
+    requests = held_out(count)
+    speculative, engine = generate(*models("float32"), requests, rows)
+    expected = plain("float32", count)
+    different = {r.id: first_divergence(expected[r.id], speculative[r.id]) for r in requests}
+    assert {name: divergence for name, divergence in different.items() if divergence} == {}
+    assert 1 + engine.totals.accepted / engine.totals.steps > 1.5, "a trained head accepts more than this"
+
+
+@pytest.mark.parametrize("rows", [16, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("format", "count"),
+    [
+        ("bfloat16", 2),
+        pytest.param("bfloat16", 200, marks=pytest.mark.slow),
+        pytest.param("nvfp4", 200, marks=pytest.mark.slow),
+    ],
+)
 def test_divergences_are_near_ties(
-    format: str, count: int, rows: int, nvfp4_dir: Path, capsys: pytest.CaptureFixture[str]
+    format: str, count: int, rows: int, models: Models, plain: Plain, capsys: pytest.CaptureFixture[str]
 ) -> None:
     requests = held_out(count)
-    directory = nvfp4_dir if format == "nvfp4" else kimi_nano_dir()
-    plain, speculative, engine = run(torch.bfloat16, requests, rows, directory)
-    texts = [request.prompt_ids[-32:] + plain[request.id].token_ids for request in requests[: 4 if count > 16 else 1]]
-    bound = rounding_bound(engine.target, texts, [(1, 1), (1, 4), (rows, 4)])
-    found = [d for r in requests if (d := first_divergence(plain[r.id], speculative[r.id]))]
+    speculative, engine = generate(*models(format), requests, rows)
+    expected = plain(format, count)
+    found = [(r, d) for r in requests if (d := first_divergence(expected[r.id], speculative[r.id]))]
+    judged = [(d, rounding_at(engine.target, r.prompt_ids, expected[r.id], d)) for r, d in found]
     with capsys.disabled():
-        gaps = ", ".join(f"{divergence.gap:.4f}" for divergence in found) or "-"
-        print(f"\n{format}, batch {rows}: {len(found)} of {count} diverge, rounding bound {bound:.4f}, gaps {gaps}")
-    assert all(divergence.near_tie(bound) for divergence in found)
+        print(f"\n{format} in {engine.target.dtype}, batch {rows}: {len(found)} of {count} diverge")
+        for d, m in judged:
+            print(f"  token {d.index}: gap {d.gap:.4f}, clean lead {m.behind:.4f}, margin moves {m.change:.4f}")
+    assert all(measured.explains(divergence) for divergence, measured in judged)

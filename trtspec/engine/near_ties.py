@@ -1,13 +1,14 @@
 """Judging a difference between two greedy runs: rounding at a near-tie, or a real one.
 
-If two computations of the same logits differ by at most e, their argmax can only differ where the best logit leads
-the second by at most 2e, in both. e is measured, never assumed: by computing the same positions in the shapes that
-plain and speculative decoding use.
+Two correct runs can only part where rounding turns the order of the two tokens around. How far rounding moves them is
+measured at that very position: the same context is computed again in the shapes that plain and speculative decoding
+use (rows together, tokens per call, place in both, prefill in one piece or two), and the margin between the two tokens,
+one logit minus the other, is compared. Its largest change is what rounding does there; a near-tie must stay within
+SAFETY times that, both in the runs and in the computations without a drafter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,21 +18,55 @@ from torch import Tensor
 from trtspec.engine.sequence import Completion
 
 if TYPE_CHECKING:
+    from trtspec.models.cache import LatentCache
     from trtspec.models.kimi import KimiModel
+
+# The largest change between a few dozen computations is not the largest there is: the runs may have used shapes and
+# neighbours that were not tried. What a wrong engine does is far larger (tests/engine/test_near_ties.py).
+SAFETY = 2.0
+# (rows, tokens per call, place of the judged position in its call)
+SHAPES = (
+    (1, 1, 0),
+    (1, 2, 0),
+    (1, 3, 2),
+    (1, 4, 0),
+    (1, 4, 1),
+    (1, 4, 3),
+    (4, 1, 0),
+    (4, 4, 2),
+    (16, 1, 0),
+    (16, 4, 3),
+)
+LONGER = 24  # positions by which the last of several rows is ahead of the others, as neighbours in a batch are
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first token at which two runs differ; `gap` is the larger lead of best over second logit in the two runs."""
+    """The first token at which two runs differ; `gap` is the larger lead of best over second logit in the two runs.
+
+    Where one run ends and the other does not, the tokens are -1 and the gap is infinite: no rounding does that.
+    """
 
     index: int
     token: int
     other_token: int
     gap: float
 
-    def near_tie(self, bound: float) -> bool:
-        """True when logits that differ by at most `bound` explain it."""
-        return self.gap <= 2 * bound
+
+@dataclass(frozen=True)
+class Rounding:
+    """What clean computations of one context say about two tokens.
+
+    `change`: largest minus smallest margin between them. `behind`: how far the worse of the two is behind the best
+    logit of all at most.
+    """
+
+    change: float
+    behind: float
+
+    def explains(self, divergence: Divergence) -> bool:
+        """True for a near-tie: the gap in the runs, and the clean lead over either token, are within rounding."""
+        return max(divergence.gap, self.behind) <= SAFETY * self.change
 
 
 def first_divergence(plain: Completion, other: Completion) -> Divergence | None:
@@ -45,28 +80,61 @@ def first_divergence(plain: Completion, other: Completion) -> Divergence | None:
     return None
 
 
+def rounding_at(target: KimiModel, prompt: list[int], plain: Completion, divergence: Divergence) -> Rounding:
+    """Computes the context of a divergence again, in SHAPES and after both prefills, with the target alone."""
+    if divergence.token < 0:
+        return Rounding(0.0, float("inf"))
+    emitted = plain.token_ids[: divergence.index]
+    logits = torch.cat([clean_logits(target, prompt, emitted, pieces, SHAPES) for pieces in (1, 2)])
+    pair = logits[:, [divergence.token, divergence.other_token]]
+    margins = pair[:, 0] - pair[:, 1]
+    behind = logits.max(-1).values - pair.min(-1).values
+    return Rounding(float(margins.max() - margins.min()), float(behind.max()))
+
+
 @torch.inference_mode()
-def rounding_bound(target: KimiModel, sequences: Iterable[list[int]], shapes: Iterable[tuple[int, int]]) -> float:
-    """Largest difference of any logit of the same position between the given (rows, tokens per call) shapes.
+def clean_logits(
+    target: KimiModel, prompt: list[int], emitted: list[int], pieces: int, shapes: tuple[tuple[int, int, int], ...]
+) -> Tensor:
+    """Logits [N, V] after prompt and emitted tokens, one row per computation; the prompt prefilled in `pieces`."""
+    most = max(rows for rows, _, _ in shapes)
+    room = len(prompt) + len(emitted) + LONGER + max(width for _, width, _ in shapes)
+    filled = target.new_cache(most, room)
+    last = _prefill(target, filled, prompt, pieces)
+    if not emitted:
+        return last
+    found = []
+    for rows, width, place in shapes:
+        cache = target.new_cache(rows, room)
+        cache.data.copy_(filled.data[:, :1].expand(-1, rows, -1, -1))
+        found.append(_decode(target, cache, len(prompt), emitted, width, place))
+    return torch.cat(found)
 
-    Each sequence is decoded through the cache once per shape, every row holding the same tokens.
-    """
-    shapes = list(shapes)
-    bound = 0.0
-    for tokens in sequences:
-        reference, *others = (_logits(target, tokens, rows, width) for rows, width in shapes)
-        for other in others:
-            bound = max(bound, float((other - reference).abs().max()))
-    return bound
 
-
-def _logits(target: KimiModel, tokens: list[int], rows: int, width: int) -> Tensor:
-    """Logits [len(tokens), V] of the last row when `rows` equal rows are computed `width` tokens at a time."""
+def _prefill(target: KimiModel, cache: LatentCache, prompt: list[int], pieces: int) -> Tensor:
+    """Fills row 0; logits [1, V] after the prompt."""
     device = target.embed.weight.device
-    block = torch.tensor(tokens, device=device).expand(rows, -1)
-    cache = target.new_cache(rows, len(tokens))
-    parts = []
-    for begin in range(0, len(tokens), width):
-        start = torch.full((rows,), begin, device=device)
-        parts.append(target(block[:, begin : begin + width], start, cache).logits[-1])
-    return torch.cat(parts)
+    size = -(-len(prompt) // pieces)
+    for begin in range(0, len(prompt), size):
+        tokens = torch.tensor([prompt[begin : begin + size]], device=device)
+        logits = target(tokens, torch.tensor([begin], device=device), cache, last_only=True).logits
+    return logits[:, -1]
+
+
+def _decode(target: KimiModel, cache: LatentCache, start: int, emitted: list[int], width: int, place: int) -> Tensor:
+    """Feeds `emitted` to all rows, `width` tokens a call, so that the last one has `place` in its call; logits [N, V].
+
+    Tokens behind it stand for drafts. Of several rows the last is LONGER positions ahead and is not looked at.
+    """
+    device, rows = target.embed.weight.device, cache.rows
+    ahead = torch.zeros(rows, dtype=torch.int64, device=device)
+    if rows > 1:
+        ahead[-1] = LONGER
+    padded = emitted + [0] * (width - 1 - place)
+    first = len(padded) % width or width
+    bounds = [0, *range(first, len(padded) + 1, width)]
+    for begin, end in zip(bounds, bounds[1:], strict=False):
+        tokens = torch.tensor(padded[begin:end], device=device).expand(rows, -1)
+        out = target(tokens, ahead + start + begin, cache)
+    position = len(emitted) - 1 - bounds[-2]
+    return out.logits[: max(1, rows - 1), position]
