@@ -112,3 +112,14 @@ def test_the_engines_own_kimi_recipes_pass(manifests: Path) -> None:
         for text in (curated, yaml.safe_dump(wide["gen"]), yaml.safe_dump(wide["ctx"])):
             found = [finding for finding in lint(text, subject) if finding.severity != "info"]
             assert not found, found
+
+
+def test_the_list_of_differences_is_up_to_date(manifests: Path) -> None:
+    import importlib.util
+
+    docs = Path(__file__).parents[2] / "docs"
+    found = importlib.util.spec_from_file_location("schema_differences", docs / "schema_differences.py")
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    assert (docs / "schema-differences.md").read_text(encoding="utf-8") == module.page(manifests)
