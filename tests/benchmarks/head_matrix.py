@@ -151,12 +151,12 @@ def difference(shop: Workshop, module: train.TrainingModule, head: Eagle3Head) -
 def print_matrix(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     columns = list(itertools.product((3, 7), arguments.temperatures))
     titles = [f"length {length}, T={temperature:g}" for length, temperature in columns]
-    print(f"\n{'head':24} {'max diff':>9} {'agreement by step':>20}  " + "  ".join(f"{title:>20}" for title in titles))
+    print(f"\n{'head':28} {'max diff':>9} {'agreement by step':>20}  " + "  ".join(f"{title:>20}" for title in titles))
     for row in rows:
         cells = [cell(row["acceptance"][f"as trained/{length}/{t:g}"]) for length, t in columns]
         name = f"{row['attention'].upper()} EAGLE-{row['eagle']}, {row['draft_vocab']} tokens"
         shares = " ".join(f"{value:.3f}" for value in row["agreement"][:3])
-        print(f"{name:24} {row['difference']:9.1e} {shares:>20}  " + "  ".join(f"{text:>20}" for text in cells))
+        print(f"{name:28} {row['difference']:9.1e} {shares:>20}  " + "  ".join(f"{text:>20}" for text in cells))
     print(f"acceptance length, {arguments.prompts} held-out prompts, at most {arguments.max_tokens} new tokens")
 
 

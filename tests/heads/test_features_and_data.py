@@ -11,7 +11,8 @@ from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError
 from trtspec.heads.batches import batches_of_epoch, collate, split_held_out
 from trtspec.heads.data import coverage, draft_vocabulary, read_samples
-from trtspec.heads.features import compute_features, read_dumps, write_dumps
+from trtspec.heads.features import compute_features, dump_path, write_dumps
+from trtspec.heads.features_dumps import all_dumps, find_dumps
 from trtspec.models.weights import load_target
 
 LAYERS = (1, 3, 4)
@@ -82,21 +83,39 @@ def test_states_equal_one_sequence_at_a_time(model, samples):
 def test_dumps_come_back_bit_for_bit(tmp_path, model, samples):
     features = compute_features(model, samples, LAYERS)
     write_dumps(features, tmp_path)
-    again = read_dumps(tmp_path, model.spec, 3)
-    place = {sample.id: index for index, sample in enumerate(again.samples)}
-    for index, sample in enumerate(samples):
-        rows, other = features.rows(index), again.rows(place[sample.id])
-        assert again.samples[place[sample.id]].tokens == sample.tokens
-        assert torch.equal(features.hidden[rows], again.hidden[other])
-        assert torch.equal(features.aux[rows], again.aux[other])
+    again = find_dumps(samples, tmp_path, model.spec, 3)
+    assert again is not None
+    assert again.samples == samples
+    assert again.bytes == features.bytes
+    for index in range(len(samples)):
+        assert all(map(torch.equal, features.states(index), again.states(index)))
+    dump_path(tmp_path, samples[3]).unlink()
+    assert find_dumps(samples, tmp_path, model.spec, 3) is None
+
+
+def test_an_engines_dumps_are_found_by_conversation(tmp_path, model, samples):
+    """ModelOpt's scripts name files by conversation id; states of other tokens than ours bring their tokens along."""
+    features = compute_features(model, samples[:3], LAYERS)
+    for index, sample in enumerate(samples[:3]):
+        hidden, aux = features.states(index)
+        cut = 5 if index == 1 else len(sample.tokens)
+        record = {"input_ids": torch.tensor(sample.tokens)[:cut], "hidden_states": hidden[:cut].clone()}
+        record |= {"aux_hidden_states": aux[:cut].clone(), "conversation_id": sample.id}
+        torch.save(record, tmp_path / f"{sample.id}.pt")
+    found = find_dumps(samples[:3], tmp_path, model.spec, 3)
+    assert found is not None
+    assert [len(sample.tokens) for sample in found.samples] == [len(samples[0].tokens), 5, len(samples[2].tokens)]
+    assert found.samples[0] == samples[0]
+    assert all(map(torch.equal, found.states(2), features.states(2)))
+    assert {sample.id for sample in all_dumps(tmp_path, model.spec, 3).samples} == {s.id for s in samples[:3]}
 
 
 def test_dumps_of_another_target_are_refused(tmp_path, model, samples):
     write_dumps(compute_features(model, samples[:2], (1, 3)), tmp_path)
     with pytest.raises(TrtspecError, match="TS-FEATURES-DUMP"):
-        read_dumps(tmp_path, model.spec, 3)
+        all_dumps(tmp_path, model.spec, 3)
     with pytest.raises(TrtspecError, match="TS-FEATURES-NONE"):
-        read_dumps(tmp_path / "nothing", model.spec, 3)
+        all_dumps(tmp_path / "nothing", model.spec, 3)
 
 
 def test_a_pickle_that_runs_code_is_not_a_dump(tmp_path, model):
@@ -108,7 +127,7 @@ def test_a_pickle_that_runs_code_is_not_a_dump(tmp_path, model):
 
     torch.save({"input_ids": Evil()}, tmp_path / "evil.pt")
     with pytest.raises(TrtspecError, match="TS-FEATURES-DUMP"):
-        read_dumps(tmp_path, model.spec, 3)
+        all_dumps(tmp_path, model.spec, 3)
     assert not (tmp_path / "owned").exists()
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trtspec.heads.options import Recipe, TrainOptions
     from trtspec.heads.plan import Plan
     from trtspec.heads.processes import World
+    from trtspec.models.kimi import KimiModel
 
 ACCEPTANCE_PROMPTS = 48
 OVERRIDES = (
@@ -177,30 +178,22 @@ def _train_and_measure(run: Run, target_dir: Path, plan: Plan, options: TrainOpt
 
     from trtspec.cli.train_measure import measure_acceptance
     from trtspec.heads.export import write_record
-    from trtspec.heads.features_stream import is_streamed
     from trtspec.heads.progress import progress_bar
     from trtspec.heads.run import run_training
-    from trtspec.models.stream import LayerStream
-    from trtspec.models.weights import load_target
 
     say(
         f"Training an EAGLE-{plan.spec.eagle} {plan.spec.attention.upper()} head of {plan.parameters / 1e6:.1f} M "
         f"parameters on {plan.tokens:,} tokens, {plan.steps} steps"
     )
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
-    streamed = is_streamed(plan.features)
-    if streamed:  # its layers come one at a time; training needs embeddings and lm_head
-        with LayerStream(target_dir, dtype=dtype, device=world.device(run.device)) as stream:
-            model = stream.ends()
-    else:
-        model = load_target(target_dir, dtype=dtype, device=world.device(run.device))
+    model, whole = _target(target_dir, plan, dtype, world.device(run.device))
     with progress_bar("training", plan.steps, "steps") as advance:
         record = run_training(
             target_dir, model, plan, options, run.output, data=run.data, init=run.init, save_every=run.save_every,
             device=run.device, on_step=_shown(advance), world=world,
         )  # fmt: skip
-    if streamed and run.acceptance_prompts:
-        say("Acceptance is not measured on a streamed target; serve both, then run `trtspec bench`")
+    if not whole and run.acceptance_prompts:
+        say("Acceptance is not measured without the target's layers; serve both, then run `trtspec bench`")
     elif record and run.acceptance_prompts and record["held_out"]:
         record["acceptance"] = measure_acceptance(
             target_dir, model, run.output, plan, record["held_out"], run.acceptance_prompts
@@ -209,20 +202,44 @@ def _train_and_measure(run: Run, target_dir: Path, plan: Plan, options: TrainOpt
     return record
 
 
+def _target(target_dir: Path, plan: Plan, dtype: Any, device: str) -> tuple[KimiModel, bool]:
+    """(the target, whether with its layers). Its embeddings, final norm and lm_head suffice where the states come by
+    another way: streamed, or from dumps of a target that does not fit."""
+    import psutil
+
+    from trtspec.checkpoint.hub import resolve
+    from trtspec.heads.features_dumps import find_dumps
+    from trtspec.heads.features_stream import is_streamed
+    from trtspec.heads.plan import MEMORY_SHARE
+    from trtspec.models.stream import LayerStream
+    from trtspec.models.weights import load_target
+
+    stored = sum(path.stat().st_size for path in target_dir.glob("*.safetensors"))
+    apart = is_streamed(plan.features)
+    if not apart and plan.features != "memory" and stored > MEMORY_SHARE * psutil.virtual_memory().available:
+        spec = resolve(str(target_dir)).target_spec()
+        apart = find_dumps(plan.samples, Path(plan.features), spec, plan.spec.num_aux) is not None
+    if not apart:
+        return load_target(target_dir, dtype=dtype, device=device), True
+    with LayerStream(target_dir, dtype=dtype, device=device) as stream:
+        return stream.ends(), False
+
+
 def _shown(advance: Callable[..., None]) -> Callable[[Point], None]:
-    """Draws each step: the loss, its course so far, and the agreement with the target by training-time-test step."""
+    """Draws each step: the loss, its course so far, the agreement with the target at the first training-time-test
+    steps, the last held-out loss."""
     from trtspec.heads.progress import sparkline
 
     losses: list[float] = []
-    done = 0
+    done, held = 0, ""
 
     def on_step(point: Point) -> None:
-        nonlocal done
+        nonlocal done, held
         losses.append(point.loss)
-        held = f"  held out {point.held_out['loss']:.2f}" if point.held_out else ""
-        shares = " ".join(f"{value:.2f}" for value in point.accuracy)
-        note = f"loss {point.loss:.2f} {sparkline(losses)}  agreement {shares}  {point.tokens_per_second:.0f} tok/s"
-        advance(point.step - done, note + held)
+        held = f"  held out {point.held_out['loss']:.2f}" if point.held_out else held
+        shares = " ".join(f"{value:.2f}" for value in point.accuracy[:3])
+        speed = f"{point.tokens_per_second:.0f} tok/s"
+        advance(point.step - done, f"loss {point.loss:.2f} {sparkline(losses, 12)}  agree {shares}  {speed}{held}")
         done = point.step
 
     return on_step

@@ -128,22 +128,11 @@ def write_dumps(features: Features, directory: Path) -> None:
         partial.replace(path)
 
 
-def read_dumps(directory: Path, spec: ModelSpec, num_aux: int) -> Features:
-    """All dumps of a directory, whoever wrote them (weights_only: a dump runs no code).
+def read_dump(path: Path, spec: ModelSpec, num_aux: int) -> tuple[Sample, dict[str, Tensor]]:
+    """(its sample, its tensors, mapped from the file); weights_only: a dump runs no code.
 
-    Raises TrtspecError when there is none, when one is not a dump, or its widths are not the target's.
+    Raises TrtspecError when it is no dump, or its widths are not the target's.
     """
-    records = [_read_dump(path, spec, num_aux) for path in sorted(directory.glob("*.pt"))]
-    if not records:
-        raise TrtspecError(f"TS-FEATURES-NONE {directory} holds no .pt dumps", "pass a directory of ModelOpt dumps")
-    features = empty_features([sample for sample, _ in records], spec.hidden_size, num_aux)
-    for index, (_, record) in enumerate(records):
-        features.hidden[features.rows(index)] = record["hidden_states"].to(torch.bfloat16)
-        features.aux[features.rows(index)] = record["aux_hidden_states"].to(torch.bfloat16)
-    return features
-
-
-def _read_dump(path: Path, spec: ModelSpec, num_aux: int) -> tuple[Sample, dict[str, Tensor]]:
     try:
         record = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
         tokens = tuple(record["input_ids"].flatten().tolist())

@@ -16,7 +16,8 @@ from trtspec.errors import UsageError
 from trtspec.heads.architecture import new_head_spec
 from trtspec.heads.batches import split_held_out
 from trtspec.heads.data import Sample, read_samples
-from trtspec.heads.features import bytes_per_token, read_dumps
+from trtspec.heads.features import bytes_per_token
+from trtspec.heads.features_dumps import all_dumps
 from trtspec.heads.options import Recipe, TrainOptions
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.specs import HeadSpec, ModelSpec
@@ -57,7 +58,7 @@ def make_plan(target_dir: Path, target: ModelSpec, data: Path, options: TrainOpt
     """Reads and tokenizes the data and sizes everything. `data` may be a directory of ModelOpt dumps."""
     spec = _head_spec(target, options)
     if data.is_dir():
-        samples, features = read_dumps(data, target, spec.num_aux).samples, str(data)
+        samples, features = all_dumps(data, target, spec.num_aux).samples, str(data)
     else:
         samples = read_samples(data, KimiTokenizer(target_dir), options.seq_len)
     tokens = sum(len(sample.tokens) for sample in samples)

@@ -17,7 +17,8 @@ from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.heads import train
 from trtspec.heads.data import Sample, coverage, draft_vocabulary
 from trtspec.heads.export import write_head, write_record
-from trtspec.heads.features import Features, compute_features, dump_path, empty_features, read_dumps, write_dumps
+from trtspec.heads.features import Features, compute_features, empty_features, write_dumps
+from trtspec.heads.features_dumps import find_dumps
 from trtspec.heads.features_stream import is_streamed, refuse_several, stream_features
 from trtspec.heads.loop import ALONE, Point, Result, train_head
 from trtspec.heads.options import WORK_NAME, TrainOptions
@@ -36,8 +37,9 @@ def gather_features(model: KimiModel, plan: Plan, world: World = ALONE) -> Featu
     """The states of all samples: from dumps where they exist, else computed (and dumped when a directory was given)."""
     layers = plan.spec.aux_layers or ()
     directory = None if plan.features == "memory" else Path(plan.features)
-    if directory and directory.is_dir() and all(dump_path(directory, s).exists() for s in plan.samples):
-        return read_dumps(directory, model.spec, len(layers))
+    dumped = find_dumps(plan.samples, directory, model.spec, len(layers)) if directory else None
+    if dumped is not None:
+        return dumped
     with progress_bar("states of the target", plan.tokens / world.size, "tokens") as advance:
         features = _compute_together(model, plan.samples, layers, advance, world)
     if directory and world.main:
