@@ -148,6 +148,31 @@ def test_tensors_win_where_the_config_is_silent(tmp_path: Path, target: Path) ->
     assert [problem.code for problem in problems] == ["TS-HEAD-DRAFT-VOCAB"]
 
 
+def torchspec_for_vllm(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """TorchSpec's converter with its vLLM switch: layers.0. names, and for kimi_k2 one added to the nested ids."""
+    config["eagle_config"] = {AUX: [2, 4, 5], "use_aux_hidden_state": True}
+    config["_torchspec_version"] = "0.1.0"
+    tensors["embed_tokens.weight"] = embedding(config)
+
+
+def test_ids_that_torchspec_shifted_for_vllm_are_shifted_back(tmp_path: Path, target: Path) -> None:
+    mla = head(tmp_path / "mla", target, torchspec_for_vllm, attention="mla")
+    mha = head(tmp_path / "mha", target, torchspec_for_vllm, attention="mha")
+    assert head_spec(Checkpoint.open(mla)).aux_layers == (1, 3, 4)
+    assert head_spec(Checkpoint.open(mha)).aux_layers == (2, 4, 5)  # it adds nothing for a Llama head
+
+
+def test_a_noted_dialect_wins_where_files_cannot_tell(tmp_path: Path, target: Path) -> None:
+    """[3, 4, 6] in ModelOpt's place, without its other keys, is SGLang's way of writing outputs 2, 3, 5."""
+    path = head(tmp_path, target, set_key("eagle_config", {AUX: [3, 4, 6]}))
+    assert head_spec(Checkpoint.open(path)).aux_layers == (2, 3, 5)
+    (path / "provenance.json").write_text('{"command": "convert", "dialect": "modelopt"}')
+    assert head_spec(Checkpoint.open(path)).aux_layers == (3, 4, 6)
+    (path / "provenance.json").write_text('{"command": "convert", "dialect": "torchspec"}')  # names say otherwise
+    assert head_spec(Checkpoint.open(path)).dialect == "sglang"
+    assert read_head(Checkpoint.open(path), "modelopt")[0].aux_layers == (3, 4, 6)
+
+
 def set_key(key: str, value: Any) -> Change:
     return lambda config, tensors: config.update({key: value})
 
