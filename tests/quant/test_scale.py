@@ -1,0 +1,104 @@
+"""Kimi-K2.5's 61 layers with pairs torn apart, byte for byte against ModelOpt; fifty kills; slow, so not by default."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
+
+from tests.quant.test_streaming import tensors_of, weights
+from tests.tiny import make_target
+from trtspec.quant.policy import load_policy, shared_partners
+from trtspec.quant.streaming import quantize_checkpoint
+from trtspec.quant.verify import compare
+
+K25 = load_policy("k2.5")
+
+
+def decoded(tensors: dict[str, torch.Tensor], module: str) -> torch.Tensor:
+    """The weight as compressed-tensors unpacks it."""
+    if f"{module}.weight" in tensors:
+        return tensors[f"{module}.weight"]
+    shape = torch.Size(tensors[f"{module}.weight_shape"].tolist())
+    codes = unpack_from_int32(tensors[f"{module}.weight_packed"], 4, shape).to(torch.bfloat16)
+    return (codes.view(shape[0], -1, 32) * tensors[f"{module}.weight_scale"].unsqueeze(-1)).view(shape)
+
+
+@pytest.mark.slow
+def test_all_61_layers_equal_modelopts_path(tmp_path):
+    source = make_target(tmp_path / "in", format="int4", layers=61, experts=8, shards=16, vision=True)
+    place = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    torn = [name for name in place if name.endswith("gate_proj.weight_packed")]
+    torn = [name for name in torn if place[name] != place[name.replace("gate_proj", "up_proj")]]
+    result = quantize_checkpoint(source, tmp_path / "out", K25, workers=1)
+    stored, got = tensors_of(source), tensors_of(tmp_path / "out")
+    modules = [name.removesuffix(".weight_scale_2") for name in got if name.endswith(".weight_scale_2")]
+    assert len(modules) == result["quantized"] == 3 + 60 * (8 + 1) * 3 and len(torn) > 100
+    for module in modules:
+        weight = decoded(stored, module)
+        group = [weight, *(decoded(stored, other) for other in shared_partners(module))]
+        scale_2 = torch.stack([member.abs().amax() for member in group]).amax().float() / (6.0 * 448.0)
+        tensor, scale, _ = NVFP4QTensor.quantize(weight.clone(), 16, weights_scaling_factor_2=scale_2)
+        assert torch.equal(got[f"{module}.weight"], tensor._quantized_data), module
+        assert torch.equal(got[f"{module}.weight_scale"].view(torch.uint8), scale.view(torch.uint8)), module
+        assert torch.equal(got[f"{module}.weight_scale_2"], scale_2), module
+        real = NVFP4QTensor(weight.shape, torch.bfloat16, got[f"{module}.weight"]).dequantize(
+            torch.bfloat16, scale=scale, double_scale=scale_2, block_sizes={-1: 16}
+        )
+        assert torch.equal(real, _ours(got, module)), module
+    assert compare(tmp_path / "out", source, 0)["problems"] == []
+
+
+def _ours(tensors: dict[str, torch.Tensor], module: str) -> torch.Tensor:
+    from trtspec.quant import nvfp4
+
+    parts = (tensors[f"{module}.{part}"] for part in ("weight", "weight_scale", "weight_scale_2"))
+    return nvfp4.dequantize(nvfp4.NVFP4Tensor(*parts))
+
+
+def run(source: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    quantize_checkpoint(source, out, K25, workers=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_fifty_kills(tmp_path):
+    """Each kill is followed by the same command again; finished shards keep their time and their journal line."""
+    source = make_target(tmp_path / "in", format="int4", layers=4, hidden=256, experts=16, shards=24)
+    expected, fork = tmp_path / "expected", multiprocessing.get_context("fork")
+    begin = time.monotonic()
+    quantize_checkpoint(source, expected, K25, workers=1)
+    usual = time.monotonic() - begin
+    draw, kills, runs, amid = random.Random(0), 0, 0, 0
+    stamps: dict[str, int] = {}
+    while kills < 50:
+        out = tmp_path / f"out-{runs}"
+        process = fork.Process(target=run, args=(source, out))
+        process.start()
+        process.join(draw.uniform(0, usual / 2))
+        if process.exitcode is None:
+            os.kill(process.pid, 9)
+            kills += 1
+        process.join()
+        journal = (out / ".trtspec-quantize.jsonl").read_text() if out.exists() else ""
+        done = {json.loads(line)["key"] for line in journal.splitlines(keepends=True)[1:] if line.endswith("\n")}
+        now = {name: (out / name).stat().st_mtime_ns for name in done}
+        assert all(now[name] == stamp for name, stamp in stamps.items())
+        amid += 0 < len(done) < 24
+        stamps = now
+        assert not (out / "config.json").exists() or len(done) == 24
+        if process.exitcode == 0:
+            assert weights(out) == weights(expected) and not list(out.glob(".*.partial"))
+            runs, stamps = runs + 1, {}
+    run(source, out)
+    assert weights(out) == weights(expected)
+    print(f"{kills} kills, {amid} of them between the first and the last shard, {runs + 1} outputs, all identical")
