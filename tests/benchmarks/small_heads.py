@@ -38,9 +38,10 @@ class Workshop:
     features: Features
 
     @classmethod
-    def open(cls, directory: Path, answers: Path, seq_len: int) -> Workshop:
+    def open(cls, directory: Path, answers: Path, seq_len: int, *, whole: bool = False) -> Workshop:
+        """`whole`: only samples of exactly `seq_len` tokens, for trainers that want one length."""
         target, tokenizer = load_target(directory, dtype=torch.float32), KimiTokenizer(directory)
-        samples = read_samples(answers, tokenizer, seq_len)
+        samples = read_samples(answers, tokenizer, seq_len, seq_len if whole else 8)
         return cls(directory, target, tokenizer, compute_features(target, samples, target.spec.default_aux_layers))
 
     def spec(self, options: TrainOptions) -> HeadSpec:

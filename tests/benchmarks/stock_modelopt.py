@@ -49,7 +49,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    shop = Workshop.open(arguments.target, arguments.answers, arguments.seq_len)
+    shop = Workshop.open(
+        arguments.target, arguments.answers, arguments.seq_len, whole=True
+    )  # its masks know one length
     options = TrainOptions(
         attention="mha", eagle="3", steps=arguments.steps, batch_size=arguments.batch_size, lr=arguments.lr,
         seq_len=arguments.seq_len, seed=arguments.seed, precision="fp32",
