@@ -84,7 +84,8 @@ class Eagle3Drafter(NoDrafter):
 
     def follow(self, batch: Batch, aux: Tensor | None, tokens: Tensor, start: Tensor, accepted: Tensor) -> None:
         assert aux is not None
-        feedback, normed = self.head(self.head.fuse(aux), tokens, start, self.cache)
+        known = int(accepted.max()) + 1  # states after a rejected draft belong to no text
+        feedback, normed = self.head(self.head.fuse(aux[:, :known]), tokens[:, :known], start, self.cache)
         rows = batch.row_index[: len(accepted)]
         last = feedback[rows, accepted].unsqueeze(1), normed[rows, accepted]
         self._chain(batch, *last, 0, len(accepted), batch.sampling)
