@@ -256,3 +256,43 @@ def test_no_false_alarm_on_a_public_recipe(version: str) -> None:
     assert [f for f in lint(DYNAMO, Subject(schema_for(version))) if f.severity != "info"] == []
     card = "speculative_config:\n  decoding_type: Eagle\n  max_draft_len: 3\n  speculative_model_dir: /eagle3\n"
     assert [f for f in lint(card, Subject(schema_for(version))) if f.severity == "error"] == []
+
+
+# ai-dynamo's disaggregated Kimi-K2.5 recipe on GB200, restated: prefill and decode; and a user's 4 x B300 server
+DYNAMO_PREFILL = """\
+enable_attention_dp: true
+max_seq_len: 200000
+max_batch_size: 4
+disable_overlap_scheduler: true
+enable_chunked_prefill: true
+cuda_graph_config: null
+allreduce_strategy: MNNVL
+moe_config: {backend: TRTLLM}
+kv_cache_config: {free_gpu_memory_fraction: 0.6, dtype: fp8, host_cache_size: 107374182400}
+cache_transceiver_config: {backend: DEFAULT, max_tokens_in_buffer: 0}
+speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: /h, allow_advanced_sampling: true}
+"""
+DYNAMO_DECODE = """\
+max_batch_size: 128
+max_num_tokens: 640
+max_seq_len: 200000
+moe_config: {backend: CUTLASS, use_low_precision_moe_combine: true}
+cuda_graph_config: {enable_padding: true, max_batch_size: 128}
+kv_cache_config: {free_gpu_memory_fraction: 0.85, dtype: fp8, enable_block_reuse: false}
+cache_transceiver_config: {backend: DEFAULT, max_tokens_in_buffer: 0}
+speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: /h, allow_advanced_sampling: true}
+"""
+USER_B300 = """\
+tensor_parallel_size: 4
+moe_expert_parallel_size: 4
+max_seq_len: 262144
+max_num_tokens: 16384
+enable_chunked_prefill: true
+moe_config: {backend: CUTLASS}
+"""
+
+
+@pytest.mark.parametrize("text", [DYNAMO_PREFILL, DYNAMO_DECODE, USER_B300], ids=["prefill", "decode", "user"])
+@pytest.mark.parametrize("version", ["1.3.0rc5", "1.3.0rc16", "1.3.0rc20", "1.4.0rc1"])
+def test_no_false_alarm_on_the_other_public_files(text: str, version: str) -> None:
+    assert [f for f in lint(text, Subject(schema_for(version))) if f.severity != "info"] == []

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import yaml
 
+from trtspec.errors import UsageError
 from trtspec.specs import QuantSpec
 from trtspec.trtllm.finding import Finding, Subject
 from trtspec.trtllm.lint import lint
+from trtspec.trtllm.linting import compute_capability, subject_of
 from trtspec.trtllm.schema import schema_for
 from trtspec.trtllm.subject import load_head, load_target
 
@@ -376,3 +378,30 @@ def test_trap_19_the_engine_is_no_dependency() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     everyday = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
     assert not [name for name in everyday if "tensorrt" in name]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "capability"),
+    [("b200", "10.0"), ("GB300", "10.3"), ("h200", "9.0"), ("sm120", "12.0"), ("sm_100a", "10.0")],
+)
+def test_a_gpu_is_named_or_given_by_its_capability(gpu: str, capability: str) -> None:
+    assert compute_capability(gpu) == capability
+
+
+def test_an_unknown_gpu_is_a_usage_error() -> None:
+    with pytest.raises(UsageError):
+        compute_capability("b9000")
+
+
+def test_options_after_the_dashes_are_settings_and_are_judged() -> None:
+    text = "max_batch_size: 8\n"
+    subject, _, problems = subject_of(
+        text,
+        version=NEW,
+        target="nvidia/Kimi-K2.6-NVFP4",
+        head=None,
+        passed=["--max_batch_size", "32", "--no_such", "1"],
+    )
+    assert [problem.code for problem in problems] == ["TS-SERVE-UNKNOWN-OPTION"]
+    assert subject.argv["max_batch_size"] == 32
+    assert {"TS-LINT-SET-TWICE", "TS-LINT-REMOTE-CODE-OFF"} <= {finding.code for finding in lint(text, subject)}
