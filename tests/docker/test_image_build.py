@@ -54,7 +54,8 @@ def mounts() -> list[str]:
     """Also every directory that pip's settings name."""
     settings = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
     named = {Path(word) for word in re.findall(r"(?:file://)?(/[^\s'\"\\]+)", settings)}
-    places = [*MOUNTS, *(path for path in named if path.is_dir())]
+    # an index's pages lie in `simple` and point at files beside it
+    places = [*MOUNTS, *sorted({path.parent if path.name == "simple" else path for path in named if path.is_dir()})]
     return [word for path in places if path.exists() for word in ("--volume", f"{path}:{path}:ro")]
 
 
