@@ -127,8 +127,8 @@ def upstream(project: str, package: str, *folders: str) -> str:
 
 def test_torchspec_computes_the_same_mla(tmp_path: Path, target_dir: Path) -> None:
     """With rope base 10000 in both: its MLA layer computes that whatever the config says."""
-    upstream("TorchSpec", "torchspec", "models", "models.draft", "models.ops")
-    sys.modules.setdefault("wandb", ModuleType("wandb"))  # its logging imports the service; the layer does not use it
+    upstream("TorchSpec", "torchspec", "models", "models.draft", "models.ops", "utils")
+    sys.modules.setdefault("torchspec.utils.wandb", ModuleType("torchspec.utils.wandb"))  # a service it reports to
     from transformers import DeepseekV3Config
 
     draft = importlib.import_module("torchspec.models.draft.deepseek_eagle")
