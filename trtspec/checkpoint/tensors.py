@@ -102,7 +102,9 @@ class LazyTensors:
 
     def _open(self, shard: str) -> int:
         if shard not in self._files:
-            self._files[shard] = os.open(self.checkpoint.path / shard, os.O_RDONLY)
+            file = os.open(self.checkpoint.path / shard, os.O_RDONLY)
+            if self._files.setdefault(shard, file) != file:  # another thread was first
+                os.close(file)
         return self._files[shard]
 
     def close(self) -> None:
