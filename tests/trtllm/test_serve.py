@@ -175,19 +175,37 @@ def test_a_cluster_that_cannot_work_is_refused(words: list[str], code: str) -> N
     assert answer["status"] == 3 and errors == {code}
 
 
+CONTEXT, GENERATION = "context_servers: {urls: ['a:1']}\n", "generation_servers: {urls: ['b:1']}\n"
+
+
 @pytest.mark.parametrize(
-    ("text", "status", "says"),
+    ("text", "says"),
     [
-        ("context_servers: {urls: ['a:1']}\ngeneration_servers: {urls: ['b:1']}\n", 0, "TS-SERVE-FRONT-WAITS"),
-        ("context_servers: {urls: ['a:1']}\n", 3, "no generation server is named"),
-        ("context_servers: {num_instances: 2, urls: ['a:1']}\ngeneration_servers: {urls: ['b:1']}\n", 3, "there are 1"),
-        ("context_servers: {urls: ['http://a:1']}\ngeneration_servers: {urls: ['b:1']}\n", 3, "is not host:port"),
-        ("context_servers: {urls: ['a:1']}\ngeneration_servers: {urls: ['a:1']}\n", 3, "a:1 stands twice"),
-        ("port: high\ncontext_servers: {urls: ['a:1']}\ngeneration_servers: {urls: ['b:1']}\n", 3, "port is 'high'"),
-        ("- a\n", 2, "not a YAML mapping"),
+        (CONTEXT, "no generation server is named"),
+        (
+            "context_servers: {num_instances: 2, urls: ['a:1']}\n" + GENERATION,
+            "num_instances is 2 and there are 1 urls",
+        ),
+        ("context_servers: {urls: ['http://a:1']}\n" + GENERATION, "'http://a:1' is not host:port"),
+        (CONTEXT + "generation_servers: {urls: ['a:1']}\n", "a:1 stands twice"),
+        ("port: high\n" + CONTEXT + GENERATION, "port is 'high'"),
+        ("hostname: a\nport: 1\n" + CONTEXT + GENERATION, "a:1 stands twice"),
     ],
 )
-def test_the_file_of_a_front_is_checked(tmp_path: Path, text: str, status: int, says: str) -> None:
+def test_the_file_of_a_front_is_checked(tmp_path: Path, text: str, says: str) -> None:
+    from trtspec.trtllm.disaggregated import read_front
+
+    file = tmp_path / "front.yml"
+    file.write_text(text)
+    (problem,) = read_front(file).problems
+    assert problem.message == says and problem.code == "TS-SERVE-FRONT" and problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "says"),
+    [(CONTEXT + GENERATION, 0, "TS-SERVE-FRONT-WAITS"), (CONTEXT, 3, "no generation server"), ("- a\n", 2, "mapping")],
+)
+def test_a_front_as_a_command(tmp_path: Path, text: str, status: int, says: str) -> None:
     file = tmp_path / "front.yml"
     file.write_text(text)
     answer = trtspec("serve", K25[0], "--disaggregated", str(file), "--dry-run")
