@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -72,17 +72,18 @@ def test_two_processes_have_the_curve_of_one(tmp_path, one_process, target_dir, 
 def test_two_processes_killed_go_on(tmp_path, one_process, target_dir, data):
     output = tmp_path / "head"
     arguments = ["train", str(target_dir), str(data), "-o", str(output), *OPTIONS, "--acceptance-prompts", "0"]
-    group = subprocess.Popen(command(2, *arguments), cwd=ROOT, env=environment(), start_new_session=True)
+    group = subprocess.Popen(command(2, *arguments), cwd=ROOT, env=environment())
     log, deadline = output / "training.jsonl", time.monotonic() + 900
     while group.poll() is None and time.monotonic() < deadline:
         if log.exists() and log.read_bytes().count(b"\n") >= 7:
             break
         time.sleep(0.01)
-    os.killpg(group.pid, signal.SIGKILL)  # the launcher and, in its session, nobody else of ours
-    for worker in range(100):
-        if group.poll() is not None:
-            break
-        time.sleep(0.05 * (worker > 0))
+    launcher = psutil.Process(group.pid)  # its workers lead sessions of their own
+    everybody = [*launcher.children(recursive=True), launcher]
+    for process in everybody:
+        process.kill()
+    psutil.wait_procs(everybody, 20)
+    group.wait()
     assert (output / ".trtspec").exists()
     run(2, *arguments)
     assert_same_curve(output, one_process)
