@@ -291,4 +291,4 @@ def test_memory_stays_at_two_layers_whatever_the_depth(tmp_path, data):
         assert run.returncode == 0, run.stderr
         found = json.loads(run.stdout.splitlines()[-1])
         print(layers, "layers", found)
-        assert found["grown"] < 2.5 * found["layer"]  # the one that computes, the one that loads
+        assert found["grown"] < 3 * found["layer"]  # one computes, one loads, and what is being decoded
