@@ -107,7 +107,8 @@ def with_discriminator(path: str, rng: random.Random) -> dict[str, Any]:
 def good_values(upstream: Upstream, path: str) -> list[Any]:
     """Values that the manifest takes and that break no limit of a validator."""
     leaf, field = upstream.leaves[path], schema_for(NEWEST).fields[path]
-    values = [value for value in [*SAMPLES, *leaf["allowed_values"]] if upstream.takes(path, value)]
+    listed = leaf["allowed_values"]
+    values = [value for value in [*SAMPLES, *listed, *([item] for item in listed)] if upstream.takes(path, value)]
     return [value for value in values if not out_of_range(field, value)]
 
 
