@@ -16,11 +16,10 @@ from trtspec.trtllm.launch import Launch, run
 from trtspec.trtllm.readiness import is_healthy
 
 
-def main(target: str, cycles: int) -> None:
+def main(target: str, config: str, cycles: int) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    config = "/dev/null"
     words = ["trtllm-serve", target, "--host", "localhost", "--port", str(port), "--extra_llm_api_options", config]
 
     def stop() -> None:
@@ -29,7 +28,7 @@ def main(target: str, cycles: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     for cycle in range(cycles):
-        stopper = threading.Thread(target=stop)
+        stopper = threading.Thread(target=stop, daemon=True)
         stopper.start()
         run(Launch(words, "localhost", port, {"STANDIN_LOAD": "0"}))
         stopper.join()
@@ -47,4 +46,4 @@ def main(target: str, cycles: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
