@@ -5,6 +5,9 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DEMO_OUT ?= demo-out
 
+# Without kept bytecode every process of the tests compiles PyTorch again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all lint docs clean
 
 demo: $(STAMP)  ## the whole chain on a small Kimi, on a CPU, ending in a report
