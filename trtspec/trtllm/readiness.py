@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from typing import Any
 
 HEALTH_TIMEOUT = 2.0
@@ -14,7 +15,7 @@ def is_healthy(base_url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{base_url}/health", timeout=HEALTH_TIMEOUT) as response:
             return response.status == 200
-    except (OSError, ValueError):
+    except (OSError, ValueError, HTTPException):
         return False
 
 
@@ -32,6 +33,8 @@ def generates(base_url: str, timeout: float) -> str | None:
     except urllib.error.URLError as error:
         timed_out = isinstance(error.reason, TimeoutError)
         return f"no answer within {timeout:g} s" if timed_out else str(error.reason)
+    except HTTPException as error:  # the server went away in the middle of its answer
+        return f"the answer broke off: {type(error).__name__}"
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
 
