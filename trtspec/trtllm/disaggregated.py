@@ -80,13 +80,14 @@ def _problem(where: str, message: str, remedy: str) -> Problem:
 def unreachable(front: Front) -> Iterator[Problem]:
     """Servers that do not say healthy yet: the front waits for them, so this is a warning."""
     import urllib.request  # 30 ms that no other dry run should pay
+    from http.client import HTTPException
 
     for role, addresses in front.servers.items():
         for address in addresses:
             try:
                 with urllib.request.urlopen(f"http://{address}/health", timeout=2):
                     continue
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, HTTPException) as error:
                 reason = getattr(error, "reason", error)
             message = f"the {role} server {address} does not answer yet ({reason})"
             remedy = f"start it with `trtspec serve TARGET --config FILE --role {role}`"
