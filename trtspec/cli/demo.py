@@ -31,7 +31,7 @@ def demo(
         "trtspec-demo"
     ),
     port: Annotated[int, typer.Option(min=1, max=65000, help="First of four ports on 127.0.0.1.")] = 8310,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: the chain in about two minutes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: the chain in about five minutes.")] = False,
     force: ForceOption = False,
 ) -> None:
     """Run the whole chain on a small Kimi-shaped model on this CPU, and write a report.

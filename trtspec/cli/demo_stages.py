@@ -55,7 +55,7 @@ FULL = Sizes(
     sampled_samples="6,18",
     nvfp4_samples=16,
     seconds={
-        "inspect": 2, "quantize": 4, "synthesize": 135, "check": 18, "train": 150, "greedy": 165, "sampled": 85,
+        "inspect": 2, "quantize": 4, "synthesize": 120, "check": 18, "train": 200, "greedy": 165, "sampled": 85,
         "nvfp4": 60, "config": 2, "figures": 16,
     },
 )  # fmt: skip
@@ -74,8 +74,8 @@ QUICK = Sizes(
     sampled_samples="12",
     nvfp4_samples=10,
     seconds={
-        "inspect": 2, "quantize": 8, "synthesize": 15, "check": 4, "train": 25, "greedy": 15, "sampled": 8,
-        "nvfp4": 10, "config": 2, "figures": 10,
+        "inspect": 2, "quantize": 4, "synthesize": 45, "check": 7, "train": 105, "greedy": 30, "sampled": 18,
+        "nvfp4": 30, "config": 2, "figures": 8,
     },
 )  # fmt: skip
 
