@@ -4,71 +4,40 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from trtspec.cli.options import DryRunOption, ForceOption, JsonOption
+from trtspec.cli import build_config_options as opt
+from trtspec.cli.options import DryRunOption, ForceOption, HeadOption, JsonOption, TargetArgument
 
 if TYPE_CHECKING:
     from trtspec.trtllm.recipe import Recipe
 
-Gpu = Literal["b200", "b300", "gb200", "gb300", "h200", "h100"]
-
 
 def build_config(
-    target: Annotated[str, typer.Argument(help="Checkpoint directory or hub id of the target.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write; without it the text goes to stdout.")
-    ] = None,
-    head: Annotated[str | None, typer.Option(help="Eagle3 head: directory or hub id.")] = None,
-    trtllm_version: Annotated[
-        str | None, typer.Option(help="Exact version, such as 1.3.0rc20. Default: installed, else newest verified.")
-    ] = None,
-    goal: Annotated[Literal["latency", "throughput"], typer.Option(help="What the sizes are chosen for.")] = "latency",
-    gpu: Annotated[Gpu | None, typer.Option(help="Kind of GPU: refuses what does not fit, notes what does.")] = None,
-    tp_size: Annotated[int, typer.Option("--tp-size", "--tp", "--gpus", min=1, help="Tensor-parallel size: GPUs.")] = 4,
-    ep_size: Annotated[
-        int | None,
-        typer.Option("--ep-size", "--ep", min=1, help="Ranks that share whole experts. Default: by the goal."),
-    ] = None,
-    attention_dp: Annotated[
-        bool | None,
-        typer.Option(
-            "--attention-dp/--no-attention-dp", help="Each rank caches its own requests. Default: by the goal."
-        ),
-    ] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines that one server spreads over.")] = 1,
-    isl: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt, with --osl.")] = None,
-    osl: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer, with --isl.")] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at a time in the whole server.")] = None,
-    max_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Requests per step and rank. Default: by --concurrency or the goal.")
-    ] = None,
-    max_num_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step. Default: 8192.")] = None,
-    max_seq_len: Annotated[
-        int | None, typer.Option(min=1, help="Prompt and answer together. Default: --isl + --osl, else 8192.")
-    ] = None,
-    draft_len: Annotated[int, typer.Option(min=1, help="Tokens drafted per step.")] = 3,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Any engine setting, dotted: key=value. Repeatable.")
-    ] = None,
-    role: Annotated[
-        Literal["context", "generation", "front"] | None, typer.Option(help="One part of a disaggregated deployment.")
-    ] = None,
-    disaggregated: Annotated[
-        Path | None, typer.Option(help="Directory for context.yml, generation.yml and front.yml.")
-    ] = None,
-    context_url: Annotated[
-        list[str] | None, typer.Option(help="host:port of a context server, for the front. Repeatable.")
-    ] = None,
-    generation_url: Annotated[
-        list[str] | None, typer.Option(help="host:port of a generation server, for the front. Repeatable.")
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="The recipe says that the target's code may run.")
-    ] = False,
-    format: Annotated[Literal["yaml", "helm-values"], typer.Option(help="The file alone, or chart values.")] = "yaml",
+    target: TargetArgument,
+    output: opt.OutputOption = None,
+    head: HeadOption = None,
+    trtllm_version: opt.VersionOption = None,
+    goal: opt.GoalOption = "latency",
+    gpu: opt.GpuOption = None,
+    tp_size: opt.TpSizeOption = 4,
+    ep_size: opt.EpSizeOption = None,
+    attention_dp: opt.AttentionDpOption = None,
+    nodes: opt.NodesOption = 1,
+    isl: opt.IslOption = None,
+    osl: opt.OslOption = None,
+    concurrency: opt.ConcurrencyOption = None,
+    max_batch_size: opt.BatchOption = None,
+    max_num_tokens: opt.TokensOption = None,
+    max_seq_len: opt.SeqLenOption = None,
+    draft_len: opt.DraftLenOption = 3,
+    settings: opt.SetOption = None,
+    role: opt.RoleOption = None,
+    disaggregated: opt.DisaggregatedOption = None,
+    context_url: opt.ContextUrlOption = None,
+    generation_url: opt.GenerationUrlOption = None,
+    trust_remote_code: opt.TrustOption = False,
+    format: opt.FormatOption = "yaml",
     dry_run: DryRunOption = False,
     force: ForceOption = False,
     json_: JsonOption = False,

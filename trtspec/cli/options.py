@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+Gpu = Literal["b200", "b300", "gb200", "gb300", "h200", "h100"]
+
+TargetArgument = Annotated[str, typer.Argument(help="Checkpoint directory or hub id of the target.")]
+HeadOption = Annotated[str | None, typer.Option(help="Eagle3 head: directory or hub id.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of a table.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would happen, do nothing.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace an output that already exists.")]

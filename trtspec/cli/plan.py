@@ -4,48 +4,33 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from trtspec.cli.options import ForceOption, JsonOption
+from trtspec.cli import plan_options as opt
+from trtspec.cli.options import ForceOption, HeadOption, JsonOption, TargetArgument
 
 if TYPE_CHECKING:
     from trtspec.plan.acceptance import Acceptance
     from trtspec.plan.planner import Plan, Workload
     from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 
-Gpu = Literal["b200", "b300", "gb200", "gb300", "h200", "h100"]
-Moe = Literal["TRTLLM", "CUTLASS", "DEEPGEMM", "MARLIN"]
-
 
 def plan(
-    target: Annotated[str, typer.Argument(help="Checkpoint directory or hub id of the target.")],
-    head: Annotated[str | None, typer.Option(help="Eagle3 head: directory or hub id.")] = None,
-    gpu: Annotated[Gpu, typer.Option(help="Kind of GPU.")] = "b200",
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of one server.")] = 4,
-    tp: Annotated[
-        int | None, typer.Option("--tp", "--tp-size", min=1, help="Tensor-parallel size. Default: all GPUs.")
-    ] = None,
-    ep: Annotated[
-        int | None, typer.Option("--ep", "--ep-size", min=1, help="Ranks that share whole experts: 1, or all.")
-    ] = None,
-    attention_dp: Annotated[bool, typer.Option("--attention-dp", help="Each rank caches its own requests.")] = False,
-    isl: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 1024,
-    osl: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 1024,
-    concurrency: Annotated[str, typer.Option(help="Requests at a time, such as 1,4,16.")] = "1,4,16,64",
-    acceptance: Annotated[
-        str | None,
-        typer.Option(help="Tokens per step that you measured, VALUE@DRAFTS, or results.json of `trtspec bench`."),
-    ] = None,
-    max_draft: Annotated[int, typer.Option(min=1, max=16, help="Longest draft to look at.")] = 7,
-    kv_fraction: Annotated[
-        float, typer.Option(min=0.01, max=1.0, help="free_gpu_memory_fraction of the engine.")
-    ] = 0.9,
-    moe_backend: Annotated[
-        Moe | None, typer.Option(help="MoE kernels. Default: the fastest that the engine can be told to use.")
-    ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also draw a plot: .png, .svg or .pdf.")] = None,
+    target: TargetArgument,
+    head: HeadOption = None,
+    gpu: opt.GpuOption = "b200",
+    gpus: opt.GpusOption = 4,
+    tp: opt.TpOption = None,
+    ep: opt.EpOption = None,
+    attention_dp: opt.AttentionDpOption = False,
+    isl: opt.IslOption = 1024,
+    osl: opt.OslOption = 1024,
+    concurrency: opt.ConcurrencyOption = "1,4,16,64",
+    acceptance: opt.AcceptanceOption = None,
+    max_draft: opt.MaxDraftOption = 7,
+    kv_fraction: opt.KvFractionOption = 0.9,
+    moe_backend: opt.MoeOption = None,
+    output: opt.OutputOption = None,
     force: ForceOption = False,
     json_: JsonOption = False,
 ) -> None:

@@ -8,10 +8,9 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from trtspec.cli import quantize_options as opt
 from trtspec.cli.options import DryRunOption, ForceOption, JsonOption
 from trtspec.errors import UsageError
 
@@ -22,39 +21,19 @@ if TYPE_CHECKING:
 
 
 def quantize(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A Kimi checkpoint: a directory or a hub id.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the NVFP4 checkpoint.")],
-    policy: Annotated[
-        str | None,
-        typer.Option(help="k2.5, k2.6, k2.7-code or a YAML file; default: the published one of the source's family."),
-    ] = None,
-    kv_cache: Annotated[
-        str, typer.Option(help="fp8: serve with an FP8 KV cache (a cast without scales); none: leave it to the engine.")
-    ] = "fp8",
-    input_scales: Annotated[
-        str,
-        typer.Option(help="Activation scales: `one` for 1.0 everywhere, or the file that calibration wrote."),
-    ] = "one",
-    weight_scales: Annotated[
-        str,
-        typer.Option(help="Block scales: max, as ModelOpt exports them; mse: of least squared error, same format."),
-    ] = "max",
-    workers: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core for a large source.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, or cuda: the same bytes computed on a GPU.")] = "cpu",
-    shard: Annotated[
-        str | None, typer.Option(help="i/n, i from 0: only part i of n, for several machines on one output directory.")
-    ] = None,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Check that all parts are done, then write index, card and configs.")
-    ] = False,
-    engine: Annotated[
-        str,
-        typer.Option(help="stream: shard by shard in bounded memory; modelopt: ModelOpt's whole-model PTQ and export."),
-    ] = "stream",
+    source: opt.SourceArgument,
+    output: opt.OutputOption,
+    policy: opt.PolicyOption = None,
+    kv_cache: opt.KvCacheOption = "fp8",
+    input_scales: opt.InputScalesOption = "one",
+    weight_scales: opt.WeightScalesOption = "max",
+    workers: opt.WorkersOption = 0,
+    device: opt.DeviceOption = "cpu",
+    shard: opt.ShardOption = None,
+    merge: opt.MergeOption = False,
+    engine: opt.EngineOption = "stream",
     dry_run: DryRunOption = False,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Forget what an earlier run finished, begin anew.")
-    ] = False,
+    restart: opt.RestartOption = False,
     force: ForceOption = False,
     json_output: JsonOption = False,
 ) -> None:

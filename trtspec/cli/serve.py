@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtspec.cli import serve_options as opt
-from trtspec.cli.options import DryRunOption, JsonOption
+from trtspec.cli.options import DryRunOption, HeadOption, JsonOption, TargetArgument
 
 if TYPE_CHECKING:
     from trtspec.trtllm.serving import ServePlan
 
 
 def serve(
-    target: opt.TargetArgument,
+    target: TargetArgument,
     passed: opt.PassedArgument = None,
-    head: opt.HeadOption = None,
+    head: HeadOption = None,
     backend: opt.BackendOption = "trtllm",
     config: opt.ConfigOption = None,
     trtllm_version: opt.VersionOption = None,

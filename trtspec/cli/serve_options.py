@@ -14,11 +14,9 @@ Goal = Literal["latency", "throughput"]
 Launcher = Literal["direct", "slurm", "mpi", "lws"]
 Role = Literal["context", "generation"]
 
-TargetArgument = Annotated[str, typer.Argument(help="Checkpoint directory or hub id of the target.")]
 PassedArgument = Annotated[
     list[str] | None, typer.Argument(metavar="[-- OPTIONS]", help="After `--`: any option of trtllm-serve.")
 ]
-HeadOption = Annotated[str | None, typer.Option(help="Eagle3 head: directory or hub id.")]
 BackendOption = Annotated[Backend, typer.Option(help="trtllm, or reference: pure PyTorch, on a CPU too.")]
 ConfigOption = Annotated[
     Path | None, typer.Option(help="Engine YAML; without it one is written for this start.")
