@@ -49,39 +49,33 @@ def error(predicted: float, published: float) -> str:
     return f"{100 * (predicted / published - 1):+.1f} %"
 
 
+def header(*names: str) -> list[str]:
+    """The first two lines of a table."""
+    return [row_of(*names).replace("|  |", "| |"), "|---" * len(names) + "|"]
+
+
+def row_of(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
 def sizes(data: dict[str, Any]) -> list[str]:
-    lines = [
-        "### Checkpoint sizes",
-        "",
-        "| checkpoint | format | published | predicted | error |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["### Checkpoint sizes", "", *header("checkpoint", "format", "published", "predicted", "error")]
     for row in data["sizes"]:
         found = checkpoint_bytes(load_target(row["checkpoint"]).spec)
-        cells = (
-            row["checkpoint"],
-            row["format"],
-            f"{row['said']} ({row['source']})",
-            f"{found / 1e9:.2f} GB, {found / 2**30:.2f} GiB",
-        )
-        lines.append(f"| {' | '.join(cells)} | {100 * (found / row['bytes'] - 1):+.2f} % |")
+        said, size = f"{row['said']} ({row['source']})", f"{found / 1e9:.2f} GB, {found / 2**30:.2f} GiB"
+        off = f"{100 * (found / row['bytes'] - 1):+.2f} %"
+        lines.append(row_of(row["checkpoint"], row["format"], said, size, off))
     return lines
 
 
 def cache(data: dict[str, Any]) -> list[str]:
-    lines = [
-        "### Cache capacity",
-        "",
-        "| target | on | published tokens | predicted | error |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["### Cache capacity", "", *header("target", "on", "published tokens", "predicted", "error")]
     for row in data["cache"]:
         room = memory(load_target(row["target"]).spec, None, gpu_spec(row["gpu"]), Layout(row["gpus"]))
         found = (0.9 * room.capacity - room.weights_total - room.reserve) / room.kv_bytes_per_token
         where = f"{row['gpus']} x {row['gpu'].upper()} ({row['source']})"
-        lines.append(
-            f"| {row['target']} | {where} | {row['tokens']:,} | {found:,.0f} | {error(found, row['tokens'])} |"
-        )
+        off = error(found, row["tokens"])
+        lines.append(row_of(row["target"], where, f"{row['tokens']:,}", f"{found:,.0f}", off))
     model, head = load_target("nvidia/Kimi-K2.6-NVFP4").spec, load_head("nvidia/Kimi-K2.6-Eagle3").spec
     rooms = {gpu: memory(model, head, gpu_spec(gpu), Layout(4)) for gpu in ("b200", "h200")}
     held, left = rooms["b200"].sequences(8192), rooms["h200"].free / 1e9
@@ -94,8 +88,8 @@ def speedups(data: dict[str, Any]) -> list[str]:
     lines = []
     for group in data["speedups"]:
         lines += [f"### {group['name']}", "", f"Source: {group['source']}.", ""]
-        lines += ["| | concurrency | tokens per step | published | predicted | error | under other assumptions |"]
-        lines += ["|---|---|---|---|---|---|---|"]
+        columns = ("concurrency", "tokens per step", "published", "predicted", "error", "under other assumptions")
+        lines += header("", *columns)
         found = steps(group["target"], group["head"], group["gpu"], 4, group["isl"] + group["osl"] // 2)
         errors = []
         for row in group["rows"]:
@@ -106,7 +100,7 @@ def speedups(data: dict[str, Any]) -> list[str]:
             range_ = [length / item.cost_ratio(batch, 3) for item in others(found).values()]
             cells = (row["label"], str(batch), f"{length:.2f}", f"{published:.2f}x", f"{predicted:.2f}x")
             spread = f"{min(range_):.2f} to {max(range_):.2f}"
-            lines.append(f"| {' | '.join(cells)} | {error(predicted, published)} | {spread} |")
+            lines.append(row_of(*cells, error(predicted, published), spread))
         lines += [
             "",
             f"Mean absolute error {100 * sum(errors) / len(errors):.1f} %, largest {100 * max(errors):.1f} %.",
@@ -120,21 +114,16 @@ def sensitivities(data: dict[str, Any]) -> list[str]:
     group = data["speedups"][0]
     found = steps(group["target"], group["head"], group["gpu"], 4, group["isl"] + group["osl"] // 2)
     models = {"as planned": found, **others(found)}
-    lines = ["### The same under each assumption", "", f"| concurrency | {' | '.join(models)} | published |"]
-    lines.append("|---" * (len(models) + 2) + "|")
+    lines = ["### The same under each assumption", "", *header("concurrency", *models, "published")]
     for row in group["rows"]:
         cells = [f"{row['acceptance'] / item.cost_ratio(row['concurrency'], 3):.2f}" for item in models.values()]
-        lines.append(f"| {row['concurrency']} | {' | '.join(cells)} | {row['published']} |")
+        lines.append(row_of(str(row["concurrency"]), *cells, str(row["published"])))
     return lines
 
 
 def single_steps(data: dict[str, Any]) -> list[str]:
-    lines = [
-        "### Steps in milliseconds",
-        "",
-        "| | published | predicted | error | with 1 ms of host time |",
-        "|---|---|---|---|---|",
-    ]
+    columns = ("published", "predicted", "error", "with 1 ms of host time")
+    lines = ["### Steps in milliseconds", "", *header("", *columns)]
     for row in data["steps"]:
         found = steps("nvidia/Kimi-K2.6-NVFP4", None, row["gpu"], row["gpus"], 2048)
         slow = replace(found, host_us=HOST_US)
@@ -143,13 +132,9 @@ def single_steps(data: dict[str, Any]) -> list[str]:
             extra = row["queries"] - 1
             plain = item.step(1) / 1000
             values.append((item.step(1, row["queries"]) / 1000 - plain) / extra if extra else plain)
-        cells = (
-            row["name"],
-            f"{row['published_ms']} ({row['source']})",
-            f"{values[0]:.2f}",
-            error(values[0], row["published_ms"]),
-        )
-        lines.append(f"| {' | '.join(cells)} | {values[1]:.2f}, {error(values[1], row['published_ms'])} |")
+        published, (ours, slower) = row["published_ms"], values
+        said, off = f"{published} ({row['source']})", error(ours, published)
+        lines.append(row_of(row["name"], said, f"{ours:.2f}", off, f"{slower:.2f}, {error(slower, published)}"))
     return lines
 
 
@@ -162,10 +147,7 @@ def rates(data: dict[str, Any]) -> list[str]:
         "every answer, one prefill that stops all others.",
         "",
     ]
-    lines += [
-        "| GPU | concurrency | published | decode alone | error | with prefill | error |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines += header("GPU", "concurrency", "published", "decode alone", "error", "with prefill", "error")
     errors: dict[str, list[float]] = {"decode alone": [], "with prefill": []}
     for gpu, row in group["rows"].items():
         found = steps(group["target"], None, gpu, 8, group["isl"] + group["osl"] // 2)
@@ -177,7 +159,7 @@ def rates(data: dict[str, Any]) -> list[str]:
                 predicted = 1e6 / duration
                 errors[name].append(abs(predicted / published - 1))
                 cells += [f"{predicted:.1f}", error(predicted, published)]
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(row_of(*cells))
     summary = "; ".join(
         f"{name} {100 * sum(e) / len(e):.0f} %, largest {100 * max(e):.0f} %" for name, e in errors.items()
     )

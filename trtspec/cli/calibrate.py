@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from trtspec.cli.options import DryRunOption, ForceOption, JsonOption
+from trtspec.cli.progress import progress
 from trtspec.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 GIB = 2**30
 
@@ -67,29 +61,14 @@ def calibrate(
         dtype=None if dtype == "auto" else getattr(torch, dtype),
         states_budget=None if states_memory is None else states_memory * GIB,
     )
-    with _progress() as progress:
+    with progress("calibrating", "layers") as show:
         result = calibrate_checkpoint(
-            path, data, output, chosen, options, dry_run=dry_run, restart=restart, force=force, progress=progress
+            path, data, output, chosen, options, dry_run=dry_run, restart=restart, force=force, progress=show
         )
     if json_output:
         print_json(result)
     else:
         _show(result, source)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr for a person; nothing in a pipe."""
-    if not sys.stderr.isatty() or os.environ.get("TRTSPEC_QUIET") == "1":
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    columns = ("calibrating", BarColumn(), MofNCompleteColumn(), "layers", TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.stderr)) as bar:
-        task = bar.add_task("calibrate", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _show(result: dict[str, Any], source: str) -> None:

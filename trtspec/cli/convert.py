@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from trtspec.cli.options import DryRunOption, ForceOption, JsonOption
+from trtspec.cli.progress import progress
 from trtspec.errors import Problem, has_errors
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 Dialect = Literal["trtllm", "vllm", "sglang", "speculators", "torchspec", "specforge", "safeailab"]
 Choice = Literal["auto", "keep", "drop", "target"]
@@ -55,8 +50,8 @@ def convert(
 
     options = Options(to, from_, lm_head, embed_tokens, rope_theta, dry_run, force)
     pair = resolve(target, allow_download=False) if target is not None else None
-    with _progress() as progress:
-        result = convert_head(resolve(head), output, options, pair, progress)
+    with progress("converting") as show:
+        result = convert_head(resolve(head), output, options, pair, show)
     problems: list[Problem] = result["problems"]
     if json_output:
         print_json(result | {"problems": [problem.to_dict() for problem in problems]})
@@ -64,21 +59,6 @@ def convert(
         _show(result, output)
     if has_errors(problems):
         raise typer.Exit(3)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr for a person; nothing in a pipe."""
-    if not sys.stderr.isatty() or os.environ.get("TRTSPEC_QUIET") == "1":
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = ("converting", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.stderr)) as bar:
-        task = bar.add_task("convert", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _show(result: dict[str, Any], output: Path) -> None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtspec.cli import quantize_options as opt
 from trtspec.cli.options import DryRunOption, ForceOption, JsonOption
+from trtspec.cli.progress import progress
 from trtspec.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from trtspec.quant.policy import Policy
 
 
@@ -52,7 +48,7 @@ def quantize(
     path = _local(source)
     chosen = _policy(policy, source, path)
     convert: Callable[..., dict[str, Any]] = _engine(engine)
-    with _progress() as progress:
+    with progress("quantizing") as show:
         result = convert(
             path,
             output,
@@ -63,7 +59,7 @@ def quantize(
             dry_run=dry_run,
             restart=restart,
             force=force,
-            progress=progress,
+            progress=show,
             **special,
         )
     if json_output:
@@ -118,21 +114,6 @@ def _policy(name: str | None, source: str, path: Path) -> Policy:
     from trtspec.quant.policy import default_policy, load_policy
 
     return load_policy(name) if name else default_policy(source, str(path.resolve()))
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr for a person; nothing in a pipe."""
-    if not sys.stderr.isatty() or os.environ.get("TRTSPEC_QUIET") == "1":
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = ("quantizing", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.stderr)) as bar:
-        task = bar.add_task("quantize", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ def measure_acceptance(
     from trtspec.checkpoint.tokenizer import KimiTokenizer
     from trtspec.engine.engine import Engine, Request
     from trtspec.models.head_weights import load_head
+    from trtspec.models.precision import dtype_name
     from trtspec.report import say
 
     wanted = set(held_out)
@@ -52,7 +53,7 @@ def measure_acceptance(
         "draft_len": draft_len,
         "temperature": 0.0,
         "max_tokens": max_tokens,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.dtype),
         "prompts": len(chosen),
         "rows": rows,
     }

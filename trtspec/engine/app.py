@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
-import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
@@ -26,6 +25,7 @@ from trtspec.engine.sequence import Completion, Output
 from trtspec.engine.sequence import Request as EngineRequest
 from trtspec.engine.worker import EngineFailed, Worker
 from trtspec.errors import TrtspecError
+from trtspec.models.precision import dtype_name
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,6 @@ def create_app(engine: Engine, tokenizer: KimiTokenizer, served_model_name: str)
         return await _respond(job, asked, worker, request)
 
     return app
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` of torch.float32."""
-    return str(dtype).removeprefix("torch.")
 
 
 def completion_job(asked: CompletionBody, tokenizer: KimiTokenizer, model: str) -> Job:

@@ -16,14 +16,14 @@ import torch
 import uvicorn
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.app import create_app, dtype_name
+from trtspec.engine.app import create_app
 from trtspec.engine.drafters import DrafterName
 from trtspec.engine.engine import Engine
 from trtspec.engine.sequence import Request
 from trtspec.engine.stats import Totals
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.models.head_weights import load_head
-from trtspec.models.precision import default_dtype
+from trtspec.models.precision import default_dtype, dtype_name
 from trtspec.models.weights import load_target
 
 DTYPES = ("auto", "bfloat16", "float32")

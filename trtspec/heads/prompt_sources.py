@@ -1,4 +1,7 @@
-"""Rows of prompts: jsonl, a JSON array, parquet, plain text, a directory of these, or a hub data set."""
+"""Rows of prompts: jsonl, a JSON array, parquet, plain text, a directory of these, or a hub data set.
+
+Where rows come from and where they stand; what a row means is for `prompts` to say.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Prompts to be answered: read from many shapes, each with an id that depends on its text alone."""
+"""Prompts to be answered: the user's side of the rows that `prompt_sources` reads, each with an id of its text alone.
+
+`checkpoint/texts.py` reads conversations for calibration: whole ones, with their answers, as token ids.
+"""
 
 from __future__ import annotations
 

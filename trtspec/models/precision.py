@@ -28,3 +28,8 @@ def has_native_bf16(device: str | torch.device = "cpu") -> bool:
 def default_dtype(device: str | torch.device = "cpu") -> torch.dtype:
     """bfloat16 where `device` has it natively, else float32."""
     return torch.bfloat16 if has_native_bf16(device) else torch.float32
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` of torch.float32."""
+    return str(dtype).removeprefix("torch.")

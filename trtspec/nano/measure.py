@@ -22,7 +22,7 @@ from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.moe import Router
-from trtspec.models.precision import default_dtype
+from trtspec.models.precision import default_dtype, dtype_name
 from trtspec.models.weights import load_target
 
 CONTEXT = 256  # cached tokens while steps are timed
@@ -42,7 +42,7 @@ def main() -> None:
     texts = held_out(KimiTokenizer(options.target), options.samples)
     with torch.inference_mode():
         figures = {**step_costs(target, head), **experts_touched(target, texts), **bits_per_byte(target, texts)}
-    print(json.dumps({"dtype": str(dtype).removeprefix("torch.")} | figures, indent=2))
+    print(json.dumps({"dtype": dtype_name(dtype)} | figures, indent=2))
 
 
 def held_out(tokenizer: KimiTokenizer, samples: int) -> list[tuple[list[int], list[int], int]]:
