@@ -107,6 +107,41 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path, sent: signal.Signals) ->
     assert not [pid for pid in started if psutil.pid_exists(pid)]
 
 
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("started", ["command", "server"])
+def test_an_interrupt_during_a_start_leaves_no_process(tmp_path: Path, sent: signal.Signals, started: str) -> None:
+    """The signal comes when the child runs and Popen has not returned: the moment in which nobody knows the child."""
+    script = textwrap.dedent(
+        f"""
+        import os, subprocess
+        from pathlib import Path
+        import psutil
+        from trtspec.cli import demo_process
+        from trtspec.cli.demo import termination_as_interrupt
+
+        class Interrupted(subprocess.Popen):
+            def __init__(self, *arguments, **options):
+                super().__init__(*arguments, **options)
+                os.kill(os.getpid(), {int(sent)})
+
+        subprocess.Popen = Interrupted
+        directory = Path({str(tmp_path)!r})
+        (directory / "logs").mkdir()
+        chain = demo_process.Chain(directory, 1)
+        try:
+            with termination_as_interrupt():
+                if {started!r} == "server":
+                    with chain.server("x", ["/nowhere"], {free_port()}):
+                        raise AssertionError("served")
+                chain.run_module("http.server", ["--bind", "127.0.0.1", "0"], "wait", 1)
+        except KeyboardInterrupt:
+            print("left:", [process.pid for process in psutil.Process().children()])
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1:] == ["left: []"], done.stdout + done.stderr
+
+
 def test_only_a_demo_directory_is_ever_emptied(tmp_path: Path) -> None:
     mine = tmp_path / "thesis"
     mine.mkdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -68,10 +69,8 @@ class Chain:
         self.say(f"    $ {step.command}")
         began = time.monotonic()
         # stderr stays the terminal's, so that progress bars and messages are seen as they come
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, env=environment()
-        )
-        output = finish(process)
+        with child([sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE) as process:
+            output = process.communicate()[0]
         step.seconds, step.status = time.monotonic() - began, process.returncode
         log = self.directory / "logs" / f"{len(self.steps):02d}-{purpose.replace(' ', '-')}.out"
         log.write_bytes(output)
@@ -107,32 +106,41 @@ class Chain:
         began = time.monotonic()
         with log.open("wb") as stream:
             # its own session: Ctrl-C reaches the demo alone, which then stops the server in order
-            process = subprocess.Popen(
-                [sys.executable, "-m", "trtspec", *command],
-                stdout=stream,
-                stderr=stream,
-                env=environment(),
-                start_new_session=True,
-            )
-            try:
+            whole = [sys.executable, "-m", "trtspec", *command]
+            with child(whole, stdout=stream, stderr=stream, start_new_session=True) as process:
                 wait_ready(process, port, name, log)
                 step.seconds = time.monotonic() - began
                 yield f"http://127.0.0.1:{port}"
-            finally:
-                stop(process)
-                step.status = 0 if process.returncode in (0, -15, 143) else process.returncode
+        step.status = 0 if process.returncode in (0, -15, 143) else process.returncode
 
     def to_dicts(self) -> list[dict[str, Any]]:
         return [asdict(step) for step in self.steps]
 
 
-def finish(process: subprocess.Popen[bytes]) -> bytes:
-    """Reads a child's stdout to its end; an interrupt ends the child first."""
+@contextmanager
+def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that lives no longer than the block. `options` are Popen's.
+
+    An interrupt that comes while the process is being started waits until there is a process to end: raised inside
+    Popen, it would leave behind one that nobody knows.
+    """
+    held: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    process = None
     try:
-        return process.communicate()[0]
-    except BaseException:
-        stop(process)
-        raise
+        try:
+            for number in handlers:
+                signal.signal(number, lambda caught, _: held.append(caught))
+            process = subprocess.Popen(command, env=environment(), **options)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        if held:
+            signal.raise_signal(held[0])
+        yield process
+    finally:
+        if process is not None:
+            stop(process)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
