@@ -21,7 +21,8 @@ IntermediateOption = Annotated[int | None, Option(min=1, help="Width of the MLP 
 AuxLayersOption = Annotated[str | None, Option(help="Captured layer outputs, 0-based [1,L//2-1,L-4].")]
 TttOption = Annotated[int | None, Option(min=1, help="Training-time-test steps [3].")]
 FeaturesOption = Annotated[
-    str | None, Option(help="The target's states: auto, memory, a directory, stream or stream:DIR [auto].")
+    str | None,
+    Option(help="The target's states: auto, memory, a directory, stream, stream:DIR or a server's URL [auto]."),
 ]
 EpochsOption = Annotated[int | None, Option(min=1, help="Passes over the data [3].")]
 StepsOption = Annotated[int | None, Option(min=1, help="Optimizer steps, in place of epochs.")]

@@ -60,6 +60,7 @@ def collate(features: Features, indices: list[int], answer_only: bool, device: s
     length = max(len(features.samples[index].tokens) for index in indices)
     tokens = torch.zeros(len(indices), length, dtype=torch.int64)
     mask = torch.zeros(len(indices), length)
+    features.expect(indices)
     states = [features.states(index) for index in indices]
     hidden, aux = (torch.zeros(len(indices), length, part.shape[-1], dtype=torch.bfloat16) for part in states[0])
     for row, index in enumerate(indices):

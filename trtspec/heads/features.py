@@ -48,6 +48,12 @@ class Features:
         """hidden [S, H] and aux [S, n_aux*H] of sample `index`, bf16."""
         return self.hidden[self.rows(index)], self.aux[self.rows(index)]
 
+    def expect(self, indices: list[int]) -> None:
+        """Tells which samples are asked for soon; a chance to fetch them meanwhile."""
+
+    def close(self) -> None:
+        """Gives back what the states came through; none can be asked for afterwards."""
+
     @property
     def bytes(self) -> int:
         return sum(part.numel() * part.element_size() for part in (self.hidden, self.aux))

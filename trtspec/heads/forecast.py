@@ -6,12 +6,12 @@ network. Nothing here was measured on a GPU. The ways:
     online   the target in GPU memory beside the head: only where one GPU holds both
     stream   one GPU, one decoder layer of the target in memory at a time, prompts in chunks
     dumps    states written by an engine at tensor parallel N, read again in every epoch
-    server   a live engine hands over the states while the head trains; nothing is stored. Reckoned for comparison,
-             not built into `train`: ModelOpt's streaming recipe does it, with ModelOpt's own decoder layer
+    server   a live engine hands over the states while the head trains; nothing is stored
 """
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -31,7 +31,7 @@ LAYER_COPIES = 24  # hidden-sized activations that a head's layer keeps per toke
 def forecast(
     plan: Plan, target: ModelSpec, options: TrainOptions, target_bytes: int, gpu: GpuSpec, name: str
 ) -> dict[str, Any]:
-    """`target_bytes`: of the stored target. Returns {gpu, epochs, head_training, ways, dump_commands};
+    """`target_bytes`: of the stored target. Returns {gpu, epochs, head_training, ways, dump_commands, server_commands};
     a way is `possible` where this command can go it on that GPU."""
     epochs = plan.steps * options.batch_size / max(1, plan.counted or len(plan.samples))
     rate = gpu.bf16_flops * EFFICIENCY
@@ -55,7 +55,7 @@ def forecast(
         )
         | {"possible": True},
         "server": _way(parallel + trainers, forward + training, 0, max(target_bytes / parallel, peak))
-        | {"possible": False},
+        | {"possible": True},
     }
     return {
         "gpu": gpu.name,
@@ -63,6 +63,7 @@ def forecast(
         "head_training": {"gpus": trainers, "gpu_hours": round(training, 2), "peak_bytes": round(peak)},
         "ways": ways,
         "dump_commands": dump_commands(name, plan, options, parallel),
+        "server_commands": server_commands(name, plan, target, options, parallel),
     }
 
 
@@ -125,4 +126,27 @@ def dump_commands(name: str, plan: Plan, options: TrainOptions, parallel: int) -
         f"--aux-layers {layers}",
         "vllm": f"python compute_hidden_states_vllm.py --model {name} {where} --trust_remote_code",
         "then": f"trtspec train {name} dumps -o head",
+    }
+
+
+def server_commands(name: str, plan: Plan, target: ModelSpec, options: TrainOptions, parallel: int) -> dict[str, str]:
+    """How vLLM serves states with ModelOpt's connector (which must be installed beside it), and what then trains.
+
+    vLLM counts the layers before a state, not layer outputs from 0: its ids are ours plus one, the last one is the
+    state after all layers. A prompt must be computed whole and anew, or its states are not there.
+    """
+    ids = [layer + 1 for layer in plan.spec.aux_layers or ()] + [target.num_hidden_layers]
+    capture = {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}}}
+    speculative = {"method": "extract_hidden_states", "num_speculative_tokens": 1} | capture
+    connector = {
+        "kv_connector": "RdmaHiddenStatesConnector",
+        "kv_connector_module_path": "modelopt.torch.speculative.plugins.rdma_hidden_states_connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"pool_slots": "16", "max_tokens": str(options.seq_len)},
+    }
+    flags = "--enforce-eager --no-enable-chunked-prefill --no-enable-prefix-caching --max-num-seqs 16"
+    return {
+        "vllm": f"vllm serve {name} --tensor-parallel-size {parallel} --max-model-len {options.seq_len} {flags} "
+        f"--speculative-config '{json.dumps(speculative)}' --kv-transfer-config '{json.dumps(connector)}'",
+        "then": f"trtspec train {name} answers.jsonl -o head --features http://HOST:8000",
     }

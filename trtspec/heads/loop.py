@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from trtspec.errors import TrtspecError
 from trtspec.heads.batches import batches_of_epoch, collate, split_held_out
@@ -18,8 +19,8 @@ from trtspec.heads.features import Features
 from trtspec.heads.options import TrainOptions
 from trtspec.heads.plan import steps_of
 from trtspec.heads.processes import World
-from trtspec.heads.state import Curve, load_state, save_state
-from trtspec.heads.train import TrainingModule, head_parameters, loss_and_accuracy
+from trtspec.heads.state import Curve, load_state, save_state, state_tensors
+from trtspec.heads.train import Objective, TrainingModule, head_parameters
 
 EVALUATIONS = 10  # held-out points of the learning curve
 MAX_HELD_OUT = 64  # sequences per evaluation
@@ -71,9 +72,10 @@ def train_head(
     curve = Curve(curve_path, position) if world.main else None
     result = Result(total, 0, 0.0, held_out_ids=[features.samples[index].id for index in held])
     began = time.monotonic()
-    for step, indices in _plan([len(s.tokens) for s in features.samples], train, options, total):
-        if step <= done:
-            continue
+    plan = list(_plan([len(s.tokens) for s in features.samples], train, options, total))[done:]
+    for place, (step, indices) in enumerate(plan):
+        for _, coming in plan[place : place + 2]:
+            features.expect(world.share(coming))
         point = stepper.step(step, indices)
         tokens = sum(len(features.samples[index].tokens) for index in indices)
         result.tokens += tokens
@@ -82,8 +84,10 @@ def train_head(
             point.held_out = stepper.evaluate(held[:MAX_HELD_OUT])
         if curve:
             curve.add(point, tokens)
-            if step % save_every == 0 or step == total:
-                save_state(work, stepper.parameters, stepper.optimizer, step, curve.position, fingerprint)
+        if step % save_every == 0 or step == total:
+            tensors = world.whole(state_tensors(stepper.parameters, stepper.optimizer))
+            if curve:
+                save_state(work, tensors, step, curve.position, fingerprint)
         on_step(point)
     if curve:
         curve.close()
@@ -115,22 +119,23 @@ class Stepper:
     def __init__(
         self, model: TrainingModule, features: Features, options: TrainOptions, total: int, world: World
     ) -> None:
-        self.model, self.features, self.options, self.total, self.world = model, features, options, total, world
+        self.features, self.options, self.total, self.world = features, options, total, world
+        self.device = str(model.lm_head.weight.device)
+        self.peak_lr = options.peak_lr(model.lm_head.in_features)
+        self.objective = world.wrap(Objective(model))
         self.parameters = head_parameters(model)
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=options.weight_decay, fused=True
         )
-        self.device = str(model.lm_head.weight.device)
-        self.peak_lr = options.peak_lr(model.lm_head.in_features)
-        self.wrapped = world.wrap(model)
 
     def step(self, step: int, indices: list[int]) -> Point:
         """One update. Raises TrtspecError when loss or gradients are no numbers."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.total, self.peak_lr, self.options.warmup)
-        loss, accuracy, _ = self._loss(self.wrapped, indices)
+        loss, accuracy, _ = self._loss(indices)
         (loss * self.world.size).backward()  # the wrapper takes the mean over processes, the losses are parts of a sum
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.options.grad_clip)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         value, *shares = self.world.sum(torch.tensor([loss.item(), *accuracy], dtype=torch.float64)).tolist()
         if not math.isfinite(value) or not math.isfinite(norm.item()):
             raise TrtspecError(
@@ -147,7 +152,7 @@ class Stepper:
         sums, weight = torch.zeros(1 + self.options.ttt_steps, dtype=torch.float64), 0.0
         ordered = sorted(indices, key=lambda index: len(self.features.samples[index].tokens))
         for begin in range(0, len(ordered), self.options.batch_size):
-            loss, accuracy, counted = self._loss(self.model, ordered[begin : begin + self.options.batch_size])
+            loss, accuracy, counted = self._loss(ordered[begin : begin + self.options.batch_size])
             figures = torch.tensor([loss.item(), *accuracy, counted], dtype=torch.float64)
             *values, counted = self.world.sum(figures).tolist()
             sums += counted * torch.tensor(values, dtype=torch.float64)
@@ -155,12 +160,12 @@ class Stepper:
         loss_mean, *shares = (sums / max(weight, 1.0)).tolist()
         return {"loss": loss_mean, "accuracy": shares}
 
-    def _loss(self, model: nn.Module, indices: list[int]) -> tuple[Tensor, list[float], float]:
+    def _loss(self, indices: list[int]) -> tuple[Tensor, list[float], float]:
         """(loss, accuracy, counted positions) of this process's rows of a batch, as parts of the batch's sums."""
         mine = self.world.share(indices)
         batch = collate(self.features, mine or indices[:1], self.options.answer_only, self.device)
         if not mine:
             batch.loss_mask.zero_()  # fewer rows than processes: take part without counting
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
-            loss, accuracy = loss_and_accuracy(model, batch.tokens, batch.hidden, batch.aux, batch.loss_mask)
+            loss, accuracy = self.objective(batch.tokens, batch.hidden, batch.aux, batch.loss_mask)
         return loss, accuracy, float(batch.loss_mask.sum())

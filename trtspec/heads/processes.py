@@ -1,7 +1,8 @@
 """Several processes training one head: `torchrun` or `accelerate launch` around the same command.
 
-Both launchers describe the group in the environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR); nothing else is
-configured. The global batch is what one process would take; each process computes its share of the rows.
+Both launchers describe the group in the environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR), where accelerate also
+says whether the head is to be sharded (ACCELERATE_USE_FSDP). The global batch is what one process would take; each
+process computes its share of the rows.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trtspec.errors import UsageError
+
+NOT_HONOURED = ("FSDP_OFFLOAD_PARAMS", "FSDP_ACTIVATION_CHECKPOINTING")  # settings of accelerate that would be lost
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,7 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    sharded: bool = False  # weights, gradients and moments spread over the processes (FSDP) instead of replicated
 
     @property
     def main(self) -> bool:
@@ -57,20 +64,57 @@ class World:
             dist.barrier()
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The module whose backward averages gradients over the processes; its parameters stay the model's own."""
+        """The module whose backward averages gradients over the processes.
+
+        Sharding replaces the trainable parameters in place, so they are to be asked for afterwards. The frozen ones
+        stay whole in each process: they have neither gradients nor moments.
+        """
+        if self.sharded:
+            frozen = {value for value in model.parameters() if not value.requires_grad}
+            device = next(model.parameters()).device.type
+            # One unit: the training-time test runs the layer several times a step, and one gathering serves them all.
+            mesh = init_device_mesh(device, (self.size,))
+            fully_shard(model, mesh=mesh, ignored_params=frozen, reshard_after_forward=True)
+            return model
         if self.size == 1:
             return model
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
+    def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors put together for the main process, the sharded ones on the CPU; the others get nothing. Every
+        process must call it, because sharded ones are gathered, one at a time."""
+        found = {}
+        for name, value in tensors.items():
+            joined_value = value.full_tensor().cpu() if isinstance(value, DTensor) else value
+            if self.main:
+                found[name] = joined_value
+        return found
+
+
+def like(whole: Tensor, example: Tensor) -> Tensor:
+    """`whole` where `example` is: on its device, and this process's shard of it where `example` is sharded."""
+    whole = whole.to(example.device)
+    if not isinstance(example, DTensor):
+        return whole
+    return distribute_tensor(whole, example.device_mesh, example.placements, src_data_rank=None)
+
 
 def place() -> World:
-    """The place that the launcher's environment gives; UsageError when it is no number."""
+    """The place that the launcher's environment gives; UsageError when it is no number, or asks for what is lost."""
     try:
         rank, size, local = (int(os.environ.get(name, default)) for name, default in
                              (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))  # fmt: skip
     except ValueError as error:
         raise UsageError(f"RANK, WORLD_SIZE or LOCAL_RANK is no number ({error})", "start with torchrun") from None
-    return World(rank, size, local)
+    sharded = size > 1 and _is_on("ACCELERATE_USE_FSDP")
+    lost = [name.lower() for name in NOT_HONOURED if sharded and _is_on(name)]
+    if lost:
+        raise UsageError(f"{' and '.join(lost)}: not for heads", "set it to false in accelerate's configuration")
+    return World(rank, size, local, sharded)
+
+
+def _is_on(name: str) -> bool:
+    return os.environ.get(name, "").lower() in ("1", "true", "yes")
 
 
 @contextmanager

@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from trtspec.heads.data import Sample, coverage, draft_vocabulary
 from trtspec.heads.export import write_head, write_record
 from trtspec.heads.features import Features, compute_features, empty_features, write_dumps
 from trtspec.heads.features_dumps import find_dumps
+from trtspec.heads.features_server import ServedFeatures, is_served, served_model, server_urls
 from trtspec.heads.features_stream import is_streamed, refuse_several, stream_features
 from trtspec.heads.loop import ALONE, Point, Result, train_head
 from trtspec.heads.options import WORK_NAME, TrainOptions
@@ -91,14 +94,18 @@ def run_training(
     if init is not None:
         train.load_head_tensors(module, initial_tensors(init))
     source = _source(target_dir, plan.samples, init)
-    result = train_head(
-        module, _features(target_dir, model, plan, options, work, world), options, work=work, curve_path=curve,
-        fingerprint={"options": options.to_dict(), **source}, save_every=save_every, on_step=on_step, world=world,
-    )  # fmt: skip
+    with closing(_features(target_dir, model, plan, options, work, world)) as features:
+        result = train_head(
+            module, features, options, work=work, curve_path=curve, save_every=save_every, on_step=on_step,
+            fingerprint={"options": options.to_dict(), **source}, world=world,
+        )  # fmt: skip
+    tensors = train.head_tensors(module, whole=world.whole)
     if not world.main:
         return {}
-    write_head(output, train.head_tensors(module), plan.spec, model.spec)
-    training = _summary_of_run(curve, plan, options, result, ids) | {"processes": world.size}
+    write_head(output, tensors, plan.spec, model.spec)
+    training = _summary_of_run(curve, plan, options, result, ids) | {
+        "processes": world.size, "sharded": world.sharded
+    }  # fmt: skip
     named = {"target": target_dir.name, "data": data.name}
     record = provenance(
         "train", named | _renamed(source), options.to_dict(),
@@ -112,7 +119,13 @@ def run_training(
 def _features(
     target_dir: Path, model: KimiModel, plan: Plan, options: TrainOptions, work: Path, world: World
 ) -> Features:
-    """The states of all samples, or a promise of them: `--features stream` makes them while training."""
+    """The states of all samples, or a promise of them: a stream makes, a server sends them while training."""
+    if is_served(plan.features):
+        urls = server_urls(plan.features)
+        longest = max(len(sample.tokens) for sample in plan.samples)
+        client = partial(train.state_client, urls, served_model(urls[0]), longest)
+        client()  # what is missing is missed before the run begins
+        return ServedFeatures(plan.samples, model.spec, plan.spec.num_aux, model.norm, client)
     if not is_streamed(plan.features):
         return gather_features(model, plan, world)
     refuse_several(world.size)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from trtspec.checkpoint.writer import write_shard
 from trtspec.errors import UsageError
+from trtspec.heads.processes import like
 
 if TYPE_CHECKING:
     from trtspec.heads.loop import Point
@@ -52,18 +53,18 @@ class Curve:
         self._file.close()
 
 
-def save_state(
-    directory: Path,
-    parameters: dict[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    step: int,
-    position: int,
-    fingerprint: dict[str, Any],
-) -> None:
-    """Writes state.safetensors atomically; a kill leaves the previous state."""
+def state_tensors(parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights and moments by the names they have on disk; this process's shards of them where they are sharded."""
     tensors = {f"head.{name}": value.detach() for name, value in parameters.items()}
     for name, value in parameters.items():
         tensors |= {f"{moment}.{name}": optimizer.state[value][moment] for moment in MOMENTS if optimizer.state[value]}
+    return tensors
+
+
+def save_state(
+    directory: Path, tensors: dict[str, Tensor], step: int, position: int, fingerprint: dict[str, Any]
+) -> None:
+    """Writes state.safetensors atomically; a kill leaves the previous state. `tensors`: whole `state_tensors`."""
     record = {"step": step, "position": position, "fingerprint": fingerprint}
     directory.mkdir(parents=True, exist_ok=True)
     write_shard(directory / STATE_NAME, tensors, {"run": json.dumps(record)})
@@ -75,7 +76,8 @@ def load_state(
     optimizer: torch.optim.Optimizer,
     fingerprint: dict[str, Any],
 ) -> tuple[int, int]:
-    """Puts a saved run back; returns (step, curve position), (0, 0) when there is none.
+    """Puts a saved run back, whatever number of processes it had; returns (step, curve position), (0, 0) when there
+    is none.
 
     Raises UsageError naming what changed when the run was begun with other options, data or target.
     """
@@ -87,10 +89,10 @@ def load_state(
         _compare(record["fingerprint"], fingerprint, directory)
         with torch.no_grad():
             for name, value in parameters.items():
-                value.copy_(state.get_tensor(f"head.{name}"))
+                value.copy_(like(state.get_tensor(f"head.{name}"), value))
                 optimizer.state[value] = {
-                    "step": torch.tensor(float(record["step"])),
-                    **{moment: state.get_tensor(f"{moment}.{name}").to(value.device) for moment in MOMENTS},
+                    "step": torch.tensor(float(record["step"]), device=value.device),
+                    **{moment: like(state.get_tensor(f"{moment}.{name}"), value) for moment in MOMENTS},
                 }
     return record["step"], record["position"]
 

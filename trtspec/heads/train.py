@@ -21,11 +21,11 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from transformers import DeepseekV3Config, LlamaConfig, PreTrainedModel
 
 from trtspec.errors import MissingDependency, TrtspecError
 from trtspec.heads.architecture import architecture_config, rope_scaling
+from trtspec.heads.data import Sample
 from trtspec.heads.decoder import TTT_ATTENTION, LlamaDraftLayer, MlaDraftLayer
 from trtspec.heads.objective import eagle_loss
 from trtspec.specs import HeadSpec, ModelSpec
@@ -168,6 +168,32 @@ def _norm_states(norms: nn.ModuleList, aux: torch.Tensor) -> torch.Tensor:
     return torch.cat([norm(part.float()).to(part.dtype) for norm, part in zip(norms, parts, strict=True)], -1)
 
 
+def state_client(urls: list[str], model: str, longest: int) -> Callable[[Sample], torch.Tensor | None]:
+    """ModelOpt's client of a server that streams its states. Each thread needs its own.
+
+    The function returned gives a sample's captured planes [S, layers + 1, H], None when the server dropped them; raises
+    httpx.HTTPError or OSError when it is away, RuntimeError when it saw other tokens or has slots for fewer than
+    `longest`. Raises MissingDependency without NIXL.
+    """
+    try:
+        import nixl._api  # noqa: F401
+        from modelopt.torch.speculative.plugins import hf_streaming_dataset as streaming
+    except ImportError as missing:
+        raise MissingDependency(
+            f"states from a server come over NIXL ({missing})", "install it: pip install nixl"
+        ) from None
+    config = streaming.EagleVllmStreamingConfig(server_urls=urls, model=model, max_seq_len=longest)
+    with _silence():
+        dataset = streaming.EagleVllmStreamingDataset([{}], tokenizer=None, config=config)
+
+    def fetch(sample: Sample) -> torch.Tensor | None:
+        mask = torch.ones(len(sample.tokens), dtype=torch.int64)
+        found = dataset._fetch({"cid": sample.id, "token_ids": list(sample.tokens), "loss_mask": mask})
+        return None if found is None else found["hidden_states"]
+
+    return fetch
+
+
 def loss_and_accuracy(
     model: TrainingModule, tokens: torch.Tensor, hidden: torch.Tensor, aux: torch.Tensor, loss_mask: torch.Tensor
 ) -> tuple[torch.Tensor, list[float]]:
@@ -177,11 +203,21 @@ def loss_and_accuracy(
     tokens int64 [B, S]; hidden [B, S, H] after the target's final norm; aux [B, S, n*H]; loss_mask [B, S] 1 where the
     distribution at that position counts.
     """
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    weight = inner.lm_head.weight.dtype if not torch.is_autocast_enabled(tokens.device.type) else torch.bfloat16
+    weight = model.lm_head.weight.dtype if not torch.is_autocast_enabled(tokens.device.type) else torch.bfloat16
     states = {"base_model_hidden_states": hidden.to(weight), "aux_hidden_states": aux.to(weight)}
     output = model(input_ids=tokens, base_model_outputs=states, loss_mask=loss_mask)
     return output.loss, output.train_acc[0]
+
+
+class Objective(nn.Module):
+    """`loss_and_accuracy` of one training module as a forward: what is wrapped for several processes."""
+
+    def __init__(self, model: TrainingModule) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *batch: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+        return loss_and_accuracy(self.model, *batch)
 
 
 def head_parameters(model: TrainingModule) -> dict[str, nn.Parameter]:
@@ -189,9 +225,14 @@ def head_parameters(model: TrainingModule) -> dict[str, nn.Parameter]:
     return dict(model.eagle_module.named_parameters())
 
 
-def head_tensors(model: TrainingModule, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """The head in ModelOpt's exported layout (`layers.0.` names, `d2t` when pruned), floats in `dtype`, on the CPU."""
-    state = model.eagle_module.state_dict()
+def head_tensors(
+    model: TrainingModule,
+    dtype: torch.dtype = torch.bfloat16,
+    whole: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = dict,
+) -> dict[str, torch.Tensor]:
+    """The head in ModelOpt's exported layout (`layers.0.` names, `d2t` when pruned), floats in `dtype`, on the CPU.
+    `whole` puts sharded tensors together (`World.whole`)."""
+    state = whole(model.eagle_module.state_dict())
     return {
         name: (value.to(dtype) if value.is_floating_point() else value).cpu().contiguous()
         for name, value in state.items()
