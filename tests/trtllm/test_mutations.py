@@ -25,9 +25,17 @@ from trtspec.trtllm.value_check import check_value
 OLDER = "1.3.0rc20"
 KEY_CODES = {"TS-LINT-UNKNOWN-KEY", "TS-LINT-RENAMED-KEY", "TS-LINT-REMOVED-KEY", "TS-LINT-WRONG-TYPE",
              "TS-LINT-BAD-VALUE", "TS-LINT-OUT-OF-RANGE", "TS-LINT-WRONG-VARIANT"}  # fmt: skip
-# what the class of the manifest's own commit takes and the manifest leaves out: a field with `telemetry=False`, and a
-# field typed `object` whose keys upstream's own wide-EP recipe sets
+# Keys that the class of the manifest's own commit takes and the manifest leaves out, so that it cannot judge them. The
+# text is tensorrt_llm/llmapi/llm_args.py at 0004396720054fd8e205cbf616f21f0b57c6b412:
+# - KvCacheConfig: `mamba_state_cache_interval: Optional[NonNegativeInt] = Field(default=None, status="deprecated",
+#   telemetry=False, exclude=True, description="Deprecated alias for mamba_state_config.periodic_snapshot_interval.")`;
+#   Field's own words: "telemetry=False to opt a type-safe field out"; the manifest holds what telemetry captures
+# - MoeConfig: `load_balancer: Optional[Union[object, str]]`, in its schema "Union[MoeLoadBalancerConfig, dict, str]";
+#   MoeLoadBalancerConfig has `num_slots: Optional[int]`, `layer_updates_per_iter: int`, `initial_global_assignments`
 NOT_LISTED = ("kv_cache_config.mamba_state_cache_interval", "moe_config.load_balancer")
+# Keys for which the serve reference's `Choice(...)` counts beside the manifest's values, with what the manifest says of
+# them: TorchLlmArgs is the class of the PyTorch backend alone, and an allowlist is what telemetry may report of a text
+SERVED_CHOICES = {"backend": ("Literal['pytorch']", ""), "reasoning_parser": ("Optional[str]", "allowlist")}
 LISTED_TYPES = {"int", "float", "bool", "int|null", "float|null", "bool|null"}  # free text is never listed
 
 
@@ -42,9 +50,7 @@ class Upstream:
         self.others = of_other_lines(self)
 
     def takes(self, path: str, value: Any) -> bool:
-        """Where a key is an option of trtllm-serve too and its reference lists more choices, those count as well."""
-        entry = self.options[NEWEST].get(path)
-        if entry is not None and entry["type"].startswith("Choice") and value in choices(entry):
+        if path in SERVED_CHOICES and value in choices(self.options[NEWEST][path]):
             return True
         return path in self.judges and accepts(self.judges[path], value)
 
@@ -164,6 +170,10 @@ def mutate(kind: str, upstream: Upstream, recipes: list[dict[str, Any]], rng: ra
     return (path, value), upstream.takes(path, value), judged(merge(values, nested(path, value)), path)
 
 
+def not_listed(path: str) -> bool:
+    return any(f"{path}.".startswith(f"{name}.") for name in NOT_LISTED)
+
+
 def of_other_lines(upstream: Upstream) -> list[tuple[str, Any]]:
     """Keys and values that some other line had: numbers, flags and listed words only, which a manifest would list."""
     found: list[tuple[str, Any]] = []
@@ -171,7 +181,7 @@ def of_other_lines(upstream: Upstream) -> list[tuple[str, Any]]:
         for path in sorted(line_fields(line)):
             kind, allowed = line_fields(line, path, "type"), line_fields(line, path, "allowed")
             top = path.partition(".")[0]
-            if path.startswith(NOT_LISTED) or DISCRIMINATORS.get(top) == path.partition(".")[2]:
+            if not_listed(path) or DISCRIMINATORS.get(top) == path.partition(".")[2]:
                 continue
             found += [(path, value) for value in allowed if path in upstream.leaves]
             if kind in LISTED_TYPES and path not in upstream.leaves:
@@ -196,6 +206,21 @@ def read_recipes(manifests: Path) -> list[dict[str, Any]]:
     folder = manifests / "recipes"
     wide = yaml.safe_load((folder / "trtllm-wide-ep-kimi-k2-thinking.yaml").read_text())["worker_config"]
     return [yaml.safe_load((folder / "trtllm-curated-kimi-k2-thinking.yaml").read_text()), wide["gen"], wide["ctx"]]
+
+
+def test_the_exceptions_are_upstreams_own(manifests: Path) -> None:
+    """What of their grounds stands in the manifests and the recipe; the class's text is quoted above."""
+    upstream = Upstream(manifests)
+    assert not [path for path in upstream.leaves if not_listed(path)]
+    balancer = yaml.safe_load((manifests / "recipes" / "trtllm-wide-ep-kimi-k2-thinking.yaml").read_text())
+    assert set(balancer["worker_config"]["gen"]["moe_config"]["load_balancer"]) == {
+        "num_slots",
+        "layer_updates_per_iter",
+    }
+    for path, (annotation, converter) in SERVED_CHOICES.items():
+        leaf = upstream.leaves[path]
+        assert (leaf["annotation"], leaf["converter"]) == (annotation, converter)
+        assert set(leaf["allowed_values"]) < set(choices(upstream.options[NEWEST][path]))
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
