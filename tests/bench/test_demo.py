@@ -75,11 +75,12 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path, sent: signal.Signals) ->
     """The chain waits for a command while a server runs in its own session; one signal ends all three."""
     script = textwrap.dedent(
         f"""
-        import subprocess, sys, time
+        import signal, subprocess, sys, time
         from pathlib import Path
         from trtspec.cli import demo_process
         from trtspec.cli.demo import termination_as_interrupt
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started the tests with &
         directory = Path({str(tmp_path)!r})
         (directory / "logs").mkdir()
         chain = demo_process.Chain(directory, 1)
@@ -113,12 +114,13 @@ def test_an_interrupt_during_a_start_leaves_no_process(tmp_path: Path, sent: sig
     """The signal comes when the child runs and Popen has not returned: the moment in which nobody knows the child."""
     script = textwrap.dedent(
         f"""
-        import os, subprocess
+        import os, signal, subprocess
         from pathlib import Path
         import psutil
         from trtspec.cli import demo_process
         from trtspec.cli.demo import termination_as_interrupt
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         class Interrupted(subprocess.Popen):
             def __init__(self, *arguments, **options):
                 super().__init__(*arguments, **options)
