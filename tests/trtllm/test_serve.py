@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 K25 = ["nvidia/Kimi-K2.5-NVFP4", "--head", "nvidia/Kimi-K2.5-Eagle3"]
+RECIPE = str(Path(__file__).parents[2] / "configs" / "kimi-k2.5-nvfp4-eagle3-4xb200-latency.yml")
 
 
 def trtspec(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -79,7 +80,9 @@ def test_a_setting_in_file_and_option_is_refused(tmp_path: Path) -> None:
     [
         (["serve", K25[0]], 4, "trtllm-serve is not on PATH"),
         (["serve", K25[2], "--dry-run"], 2, "draft head"),
-        (["serve", K25[0], "--head", K25[0], "--dry-run"], 2, "not a draft head"),
+        (["serve", K25[0], "--head", K25[0], "--dry-run"], 2, "TS-HEAD-FULL-MODEL"),
+        (["serve", K25[0], "--backend", "reference", "--head", K25[0], "--dry-run"], 2, "TS-HEAD-FULL-MODEL"),
+        (["lint", RECIPE, "--head", K25[0]], 2, "TS-HEAD-FULL-MODEL"),
         (["serve", K25[0], "--trtllm-version", "new", "--dry-run"], 2, "not a TensorRT-LLM version"),
         (["serve", K25[0], "--config", "/nowhere.yml", "--dry-run"], 2, "cannot be read"),
         (["serve", "moonshotai/Kimi-K3", "--dry-run"], 1, "K3"),

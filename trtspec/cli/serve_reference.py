@@ -53,6 +53,7 @@ def refuse_trtllm_options(options: dict[str, Any]) -> None:
 def launch_reference(request: ReferenceRequest) -> None:
     """Fetches what is not here, then serves until a signal ends it."""
     from trtspec.checkpoint.hub import resolve
+    from trtspec.trtllm.subject import require_head
 
     drafter = request.drafter()
     try:
@@ -65,6 +66,8 @@ def launch_reference(request: ReferenceRequest) -> None:
     head = resolve(request.head) if request.head else None
     if target.path is None or (head is not None and head.path is None):
         raise UsageError(f"{request.target} is not on this machine", "pass its directory")
+    if head is not None:
+        require_head(head)
     sizes: dict[str, Any] = request.sizes()
     run(
         target.path,
@@ -85,11 +88,13 @@ def show_reference(request: ReferenceRequest, json_: bool) -> None:
 
     from trtspec.checkpoint.hub import resolve
     from trtspec.report import print_json
+    from trtspec.trtllm.subject import require_head
 
     drafter = request.drafter() or "none"
-    for kind, given in (("target", request.target), ("head", request.head)):
-        if given and resolve(given, allow_download=False).kind != kind:
-            raise UsageError(f"{given} is not a {kind}", "the target comes first, the head with --head")
+    if resolve(request.target, allow_download=False).kind != "target":
+        raise UsageError(f"{request.target} is not a target", "the target comes first, the head with --head")
+    if request.head:
+        require_head(resolve(request.head, allow_download=False))
     argv = [sys.executable, "-m", "trtspec", "serve", request.target, "--backend", "reference"]
     argv += ["--head", request.head] if request.head else []
     argv += ["--host", request.host, "--port", str(request.port), "--dtype", request.dtype]

@@ -7,9 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.hub import Resolved, resolve
 from trtspec.checkpoint.known import known
-from trtspec.errors import UsageError
+from trtspec.errors import Problem, UsageError
 from trtspec.specs import HeadSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -37,10 +38,31 @@ def load_target(name: str) -> Target:
 
 
 def load_head(name: str) -> Head:
+    """Raises UsageError with its code for what is no Eagle3 head: a whole model, Medusa heads and others."""
     resolved = resolve(name, allow_download=False)
-    if resolved.kind != "head":
-        raise UsageError(f"{name} is a target, not a draft head", "pass an Eagle3 head with --head")
+    require_head(resolved)
     return Head(resolved, resolved.head_spec())
+
+
+def require_head(resolved: Resolved) -> None:
+    """As `load_head`, of what was found already."""
+    if resolved.kind != "head":
+        wrong = _no_head(resolved)
+        raise UsageError(f"{resolved.name}: {wrong.message} [{wrong.code}]", wrong.remedy)
+
+
+def _no_head(resolved: Resolved) -> Problem:
+    """What it is instead: by its tensors where they are here, else a whole model, as its config says."""
+    from trtspec.checkpoint.head_kind import no_eagle3_head
+
+    whole = Problem(
+        "TS-HEAD-FULL-MODEL", "error", "config.json", "this is a whole model, not a draft head",
+        "pass the target first and an Eagle3 head with --head",
+    )  # fmt: skip
+    if resolved.path is None or not any(resolved.path.glob("*.safetensors")):
+        return whole
+    checkpoint = Checkpoint.open(resolved.path)
+    return no_eagle3_head(checkpoint.config, checkpoint.tensors) or whole
 
 
 def installed_version() -> str | None:
