@@ -16,7 +16,7 @@ from trtspec.data_files import gpu_spec
 from trtspec.plan.kernels import kernels
 from trtspec.plan.layout import Layout
 from trtspec.plan.memory import memory
-from trtspec.plan.planner import HOST_US
+from trtspec.plan.planner import HOST_US, assumptions
 from trtspec.plan.step import StepModel
 from trtspec.plan.weights import checkpoint_bytes
 from trtspec.trtllm.subject import load_head, load_target
@@ -30,19 +30,6 @@ def steps(target: str, head: str | None, gpu: str, gpus: int, context: int) -> S
     found = kernels(gpu_spec(gpu), model.quant.format)
     assert found is not None
     return StepModel(model, load_head(head).spec if head else None, Layout(gpus), found, context)
-
-
-def others(found: StepModel) -> dict[str, StepModel]:
-    """The assumptions that the tables cannot settle, as `trtspec plan` prints them."""
-    changed = {
-        "even routing": found.with_routing("balanced"),
-        "more uneven routing": found.with_routing("power_law_1.2"),
-        "1 ms host": replace(found, host_us=HOST_US),
-        "twice the context": replace(found, context=2 * found.context),
-    }
-    if "CUTLASS" in found.kernels.tables["moe"][found.kernels.format]:
-        changed["CUTLASS"] = replace(found, kernels=replace(found.kernels, moe_kernel="CUTLASS"))
-    return changed
 
 
 def error(predicted: float, published: float) -> str:
@@ -97,7 +84,7 @@ def speedups(data: dict[str, Any]) -> list[str]:
             batch, length = row["concurrency"], row["acceptance"]
             predicted = length / found.cost_ratio(batch, 3)
             errors.append(abs(predicted / published - 1))
-            range_ = [length / item.cost_ratio(batch, 3) for item in others(found).values()]
+            range_ = [length / item.cost_ratio(batch, 3) for item in assumptions(found).values()]
             cells = (row["label"], str(batch), f"{length:.2f}", f"{published:.2f}x", f"{predicted:.2f}x")
             spread = f"{min(range_):.2f} to {max(range_):.2f}"
             lines.append(row_of(*cells, error(predicted, published), spread))
@@ -113,7 +100,7 @@ def sensitivities(data: dict[str, Any]) -> list[str]:
     """The first group under each assumption by name."""
     group = data["speedups"][0]
     found = steps(group["target"], group["head"], group["gpu"], 4, group["isl"] + group["osl"] // 2)
-    models = {"as planned": found, **others(found)}
+    models = {"as planned": found, **assumptions(found)}
     lines = ["### The same under each assumption", "", *header("concurrency", *models, "published")]
     for row in group["rows"]:
         cells = [f"{row['acceptance'] / item.cost_ratio(row['concurrency'], 3):.2f}" for item in models.values()]

@@ -152,13 +152,9 @@ def with_acceptance(point: Point, acceptance: Acceptance | None) -> Point:
     return replace(point, acceptance_length=acceptance.length(point.draft_len) if acceptance else None)
 
 
-def sensitivity(found: Plan, point: Point) -> dict[str, float | None]:
-    """Speed-up of one point under each assumption that the tables cannot settle."""
-    assert found.model is not None
-    if point.acceptance_length is None:
-        return {}
-    sequences, drafts, length = point.concurrency, point.draft_len, point.acceptance_length
-    steps, own = found.model, found.model.kernels
+def assumptions(steps: StepModel) -> dict[str, StepModel]:
+    """The same steps under each assumption that the tables cannot settle, by name."""
+    own = steps.kernels
     others = {
         "experts chosen evenly": steps.with_routing("balanced"),
         "experts chosen more unevenly": steps.with_routing("power_law_1.2"),
@@ -168,9 +164,17 @@ def sensitivity(found: Plan, point: Point) -> dict[str, float | None]:
     for name in own.tables["moe"][own.format]:
         if name != own.moe_kernel:
             others[f"MoE kernel {name}"] = replace(steps, kernels=replace(own, moe_kernel=name))
-    values = {name: length / item.cost_ratio(sequences, drafts) for name, item in others.items()}
-    ratio = point.cost_ratio
-    values["acceptance length 0.1 lower"] = (length - 0.1) / ratio
+    return others
+
+
+def sensitivity(found: Plan, point: Point) -> dict[str, float | None]:
+    """Speed-up of one point under each of `assumptions`, and with a little less acceptance."""
+    assert found.model is not None
+    if point.acceptance_length is None:
+        return {}
+    sequences, drafts, length = point.concurrency, point.draft_len, point.acceptance_length
+    values = {name: length / item.cost_ratio(sequences, drafts) for name, item in assumptions(found.model).items()}
+    values["acceptance length 0.1 lower"] = (length - 0.1) / point.cost_ratio
     return {name: round(value, 3) for name, value in values.items()}
 
 
