@@ -117,19 +117,29 @@ def architecture_config(spec: HeadSpec) -> dict[str, Any]:
     }
 
 
-def head_config(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:
-    """config.json in ModelOpt's layout. Rope stands in every place that some reader looks (rope_theta, rope_scaling,
-    rope_parameters); `target_hidden_size` is absent on purpose, three servers test for its presence."""
+def class_config(spec: HeadSpec) -> dict[str, Any]:
+    """The names by which every project but SafeAILab and speculators knows a head of this attention."""
     mla = spec.attention == "mla"
-    rope = rope_scaling(spec.rope)
-    plain = spec.rope.rope_type == "default"
-    config: dict[str, Any] = {
+    return {
         "architectures": ["Eagle3DeepseekV2ForCausalLM" if mla else "LlamaForCausalLMEagle3"],
         "model_type": "kimi_k2" if mla else "llama",
+    }
+
+
+def rope_config(rope: RopeSpec) -> dict[str, Any]:
+    """Rope in each place that some reader looks at."""
+    found = rope_scaling(rope)
+    plain = rope.rope_type == "default"
+    scaling = None if plain else {key: value for key, value in found.items() if key != "rope_theta"}
+    return {"rope_theta": rope.theta, "rope_scaling": scaling, "rope_parameters": found}
+
+
+def head_config(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:
+    """config.json in ModelOpt's layout. `target_hidden_size` is absent on purpose: servers test for its presence."""
+    config: dict[str, Any] = {
+        **class_config(spec),
         **architecture_config(spec),
-        "rope_theta": spec.rope.theta,
-        "rope_scaling": None if plain else {key: value for key, value in rope.items() if key != "rope_theta"},
-        "rope_parameters": rope,
+        **rope_config(spec.rope),
         "bos_token_id": target.bos_token_id,
         "eos_token_id": list(target.eos_token_ids)
         if len(target.eos_token_ids) > 1

@@ -5,14 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from trtspec.heads.serving import LICENCE, NEEDED_BY, TITLES, readable, serving_commands, table
 from trtspec.specs import HeadSpec
-
-LICENCE = (
-    "The head is derived from the target's answers and states, so the target's licence applies to it: for Kimi-K2 "
-    "models a Modified MIT licence (products above 100 million monthly users or 20 million US dollars of monthly "
-    'revenue must display "Kimi K2"). For a target quantized and published by NVIDIA, the NVIDIA Open Model License '
-    "too."
-)
 
 
 def model_card(spec: HeadSpec, provenance: dict[str, Any]) -> str:
@@ -44,13 +38,11 @@ def _what(spec: HeadSpec, provenance: dict[str, Any]) -> str:
         ("rope", f"{spec.rope.rope_type}, theta {spec.rope.theta:g}"),
         ("layout", "ModelOpt (`layers.0.` names), BF16"),
     ]
-    return _table(("", ""), rows)
+    return table(("", ""), rows)
 
 
 def _serving(spec: HeadSpec, target: str) -> str:
     """For each engine the command that serves this head, after the conversion where the engine misreads this layout."""
-    from trtspec.heads.convert_card import TITLES, readable, serving_commands  # it takes the licence from here
-
     parts, layers = [], list(spec.aux_layers or ())
     for engine, title in TITLES.items():
         commands, head, layout = [], "HEAD", spec
@@ -63,11 +55,8 @@ def _serving(spec: HeadSpec, target: str) -> str:
         f"`trtspec build-config {target} --head HEAD` writes TensorRT-LLM's YAML for one version and checks it, and "
         f"`trtspec serve {target} --head HEAD --config extra-llm-api-config.yml` launches the pair."
     )
-    if spec.eagle == "3.1":
-        parts.append(
-            "EAGLE-3.1 needs engines that read `fc_norm` and `norm_output`: vLLM 0.22.0 or newer, TensorRT-LLM with "
-            "the EAGLE-3.1 change of June 2026. An older engine computes another function and accepts little."
-        )
+    if needed := NEEDED_BY[spec.eagle]:
+        parts.append(needed)
     return "\n\n".join(parts)
 
 
@@ -87,7 +76,7 @@ def _measured(provenance: dict[str, Any]) -> str:
         f"at most {measured['max_tokens']} new tokens. Acceptance length = 1 + accepted drafts / verification steps; "
         "the last columns give the share of steps in which that draft was accepted."
     )
-    return text + "\n\n" + _table(("category", "prompts", "steps", "acceptance length", *positions), rows)
+    return text + "\n\n" + table(("category", "prompts", "steps", "acceptance length", *positions), rows)
 
 
 def _training(provenance: dict[str, Any]) -> str:
@@ -117,9 +106,4 @@ def _curve(points: list[dict[str, Any]]) -> str:
     steps = len(points[0]["accuracy"])
     head = ("step", "held-out loss", *(f"agreement {number + 1}" for number in range(steps)))
     rows = [(p["step"], f"{p['loss']:.3f}", *(f"{value:.3f}" for value in p["accuracy"])) for p in points]
-    return "\n\n" + _table(head, rows)
-
-
-def _table(head: tuple[Any, ...], rows: list[tuple[Any, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+    return "\n\n" + table(head, rows)

@@ -25,7 +25,7 @@ from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.hub import Resolved
 from trtspec.checkpoint.pairing import pair_problems
 from trtspec.errors import Problem, UsageError, has_errors
-from trtspec.heads.convert_card import conversion_card, serving_commands
+from trtspec.heads.convert_card import conversion_card
 from trtspec.heads.convert_config import write_config
 from trtspec.heads.convert_pickle import opened
 from trtspec.heads.convert_rules import CURED, DEPENDS, DESTINATIONS, cautions, refusals
@@ -38,6 +38,7 @@ from trtspec.heads.convert_tensors import (
     with_ownership,
     write_tensors,
 )  # fmt: skip
+from trtspec.heads.serving import serving_commands
 from trtspec.report import fsync_directory, provenance, refuse_overwrite, write_atomic, write_json
 from trtspec.specs import HeadSpec, ModelSpec
 
@@ -104,7 +105,7 @@ def _plan(checkpoint: Checkpoint, path: Path, options: Options, target: Resolved
     found, problems = read_head(checkpoint, DESTINATIONS[options.from_] if options.from_ else None)
     dialect = DESTINATIONS[options.to]
     model = target.target_spec() if target is not None else None
-    spec, problems = _mended(checkpoint, found, problems)
+    spec, problems = found, _left(checkpoint, found, problems)
     if options.rope_theta is not None:
         spec = replace(spec, rope=replace(spec.rope, theta=options.rope_theta))
     if spec.aux_layers is None and model is not None and spec.num_aux == 3:
@@ -131,15 +132,15 @@ def _copied(entries: dict[str, Entry], source: Checkpoint) -> dict[str, TensorIn
     return {name: entry.info for name, entry in entries.items() if entry.info and entry.checkpoint is source}
 
 
-def _mended(checkpoint: Checkpoint, found: HeadSpec, problems: list[Problem]) -> tuple[HeadSpec, list[Problem]]:
-    """The record after what writing mends by itself, and the problems that stay."""
+def _left(checkpoint: Checkpoint, found: HeadSpec, problems: list[Problem]) -> list[Problem]:
+    """The problems that writing anew does not mend by itself."""
     mended = CURED | DEPENDS
     tensors = canonical_names(checkpoint.tensors)
     if "d2t" not in tensors and "t2d" in tensors:
         targets = vocabulary_targets(checkpoint, tensors)
         if targets is not None and len(targets) == found.draft_vocab_size:
             mended = mended | {"TS-HEAD-D2T-MISSING"}
-    return found, [problem for problem in problems if problem.code not in mended]
+    return [problem for problem in problems if problem.code not in mended]
 
 
 def _lender(target: Resolved | None, model: ModelSpec | None) -> Lender | None:

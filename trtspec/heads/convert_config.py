@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trtspec.checkpoint.dialects import IDS_KEY, flat_config
-from trtspec.heads.architecture import architecture_config, rope_scaling
+from trtspec.heads.architecture import architecture_config, class_config, rope_config
 from trtspec.specs import HeadSpec
 
 # keys that the writers below make anew; the others of the source are carried over
@@ -33,28 +33,19 @@ def write_config(
     architectures, which only speculators stores."""
     flat = flat_config(source)
     carried = {key: value for key, value in flat.items() if key not in MADE | LEFT_OUT}
-    sizes = architecture_config(spec) | _rope(spec) | {"tie_word_embeddings": False, "torch_dtype": DTYPES[dtype]}
+    sizes = (
+        architecture_config(spec)
+        | rope_config(spec.rope)
+        | {"tie_word_embeddings": False, "torch_dtype": DTYPES[dtype]}
+    )
     if dialect == "speculators":
         return _speculators(sizes | carried, spec, verifier)
-    mla = spec.attention == "mla"
-    named = {
-        "architectures": ["Eagle3DeepseekV2ForCausalLM" if mla else "LlamaForCausalLMEagle3"],
-        "model_type": "kimi_k2" if mla else "llama",
-    }
-    return named | sizes | carried | _width(spec) | WRITERS[dialect](spec)
+    return class_config(spec) | sizes | carried | _width(spec) | WRITERS[dialect](spec)
 
 
 def sglang_ids(layers: tuple[int, ...]) -> list[int]:
     """SGLang takes ids that start with 1 for layer outputs and all others for the number of layers that ran."""
     return list(layers) if layers[0] == 1 else [layer + 1 for layer in layers]
-
-
-def _rope(spec: HeadSpec) -> dict[str, Any]:
-    """Rope in each place that some reader looks at."""
-    rope = rope_scaling(spec.rope)
-    plain = spec.rope.rope_type == "default"
-    scaling = None if plain else {key: value for key, value in rope.items() if key != "rope_theta"}
-    return {"rope_theta": spec.rope.theta, "rope_scaling": scaling, "rope_parameters": rope}
 
 
 def _width(spec: HeadSpec) -> dict[str, Any]:
