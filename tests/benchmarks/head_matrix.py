@@ -1,13 +1,16 @@
 """Every kind of head, trained alike: is the export the trained function, what is accepted, what does EAGLE-3.1 buy?
 
-    python -m tests.benchmarks.head_matrix --answers answers.jsonl [--steps 150] [--seq-len 192] [--prompts 24]
+    python -m tests.benchmarks.head_matrix --answers answers.jsonl -o DIR [--only mha-3-full mla-3.1-pruned]
 
 {MHA, MLA} x {EAGLE-3, EAGLE-3.1} x {full, pruned vocabulary} on kimi-nano's own answers (made by `trtspec synthesize`),
 equal data, steps, rate and seed, float32, one thread. First table: largest difference of any draft logit between the
 training module and the exported head in the reference engine's definition, both with the bf16 weights of the export;
 then acceptance lengths at draft length 3 and 7, free running on held-out prompts. Second table: EAGLE-3.1 against
-EAGLE-3 at draft length 7 on contexts four times as long as trained on, behind a system prompt and under another
-template. Brackets hold 95 % intervals over prompts, for one training run each: a second seed moves the figures too.
+EAGLE-3 at draft length 7 on contexts four times as long as the longest trained on, behind a system prompt and under
+another template. Brackets hold 95 % intervals over prompts, for one training run each: a second seed moves the figures.
+
+Every training (resumable) and every measurement is kept in DIR and not made again; `--only` makes those heads and the
+tables show all that are there. The options belong to DIR: other ones want another directory.
 """
 
 from __future__ import annotations
@@ -15,14 +18,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.benchmarks.small_heads import Workshop, held_out_messages
+from tests.benchmarks.small_heads import Workshop, held_out_messages, kept, last_agreement
 from tests.heads.test_exported_equals_trained import ROWS, TTT, drafted_logits, record_logits
 from trtspec import data_files
 from trtspec.heads import train
@@ -37,12 +41,35 @@ LONGER = 4
 
 
 def main() -> None:
+    arguments = parsed()
+    torch.set_num_threads(1)
+    settings = {k: v for k, v in vars(arguments).items() if k not in ("only", "output", "answers", "target")}
+    found = kept(arguments.output / "settings.json", lambda: settings)
+    if found != json.loads(json.dumps(settings)):
+        raise SystemExit(f"{arguments.output} was made with {found}: pass those, or another directory")
+    shop = Workshop.open(arguments.target, arguments.answers, arguments.seq_len, keep=arguments.output / "states")
+    contexts = prompt_sets(shop, arguments)
+    rows = []
+    for kind in kinds(arguments.draft_vocab_size):
+        directory = arguments.output / name_of(*kind)
+        if directory.name in arguments.only or (directory / "done.json").is_file():
+            rows.append(one_kind(shop, contexts, arguments, directory, *kind))
+    print_matrix(rows, arguments)
+    print_robustness(rows, contexts, arguments)
+    seconds = sum(row["cpu_seconds"] + sum(one["cpu_seconds"] for one in row["acceptance"].values()) for row in rows)
+    print(f"{len(shop.features.samples)} answers; {len(rows)} heads took {seconds:.0f} s of processor time")
+
+
+def parsed() -> argparse.Namespace:
+    every = [name_of(*kind) for kind in kinds(1)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=Path, required=True)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--only", nargs="+", choices=every, default=every, metavar="HEAD", help=" ".join(every))
     parser.add_argument("--target", type=Path, default=data_files.kimi_nano_dir())
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--seq-len", type=int, default=192)
+    parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--ttt-steps", type=int, default=3)
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--draft-vocab-size", type=int, default=512)
@@ -50,18 +77,11 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("-o", "--output", type=Path, help="all figures as JSON")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    began = time.monotonic()
-    shop = Workshop.open(arguments.target, arguments.answers, arguments.seq_len)
-    contexts = prompt_sets(shop, arguments)
-    rows = [one_kind(shop, contexts, arguments, *kind) for kind in kinds(arguments.draft_vocab_size)]
-    print_matrix(rows, arguments)
-    print_robustness(rows, contexts, arguments)
-    print(f"{len(shop.features.samples)} answers, {time.monotonic() - began:.0f} s in all")
-    if arguments.output:
-        arguments.output.write_text(json.dumps({"options": vars(arguments), "rows": rows}, default=str, indent=1))
+    return parser.parse_args()
+
+
+def name_of(attention: str, eagle: str, draft_vocab: int | None) -> str:
+    return f"{attention}-{eagle}-{'pruned' if draft_vocab else 'full'}"
 
 
 def kinds(pruned: int) -> list[tuple[str, str, int | None]]:
@@ -70,12 +90,13 @@ def kinds(pruned: int) -> list[tuple[str, str, int | None]]:
 
 def prompt_sets(shop: Workshop, arguments: argparse.Namespace) -> dict[str, list[list[int]]]:
     """Token ids of the held-out prompts in each kind of context."""
+    longest = max(len(sample.tokens) for sample in shop.features.samples)
     rows = held_out_messages(arguments.target / "prompts_heldout.jsonl", arguments.prompts)
     chat = shop.tokenizer.apply_chat_template
     plain = [PLAIN.format(question=row["messages"][-1]["content"]) for row in rows]
     return {
         "as trained": [chat(row["messages"]) for row in rows],
-        f"{LONGER}x longer": [long_context(shop, rows, i, LONGER * arguments.seq_len) for i in range(len(rows))],
+        f"{LONGER}x longer": [long_context(shop, rows, i, LONGER * longest) for i in range(len(rows))],
         "system prompt": [chat([{"role": "system", "content": SYSTEM}, *row["messages"]]) for row in rows],
         "plain template": [shop.tokenizer.encode(text) for text in plain],
     }
@@ -95,40 +116,53 @@ def long_context(shop: Workshop, rows: list[dict[str, Any]], index: int, length:
 
 
 def one_kind(
-    shop: Workshop, contexts: dict[str, list[list[int]]], arguments: argparse.Namespace,
+    shop: Workshop, contexts: dict[str, list[list[int]]], arguments: argparse.Namespace, directory: Path,
     attention: Any, eagle: Any, draft_vocab: int | None,
 ) -> dict[str, Any]:  # fmt: skip
+    """One head's row, from what `directory` holds and what is made now."""
     options = TrainOptions(
-        attention=attention, eagle=eagle, draft_vocab_size=draft_vocab, steps=arguments.steps,
+        attention=attention, eagle=eagle, draft_vocab_size=draft_vocab, epochs=arguments.epochs,
         batch_size=arguments.batch_size, seq_len=arguments.seq_len, ttt_steps=arguments.ttt_steps, lr=arguments.lr,
         seed=arguments.seed, precision="fp32",
     ).checked()  # fmt: skip
-    module = shop.module(options)
-    with tempfile.TemporaryDirectory() as work:
-        began = time.monotonic()
-        result = shop.train(module, options, Path(work))
-        seconds = time.monotonic() - began
-        write_head(Path(work) / "head", train.head_tensors(module), shop.spec(options), shop.target.spec)
-        head = load_head(Path(work) / "head", shop.target, dtype=torch.float32)
-        curve = [json.loads(line) for line in (Path(work) / "training.jsonl").read_text().splitlines()]
-    row = {
-        "attention": attention,
-        "eagle": eagle,
-        "draft_vocab": shop.spec(options).draft_vocab_size,
-        "difference": difference(shop, module, head),
-        "agreement": next(point["held_out"]["accuracy"] for point in reversed(curve) if "held_out" in point),
-        "tokens": result.tokens,
-        "seconds": seconds,
-        "acceptance": {},
-    }
+    row = kept(directory / "trained.json", lambda: trained(shop, options, directory)) | {"acceptance": {}}
+    head = load_head(directory / "head", shop.target, dtype=torch.float32)
     names = list(contexts) if draft_vocab is None else ["as trained"]
     for name, draft_len, temperature in itertools.product(names, (3, 7), arguments.temperatures):
         if draft_len == 7 or name == "as trained":
-            found = shop.acceptance(head, contexts[name], draft_len, temperature, arguments.max_tokens)
-            row["acceptance"][f"{name}/{draft_len}/{temperature:g}"] = found
-    found = ", ".join(f"{name} {cell(one)}" for name, one in row["acceptance"].items())
-    print(f"{attention} {eagle} {row['draft_vocab']}: {row['difference']:.1e}; {found}; {seconds:.0f} s", flush=True)
-    return row
+            key = f"{name}/{draft_len}/{temperature:g}"
+            measured = partial(
+                timed, shop.acceptance, head, contexts[name], draft_len, temperature, arguments.max_tokens
+            )
+            row["acceptance"][key] = kept(directory / f"{key.replace('/', '_').replace(' ', '-')}.json", measured)
+            print(f"{directory.name}: {key} {cell(row['acceptance'][key])}", flush=True)
+    return kept(directory / "done.json", lambda: row)
+
+
+def timed(measure: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    began = time.process_time()
+    return measure(*arguments) | {"cpu_seconds": time.process_time() - began}
+
+
+def trained(shop: Workshop, options: TrainOptions, directory: Path) -> dict[str, Any]:
+    """Trains, or goes on; writes the head; compares it with its training module."""
+    module = shop.module(options)
+    began = time.process_time()
+    result = shop.train(module, options, directory / "work")
+    seconds = time.process_time() - began
+    write_head(directory / "head", train.head_tensors(module), shop.spec(options), shop.target.spec)
+    head = load_head(directory / "head", shop.target, dtype=torch.float32)
+    return {
+        "attention": options.attention,
+        "eagle": options.eagle,
+        "draft_vocab": shop.spec(options).draft_vocab_size,
+        "pruned": options.draft_vocab_size is not None,
+        "difference": difference(shop, module, head),
+        "agreement": last_agreement(directory / "work" / "training.jsonl"),
+        "steps": result.steps,
+        "tokens": result.tokens,
+        "cpu_seconds": seconds,  # of this process: less than the whole after a kill
+    }
 
 
 @torch.no_grad()
@@ -164,8 +198,9 @@ def print_robustness(
     rows: list[dict[str, Any]], contexts: dict[str, list[list[int]]], arguments: argparse.Namespace
 ) -> None:
     print("\nEAGLE-3.1 against EAGLE-3, draft length 7, full vocabulary")
-    full = {(row["attention"], row["eagle"]): row for row in rows if row["draft_vocab"] != arguments.draft_vocab_size}
-    for attention, name, temperature in itertools.product(("mha", "mla"), contexts, arguments.temperatures):
+    full = {(row["attention"], row["eagle"]): row for row in rows if not row["pruned"]}
+    both = [kind for kind in ("mha", "mla") if (kind, "3") in full and (kind, "3.1") in full]
+    for attention, name, temperature in itertools.product(both, contexts, arguments.temperatures):
         key = f"{name}/7/{temperature:g}"
         old, new = (full[attention, eagle]["acceptance"][key] for eagle in ("3", "3.1"))
         lengths = sorted(map(len, contexts[name]))

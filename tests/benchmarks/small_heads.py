@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ from trtspec.engine.sequence import Request
 from trtspec.heads import train
 from trtspec.heads.architecture import new_head_spec
 from trtspec.heads.data import draft_vocabulary, read_samples
-from trtspec.heads.features import Features, compute_features
-from trtspec.heads.loop import Result, train_head
+from trtspec.heads.features import Features, compute_features, write_dumps
+from trtspec.heads.features_dumps import dumps_of
+from trtspec.heads.loop import Point, Result, train_head
 from trtspec.heads.options import TrainOptions
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.weights import load_target
+from trtspec.report import write_json
 from trtspec.specs import HeadSpec
 
 BATCH_ROWS = 8  # of the engine that measures
@@ -38,11 +41,22 @@ class Workshop:
     features: Features
 
     @classmethod
-    def open(cls, directory: Path, answers: Path, seq_len: int, *, whole: bool = False) -> Workshop:
-        """`whole`: only samples of exactly `seq_len` tokens, for trainers that want one length."""
+    def open(
+        cls, directory: Path, answers: Path, seq_len: int, *, whole: bool = False, keep: Path | None = None
+    ) -> Workshop:
+        """`whole`: only samples of exactly `seq_len` tokens, for trainers that want one length. `keep`: where the
+        states are kept as dumps, and found again by another run."""
         target, tokenizer = load_target(directory, dtype=torch.float32), KimiTokenizer(directory)
-        samples = read_samples(answers, tokenizer, seq_len, seq_len if whole else 8)
-        return cls(directory, target, tokenizer, compute_features(target, samples, target.spec.default_aux_layers))
+        samples, layers = (
+            read_samples(answers, tokenizer, seq_len, seq_len if whole else 8),
+            target.spec.default_aux_layers,
+        )
+        features = dumps_of(samples, keep, target.spec, len(layers)) if keep else None
+        if features is None:
+            features = compute_features(target, samples, layers)
+            if keep:
+                write_dumps(features, keep)
+        return cls(directory, target, tokenizer, features)
 
     def spec(self, options: TrainOptions) -> HeadSpec:
         return new_head_spec(
@@ -62,11 +76,14 @@ class Workshop:
         weights = self.target.embed.weight, self.target.lm_head.weight
         return train.build(spec, self.target.spec, *weights, ttt_steps=options.ttt_steps, target_ids=ids)
 
-    def train(self, module: train.TrainingModule, options: TrainOptions, work: Path) -> Result:
-        """Trains in place on the shared states, without the states being saved on the way."""
+    def train(
+        self, module: train.TrainingModule, options: TrainOptions, work: Path,
+        on_step: Callable[[Point], None] = lambda _: None,
+    ) -> Result:  # fmt: skip
+        """Trains in place on the shared states; goes on where a killed run in `work` was, refuses other options."""
         return train_head(
-            module, self.features, options, work=work, curve_path=work / "training.jsonl",
-            fingerprint={}, save_every=10**9,
+            module, self.features, options, work=work, curve_path=work / "training.jsonl", save_every=50,
+            fingerprint={"options": options.to_dict(), "samples": len(self.features.samples)}, on_step=on_step,
         )  # fmt: skip
 
     def acceptance(
@@ -102,3 +119,16 @@ def held_out_messages(path: Path, count: int) -> list[dict[str, Any]]:
     """Every n-th row of a prompts file, so that all its categories are there: {messages, reference, category}."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return rows[:: max(1, len(rows) // count)][:count]
+
+
+def kept(path: Path, make: Callable[[], Any]) -> Any:
+    """What `path` holds, made and written first when there is no such file."""
+    if not path.is_file():
+        write_json(path, make())
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def last_agreement(curve: Path) -> list[float]:
+    """Agreement with the target on held-out answers per training-time-test step, at the end of a training.jsonl."""
+    points = [json.loads(line) for line in curve.read_text(encoding="utf-8").splitlines()]
+    return next(point["held_out"]["accuracy"] for point in reversed(points) if "held_out" in point)
