@@ -35,13 +35,13 @@ def choices(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSpec | 
     return found
 
 
-def _speculation(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSpec | None) -> list[Choice]:
+def _speculation(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSpec) -> list[Choice]:
     found = [
         Choice(f"{SPEC}.decoding_type", "Eagle", "the one spelling of Eagle3 that every version takes"),
         Choice(f"{SPEC}.max_draft_len", intent.draft_len, "tokens drafted per step"),
         Choice(f"{SPEC}.speculative_model_dir", intent.head, "the head; this spelling parses in every version"),
     ]
-    layers = expected_layers(target, head) if head is not None else None
+    layers = expected_layers(target, head)
     if layers and sorted(layers[0]) != sorted(layers[1]) and CAPTURE in schema.fields:
         default = ", ".join(map(str, layers[1]))
         reason = f"the head was trained on these; the engine would take {default}"
