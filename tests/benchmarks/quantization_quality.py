@@ -6,7 +6,9 @@ kimi-nano, once from its BF16 checkpoint and once with its routed experts stored
 prompts and quantized with `trtspec`'s own commands' code (policy k2.5, every MLP). Each row is measured on the same
 held-out answers: perplexity of a token given its prompt, mean KL divergence of the next-token distribution from the
 source's in nats with its standard error over texts, and the acceptance length of greedy drafting (3 drafts a step). A
-wrong input scale is one that is 16 times too large or too small in every linear. Compute type float32 throughout.
+wrong input scale is wrong by the same factor in every linear. A second table looks where such a factor acts: the
+relative error of the activations that each linear reads, and their block scales at the ends of E4M3. Compute type
+float32 throughout.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from trtspec.models.kimi import KimiModel
 from trtspec.models.quantized import NVFP4Linear
 from trtspec.models.weights import load_target
 from trtspec.nano.measure import held_out
+from trtspec.quant import nvfp4
 from trtspec.quant.policy import load_policy
 from trtspec.quant.streaming import quantize_checkpoint
 
@@ -87,6 +90,48 @@ def measure_source(name: str, source: Path, folder: Path, texts: list[Text], opt
     for weights in ("max", "mse"):
         for activations, model in variants(source, folder / weights, weights, options.samples):
             show(weights, activations, model)
+    activation_errors(name, load_target(folder / "max-calibrated", dtype=torch.float32), texts[:4])
+
+
+def activation_errors(name: str, model: KimiModel, texts: list[Text]) -> None:
+    """Prints what a factor on the input scale does to the inputs of all quantized linears, before any product."""
+    linears = [module for module in model.modules() if isinstance(module, NVFP4Linear)]
+    set_activation(linears, "weight-only")
+    inputs: dict[int, list[torch.Tensor]] = {}
+
+    def keep(linear: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        inputs.setdefault(id(linear), []).append(arguments[0].detach().reshape(-1, arguments[0].shape[-1]))
+
+    for linear in linears:
+        linear.register_forward_pre_hook(keep)
+    for text in texts:
+        answer_logits(model, text)
+    reached = {id(linear): linear for linear in linears if id(linear) in inputs}
+    print(f"\n{name}: inputs of {len(reached)} linears; relative error, and block scales at the ends of E4M3\n")
+    print("| input scale | median error | worst linear | saturated (448) | subnormal (below 2^-6) |")
+    print("|---|---|---|---|---|")
+    for base in ("calibrated", "one"):
+        for factor in (1 / 256, 1 / 16, 1, 16, 256, 4096, 65536):
+            errors, ends = [], torch.zeros(3)
+            for key, linear in reached.items():
+                scale = (linear.input_scale if base == "calibrated" else torch.tensor(1.0)) * factor
+                error, counts = activation_error(torch.cat(inputs[key]), scale)
+                errors.append(error)
+                ends += counts
+            shares = [f"{100 * part / ends[2]:.2f} %" for part in ends[:2]]
+            print(
+                f"| {base} x {factor:g} | {statistics.median(errors):.3f} | {max(errors):.3f} | {' | '.join(shares)} |"
+            )
+    print(flush=True)
+
+
+def activation_error(x: torch.Tensor, input_scale: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """Relative Frobenius error of x as NVFP4, and (saturated, subnormal, all) of its blocks that are not zero."""
+    values, _ = nvfp4.fake_quantize_activation(x, input_scale)
+    maxima = x.reshape(-1, nvfp4.BLOCK).abs().amax(-1)
+    wanted = maxima[maxima > 0] / (6 * input_scale)
+    counts = torch.tensor([(wanted > 448).sum(), (wanted < 2**-6).sum(), wanted.numel()])
+    return float((values.float() * input_scale - x).norm() / x.norm().clamp(min=1e-30)), counts
 
 
 def variants(source: Path, folder: Path, weights: str, samples: int) -> Iterator[tuple[str, KimiModel]]:
@@ -106,10 +151,17 @@ def variants(source: Path, folder: Path, weights: str, samples: int) -> Iterator
             yield "weight-only", model
             set_activation(linears, "w4a4")
         yield activations, model
-    for factor, name in ((16.0, "W4A4, 16 times too large"), (1 / 256, "W4A4, 16 times too small")):
+    right = [linear.input_scale.clone() for linear in linears]
+    wrong = [(1 / 16, "16 times too small"), (16, "16 times too large")]
+    wrong += [(65536, "65536 times too large")] if weights == "max" else []
+    for factor, text in wrong:
+        for linear, scale in zip(linears, right, strict=True):
+            linear.input_scale.copy_(scale * factor)
+        yield f"W4A4, calibrated, {text}", model
+    if weights == "max":
         for linear in linears:
-            linear.input_scale.mul_(factor)
-        yield name, model
+            linear.input_scale.fill_(256.0)
+        yield "W4A4, scales 256", model
 
 
 def set_activation(linears: list[NVFP4Linear], activation: str) -> None:

@@ -130,9 +130,9 @@ def test_fp8_blocks(portable, shape):
 @NEEDS_COMPILER
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_is_seen(portable, bad):
-    weight, parts = torch.ones(2, 64).bfloat16(), pack_int4(torch.ones(2, 64))
-    weight[1, 3] = parts["weight_scale"][1, 1] = bad
-    parts["weight_packed"][1, 4:] = -0x77777778  # all codes 8, which is zero: 0 * NaN
+    weight, parts = torch.ones(64, 64).bfloat16(), pack_int4(torch.ones(64, 64))
+    weight[50, 3] = parts["weight_scale"][50, 1] = bad
+    parts["weight_packed"][50, 4:] = -0x77777778  # all codes 8, which is zero: 0 * NaN
     for packer in (*packers(), portable):
         for rows in (Rows("bf16", weight), Rows("int4", parts["weight_packed"], parts["weight_scale"])):
             assert not torch.isfinite(torch.tensor(packer.amax(rows)))

@@ -6,6 +6,7 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -36,20 +37,20 @@ static uint16_t to_bf16(float value) {
 }
 
 /* E4M3 of a float from 2^-9 to 448, nearest with ties to even. */
-static uint8_t to_e4m3(float value) {
+static uint32_t to_e4m3(float value) {
     uint32_t bits = to_bits(value);
     uint32_t normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120u << 3);
     uint32_t subnormal = to_bits(value + 16384.0f) & 0xF; /* adding 2^14 rounds to multiples of 2^-9 */
-    return (uint8_t)(value < 0.015625f ? subnormal : normal);
+    return value < 0.015625f ? subnormal : normal;
 }
 
 /* The float of a positive E4M3 byte. */
-static float from_e4m3(uint8_t code) {
-    float subnormal = (float)code * 0.001953125f;
-    return code < 8 ? subnormal : from_bits(((uint32_t)code + (120u << 3)) << 20);
+static float from_e4m3(uint32_t code) {
+    float subnormal = (float)(int32_t)code * 0.001953125f, normal = from_bits((code + (120u << 3)) << 20);
+    return code < 8 ? subnormal : normal;
 }
 
-static uint8_t block_scale(float maximum, float scale_2) {
+static uint32_t block_scale(float maximum, float scale_2) {
     float scale = maximum / (6.0f * scale_2);
     if (scale == 0.0f) scale = 1.0f;
     scale = scale < 0.001953125f ? 0.001953125f : scale;
@@ -136,17 +137,22 @@ uint32_t bf16_amax(const uint16_t *values, size_t count) {
 /* Fills packed (8 bytes a block) and scale (1 byte a block); returns how many blocks are zero. */
 size_t bf16_pack(const uint16_t *values, size_t blocks, float scale_2, uint8_t *packed, uint8_t *scale) {
     float maxima[STRIP], divisor[STRIP];
+    uint32_t codes[STRIP];
     size_t zeros = 0;
     for (size_t start = 0; start < blocks; start += STRIP) {
         size_t count = blocks - start < STRIP ? blocks - start : STRIP;
         const uint16_t *strip = values + start * BLOCK;
         for (size_t i = 0; i < count; i++) maxima[i] = from_bf16(block_maximum(strip + i * BLOCK));
-        for (size_t i = 0; i < count; i++) {
-            scale[start + i] = block_scale(maxima[i], scale_2);
-            divisor[i] = from_e4m3(scale[start + i]) * scale_2;
-            zeros += maxima[i] == 0.0f;
+        for (size_t i = count; i < STRIP; i++) maxima[i] = 1.0f;
+        for (size_t i = 0; i < STRIP; i++) { /* a fixed number of 32-bit lanes, so that compilers vectorize it */
+            codes[i] = block_scale(maxima[i], scale_2);
+            divisor[i] = from_e4m3(codes[i]) * scale_2;
         }
-        for (size_t i = 0; i < count; i++) encode_block(strip + i * BLOCK, divisor[i], packed + (start + i) * 8);
+        for (size_t i = 0; i < count; i++) {
+            scale[start + i] = (uint8_t)codes[i];
+            zeros += maxima[i] == 0.0f;
+            encode_block(strip + i * BLOCK, divisor[i], packed + (start + i) * 8);
+        }
     }
     return zeros;
 }
@@ -156,16 +162,15 @@ size_t bf16_pack(const uint16_t *values, size_t blocks, float scale_2, uint8_t *
 #define CLASSES (1u << 20)
 
 typedef struct {
-    uint32_t generation;
-    uint8_t scale;
     uint8_t codes[BLOCK]; /* of each nibble */
-    uint8_t pad[11];
-} Class;
+    uint8_t scale, pad[11];
+    uint32_t generation;
+} Class; /* half a cache line */
 
 typedef struct {
+    Class classes[CLASSES];
     uint32_t generation; /* classes of another scale_2 are stale, not erased */
     float scale_2;
-    Class classes[CLASSES];
 } Tables;
 
 size_t tables_bytes(void) { return sizeof(Tables); }
@@ -175,97 +180,122 @@ static void fill(Class *class, uint16_t scale, uint32_t largest, float scale_2) 
     uint16_t values[BLOCK];
     uint8_t packed[BLOCK / 2];
     for (int i = 0; i < BLOCK; i++) values[i] = to_bf16((float)(i - 8) * factor);
-    class->scale = block_scale(maximum, scale_2);
+    class->scale = (uint8_t)block_scale(maximum, scale_2);
     encode_block(values, from_e4m3(class->scale) * scale_2, packed);
     for (int i = 0; i < BLOCK; i++) class->codes[i] = i & 1 ? packed[i / 2] >> 4 : packed[i / 2] & 15;
 }
 
 #if defined(__AVX2__)
 
-/* The 16 nibbles of 8 bytes: low ones in the lower half, high ones in the upper half. */
-static __m128i nibbles(const uint8_t *block) {
-    __m128i bytes = _mm_loadl_epi64((const __m128i *)block);
-    return _mm_and_si128(_mm_unpacklo_epi64(bytes, _mm_srli_epi16(bytes, 4)), _mm_set1_epi8(15));
+/* max|q| of each of the two blocks in 16 bytes. */
+static void largest_pair(const uint8_t *source, uint32_t largest[2]) {
+    __m128i bytes = _mm_loadu_si128((const __m128i *)source), mask = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
+    __m128i low = _mm_and_si128(bytes, mask), high = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask);
+    low = _mm_abs_epi8(_mm_sub_epi8(low, eight));
+    high = _mm_abs_epi8(_mm_sub_epi8(high, eight));
+    __m128i most = _mm_max_epu8(low, high);
+    most = _mm_max_epu8(most, _mm_srli_epi64(most, 32));
+    most = _mm_max_epu8(most, _mm_srli_epi64(most, 16));
+    most = _mm_max_epu8(most, _mm_srli_epi64(most, 8));
+    largest[0] = (uint32_t)_mm_extract_epi8(most, 0);
+    largest[1] = (uint32_t)_mm_extract_epi8(most, 8);
 }
 
-static uint32_t largest_int4(const uint8_t *block) {
-    __m128i magnitude = _mm_abs_epi8(_mm_sub_epi8(nibbles(block), _mm_set1_epi8(8)));
-    magnitude = _mm_max_epu8(magnitude, _mm_srli_epi16(magnitude, 8));
-    __m128i flipped = _mm_xor_si128(_mm_and_si128(magnitude, _mm_set1_epi16(0xFF)), _mm_set1_epi16(-1));
-    return 0xFFFF ^ (uint32_t)_mm_extract_epi16(_mm_minpos_epu16(flipped), 0);
-}
-
-static void translate(const uint8_t *block, const uint8_t *table, uint8_t *packed) {
-    __m128i codes = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)table), nibbles(block));
-    _mm_storel_epi64((__m128i *)packed, _mm_or_si128(codes, _mm_slli_epi16(_mm_srli_si128(codes, 8), 4)));
+/* The codes of the two blocks in 16 bytes, each by its own table. */
+static void translate_pair(const uint8_t *source, const uint8_t *first, const uint8_t *second, uint8_t *packed) {
+    __m128i bytes = _mm_loadu_si128((const __m128i *)source), mask = _mm_set1_epi8(15);
+    __m128i low = _mm_and_si128(bytes, mask), high = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask);
+    __m128i a = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)first), _mm_unpacklo_epi64(low, high));
+    __m128i b = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)second), _mm_unpackhi_epi64(low, high));
+    __m128i upper = _mm_slli_epi16(_mm_unpackhi_epi64(a, b), 4); /* codes of the high nibbles, below 16 */
+    _mm_storeu_si128((__m128i *)packed, _mm_or_si128(_mm_unpacklo_epi64(a, b), upper));
 }
 
 #else
 
-static uint32_t largest_int4(const uint8_t *block) {
-    int largest = 0;
-    for (int i = 0; i < BLOCK / 2; i++) {
-        int low = (block[i] & 15) - 8, high = (block[i] >> 4) - 8;
-        low = low < 0 ? -low : low;
-        high = high < 0 ? -high : high;
-        largest = low > largest ? low : largest;
-        largest = high > largest ? high : largest;
+static void largest_pair(const uint8_t *source, uint32_t largest[2]) {
+    for (int block = 0; block < 2; block++) {
+        int most = 0;
+        for (int i = 0; i < BLOCK / 2; i++, source++) {
+            int low = abs((*source & 15) - 8), high = abs((*source >> 4) - 8);
+            most = low > most ? low : most;
+            most = high > most ? high : most;
+        }
+        largest[block] = (uint32_t)most;
     }
-    return (uint32_t)largest;
 }
 
-static void translate(const uint8_t *block, const uint8_t *table, uint8_t *packed) {
-    for (int i = 0; i < BLOCK / 2; i++) packed[i] = (uint8_t)(table[block[i] & 15] | (table[block[i] >> 4] << 4));
+static void translate_pair(const uint8_t *source, const uint8_t *first, const uint8_t *second, uint8_t *packed) {
+    for (int i = 0; i < BLOCK; i++) {
+        const uint8_t *table = i < BLOCK / 2 ? first : second;
+        packed[i] = (uint8_t)(table[source[i] & 15] | (table[source[i] >> 4] << 4));
+    }
 }
 
 #endif
 
-/* The largest magnitude as BF16 bits; 0x7F80 and above mean that a scale or a product is not finite. */
-uint32_t int4_amax(const uint8_t *packed, const uint16_t *scale, size_t groups, size_t blocks_per_group) {
+/* The largest magnitude as BF16 bits; 0x7F80 and above mean that a scale or a product is not finite. `pairs` of blocks
+ * make a group. Only groups that could hold it are looked at: no code is beyond 8. */
+uint32_t int4_amax(const uint8_t *packed, const uint16_t *scale, size_t groups, size_t pairs) {
     uint32_t maximum = 0;
     for (size_t group = 0; group < groups; group++) {
-        uint16_t magnitude = scale[group] & 0x7FFF;
-        uint32_t largest = 0;
-        for (size_t i = 0; i < blocks_per_group; i++, packed += 8) {
-            uint32_t found = largest_int4(packed);
-            largest = found > largest ? found : largest;
+        if (group % STRIP == 0 && groups - group >= STRIP && /* most strips are done with one look at their scales */
+            8.0f * from_bf16((uint16_t)bf16_amax(scale + group, STRIP)) <= from_bf16((uint16_t)maximum)) {
+            group += STRIP - 1;
+            continue;
         }
-        uint32_t bits = magnitude >= 0x7F80 ? 0x7FFF : to_bf16((float)largest * from_bf16(magnitude));
+        uint32_t magnitude = scale[group] & 0x7FFF, largest = 0;
+        if (magnitude >= 0x7F80) return 0x7FFF;
+        float factor = from_bf16((uint16_t)magnitude);
+        if (8.0f * factor <= from_bf16((uint16_t)maximum)) continue;
+        for (size_t i = 0; i < pairs; i++) {
+            uint32_t found[2];
+            largest_pair(packed + (group * pairs + i) * BLOCK, found);
+            largest = found[0] > largest ? found[0] : largest;
+            largest = found[1] > largest ? found[1] : largest;
+        }
+        uint32_t bits = to_bf16((float)(int32_t)largest * factor);
         maximum = bits > maximum ? bits : maximum;
     }
     return maximum;
 }
 
-size_t int4_pack(const uint8_t *source, const uint16_t *group_scale, size_t groups, size_t blocks_per_group,
-                 float scale_2, Tables *tables, uint8_t *packed, uint8_t *scale) {
+static const Class *class_of(Tables *tables, uint16_t group_scale, uint32_t largest) {
+    Class *class = tables->classes + ((size_t)group_scale << 4) + largest;
+    if (class->generation != tables->generation) {
+        fill(class, group_scale, largest, tables->scale_2);
+        class->generation = tables->generation;
+    }
+    return class;
+}
+
+size_t int4_pack(const uint8_t *source, const uint16_t *group_scale, size_t groups, size_t pairs, float scale_2,
+                 Tables *tables, uint8_t *packed, uint8_t *scale) {
     size_t zeros = 0;
     if (tables->generation == 0 || to_bits(tables->scale_2) != to_bits(scale_2)) {
         tables->generation++;
         tables->scale_2 = scale_2;
     }
     for (size_t group = 0; group < groups; group++) {
-        Class *of_scale = tables->classes + ((size_t)group_scale[group] << 4);
-        for (size_t i = 0; i < blocks_per_group; i++, source += 8, packed += 8) {
-            uint32_t largest = largest_int4(source);
-            Class *class = of_scale + largest;
-            if (class->generation != tables->generation) {
-                fill(class, group_scale[group], largest, scale_2);
-                class->generation = tables->generation;
-            }
-            *scale++ = class->scale;
-            translate(source, class->codes, packed);
-            zeros += largest == 0 || (group_scale[group] & 0x7FFF) == 0;
+        for (size_t i = 0; i < pairs; i++, source += BLOCK, packed += BLOCK, scale += 2) {
+            uint32_t largest[2];
+            largest_pair(source, largest);
+            const Class *first = class_of(tables, group_scale[group], largest[0]);
+            const Class *second = class_of(tables, group_scale[group], largest[1]);
+            scale[0] = first->scale;
+            scale[1] = second->scale;
+            translate_pair(source, first->codes, second->codes, packed);
+            zeros += (group_scale[group] & 0x7FFF) == 0 ? 2 : (largest[0] == 0) + (largest[1] == 0);
         }
     }
     return zeros;
 }
 
 /* BF16 of (code - 8) * scale, rounded once. */
-void int4_decode(const uint8_t *packed, const uint16_t *scale, size_t groups, size_t blocks_per_group,
-                 uint16_t *values) {
+void int4_decode(const uint8_t *packed, const uint16_t *scale, size_t groups, size_t pairs, uint16_t *values) {
     for (size_t group = 0; group < groups; group++) {
         float factor = from_bf16(scale[group]);
-        for (size_t i = 0; i < blocks_per_group * BLOCK; i += 2) {
+        for (size_t i = 0; i < pairs * 2 * BLOCK; i += 2) {
             *values++ = to_bf16((float)((*packed & 15) - 8) * factor);
             *values++ = to_bf16((float)((*packed++ >> 4) - 8) * factor);
         }
@@ -344,7 +374,7 @@ static void candidate_errors(const float *magnitudes, const float *divisor, floa
 /* The E4M3 scale of least squared error; of equal ones the maximum's own, then the first from below. */
 static uint8_t best_scale(const float *magnitudes, float maximum, float scale_2) {
     float divisor[LANES], errors[LANES];
-    int base = block_scale(maximum, scale_2), best = base;
+    int base = (int)block_scale(maximum, scale_2), best = base;
     float least = INFINITY;
     for (int first = base - BELOW;; first -= LANES) {
         for (int lane = 0; lane < LANES; lane++) {

@@ -124,8 +124,8 @@ class NativePacker(TorchPacker):
         assert rows.scale is not None
         (count, columns), scale, values = rows.shape, rows.scale, rows.values
         if rows.format == "int4":
-            blocks = columns // scale.shape[1] // BLOCK
-            self.kernel.int4_decode(values.data_ptr(), scale.data_ptr(), scale.numel(), blocks, result.data_ptr())
+            source = (values.data_ptr(), scale.data_ptr(), scale.numel(), _pairs(rows))
+            self.kernel.int4_decode(*source, result.data_ptr())
             return result
         height, width = rows.block
         for band, start in enumerate(range(0, count, height)):
@@ -149,8 +149,8 @@ class NativePacker(TorchPacker):
             return super().amax(rows)
         if rows.format == "int4":
             assert rows.scale is not None
-            groups, blocks = rows.scale.numel(), rows.shape[1] // rows.scale.shape[1] // BLOCK
-            bits = self.kernel.int4_amax(rows.values.data_ptr(), rows.scale.data_ptr(), groups, blocks)
+            source = (rows.values.data_ptr(), rows.scale.data_ptr(), rows.scale.numel(), _pairs(rows))
+            bits = self.kernel.int4_amax(*source)
         else:
             weight = self._bf16(rows)
             bits = self.kernel.bf16_amax(weight.data_ptr(), weight.numel())
@@ -162,8 +162,7 @@ class NativePacker(TorchPacker):
         scale_2, targets = float(scaling.scale_2), (packed.data_ptr(), scale.data_ptr())
         if rows.format == "int4" and self.weight_scales == "max":
             assert rows.scale is not None
-            groups, blocks = rows.scale.numel(), rows.shape[1] // rows.scale.shape[1] // BLOCK
-            source = (rows.values.data_ptr(), rows.scale.data_ptr(), groups, blocks)
+            source = (rows.values.data_ptr(), rows.scale.data_ptr(), rows.scale.numel(), _pairs(rows))
             return int(self.kernel.int4_pack(*source, scale_2, self._tables.data_ptr(), *targets))
         weight = self._bf16(rows)
         function = self.kernel.bf16_pack if self.weight_scales == "max" else self.kernel.bf16_pack_mse
@@ -178,10 +177,16 @@ class NativePacker(TorchPacker):
         return sums[0], sums[1]
 
 
+def _pairs(rows: Rows) -> int:
+    """Pairs of blocks that share an INT4 scale; the kernel takes two blocks at a time. 0 where that is not whole."""
+    assert rows.scale is not None
+    size = rows.shape[1] // rows.scale.shape[1]
+    return 0 if size % (2 * BLOCK) else size // (2 * BLOCK)
+
+
 def _knows(rows: Rows) -> bool:
     if rows.format == "int4":
-        assert rows.scale is not None
-        return rows.scale.dtype == torch.bfloat16 and rows.shape[1] // rows.scale.shape[1] % BLOCK == 0
+        return rows.scale is not None and rows.scale.dtype == torch.bfloat16 and _pairs(rows) > 0
     if rows.format == "fp8-block":
         return rows.scale is not None and rows.scale.dtype == torch.float32
     return rows.values.dtype == torch.bfloat16

@@ -1,0 +1,123 @@
+"""Who can load what `quantize` writes: ModelOpt's and compressed-tensors' dequantization of every tensor, transformers'
+logits beside the reference model's, and what transformers cannot read by itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+from compressed_tensors.quantization import preset_name_to_scheme
+from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
+from safetensors.torch import save_file
+
+from tests.models.test_kimi import prompts, transformers_logits
+from tests.quant.test_streaming import tensors_of
+from tests.tiny import make_target
+from trtspec.models.weights import load_target
+from trtspec.quant import nvfp4
+from trtspec.quant.policy import load_policy
+from trtspec.quant.streaming import quantize_checkpoint
+
+Tensors = dict[str, torch.Tensor]
+
+
+def modules_of(tensors: Tensors) -> list[str]:
+    return [name.removesuffix(".weight_scale_2") for name in tensors if name.endswith(".weight_scale_2")]
+
+
+def ours(tensors: Tensors, module: str, dtype: torch.dtype) -> torch.Tensor:
+    parts = (tensors[f"{module}.{part}"] for part in ("weight", "weight_scale", "weight_scale_2"))
+    return nvfp4.dequantize(nvfp4.NVFP4Tensor(*parts), dtype)
+
+
+def as_compressed_tensors(tensors: Tensors, module: str) -> Tensors:
+    """Its names: the packed bytes and block scales are the same, both tensor scales are reciprocals there."""
+    return {
+        "weight_packed": tensors[f"{module}.weight"],
+        "weight_scale": tensors[f"{module}.weight_scale"],
+        "weight_global_scale": (1 / tensors[f"{module}.weight_scale_2"]).reshape(1),
+        "input_global_scale": (1 / tensors[f"{module}.input_scale"]).reshape(1),
+    }
+
+
+@pytest.mark.parametrize("format", ["bf16", "int4", "fp8-block"])
+def test_modelopt_and_compressed_tensors_dequantize_every_tensor_alike(tmp_path, format):
+    source = make_target(tmp_path / "in", format=format, layers=2)
+    quantize_checkpoint(source, tmp_path / "out", load_policy("k2.5"), workers=1)
+    tensors, scheme = tensors_of(tmp_path / "out"), preset_name_to_scheme("NVFP4", ["Linear"])
+    modules = modules_of(tensors)
+    assert len(modules) > 10
+    for module in modules:
+        packed, scale, scale_2 = (tensors[f"{module}.{part}"] for part in ("weight", "weight_scale", "weight_scale_2"))
+        shape = torch.Size((packed.shape[0], packed.shape[1] * 2))
+        for dtype in (torch.bfloat16, torch.float32):
+            theirs = NVFP4QTensor(shape, dtype, packed).dequantize(
+                dtype, scale=scale, double_scale=scale_2, block_sizes={-1: 16}
+            )
+            assert torch.equal(theirs, ours(tensors, module, dtype)), module
+        decoded = NVFP4PackedCompressor.decompress(as_compressed_tensors(tensors, module), scheme)["weight"]
+        assert torch.equal(decoded, ours(tensors, module, decoded.dtype)), module
+
+
+def test_transformers_computes_what_the_reference_model_computes(tmp_path):
+    """From the decoded weights: transformers knows `quant_method: modelopt` no more than it knows NVFP4 of its own."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    source = make_target(tmp_path / "in", format="int4", nested=False, layers=3)
+    quantize_checkpoint(source, tmp_path / "out", load_policy("k2.5"), kv_cache=None, workers=1)
+    tokens, model = prompts(), load_target(tmp_path / "out", dtype=torch.float32, activation="weight-only")
+    with torch.no_grad():
+        expected = model(tokens).logits
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not AutoHfQuantizer.supports_quant_method(config.pop("quantization_config"))
+    tensors = tensors_of(tmp_path / "out")
+    quantized = {f"{module}.weight": ours(tensors, module, torch.float32) for module in modules_of(tensors)}
+    plain = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in SCALES} | quantized
+    write(tmp_path / "decoded", config, plain)
+    logits = transformers_logits(tmp_path / "decoded", tokens)
+    assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+SCALES = ("weight_scale", "weight_scale_2", "input_scale")
+
+
+def write(directory: Path, config: dict, tensors: Tensors) -> None:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, directory / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.slow
+def test_transformers_loads_it_under_compressed_tensors_names(tmp_path):
+    """It keeps the decompressed weights in BF16 whatever dtype is asked for, so logits agree within that rounding."""
+    from transformers import AutoModelForCausalLM
+
+    source = make_target(tmp_path / "in", format="int4", nested=False, layers=3)
+    quantize_checkpoint(source, tmp_path / "out", load_policy("k2.5"), kv_cache=None, workers=1)
+    tokens, model = prompts(), load_target(tmp_path / "out", dtype=torch.float32, activation="weight-only")
+    config, tensors = json.loads((tmp_path / "out" / "config.json").read_text()), tensors_of(tmp_path / "out")
+    modules = modules_of(tensors)
+    renamed = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in modules}
+    for module in modules:
+        renamed |= {f"{module}.{name}": tensor for name, tensor in as_compressed_tensors(tensors, module).items()}
+    config["model_type"] = "deepseek_v3"
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": preset_name_to_scheme("NVFP4A16", ["Linear"]).model_dump(mode="json")},
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
+    }
+    write(tmp_path / "renamed", config, renamed)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "renamed", attn_implementation="eager", experts_implementation="eager"
+    )
+    with torch.no_grad():
+        logits, expected = loaded.float().eval()(input_ids=tokens, use_cache=False).logits, model(tokens).logits
+    difference = float((logits - expected).norm() / expected.norm())
+    print(f"logits differ by {difference:.2e}")
+    assert difference < 5e-3
