@@ -208,7 +208,7 @@ def print_robustness(
             f"{attention.upper()}  {name:15} T={temperature:g}  {cell(old)} -> {cell(new)}  "
             f"drafts accepted x{(new['length'] - 1) / max(old['length'] - 1, 1e-9):.2f}, "
             f"length x{new['length'] / old['length']:.2f}; median prompt {lengths[len(lengths) // 2]} tokens, "
-            f"distinct 4-grams {old['distinct'] or 0:.2f}"
+            f"distinct 4-grams {'-' if old['distinct'] is None else round(old['distinct'], 2)}"
         )
 
 

@@ -18,8 +18,8 @@ import httpx
 import pytest
 import torch
 
-from trtspec.errors import TrtspecError
-from trtspec.heads import features_server
+from trtspec.errors import MissingDependency, TrtspecError
+from trtspec.heads import features_server, train
 from trtspec.heads.features import compute_features
 from trtspec.heads.features_server import is_served, served_model
 from trtspec.heads.options import TrainOptions
@@ -144,3 +144,9 @@ def test_urls_are_told_from_directories(tmp_path):
     assert is_served("http://a:8000,http://b:8000") and not is_served("stream") and not is_served(str(tmp_path))
     with pytest.raises(TrtspecError, match="does not name its model"):
         served_model(f"http://127.0.0.1:{free_port()}")
+
+
+def test_without_nixl_the_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nixl", None)  # as where it is not installed
+    with pytest.raises(MissingDependency, match="nixl"):
+        train.state_client(["http://a:8000"], "model", 128)

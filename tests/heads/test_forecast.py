@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,10 @@ def test_a_recipe_is_read_and_reckoned_without_target_or_data(path):
     assert not costs["ways"]["online"]["possible"]
     assert costs["ways"]["stream"]["possible"]
     assert "--aux-layers 1,29,57" in costs["dump_commands"]["trtllm"]
+    line = shlex.split(costs["server_commands"]["vllm"])
+    capture = json.loads(line[line.index("--speculative-config") + 1])["draft_model_config"]["hf_config"]
+    assert capture == {"eagle_aux_hidden_state_layer_ids": [2, 30, 58, 61]}  # layers that ran, of 61
+    assert json.loads(line[line.index("--kv-transfer-config") + 1])["kv_role"] == "kv_producer"
 
 
 def test_the_active_weights_are_the_published_32_billion():
