@@ -15,6 +15,7 @@ import typer
 
 from trtspec import report
 from trtspec.cli.options import ForceOption, JsonOption
+from trtspec.cli.values import json_object, numbers
 from trtspec.errors import CheckFailed, MissingDependency, UsageError
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def workload(
         samples=samples_per_level(samples, len(levels)),
         rounds=rounds,
         api=api,
-        extra_body=json_object(extra_body),
+        extra_body=json_object(extra_body, "--extra-body"),
     )
 
 
@@ -178,16 +179,6 @@ def endpoints(url: str, others: list[str]) -> dict[str, str]:
     return found
 
 
-def numbers(text: str, option: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"{option} {text} is not a list of whole numbers", f"write {option} 1,4,16") from None
-    if any(value < 1 for value in found):
-        raise UsageError(f"{option} {text} holds a number below 1", f"write {option} 1,4,16")
-    return list(dict.fromkeys(found))
-
-
 def samples_per_level(text: str, levels: int) -> tuple[int | None, ...]:
     """`0` = all questions everywhere; one number for all concurrencies, or one for each."""
     try:
@@ -197,13 +188,3 @@ def samples_per_level(text: str, levels: int) -> tuple[int | None, ...]:
     if len(found) not in (1, levels) or min(found) < 0:
         raise UsageError(f"--samples {text} does not fit {levels} concurrencies", "give one number, or one for each")
     return tuple((value or None) for value in (found * levels if len(found) == 1 else found))
-
-
-def json_object(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"--extra-body is not JSON: {error}", """write --extra-body '{"top_k": 1}'""") from None
-    if not isinstance(found, dict):
-        raise UsageError("--extra-body is not a JSON object", """write --extra-body '{"top_k": 1}'""")
-    return found

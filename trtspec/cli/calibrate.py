@@ -7,23 +7,20 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from trtspec.cli.options import DryRunOption, ForceOption, JsonOption
+from trtspec.cli.options import DryRunOption, ForceOption, JsonOption, PolicyOption, SourceArgument
 from trtspec.cli.progress import progress
-from trtspec.errors import UsageError
+from trtspec.cli.values import policy_of, source_directory
 
 GIB = 2**30
 
 
 def calibrate(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A Kimi checkpoint: a directory or a hub id.")],
+    source: SourceArgument,
     data: Annotated[Path, typer.Argument(help="Texts: jsonl of text, messages or prompts, or plain text lines.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The safetensors file of input scales.")],
     samples: Annotated[int, typer.Option(min=1, help="Texts to run, from the beginning of DATA.")] = 512,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens at which a text is cut.")] = 512,
-    policy: Annotated[
-        str | None,
-        typer.Option(help="k2.5, k2.6, k2.7-code or a YAML file; default: the published one of the source's family."),
-    ] = None,
+    policy: PolicyOption = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"],
@@ -42,18 +39,14 @@ def calibrate(
     The texts pass one layer after the other, so a model of any size is calibrated on one machine; a killed run goes on
     with the layer that it stopped in. Pass the file on: `trtspec quantize SRC -o OUT --input-scales FILE`.
     """
-    from trtspec.checkpoint.hub import resolve
     from trtspec.report import print_json
 
-    path = resolve(source).path
-    if path is None:
-        raise UsageError(f"{source} is not on this machine", f"run `hf download {source}` and pass its directory")
+    path = source_directory(source)
     import torch  # only now: it takes seconds
 
     from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint
-    from trtspec.quant.policy import default_policy, load_policy
 
-    chosen = load_policy(policy) if policy else default_policy(source, str(path.resolve()))
+    chosen = policy_of(policy, source, path)
     options = CalibrationOptions(
         samples=samples,
         seq_len=seq_len,

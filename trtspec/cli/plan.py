@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtspec.cli import plan_options as opt
 from trtspec.cli.options import ForceOption, HeadOption, JsonOption, TargetArgument
+from trtspec.cli.values import numbers
 
 if TYPE_CHECKING:
     from trtspec.plan.acceptance import Acceptance
@@ -48,7 +49,7 @@ def plan(
     model = load_target(target).spec
     draft = load_head(head).spec if head else None
     measured = parse_acceptance(acceptance) if acceptance else None
-    workload = Workload(isl, osl, _numbers(concurrency))
+    workload = Workload(isl, osl, tuple(sorted(numbers(concurrency, "--concurrency"))))
     device = gpu_spec(gpu)
     fixed = tp is not None or ep is not None or attention_dp
     sizes: dict[str, Any] = {"fraction": kv_fraction, "longest": max_draft, "kernel": moe_backend}
@@ -86,18 +87,6 @@ def _plans(
     first = layout_of(model, *asked)
     chosen = [first] if fixed else layouts(model, first.gpus)
     return [plan(model, head, gpu, layout, workload, acceptance, **sizes) for layout in chosen]
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    from trtspec.errors import UsageError
-
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise UsageError(f"--concurrency {text!r} is not a list of numbers", "for example --concurrency 1,4,16")
-    return tuple(sorted(set(numbers)))
 
 
 def _check_output(path: Path, force: bool) -> None:

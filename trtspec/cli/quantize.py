@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtspec.cli import quantize_options as opt
-from trtspec.cli.options import DryRunOption, ForceOption, JsonOption
+from trtspec.cli.options import DryRunOption, ForceOption, JsonOption, PolicyOption, SourceArgument
 from trtspec.cli.progress import progress
+from trtspec.cli.values import policy_of, source_directory
 from trtspec.errors import UsageError
 
 if TYPE_CHECKING:
-    from trtspec.quant.policy import Policy
+    pass
 
 
 def quantize(
-    source: opt.SourceArgument,
+    source: SourceArgument,
     output: opt.OutputOption,
-    policy: opt.PolicyOption = None,
+    policy: PolicyOption = None,
     kv_cache: opt.KvCacheOption = "fp8",
     input_scales: opt.InputScalesOption = "one",
     weight_scales: opt.WeightScalesOption = "max",
@@ -45,8 +46,8 @@ def quantize(
     _check_choice("--engine", engine, ("stream", "modelopt"))
     _check_choice("--weight-scales", weight_scales, ("max", "mse"))
     special = _special(engine, weight_scales, device, shard, merge)
-    path = _local(source)
-    chosen = _policy(policy, source, path)
+    path = source_directory(source)
+    chosen = policy_of(policy, source, path)
     convert: Callable[..., dict[str, Any]] = _engine(engine)
     with progress("quantizing") as show:
         result = convert(
@@ -99,21 +100,6 @@ def _engine(name: str) -> Callable[..., dict[str, Any]]:
     from trtspec.quant.streaming import quantize_checkpoint
 
     return quantize_checkpoint
-
-
-def _local(source: str) -> Path:
-    from trtspec.checkpoint.hub import resolve
-
-    path = resolve(source).path
-    if path is None:
-        raise UsageError(f"{source} is not on this machine", f"run `hf download {source}` and pass its directory")
-    return path
-
-
-def _policy(name: str | None, source: str, path: Path) -> Policy:
-    from trtspec.quant.policy import default_policy, load_policy
-
-    return load_policy(name) if name else default_policy(source, str(path.resolve()))
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -7,12 +7,7 @@ from typing import Annotated
 
 import typer
 
-SourceArgument = Annotated[str, typer.Argument(metavar="SRC", help="A Kimi checkpoint: a directory or a hub id.")]
 OutputOption = Annotated[Path, typer.Option("--output", "-o", help="Directory for the NVFP4 checkpoint.")]
-PolicyOption = Annotated[
-    str | None,
-    typer.Option(help="k2.5, k2.6, k2.7-code or a YAML file; default: the published one of the source's family."),
-]
 KvCacheOption = Annotated[
     str, typer.Option(help="fp8: serve with an FP8 KV cache (a cast without scales); none: leave it to the engine.")
 ]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from trtspec.cli.options import DryRunOption, ForceOption, JsonOption
-from trtspec.errors import TrtspecError, UsageError
+from trtspec.cli.values import json_object
+from trtspec.errors import TrtspecError
 from trtspec.report import file_sha256, print_json, provenance, refuse_overwrite, write_json
 
 if TYPE_CHECKING:
@@ -61,7 +61,9 @@ def synthesize(
         journal.unlink(missing_ok=True)
     if not journal.exists():
         refuse_overwrite(output, force)
-    sampling = Sampling(model, max_tokens, temperature, top_p, raw, _json_object(extra_body), thinking)
+    sampling = Sampling(
+        model, max_tokens, temperature, top_p, raw, json_object(extra_body or "{}", "--extra-body"), thinking
+    )
     outcome = _answer(chosen, output, Endpoint(base_url, api_key, concurrency, timeout), sampling, journal)
     summary = _summary(outcome, output, len(chosen))
     source = {"prompts": Path(prompts).name, "prompts_sha256": _digest(prompts, chosen), "endpoint": base_url}
@@ -119,13 +121,3 @@ def _raise_failed(outcome: Outcome, prompts: int) -> None:
             f"TS-SYNTH-FAILED {len(outcome.failed)} of {prompts} prompts have no answer; {name}: {reason}",
             "run the same command again to ask only these",
         )
-
-
-def _json_object(text: str | None) -> dict:
-    try:
-        value = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise UsageError(f"--extra-body is not JSON: {error}", "pass an object such as '{\"top_k\": 20}'") from None
-    if not isinstance(value, dict):
-        raise UsageError("--extra-body must be a JSON object", "pass an object such as '{\"top_k\": 20}'")
-    return value

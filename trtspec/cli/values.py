@@ -1,0 +1,52 @@
+"""What several commands make of an option's text: a list, an object, a directory, a policy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtspec.errors import UsageError
+
+if TYPE_CHECKING:
+    from trtspec.quant.policy import Policy
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """`1,4,16` as typed, each number once. Raises UsageError for what is no number or below 1."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise UsageError(f"{option} {text} is not a list of whole numbers above 0", f"write {option} 1,4,16")
+    return list(dict.fromkeys(found))
+
+
+def json_object(text: str, option: str) -> dict[str, Any]:
+    """Raises UsageError for what is not JSON, or not an object."""
+    remedy = f"""write {option} '{{"top_k": 20}}'"""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{option} is not JSON: {error}", remedy) from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{option} is not a JSON object", remedy)
+    return found
+
+
+def source_directory(source: str) -> Path:
+    """Of a checkpoint whose tensors are to be read. Raises UsageError where only its name is known."""
+    from trtspec.checkpoint.hub import resolve
+
+    path = resolve(source).path
+    if path is None:
+        raise UsageError(f"{source} is not on this machine", f"run `hf download {source}` and pass its directory")
+    return path
+
+
+def policy_of(name: str | None, source: str, path: Path) -> Policy:
+    """The policy that was asked for, else the published one of the source's family."""
+    from trtspec.quant.policy import default_policy, load_policy
+
+    return load_policy(name) if name else default_policy(source, str(path.resolve()))
