@@ -1,4 +1,5 @@
-"""Kimi-K2.5's 61 layers with pairs torn apart, byte for byte against ModelOpt; fifty kills; slow, so not by default."""
+"""Kimi-K2.5's 61 layers with pairs torn apart, byte for byte against ModelOpt; fifty kills; memory while model and
+shards grow eightfold; slow, so not by default."""
 
 from __future__ import annotations
 
@@ -6,14 +7,17 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
+from tests.benchmarks.full_size_layer import make_layer
 from tests.quant.test_streaming import tensors_of, weights
 from tests.tiny import make_target
 from trtspec.quant.policy import load_policy, shared_partners
@@ -102,3 +106,27 @@ def test_fifty_kills(tmp_path):
     run(source, out)
     assert weights(out) == weights(expected)
     print(f"{kills} kills, {amid} of them between the first and the last shard, {runs + 1} outputs, all identical")
+
+
+def measured(source: Path, out: Path, found: Any) -> None:
+    torch.set_num_threads(1)
+    found.put(quantize_checkpoint(source, out, K25, workers=1)["peak_rss_bytes"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("format", ["int4", "bf16"])
+def test_memory_is_bounded_while_model_and_shards_grow_eightfold(tmp_path, format):
+    """Matrices of Kimi's own size; each conversion in a process of its own, whose peak it is."""
+    spawn, peaks = multiprocessing.get_context("spawn"), []
+    for experts in (12, 96) if format == "int4" else (3, 24):
+        source, found = make_layer(tmp_path / "in", format, experts, 1), spawn.Queue()
+        process = spawn.Process(target=measured, args=(source, tmp_path / "out", found))
+        process.start()
+        peaks.append(found.get(timeout=3000))
+        process.join()
+        size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+        print(f"{format}: one shard of {size / 1e9:.2f} GB, peak RSS {peaks[-1] / 2**20:.0f} MiB")
+        shutil.rmtree(source)
+        shutil.rmtree(tmp_path / "out")
+    assert max(peaks) < 2e9 and peaks[1] < peaks[0] + (256 << 20)  # at most one more set of buffers
