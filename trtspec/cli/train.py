@@ -207,8 +207,6 @@ def _target(target_dir: Path, plan: Plan, dtype: Any, device: str) -> tuple[Kimi
     another way: streamed, from a server, or from dumps of a target that does not fit."""
     import psutil
 
-    from trtspec.checkpoint.hub import resolve
-    from trtspec.heads.features_dumps import find_dumps
     from trtspec.heads.features_server import is_served
     from trtspec.heads.features_stream import is_streamed
     from trtspec.heads.plan import MEMORY_SHARE
@@ -216,10 +214,8 @@ def _target(target_dir: Path, plan: Plan, dtype: Any, device: str) -> tuple[Kimi
     from trtspec.models.weights import load_target
 
     stored = sum(path.stat().st_size for path in target_dir.glob("*.safetensors"))
-    apart = is_streamed(plan.features) or is_served(plan.features)
-    if not apart and plan.features != "memory" and stored > MEMORY_SHARE * psutil.virtual_memory().available:
-        spec = resolve(str(target_dir)).target_spec()
-        apart = find_dumps(plan.samples, Path(plan.features), spec, plan.spec.num_aux) is not None
+    large = stored > MEMORY_SHARE * psutil.virtual_memory().available
+    apart = is_streamed(plan.features) or is_served(plan.features) or (large and plan.dumped is not None)
     if not apart:
         return load_target(target_dir, dtype=dtype, device=device), True
     with LayerStream(target_dir, dtype=dtype, device=device) as stream:

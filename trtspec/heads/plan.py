@@ -16,8 +16,8 @@ from trtspec.errors import UsageError
 from trtspec.heads.architecture import new_head_spec
 from trtspec.heads.batches import split_held_out
 from trtspec.heads.data import Sample, read_samples
-from trtspec.heads.features import bytes_per_token
-from trtspec.heads.features_dumps import all_dumps
+from trtspec.heads.features import Features, bytes_per_token
+from trtspec.heads.features_dumps import all_dumps, find_dumps
 from trtspec.heads.options import Recipe, TrainOptions
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.specs import HeadSpec, ModelSpec
@@ -38,6 +38,7 @@ class Plan:
     feature_bytes: int
     features: str  # "memory" or a directory
     counted: int | None = None  # samples of a plan made without the data
+    dumped: Features | None = None  # the states, where a directory holds them already
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -57,10 +58,14 @@ class Plan:
 def make_plan(target_dir: Path, target: ModelSpec, data: Path, options: TrainOptions, features: str) -> Plan:
     """Reads and tokenizes the data and sizes everything. `data` may be a directory of ModelOpt dumps."""
     spec = _head_spec(target, options)
+    dumped: Features | None
     if data.is_dir():
-        samples, features = all_dumps(data, target, spec.num_aux).samples, str(data)
+        dumped, features = all_dumps(data, target, spec.num_aux), str(data)
+        samples = dumped.samples
     else:
         samples = read_samples(data, KimiTokenizer(target_dir), options.seq_len)
+        named = features not in ("auto", "memory")
+        dumped = find_dumps(samples, Path(features), target, spec.num_aux) if named else None
     tokens = sum(len(sample.tokens) for sample in samples)
     size = tokens * bytes_per_token(target, spec.num_aux)
     if features == "auto" and size > MEMORY_SHARE * psutil.virtual_memory().available:
@@ -70,7 +75,7 @@ def make_plan(target_dir: Path, target: ModelSpec, data: Path, options: TrainOpt
         )
     where = "memory" if features == "auto" else features
     steps = steps_of(_training_samples(samples, options), options)
-    return Plan(spec, samples, tokens, steps, _count(spec), size, where)
+    return Plan(spec, samples, tokens, steps, _count(spec), size, where, dumped=dumped)
 
 
 def plan_without_data(target: ModelSpec, options: TrainOptions, recipe: Recipe, data: Path, features: str) -> Plan:

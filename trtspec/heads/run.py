@@ -20,7 +20,6 @@ from trtspec.heads import train
 from trtspec.heads.data import Sample, coverage, draft_vocabulary
 from trtspec.heads.export import write_head, write_record
 from trtspec.heads.features import Features, compute_features, empty_features, write_dumps
-from trtspec.heads.features_dumps import find_dumps
 from trtspec.heads.features_server import ServedFeatures, is_served, served_model, server_urls
 from trtspec.heads.features_stream import is_streamed, refuse_several, stream_features
 from trtspec.heads.loop import ALONE, Point, Result, train_head
@@ -38,15 +37,12 @@ if TYPE_CHECKING:
 
 def gather_features(model: KimiModel, plan: Plan, world: World = ALONE) -> Features:
     """The states of all samples: from dumps where they exist, else computed (and dumped when a directory was given)."""
-    layers = plan.spec.aux_layers or ()
-    directory = None if plan.features == "memory" else Path(plan.features)
-    dumped = find_dumps(plan.samples, directory, model.spec, len(layers)) if directory else None
-    if dumped is not None:
-        return dumped
+    if plan.dumped is not None:
+        return plan.dumped
     with progress_bar("states of the target", plan.tokens / world.size, "tokens") as advance:
-        features = _compute_together(model, plan.samples, layers, advance, world)
-    if directory and world.main:
-        write_dumps(features, directory)
+        features = _compute_together(model, plan.samples, plan.spec.aux_layers or (), advance, world)
+    if plan.features != "memory" and world.main:
+        write_dumps(features, Path(plan.features))
     return features
 
 
