@@ -61,7 +61,7 @@ def record_logits(model, tokens, hidden, aux) -> list[torch.Tensor]:
 
 def drafted_logits(head, tokens, aux, context: int, steps: int) -> list[torch.Tensor]:
     """What a server drafts after `context` rows with a true state, given the same next tokens."""
-    cache = head.new_cache(len(tokens), ROWS + 8)
+    cache = head.new_cache(len(tokens), tokens.shape[1] + 8)
     start = torch.zeros(len(tokens), dtype=torch.int64)
     x = head.fuse(aux[:, :context])
     feedback, normed = head(x, tokens[:, 1 : context + 1], start, cache)
