@@ -133,7 +133,7 @@ def server_commands(name: str, plan: Plan, target: ModelSpec, options: TrainOpti
     """How vLLM serves states with ModelOpt's connector (which must be installed beside it), and what then trains.
 
     vLLM counts the layers before a state, not layer outputs from 0: its ids are ours plus one, the last one is the
-    state after all layers. A prompt must be computed whole and anew, or its states are not there.
+    state after all layers. A prompt must be computed whole and anew, or its states are missing.
     """
     ids = [layer + 1 for layer in plan.spec.aux_layers or ()] + [target.num_hidden_layers]
     capture = {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}}}
@@ -144,9 +144,11 @@ def server_commands(name: str, plan: Plan, target: ModelSpec, options: TrainOpti
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"pool_slots": "16", "max_tokens": str(options.seq_len)},
     }
-    flags = "--enforce-eager --no-enable-chunked-prefill --no-enable-prefix-caching --max-num-seqs 16"
+    flags = (
+        "--enforce-eager --no-enable-chunked-prefill --no-enable-prefix-caching --max-num-seqs 16 --trust-remote-code"
+    )
     return {
-        "vllm": f"vllm serve {name} --tensor-parallel-size {parallel} --max-model-len {options.seq_len} {flags} "
+        "vllm": f"vllm serve {name} --tensor-parallel-size {parallel} --max-model-len {options.seq_len + 1} {flags} "
         f"--speculative-config '{json.dumps(speculative)}' --kv-transfer-config '{json.dumps(connector)}'",
         "then": f"trtspec train {name} answers.jsonl -o head --features http://HOST:8000",
     }
