@@ -1,7 +1,8 @@
-"""Prepares a loaded model for decoding on a CPU: the same function, its weights laid out for products of few rows.
+"""Prepares a loaded model for decoding: the same function, its weights laid out for products of few rows.
 
-On kimi-nano's sizes a product with one to sixteen rows is up to 1.6 times as fast when a weight with more outputs than
-inputs lies in memory as [in, out] (docs/LOG.md). Only strides change there. Small experts get stacked copies.
+Large float32 weights on a CPU get a packed copy (packed.py). Smaller ones with at least as many outputs as inputs are
+laid out in memory as [in, out], which takes up to a third off a product of one to sixteen rows (docs/LOG.md). Their
+norms take fewer operators. Small experts of any type are stacked.
 """
 
 from __future__ import annotations
@@ -9,21 +10,25 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from trtspec.models.layers import Linear
+from trtspec.models.layers import HypotenuseNorm, Linear, RMSNorm
 from trtspec.models.moe import MoE, together
+from trtspec.models.packed import pack
 
 
 @torch.no_grad()
 def prepare_for_decoding(model: nn.Module) -> None:
-    """In place; does nothing for weights that are not float32 on a CPU, and nothing the second time.
+    """In place; does nothing the second time.
 
-    Weights must not change afterwards: the experts' stacked copies would not follow.
+    Weights must not change afterwards: packed and stacked copies would not follow.
     """
     for module in list(model.modules()):
-        if isinstance(module, Linear) and not module.used_in_parts:
+        if isinstance(module, Linear) and not module.used_in_parts and module.packed is None:
+            module.packed = pack(module.weight)
             weight = module.weight
             wide = weight.shape[0] >= weight.shape[1]
-            if wide and weight.dtype == torch.float32 and weight.is_cpu and weight.is_contiguous():
+            if module.packed is None and wide and weight.dtype == torch.float32 and weight.is_cpu:
                 weight.data = weight.data.t().contiguous().t()
+        elif isinstance(module, RMSNorm) and module.weight.dtype == torch.float32 and module.weight.is_cpu:
+            module.by_hypotenuse = HypotenuseNorm(module.weight, module.eps)
         elif isinstance(module, MoE) and module.together is None:
             module.together = together(module)

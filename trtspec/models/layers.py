@@ -11,19 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trtspec.models.packed import PackedWeight
 from trtspec.specs import RopeSpec
 
 # The published DeepSeek-V3 / Kimi definition gives its two latent norms this epsilon, not config.rms_norm_eps.
 LATENT_NORM_EPS = 1e-6
+PACKED_ROWS = 64  # with more rows a product is bound by arithmetic and the packed weight gains nothing
 
 
 class Linear(nn.Module):
     """y = x W^T without bias, W stored [out, in]. models/quantized.py holds its NVFP4 form.
 
-    decoding.py may lay the weight out differently in memory; its values and shape stay.
+    decoding.py may lay the weight out differently in memory or add a packed copy; its values and shape stay.
     """
 
     used_in_parts = False  # set where code reads parts of the weight and never calls the module
+    packed: PackedWeight | None = None  # set by decoding.py, for up to PACKED_ROWS rows
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -32,43 +35,41 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        return product(x, self.weight)
-
-
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [..., in] times weight [out, in] transposed.
-
-    For two to four rows of float32 on a CPU the operands change places: the libraries then walk the weight once, where
-    they would pack it first, which takes up to twice as long.
-    """
-    rows = x.numel() // x.shape[-1]
-    few = 2 <= rows <= 4 and weight.is_cpu and weight.dtype == torch.float32 and weight.stride(1) == 1
-    if not few or torch.is_grad_enabled():
-        return F.linear(x, weight)
-    return torch.mm(weight, x.reshape(rows, -1).t()).t().reshape(*x.shape[:-1], -1)
+        if self.packed is None or torch.is_grad_enabled() or x.numel() > PACKED_ROWS * self.in_features:
+            return F.linear(x, self.weight)
+        return self.packed.product(x)
 
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension."""
 
+    by_hypotenuse: HypotenuseNorm | None = None  # set by decoding.py
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
-        self._root: tuple[float, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype != torch.float32 or not x.is_cpu or torch.is_grad_enabled():
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # sqrt(mean(x^2) + eps) as a hypotenuse: five kernels in place of nine, a third of the time for few rows
-        rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(x.shape[-1] ** -0.5)
-        return x.div(torch.hypot(rms, self._root_of_eps())).mul_(self.weight)
+        if self.by_hypotenuse is not None:
+            return self.by_hypotenuse(x)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
-    def _root_of_eps(self) -> Tensor:
-        """sqrt(eps), float32 scalar; made at the first call, since modules are built on the meta device."""
-        if self._root is None or self._root[0] != self.eps:
-            self._root = self.eps, torch.tensor(self.eps, dtype=torch.float64).sqrt().float()
-        return self._root[1]
+
+class HypotenuseNorm:
+    """RMS norm in four operators where torch's own takes nine: sqrt(|x|^2 + n eps) is a hypotenuse.
+
+    A third of the time for few rows of float32 on a CPU. weight [..., n] float32, any leading dimensions of x's.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        size = weight.shape[-1]
+        self.weight = weight.detach() * size**0.5
+        self.root = torch.tensor(size * eps, dtype=torch.float64).sqrt().float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x.div(torch.hypot(length, self.root)).mul_(self.weight)
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -197,8 +198,9 @@ class AttentionStep:
         row: int = 0,
     ) -> None:
         device = tables[0].device
-        offsets = torch.arange(tokens, device=device)
-        positions = offsets.unsqueeze(0) if start is None else start.unsqueeze(1) + offsets  # [B or 1, T]
+        positions = torch.arange(tokens, device=device).unsqueeze(0)  # [B or 1, T]
+        if start is not None:
+            positions = start.unsqueeze(1) if tokens == 1 else start.unsqueeze(1) + positions
         self.batch, self.tokens, self.interleaved = batch, tokens, interleaved
         self.length = tokens if start is None else int(start.max()) + tokens
         self.cos = tables[0][positions].to(dtype).unsqueeze(2)  # [B, T, 1, R]

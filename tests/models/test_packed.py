@@ -1,0 +1,83 @@
+"""Packed weights against the weights themselves: the identity's product gives every one of them back, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from trtspec.models.decoding import prepare_for_decoding
+from trtspec.models.layers import Linear, RMSNorm
+from trtspec.models.packed import MIN_ELEMENTS, pack
+
+IN, OUT = 256, 512
+PACKS = "fbgemm" in torch.backends.quantized.supported_engines
+needs_fbgemm = pytest.mark.skipif(not PACKS, reason="FBGEMM is x86 only")
+
+
+def stored_as_bf16(seed: int, exponent: int = 0) -> torch.Tensor:
+    weight = torch.randn(OUT, IN, generator=torch.Generator().manual_seed(seed)) * 0.02 * 2.0**exponent
+    return weight.to(torch.bfloat16).float()
+
+
+@needs_fbgemm
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**31), exponent=st.integers(-90, 90))
+def test_every_bf16_weight_comes_back(seed: int, exponent: int) -> None:
+    weight = stored_as_bf16(seed, exponent)
+    weight[0, 0] = 0.0
+    weight[1, :8] = weight.abs().max() * 2.0 ** -torch.arange(20.0, 28.0)  # far below the largest
+    packed = pack(weight)
+    assert packed is not None
+    assert torch.equal(packed.product(torch.eye(IN)), weight.t())
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("rows", [1, 3, 4, 7, 16, 64])
+def test_products_are_float32s(rows: int) -> None:
+    weight, x = stored_as_bf16(0), torch.randn(2, rows, IN, generator=torch.Generator().manual_seed(1))
+    packed = pack(weight)
+    assert packed is not None
+    error = (packed.product(x) - x.double() @ weight.double().t()).abs()
+    bound = 4 * torch.finfo(torch.float32).eps * (x.double().abs() @ weight.double().abs().t())
+    assert (error <= bound).all()  # sums in FP16 would be off by a thousand times that
+
+
+@needs_fbgemm
+def test_rows_do_not_depend_on_their_number() -> None:
+    """Greedy texts may depend on the batch through rounding; a packed product adds nothing to that."""
+    packed, x = pack(stored_as_bf16(2)), torch.randn(6, IN, generator=torch.Generator().manual_seed(3))
+    assert packed is not None
+    together = packed.product(x)
+    for row in range(len(x)):
+        torch.testing.assert_close(packed.product(x[row : row + 1])[0], together[row], rtol=1e-6, atol=1e-6)
+
+
+def test_what_would_not_be_exact_or_not_pay_is_left_alone() -> None:
+    weight = stored_as_bf16(4)
+    spread = weight.clone()
+    spread[0, 0] = weight.abs().max() * 2.0**-40
+    infinite = weight.clone()
+    infinite[0, 0] = float("inf")
+    trained = torch.randn(OUT, IN)  # 24 significant bits
+    for refused in (spread, infinite, trained, torch.zeros(OUT, IN), weight.bfloat16(), weight[: MIN_ELEMENTS // OUT]):
+        assert pack(refused) is None
+
+
+def test_a_prepared_linear_and_norm_are_the_same_function() -> None:
+    for weight in (stored_as_bf16(5), torch.randn(OUT, IN)):
+        linear, norm = Linear(IN, OUT), RMSNorm(IN, 1e-5)
+        linear.weight.data = weight
+        norm.weight.data = torch.rand(IN) + 0.5
+        model = nn.Sequential(norm, linear)
+        x = torch.randn(3, IN, generator=torch.Generator().manual_seed(6))
+        plain = model(x).detach()
+        prepare_for_decoding(model)
+        assert torch.equal(linear.weight, weight)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), plain, rtol=1e-5, atol=1e-5)
+            tiny = torch.full((1, IN), 1e-6)  # where epsilon decides
+            torch.testing.assert_close(norm(tiny), F.rms_norm(tiny, (IN,), norm.weight, 1e-5))
