@@ -12,6 +12,7 @@ from torch import nn
 from trtspec.models.decoding import prepare_for_decoding
 from trtspec.models.layers import Linear, RMSNorm
 from trtspec.models.packed import MIN_ELEMENTS, pack
+from trtspec.models.precision import has_native_bf16
 
 IN, OUT = 256, 512
 PACKS = "fbgemm" in torch.backends.quantized.supported_engines
@@ -63,15 +64,32 @@ def test_what_would_not_be_exact_or_not_pay_is_left_alone() -> None:
     infinite = weight.clone()
     infinite[0, 0] = float("inf")
     trained = torch.randn(OUT, IN)  # 24 significant bits
-    for refused in (spread, infinite, trained, torch.zeros(OUT, IN), weight.bfloat16(), weight[: MIN_ELEMENTS // OUT]):
+    for refused in (spread, infinite, trained, torch.zeros(OUT, IN), weight[: MIN_ELEMENTS // OUT], weight.half()):
         assert pack(refused) is None
+    assert (pack(weight.bfloat16()) is not None) == (PACKS and not has_native_bf16())
+
+
+@pytest.mark.skipif(has_native_bf16() or not PACKS, reason="bfloat16 is native here")
+@pytest.mark.parametrize("rows", [1, 4, 200])
+def test_bfloat16_without_its_instructions_is_float32_rounded(rows: int) -> None:
+    weight = stored_as_bf16(7).bfloat16()
+    x = torch.randn(rows, IN, generator=torch.Generator().manual_seed(8)).bfloat16()
+    linear = Linear(IN, OUT)
+    linear.weight.data = weight
+    prepare_for_decoding(linear)
+    with torch.no_grad():
+        product = linear(x)
+    assert product.dtype == torch.bfloat16
+    exact = x.double() @ weight.double().t()
+    assert ((product.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-5).all()  # half a unit in the last place
 
 
 def test_a_prepared_linear_and_norm_are_the_same_function() -> None:
-    for weight in (stored_as_bf16(5), torch.randn(OUT, IN)):
+    generator = torch.Generator().manual_seed(9)
+    for weight in (stored_as_bf16(5), torch.randn(OUT, IN, generator=generator) * 0.02):
         linear, norm = Linear(IN, OUT), RMSNorm(IN, 1e-5)
         linear.weight.data = weight
-        norm.weight.data = torch.rand(IN) + 0.5
+        norm.weight.data = torch.rand(IN, generator=generator) + 0.5
         model = nn.Sequential(norm, linear)
         x = torch.randn(3, IN, generator=torch.Generator().manual_seed(6))
         plain = model(x).detach()

@@ -16,7 +16,7 @@ from trtspec.specs import RopeSpec
 
 # The published DeepSeek-V3 / Kimi definition gives its two latent norms this epsilon, not config.rms_norm_eps.
 LATENT_NORM_EPS = 1e-6
-PACKED_ROWS = 64  # with more rows a product is bound by arithmetic and the packed weight gains nothing
+PACKED_ROWS = 64  # with more rows a float32 product is bound by arithmetic and the packed weight gains nothing
 
 
 class Linear(nn.Module):
@@ -26,7 +26,7 @@ class Linear(nn.Module):
     """
 
     used_in_parts = False  # set where code reads parts of the weight and never calls the module
-    packed: PackedWeight | None = None  # set by decoding.py, for up to PACKED_ROWS rows
+    packed: PackedWeight | None = None  # set by decoding.py
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -35,7 +35,9 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.packed is None or torch.is_grad_enabled() or x.numel() > PACKED_ROWS * self.in_features:
+        if self.packed is None or torch.is_grad_enabled():
+            return F.linear(x, self.weight)
+        if x.numel() > PACKED_ROWS * self.in_features and x.dtype == torch.float32:
             return F.linear(x, self.weight)
         return self.packed.product(x)
 

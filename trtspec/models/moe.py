@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trtspec.models.layers import MLP, Linear
-from trtspec.models.packed import pack
+from trtspec.models.packed import pack, through_float32
 from trtspec.specs import ModelSpec
 
 # Below this many weights per layer, and up to this many tokens, one product over all experts beats grouping tokens
@@ -71,15 +71,18 @@ class Experts(nn.Module):
         It gives the same numbers as expert after expert in half to three quarters of the time (docs/LOG.md).
         """
         whole = x.shape[-1] % 4 == 0 and self.down.shape[-1] % 4 == 0
-        fits = x.is_cpu and x.dtype == self.down.dtype == torch.float32 and whole
+        fits = x.is_cpu and (x.dtype == torch.float32 or through_float32(x.dtype)) and whole
         return fits and not torch.is_grad_enabled() and hasattr(F, "grouped_mm")  # torch 2.10 and newer
 
     def by_groups(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         order, tokens, sizes = by_expert(ids, len(self.gate_up))
         ends = sizes.cumsum(0).to(torch.int32)
-        gate, up = F.grouped_mm(x[tokens], self.gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
-        outputs = F.grouped_mm(F.silu(gate) * up, self.down.transpose(1, 2), offs=ends)
-        return add_weighted(x, outputs, weights, order, tokens)
+
+        def product(x: Tensor, weight: Tensor) -> Tensor:
+            return F.grouped_mm(x.float(), weight.float().transpose(1, 2), offs=ends).to(x.dtype)
+
+        gate, up = product(x[tokens], self.gate_up).chunk(2, -1)
+        return add_weighted(x, product(F.silu(gate) * up, self.down), weights, order, tokens)
 
     def one_expert(self, expert: int, x: Tensor) -> Tensor:
         gate, up = F.linear(x, self.gate_up[expert]).chunk(2, -1)
