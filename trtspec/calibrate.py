@@ -48,7 +48,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """`states_budget` in bytes: hidden states beyond it are read back from disk instead of kept in memory."""
+    """`states_budget` in bytes: hidden states beyond it are read back from disk instead of kept in memory.
+
+    `load_ahead`: see LayerStream; the scales are the same either way.
+    """
 
     samples: int = 512
     seq_len: int = 512
@@ -56,6 +59,7 @@ class CalibrationOptions:
     dtype: torch.dtype | None = None
     states_budget: float | None = None
     threads: int = 0
+    load_ahead: bool | None = None
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -132,6 +136,7 @@ def prepare(source: Path, data: Path, output: Path, policy: Policy, options: Cal
         raise UsageError(f"--device {options.device}, and torch sees no such device", "pass --device cpu")
     threads = options.threads or min(8, torch.get_num_threads())
     shape = {"dtype": options.compute_dtype, "device": options.device, "threads": threads}
+    shape["load_ahead"] = options.load_ahead
     stream = LayerStream(source, activation="decoded", **shape)  # type: ignore[arg-type]
     if not any(policy.quantizes(module) for module in _linears(stream)):
         raise UsageError(f"policy {policy.name} quantizes no linear of {source}", "choose another --policy")
@@ -425,7 +430,8 @@ def _estimate(calibration: Calibration) -> dict[str, Any]:
         "layer_bytes": layer,
         "states_bytes": states.bytes,
         "states_in_memory": states.in_memory,
-        "memory_bytes_estimate": 2 * layer + (states.bytes if states.in_memory else 0),
+        "load_ahead": stream.load_ahead,
+        "memory_bytes_estimate": (1 + stream.load_ahead) * layer + (states.bytes if states.in_memory else 0),
         "disk_bytes": 2 * states.bytes,
         "free_bytes": shutil.disk_usage(place).free,
         "bytes_read": stream.checkpoint.bytes,

@@ -86,6 +86,7 @@ def main() -> None:
     root = arguments.directory / "full-size-layer"
     matrix = HIDDEN * INNER * 3 * arguments.experts
     needed = matrix * {"int4": 1.125, "fp8-block": 1.5625, "bf16": 2.5625}[arguments.format]
+    arguments.directory.mkdir(parents=True, exist_ok=True)
     if shutil.disk_usage(arguments.directory).free < needed + 5e9:
         sys.exit(f"{arguments.directory} needs {needed / 1e9:.0f} GB and 5 to spare")
     torch.set_num_threads(1)

@@ -29,6 +29,13 @@ def calibrate(
     states_memory: Annotated[
         float | None, typer.Option(min=0, help="GiB of hidden states kept in memory [half of what is free].")
     ] = None,
+    load_ahead: Annotated[
+        bool | None,
+        typer.Option(
+            "--load-ahead/--one-layer",
+            help="Decode the next layer while one computes, in the memory of both [where four layers fit].",
+        ),
+    ] = None,
     dry_run: DryRunOption = False,
     restart: Annotated[bool, typer.Option("--restart", help="Forget an interrupted run, begin anew.")] = False,
     force: ForceOption = False,
@@ -53,6 +60,7 @@ def calibrate(
         device=device,
         dtype=None if dtype == "auto" else getattr(torch, dtype),
         states_budget=None if states_memory is None else states_memory * GIB,
+        load_ahead=load_ahead,
     )
     with progress("calibrating", "layers") as show:
         result = calibrate_checkpoint(
@@ -69,7 +77,8 @@ def _show(result: dict[str, Any], source: str) -> None:
     print(f"linears   {result['linears']:,} under policy {result['policy']}, {result['layers']} layers")
     if result.get("dry_run"):
         states = "in memory" if result["states_in_memory"] else "on disk"
-        print(f"memory    about {result['memory_bytes_estimate']:,} bytes: two layers of {result['layer_bytes']:,}")
+        layers = "two layers" if result["load_ahead"] else "one layer"
+        print(f"memory    about {result['memory_bytes_estimate']:,} bytes: {layers} of {result['layer_bytes']:,}")
         print(f"states    {result['states_bytes']:,} bytes, {states}; {result['disk_bytes']:,} bytes of disk needed")
         print(f"reads     {result['bytes_read']:,} bytes once; would write {result['output']}")
         return

@@ -1,9 +1,9 @@
 """A target run one decoder layer at a time: for what needs its hidden states but cannot hold its weights.
 
-Layers come from the checkpoint one after the other, decoded by a thread while the layer before them computes; every
-batch passes a layer before the next layer is loaded. Memory holds two layers (one computes, one is loading) and the
-hidden states, which go to files when they exceed a budget. The arithmetic is `KimiModel`'s own: for the same batches
-the captured outputs, final states and logits equal the whole model's bit for bit.
+Layers come from the checkpoint one after the other, every batch passes a layer before the next one. Memory holds one
+layer and the hidden states, which go to files when they exceed a budget; where there is room for a second layer, it is
+decoded while the one before it computes. The arithmetic is `KimiModel`'s own: for the same batches the captured outputs,
+final states and logits equal the whole model's bit for bit.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,6 +34,7 @@ from trtspec.report import file_sha256, fsync_directory
 
 Activation = Literal["w4a4", "weight-only", "decoded"]
 ENDS = ("embed.weight", "norm.weight", "lm_head.weight")
+ROOM = 4  # layers: two of weights, what is being decoded, and as much again for the rest
 ROPE_POSITIONS = 2048  # the smallest table that KimiModel makes
 
 
@@ -40,7 +42,9 @@ class LayerStream:
     """The layers of a checkpoint in any published format, loaded on demand, run over batches of token ids.
 
     `dtype` is the compute type. NVFP4 linears compute as `activation` says; "decoded" treats them as plain weights.
-    `threads` decode the parts of a layer side by side. Raises TrtspecError when a tensor of the model is missing.
+    `threads` decode the parts of a layer side by side. `load_ahead` decodes the next layer while one computes, in the
+    memory of both; None: where ROOM layers fit into the free memory. Raises TrtspecError when a tensor of the model is
+    missing.
     """
 
     def __init__(
@@ -51,12 +55,16 @@ class LayerStream:
         device: str = "cpu",
         activation: Activation = "w4a4",
         threads: int = 1,
+        load_ahead: bool | None = None,
     ) -> None:
         self.checkpoint = Checkpoint.open(Path(path))
         self.spec = target_spec(self.checkpoint)
         self.dtype, self.device, self.activation, self.threads = dtype, device, activation, threads
         self._tensors = LazyTensors(self.checkpoint)
         check_complete(self._tensors, self.spec)
+        if load_ahead is None:
+            load_ahead = psutil.virtual_memory().available > ROOM * self.layer_bytes(self.num_layers - 1)
+        self.load_ahead = load_ahead
         self._tables: tuple[Tensor, Tensor] | None = None
         self._step: tuple[tuple[int, ...], AttentionStep] | None = None
 
@@ -135,16 +143,16 @@ class LayerStream:
         [B, T, H] on the device, `after_layer(index)` when all batches have passed.
         """
         with ThreadPoolExecutor(1, thread_name_prefix="next-layer") as ahead:
-            pending = ahead.submit(self.load, first) if first < self.num_layers else None
+            pending: Future[DecoderLayer] | None = None
             for index in range(first, self.num_layers):
-                assert pending is not None
-                layer, pending = pending.result().to(self.device), None
-                if index + 1 < self.num_layers:
+                layer = (self.load(index) if pending is None else pending.result()).to(self.device)
+                pending = None
+                if self.load_ahead and index + 1 < self.num_layers:
                     pending = ahead.submit(self.load, index + 1)
                 on_layer(index, layer)
                 with torch.inference_mode():
                     self._pass(index, layer, batches, states, on_output)
-                del layer  # before the layer after the next one is loaded
+                del layer  # before another one is loaded
                 after_layer(index)
 
     def _pass(
