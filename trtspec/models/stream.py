@@ -2,8 +2,8 @@
 
 Layers come from the checkpoint one after the other, every batch passes a layer before the next one. Memory holds one
 layer and the hidden states, which go to files when they exceed a budget; where there is room for a second layer, it is
-decoded while the one before it computes. The arithmetic is `KimiModel`'s own: for the same batches the captured outputs,
-final states and logits equal the whole model's bit for bit.
+decoded while the one before it computes. The arithmetic is `KimiModel`'s own: for the same batches the captured
+outputs, final states and logits equal the whole model's bit for bit.
 """
 
 from __future__ import annotations
