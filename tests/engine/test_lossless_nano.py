@@ -113,6 +113,7 @@ def test_float32_token_for_token(count: int, rows: int, models: Models, plain: P
     assert 1 + engine.totals.accepted / engine.totals.steps > 1.5, "a trained head accepts more than this"
 
 
+@pytest.mark.timeout(3600)  # 200 prompts, without native bfloat16
 @pytest.mark.parametrize("rows", [16, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("format", "count"),
