@@ -135,9 +135,14 @@ def prepare(source: Path, data: Path, output: Path, policy: Policy, options: Cal
     if options.device != "cpu" and not torch.cuda.is_available():
         raise UsageError(f"--device {options.device}, and torch sees no such device", "pass --device cpu")
     threads = options.threads or min(8, torch.get_num_threads())
-    shape = {"dtype": options.compute_dtype, "device": options.device, "threads": threads}
-    shape["load_ahead"] = options.load_ahead
-    stream = LayerStream(source, activation="decoded", **shape)  # type: ignore[arg-type]
+    stream = LayerStream(
+        source,
+        activation="decoded",
+        dtype=options.compute_dtype,
+        device=options.device,
+        threads=threads,
+        load_ahead=options.load_ahead,
+    )
     if not any(policy.quantizes(module) for module in _linears(stream)):
         raise UsageError(f"policy {policy.name} quantizes no linear of {source}", "choose another --policy")
     texts = read_texts(data, KimiTokenizer(source), options.samples, options.seq_len)

@@ -37,7 +37,7 @@ def demo(
     """Run the whole chain on a small Kimi-shaped model on this CPU, and write a report.
 
     Every stage is an ordinary trtspec command, printed before it runs: inspect, quantize, synthesize, train,
-    build-config, lint, serve, bench, check. Takes about ten minutes on two cores.
+    build-config, lint, serve, bench, check. Takes about twelve minutes on two cores.
     """
     from trtspec.cli.demo_process import Chain, duration, free_ports
     from trtspec.cli.demo_stages import FULL, PORTS, QUICK, STAGES, Demo, run_stages

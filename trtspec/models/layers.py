@@ -200,9 +200,12 @@ class AttentionStep:
         row: int = 0,
     ) -> None:
         device = tables[0].device
-        positions = torch.arange(tokens, device=device).unsqueeze(0)  # [B or 1, T]
-        if start is not None:
-            positions = start.unsqueeze(1) if tokens == 1 else start.unsqueeze(1) + positions
+        if start is None:
+            positions = torch.arange(tokens, device=device).unsqueeze(0)  # [B or 1, T]
+        else:
+            positions = start.unsqueeze(1)
+            if tokens > 1:
+                positions = positions + torch.arange(tokens, device=device)
         self.batch, self.tokens, self.interleaved = batch, tokens, interleaved
         self.length = tokens if start is None else int(start.max()) + tokens
         self.cos = tables[0][positions].to(dtype).unsqueeze(2)  # [B, T, 1, R]

@@ -68,11 +68,14 @@ class Experts(nn.Module):
     def grouped(self, x: Tensor) -> bool:
         """Whether torch's grouped product takes these operands: on a CPU float32, rows of whole 16 bytes, no gradient.
 
-        It gives the same numbers as expert after expert in half to three quarters of the time (docs/LOG.md).
+        It gives the same numbers as expert after expert in half to three quarters of the time (docs/LOG.md). bfloat16
+        takes it through float32 copies of the weights, small ones only.
         """
-        whole = x.shape[-1] % 4 == 0 and self.down.shape[-1] % 4 == 0
-        fits = x.is_cpu and (x.dtype == torch.float32 or through_float32(x.dtype)) and whole
-        return fits and not torch.is_grad_enabled() and hasattr(F, "grouped_mm")  # torch 2.10 and newer
+        if torch.is_grad_enabled() or not x.is_cpu or not hasattr(F, "grouped_mm"):  # torch 2.10 and newer
+            return False
+        if x.shape[-1] % 4 or self.down.shape[-1] % 4:
+            return False
+        return x.dtype == torch.float32 or (through_float32(x.dtype) and small(self))
 
     def by_groups(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         order, tokens, sizes = by_expert(ids, len(self.gate_up))
@@ -87,6 +90,11 @@ class Experts(nn.Module):
     def one_expert(self, expert: int, x: Tensor) -> Tensor:
         gate, up = F.linear(x, self.gate_up[expert]).chunk(2, -1)
         return F.linear(F.silu(gate) * up, self.down[expert])
+
+
+def small(experts: Experts) -> bool:
+    """Whether another copy of a layer's experts is cheap."""
+    return experts.gate_up.numel() + experts.down.numel() <= DENSE_EXPERT_WEIGHTS
 
 
 def dispatch(
@@ -174,6 +182,6 @@ def together(moe: MoE) -> AllExperts | None:
         return None
     if not isinstance(shared.gate_up_proj, Linear) or not isinstance(shared.down_proj, Linear):
         return None
-    if routed.gate_up.numel() + routed.down.numel() > DENSE_EXPERT_WEIGHTS:
+    if not small(routed):
         return None
     return AllExperts(routed, shared)
