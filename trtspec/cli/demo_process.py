@@ -21,6 +21,7 @@ from trtspec.errors import TrtspecError
 READY_SECONDS = 180
 STOP_SECONDS = 20
 TAIL_LINES = 25
+POLL_SECONDS = 0.02
 
 
 @dataclass
@@ -68,12 +69,15 @@ class Chain:
         self.steps.append(step)
         self.say(f"    $ {step.command}")
         began = time.monotonic()
-        # stderr stays the terminal's, so that progress bars and messages are seen as they come
-        with child([sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE) as process:
-            output = process.communicate()[0]
-        step.seconds, step.status = time.monotonic() - began, process.returncode
         log = self.directory / "logs" / f"{len(self.steps):02d}-{purpose.replace(' ', '-')}.out"
-        log.write_bytes(output)
+        # stderr stays the terminal's, so that progress bars and messages are seen as they come
+        with (
+            log.open("wb") as stream,
+            child([sys.executable, "-m", module, *arguments], stdout=stream) as process,
+        ):
+            wait(process)
+        step.seconds, step.status = time.monotonic() - began, process.returncode
+        output = log.read_bytes()
         if step.status not in allowed:
             raise TrtspecError(
                 f"`{step.command}` ended with status {step.status} after {duration(step.seconds)}; "
@@ -118,62 +122,85 @@ class Chain:
 
 
 @contextmanager
-def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that lives no longer than the block. `options` are Popen's.
+def noted_signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM are noted in the block and raised at its end.
 
-    An interrupt that comes while the process is being started waits until there is a process to end: raised inside
-    Popen, it would leave behind one that nobody knows.
+    Their handlers raise KeyboardInterrupt: inside Popen that leaves behind a process that nobody knows, or a lock that
+    nobody releases. A block polls and looks at the list, because Python handles a signal that comes just before a
+    blocking read or wait only after it.
     """
-    held: list[int] = []
+    noted: list[int] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+    try:
+        for number in heard:
+            signal.signal(number, lambda caught, _: noted.append(caught))
+        yield noted
+    finally:
+        for number, handler in heard.items():
+            signal.signal(number, handler)
+        if noted:
+            signal.raise_signal(noted[0])
+
+
+@contextmanager
+def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that lives no longer than the block. `options` are Popen's."""
     process = None
     try:
-        try:
-            for number in handlers:
-                signal.signal(number, lambda caught, _: held.append(caught))
+        with noted_signals():
             process = subprocess.Popen(command, env=environment(), **options)
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-        if held:
-            signal.raise_signal(held[0])
         yield process
     finally:
         if process is not None:
             stop(process)
 
 
+def wait(process: subprocess.Popen[Any]) -> None:
+    """Returns when the process has ended."""
+    with noted_signals() as noted:
+        while process.poll() is None and not noted:
+            time.sleep(POLL_SECONDS)
+
+
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, then SIGKILL when that is not enough."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(timeout=STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    """SIGTERM, then SIGKILL when that is not enough, or at once when another signal asks."""
+    with noted_signals() as noted:
+        if process.poll() is not None:
+            return
+        process.terminate()
+        deadline = time.monotonic() + STOP_SECONDS
+        while process.poll() is None and not noted and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 def wait_ready(process: subprocess.Popen[bytes], port: int, name: str, log: Path) -> None:
     """Returns once GET /health answers 200. Raises TrtspecError with the log when the server ends or takes too long."""
+    deadline = time.monotonic() + READY_SECONDS
+    with noted_signals() as noted:
+        while time.monotonic() < deadline and not noted:
+            if process.poll() is not None:
+                raise TrtspecError(
+                    f"the server {name} ended with status {process.returncode} before it was ready; {log} says:\n"
+                    f"{tail(log.read_bytes())}",
+                    "run that serve command by hand",
+                )
+            if answers_health(port):
+                return
+            time.sleep(0.2)
+    raise TrtspecError(f"the server {name} was not ready after {READY_SECONDS} s; see {log}", "look at its log")
+
+
+def answers_health(port: int) -> bool:
     import httpx
 
-    deadline = time.monotonic() + READY_SECONDS
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise TrtspecError(
-                f"the server {name} ended with status {process.returncode} before it was ready; {log} says:\n"
-                f"{tail(log.read_bytes())}",
-                "run that serve command by hand",
-            )
-        try:
-            if httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=2).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.2)
-    raise TrtspecError(f"the server {name} was not ready after {READY_SECONDS} s; see {log}", "look at its log")
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def environment() -> dict[str, str]:

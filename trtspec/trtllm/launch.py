@@ -60,7 +60,8 @@ def run(launch: Launch) -> int:
             ready = _wait_ready(process, launch, started, asked)
             if ready:
                 say(f"trtspec: ready on http://{launch.host}:{launch.port} ({time.monotonic() - started:.0f} s)")
-            process.wait()
+            while process.poll() is None:  # a signal just before a blocking wait would be handled only after it
+                time.sleep(0.05)
         finally:
             _end(process, launch.stop_grace)
             reader.join(timeout=5)
