@@ -124,7 +124,7 @@ def interrupt_a_chain(directory: Path, sent: signal.Signals, delay: float) -> No
 
 
 def children_of(pid: int) -> list[int]:
-    """From the kernel's own list where there is one: psutil reads all processes and is too slow to come inside Popen."""
+    """From the kernel's own list where there is one: psutil reads all processes, too slow to come inside Popen."""
     listed = Path(f"/proc/{pid}/task/{pid}/children")
     if listed.is_file():
         return [int(child) for child in listed.read_text().split()]
