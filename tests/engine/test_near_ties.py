@@ -15,7 +15,7 @@ from tests.engine.oracle import OracleDrafter
 from trtspec.data_files import kimi_nano_dir
 from trtspec.engine.drafters import Eagle3Drafter
 from trtspec.engine.engine import Engine
-from trtspec.engine.near_ties import Divergence, Rounding, first_divergence, rounding_at
+from trtspec.engine.near_ties import Divergence, Rounding, first_divergence, rounding_at, spacing
 from trtspec.engine.sequence import Completion, Output, Request, Sequence
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
@@ -30,7 +30,6 @@ def half(target_dir: Path) -> KimiModel:
 
 
 def test_bf16_divergences_are_near_ties(half: KimiModel, head_of: HeadOf, requests: list[Request]) -> None:
-    """On a CPU without native bf16 a row is rounded alike in every shape, and then nothing may diverge."""
     wanted = [replace(request, max_tokens=16, ignore_eos=True) for request in requests[:8]]
     plain = Engine(half, max_batch_size=1, record_gaps=True).generate(wanted)
     engine = Engine(
@@ -131,6 +130,29 @@ def test_a_slightly_wrong_engine_is_judged_real(
     found = judged(target, wanted, plain, engine)
     assert found, "the mutation changed nothing"
     assert not any(rounding.explains(divergence) for divergence, rounding in found)
+
+
+@pytest.mark.parametrize("mutant", [RopeOffByOne, WrongDraftAccepted])
+def test_a_wrong_engine_is_found_in_bfloat16_too(
+    mutant: type[Engine], half: KimiModel, head_of: HeadOf, requests: list[Request]
+) -> None:
+    """One spacing of bfloat16 is let pass, which is far less than these do."""
+    wanted = [replace(request, max_tokens=16, ignore_eos=True) for request in requests[:12]]
+    plain = Engine(half, max_batch_size=4, record_gaps=True).generate(wanted)
+    head = copy.deepcopy(head_of(("mha", "3", None))).to(torch.bfloat16)
+    engine = mutant(half, head, drafter="eagle3", max_batch_size=4, max_seq_len=128, record_gaps=True)
+    found = judged(half, wanted, plain, engine)
+    assert found, "the mutation changed nothing"
+    assert not any(rounding.explains(divergence) for divergence, rounding in found), found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_spacing_is_the_distance_to_the_next_number(dtype: torch.dtype) -> None:
+    for value in (0.03, 1.0, 1.99, 2.0, 5.0, 7.9, 13.25):
+        here = torch.tensor(value, dtype=torch.float64).to(dtype)
+        above = torch.nextafter(here, torch.tensor(float("inf"), dtype=dtype))
+        assert spacing(float(here), dtype) == float(above) - float(here)
+    assert spacing(0.0, dtype) == 0.0
 
 
 def test_a_token_that_nobody_wanted_is_no_near_tie(target: KimiModel, requests: list[Request]) -> None:

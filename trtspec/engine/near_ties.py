@@ -3,12 +3,14 @@
 Two correct runs can only part where rounding turns the order of the two tokens around. How far rounding moves them is
 measured at that very position: the same context is computed again in the shapes that plain and speculative decoding
 use (rows together, tokens per call, place in both, prefill in one piece or two), and the margin between the two tokens,
-one logit minus the other, is compared. Its largest change is what rounding does there; a near-tie must stay within
-SAFETY times that, both in the runs and in the computations without a drafter.
+one logit minus the other, is compared. Its largest change is what rounding does there, at least one spacing of the
+numbers that the logits are (a smaller change does not show); a near-tie must stay within SAFETY times that, both in the
+runs and in the computations without a drafter.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,8 +59,8 @@ class Divergence:
 class Rounding:
     """What clean computations of one context say about two tokens.
 
-    `change`: largest minus smallest margin between them. `behind`: how far the worse of the two is behind the best
-    logit of all at most.
+    `change`: largest minus smallest margin between them, at least one spacing of their type. `behind`: how far the
+    worse of the two is behind the best logit of all at most.
     """
 
     change: float
@@ -89,7 +91,13 @@ def rounding_at(target: KimiModel, prompt: list[int], plain: Completion, diverge
     pair = logits[:, [divergence.token, divergence.other_token]]
     margins = pair[:, 0] - pair[:, 1]
     behind = logits.max(-1).values - pair.min(-1).values
-    return Rounding(float(margins.max() - margins.min()), float(behind.max()))
+    change = max(float(margins.max() - margins.min()), spacing(float(pair.abs().max()), target.dtype))
+    return Rounding(change, float(behind.max()))
+
+
+def spacing(value: float, dtype: torch.dtype) -> float:
+    """Distance of neighbouring numbers of `dtype` at `value`: for bfloat16 at 5.0 it is 2^2 * 2^-7."""
+    return math.ldexp(torch.finfo(dtype).eps, math.frexp(value)[1] - 1) if value else 0.0
 
 
 @torch.inference_mode()
