@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import signal
 import subprocess
@@ -112,17 +113,25 @@ def interrupt_a_chain(directory: Path, sent: signal.Signals, delay: float) -> No
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
-    with process:
+    started: list[int] = []
+    try:
         assert process.stdout is not None
         server = int(process.stdout.readline())
         deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and len(started := children_of(process.pid)) < 2:
-            pass
+        while time.monotonic() < deadline and len(started) < 2:
+            started = children_of(process.pid)
         assert server in started and len(started) == 2
         time.sleep(delay)
         process.send_signal(sent)
         assert process.wait(timeout=30) != 0
-    assert not [pid for pid in started if psutil.pid_exists(pid)]
+        assert not [pid for pid in started if psutil.pid_exists(pid)]
+    except BaseException:  # where the test fails, its processes must not outlive it
+        for pid in [process.pid, *started]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        raise
+    finally:
+        process.communicate()
 
 
 def children_of(pid: int) -> list[int]:
