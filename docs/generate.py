@@ -108,10 +108,10 @@ def problems() -> str:
 
 
 def support_matrix() -> str:
-    """Engine releases from trtllm/gates.yaml, models and pairs from data/models.yaml."""
+    """Engine releases from trtllm/releases.yaml, models and pairs from data/models.yaml."""
     from trtspec.data_files import load_yaml
 
-    gates = yaml.safe_load((PACKAGE / "trtllm" / "gates.yaml").read_text(encoding="utf-8"))
+    gates = yaml.safe_load((PACKAGE / "trtllm" / "releases.yaml").read_text(encoding="utf-8"))
     models = load_yaml("models.yaml")
     lines = ["# Support matrix\n", "## TensorRT-LLM releases\n"]
     lines.append(

@@ -13,13 +13,13 @@ from typing import Any
 import yaml
 
 from trtspec.data_files import gpu_spec
-from trtspec.plan.kernels import kernels
-from trtspec.plan.layout import Layout
-from trtspec.plan.memory import memory
-from trtspec.plan.planner import HOST_US, assumptions
-from trtspec.plan.step import StepModel
-from trtspec.plan.weights import checkpoint_bytes
-from trtspec.trtllm.subject import load_head, load_target
+from trtspec.planning.kernels import kernels
+from trtspec.planning.layout import Layout
+from trtspec.planning.memory import memory
+from trtspec.planning.planner import HOST_US, assumptions
+from trtspec.planning.step import StepModel
+from trtspec.planning.weights import checkpoint_bytes
+from trtspec.trtllm.names import load_head, load_target
 
 DOCS = Path(__file__).resolve().parent
 START, END = "<!-- tables: written by docs/plan_checks.py -->", "<!-- end of tables -->"

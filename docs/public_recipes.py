@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 
-from trtspec.trtllm.config import settings_in_argv
+from trtspec.trtllm.build.config import settings_in_argv
+from trtspec.trtllm.build.render import render
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import PREFIX, parse_intent
-from trtspec.trtllm.recipe import render
 
 DOCS = Path(__file__).resolve().parent
 # options that are no setting of the YAML under another name

@@ -9,13 +9,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from trtspec.trtllm.config import judged_as
-from trtspec.trtllm.gates import default_version
+from trtspec.trtllm.build.config import judged_as
+from trtspec.trtllm.build.render import disaggregated, render
 from trtspec.trtllm.intent import Goal, Intent
-from trtspec.trtllm.lint import lint
-from trtspec.trtllm.recipe import disaggregated, render
+from trtspec.trtllm.lint.linter import lint
+from trtspec.trtllm.names import load_head, load_target
+from trtspec.trtllm.releases import default_version
 from trtspec.trtllm.schema import schema_for
-from trtspec.trtllm.subject import load_head, load_target
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS, CHART = ROOT / "configs", ROOT / "docker" / "helm" / "trtspec" / "recipes"
@@ -89,8 +89,8 @@ def claims(item: Intent, text: str) -> list[str]:
     if item.role == "front":
         return []
     target, head = load_target(item.target).spec, load_head(item.head).spec if item.head else None
-    subject = judged_as(item, target, head)
-    found = {version: lint(text, replace(subject, schema=schema_for(version))) for version in VERSIONS}
+    deployment = judged_as(item, target, head)
+    found = {version: lint(text, replace(deployment, schema=schema_for(version))) for version in VERSIONS}
     return [version for version, problems in found.items() if all(item.severity == "info" for item in problems)]
 
 

@@ -19,14 +19,14 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if "data" not in path.rela
 LEVEL = {
     "cli": 7,
     "engine": 6, "heads": 6, "calibrate": 6, "trtllm": 6, "bench": 6, "nano": 6,
-    "models": 5, "plan": 5,
+    "models": 5, "planning": 5, "launch": 5,
     "quant": 4,
     "checkpoint": 3,
     "data_files": 2,
     "specs": 1, "report": 1,
     "errors": 0, "__init__": 0,
 }  # fmt: skip
-TORCH_FREE = ("cli", "trtllm", "plan", "specs", "report", "errors", "data_files", "bench")
+TORCH_FREE = ("cli", "trtllm", "planning", "launch", "specs", "report", "errors", "data_files", "bench")
 TORCH_FREE_CHECKPOINT = ("headers", "detect", "dialects", "hub", "pairing", "tokenizer")
 HEAVY = ("torch", "transformers", "modelopt", "accelerate", "datasets")
 MODELOPT_FILES = ("quant/modelopt.py", "heads/train.py")

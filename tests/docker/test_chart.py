@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from tests.docker.chart import CHART, HERE, RECIPES, ROOT, VALUES, chart, golden, kind, load, objects_of
-from trtspec.trtllm.command import parse_passed
-from trtspec.trtllm.lint import lint
-from trtspec.trtllm.linting import subject_of
+from trtspec.trtllm.lint.deployment import deployment_of
+from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.schema import schema_for
+from trtspec.trtllm.serve.command import parse_passed
 
 helm_python = pytest.importorskip("helm_python")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
@@ -87,8 +87,8 @@ def test_the_engine_gets_exactly_what_build_config_wrote_and_lint_passes_it(path
     (config,) = (item for item in objects_of(path) if item["kind"] == "ConfigMap")
     text = config["data"]["engine.yml"]
     assert text == values["engineConfig"]
-    subject = subject_of(text, version=version, target=None, head=None)[0]
-    assert not [finding for finding in lint(text, subject) if finding.severity == "error"]
+    deployment = deployment_of(text, version=version, target=None, head=None)[0]
+    assert not [finding for finding in lint(text, deployment) if finding.severity == "error"]
     args = server(path)["args"]
     start = args.index("trtllm-serve")
     assert args[start + 1] == values["model"]["target"]
@@ -209,8 +209,8 @@ def test_tags_schemas_and_the_table_of_the_documents_agree() -> None:
     assert tags <= set(table), f"not in docs/deploy.md: {tags - set(table)}"
     for tag, line in table.items():
         assert schema_for(tag).line == line
-    from trtspec.trtllm.gates import default_version
-    from trtspec.trtllm.subject import load_head, load_target
+    from trtspec.trtllm.names import load_head, load_target
+    from trtspec.trtllm.releases import default_version
 
     newest, _ = default_version(load_target("nvidia/Kimi-K2.5-NVFP4").spec, load_head("nvidia/Kimi-K2.5-Eagle3").spec)
     assert default == newest

@@ -12,8 +12,8 @@ import time
 
 import psutil
 
-from trtspec.trtllm.launch import Launch, run
-from trtspec.trtllm.readiness import is_healthy
+from trtspec.launch.readiness import is_healthy
+from trtspec.launch.supervisor import Launch, run
 
 
 def main(target: str, config: str, cycles: int) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from trtspec.trtllm.command import build_command, parse_passed
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent
+from trtspec.trtllm.names import load_target
 from trtspec.trtllm.schema import schema_for
-from trtspec.trtllm.subject import load_target
+from trtspec.trtllm.serve.command import build_command, parse_passed
 
 TARGET = "nvidia/Kimi-K2.6-NVFP4"
 

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trtspec.errors import CheckFailed, UsageError
-from trtspec.trtllm.command import CONFIG_NAME, build_command
-from trtspec.trtllm.config import EngineConfig, build, settings_in_argv
+from trtspec.trtllm.build.config import EngineConfig, build, settings_in_argv
+from trtspec.trtllm.build.render import disaggregated, render
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent, parse_intent
-from trtspec.trtllm.lint import lint
-from trtspec.trtllm.linting import subject_of
-from trtspec.trtllm.recipe import disaggregated, render
+from trtspec.trtllm.lint.deployment import deployment_of
+from trtspec.trtllm.lint.linter import lint
+from trtspec.trtllm.names import load_head, load_target
 from trtspec.trtllm.schema import schema_for
-from trtspec.trtllm.subject import load_head, load_target
+from trtspec.trtllm.serve.command import CONFIG_NAME, build_command
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS, DOCS = ROOT / "configs", ROOT / "docs"
@@ -132,8 +132,8 @@ def test_a_recipe_lints_clean_for_every_version_that_it_claims() -> None:
     """Judged as `trtspec lint FILE --trtllm-version V` judges it; its own version is always among the claims."""
     for name, version in claimed():
         text = (CONFIGS / name).read_text()
-        subject = subject_of(text, version=version, target=None, head=None)[0]
-        found = [finding for finding in lint(text, subject) if finding.severity != "info"]
+        deployment = deployment_of(text, version=version, target=None, head=None)[0]
+        found = [finding for finding in lint(text, deployment) if finding.severity != "info"]
         assert found == [], (name, version, found)
     own = {(path.name, intent.version) for path in RECIPES if (intent := parse_intent(path.read_text()))}
     assert {(name, version) for name, version in own if "front" not in name} <= set(claimed())
@@ -218,7 +218,7 @@ def test_the_parts_of_a_disaggregated_deployment() -> None:
     for text in texts.values():
         again = parse_intent(text)
         assert again is not None and render(again).text == text
-    judged = [lint(text, subject_of(text, version=None, target=None, head=None)[0]) for text in texts.values()]
+    judged = [lint(text, deployment_of(text, version=None, target=None, head=None)[0]) for text in texts.values()]
     assert {finding.severity for found in judged for finding in found} == {"info"}
     step = parse_intent(texts["generation.yml"])
     assert step is not None and step.tokens >= step.batch * (step.draft_len + 1)

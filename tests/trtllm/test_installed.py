@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from trtspec.trtllm.lint.values import check_value
 from trtspec.trtllm.schema import Field, line_fields
-from trtspec.trtllm.value_check import check_value
 
 ENGINE = Path(__file__).parent / "standin_engine"
 SAMPLES: list[Any] = [

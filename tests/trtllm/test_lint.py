@@ -10,10 +10,10 @@ import yaml
 
 from trtspec.specs import HeadSpec, ModelSpec, QuantSpec
 from trtspec.trtllm.document import Document
-from trtspec.trtllm.finding import Subject
-from trtspec.trtllm.lint import fix, lint
+from trtspec.trtllm.lint.finding import Deployment
+from trtspec.trtllm.lint.linter import fix, lint
+from trtspec.trtllm.names import load_head, load_target
 from trtspec.trtllm.schema import schema_for
-from trtspec.trtllm.subject import load_head, load_target
 
 GOOD = """\
 speculative_config:
@@ -33,8 +33,8 @@ def head(**changes: Any) -> HeadSpec:
     return replace(load_head("nvidia/Kimi-K2.6-Eagle3").spec, **changes)
 
 
-def found(text: str, version: str = NEW, **subject: Any) -> dict[str, Any]:
-    return {finding.code: finding for finding in lint(text, Subject(schema_for(version), **subject))}
+def found(text: str, version: str = NEW, **deployment: Any) -> dict[str, Any]:
+    return {finding.code: finding for finding in lint(text, Deployment(schema_for(version), **deployment))}
 
 
 def with_spec(**values: Any) -> str:
@@ -49,7 +49,7 @@ def with_top(**values: Any) -> str:
 
 def test_a_clean_file_has_no_errors_and_no_warnings() -> None:
     for version in (NEW, "1.3.0rc22"):
-        findings = lint(GOOD, Subject(schema_for(version), k26(), "nvidia/Kimi-K2.6-NVFP4", head(), ""))
+        findings = lint(GOOD, Deployment(schema_for(version), k26(), "nvidia/Kimi-K2.6-NVFP4", head(), ""))
         assert [f for f in findings if f.severity != "info"] == []
 
 
@@ -172,7 +172,7 @@ def test_one_setting_in_file_and_argv_is_an_error_in_every_version() -> None:
 
 def test_all_problems_come_at_once_with_their_lines() -> None:
     text = "max_batch_sise: 8\nmoe_config:\n  backend: WIDEEP\nkv_cache_config:\n  free_gpu_memory_fraction: 2\n"
-    assert {(f.code, f.line) for f in lint(text, Subject(schema_for(NEW)))} == {
+    assert {(f.code, f.line) for f in lint(text, Deployment(schema_for(NEW)))} == {
         ("TS-LINT-UNKNOWN-KEY", 1),
         ("TS-LINT-BAD-VALUE", 3),
         ("TS-LINT-OUT-OF-RANGE", 5),
@@ -180,7 +180,7 @@ def test_all_problems_come_at_once_with_their_lines() -> None:
 
 
 def test_an_unknown_boundary_is_a_warning_that_names_the_interval() -> None:
-    findings = lint("telemetry_config: {disabled: true}\n", Subject(schema_for("1.3.0rc9")))
+    findings = lint("telemetry_config: {disabled: true}\n", Deployment(schema_for("1.3.0rc9")))
     assert [f.severity for f in findings] == ["warning"]
     assert "after 1.3.0rc5, by 1.3.0rc20" in findings[0].message
 
@@ -197,9 +197,9 @@ speculative_config:
     max_draft_len: 3
 cuda_graph_config: {batch_sizes: [1, 2, 64], max_batch_size: 8}
 """
-    subject = Subject(schema_for("1.1.0"))
-    fixed, mended = fix(text, subject)
-    assert [f for f in lint(fixed, subject) if f.severity == "error"] == []
+    deployment = Deployment(schema_for("1.1.0"))
+    fixed, mended = fix(text, deployment)
+    assert [f for f in lint(fixed, deployment) if f.severity == "error"] == []
     assert {f.code for f in mended} >= {"TS-LINT-UNKNOWN-KEY", "TS-LINT-RENAMED-KEY", "TS-LINT-BAD-VALUE"}
     assert fixed.startswith("# mine\nmax_batch_size: 64   # as measured\n")
     assert "decoding_type: Eagle  # here" in fixed
@@ -207,12 +207,12 @@ cuda_graph_config: {batch_sizes: [1, 2, 64], max_batch_size: 8}
     assert value["kv_cache_config"] == {"dtype": "fp8"}
     assert value["speculative_config"]["speculative_model_dir"] == "nvidia/Kimi-K2.6-Eagle3"
     assert value["cuda_graph_config"] == {"batch_sizes": [1, 2, 64]}
-    assert fix(fixed, subject) == (fixed, [])
+    assert fix(fixed, deployment) == (fixed, [])
 
 
 def test_fix_writes_the_capture_layers_of_the_head() -> None:
-    subject = Subject(schema_for(NEW), k26(), "", head(aux_layers=(2, 30, 58)))
-    fixed, _ = fix(GOOD, subject)
+    deployment = Deployment(schema_for(NEW), k26(), "", head(aux_layers=(2, 30, 58)))
+    fixed, _ = fix(GOOD, deployment)
     assert Document.parse(fixed).get("speculative_config.eagle3_layers_to_capture") == [2, 30, 58]
 
 
@@ -223,7 +223,11 @@ def test_every_code_is_documented() -> None:
     import trtspec.trtllm as room
     from trtspec.data_files import DATA
 
-    sources = [*Path(room.__file__).parent.glob("*.py"), Path(room.__file__).parent.parent / "cli" / "serve.py"]
+    sources = [
+        path
+        for part in ("trtllm", "launch", "cli")
+        for path in (Path(room.__file__).parent.parent / part).rglob("*.py")
+    ]
     used = {code for path in sources for code in re.findall(r'"(TS-(?:LINT|SERVE)-[A-Z0-9-]+)"', path.read_text())}
     fragments = [yaml.safe_load(path.read_text()) for path in (DATA / "problems").glob("*.yaml")]
     documented = {
@@ -253,9 +257,9 @@ speculative_config:
 
 @pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc5", "1.3.0rc9", "1.3.0rc20", "1.3.0rc22", "1.4.0rc1"])
 def test_no_false_alarm_on_a_public_recipe(version: str) -> None:
-    assert [f for f in lint(DYNAMO, Subject(schema_for(version))) if f.severity != "info"] == []
+    assert [f for f in lint(DYNAMO, Deployment(schema_for(version))) if f.severity != "info"] == []
     card = "speculative_config:\n  decoding_type: Eagle\n  max_draft_len: 3\n  speculative_model_dir: /eagle3\n"
-    assert [f for f in lint(card, Subject(schema_for(version))) if f.severity == "error"] == []
+    assert [f for f in lint(card, Deployment(schema_for(version))) if f.severity == "error"] == []
 
 
 # ai-dynamo's disaggregated Kimi-K2.5 recipe on GB200, restated: prefill and decode; and a user's 4 x B300 server
@@ -295,4 +299,4 @@ moe_config: {backend: CUTLASS}
 @pytest.mark.parametrize("text", [DYNAMO_PREFILL, DYNAMO_DECODE, USER_B300], ids=["prefill", "decode", "user"])
 @pytest.mark.parametrize("version", ["1.3.0rc5", "1.3.0rc16", "1.3.0rc20", "1.4.0rc1"])
 def test_no_false_alarm_on_the_other_public_files(text: str, version: str) -> None:
-    assert [f for f in lint(text, Subject(schema_for(version))) if f.severity != "info"] == []
+    assert [f for f in lint(text, Deployment(schema_for(version))) if f.severity != "info"] == []

@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 from tests.trtllm.test_upstream import NEWEST, SAMPLES, accepts, adapter, leaves, serve_options
-from trtspec.trtllm.command import parse_passed
-from trtspec.trtllm.finding import Subject
-from trtspec.trtllm.lint import lint
+from trtspec.trtllm.lint.finding import Deployment
+from trtspec.trtllm.lint.linter import lint
+from trtspec.trtllm.lint.values import check_value
 from trtspec.trtllm.schema import DISCRIMINATORS, LINES, Field, line_fields, schema_for
-from trtspec.trtllm.value_check import check_value
+from trtspec.trtllm.serve.command import parse_passed
 
 OLDER = "1.3.0rc20"
 KEY_CODES = {"TS-LINT-UNKNOWN-KEY", "TS-LINT-RENAMED-KEY", "TS-LINT-REMOVED-KEY", "TS-LINT-WRONG-TYPE",
@@ -133,7 +133,7 @@ def samples(upstream: Upstream, path: str) -> list[Any]:
 
 def judged(values: dict[str, Any], path: str, version: str = NEWEST) -> bool:
     """Whether lint lets the key at `path` pass."""
-    found = lint(yaml.safe_dump(values), Subject(schema_for(version)))
+    found = lint(yaml.safe_dump(values), Deployment(schema_for(version)))
     return not any(
         f.severity == "error" and f.code in KEY_CODES and (path + ".").startswith(f.key + ".") for f in found
     )

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from trtspec.checkpoint.hub import resolve
-from trtspec.trtllm import launch
+from trtspec.launch import supervisor as launch
 from trtspec.trtllm.document import Document
-from trtspec.trtllm.finding import Subject
-from trtspec.trtllm.preflight import check_files, check_gpus, check_port, engine_version, preflight
-from trtspec.trtllm.preflight_machine import (
+from trtspec.trtllm.lint.finding import Deployment
+from trtspec.trtllm.names import load_target
+from trtspec.trtllm.schema import parse_version, schema_for
+from trtspec.trtllm.serve.machine import (
     Gpu,
     check_driver,
     check_hardware,
@@ -23,8 +24,7 @@ from trtspec.trtllm.preflight_machine import (
     check_shared_memory,
     read_gpus,
 )
-from trtspec.trtllm.schema import parse_version, schema_for
-from trtspec.trtllm.subject import load_target
+from trtspec.trtllm.serve.preflight import check_files, check_gpus, check_port, engine_version, preflight
 
 
 def smi(directory: Path, gpus: int) -> None:
@@ -45,13 +45,13 @@ def seen(count: int, name: str = "NVIDIA B200", mib: int = 183359, capability: s
     return [Gpu(name, mib * 2**20, "580.95.05", capability)] * count
 
 
-def kimi(tp_size: int, target: str = "nvidia/Kimi-K2.6-NVFP4", version: str = "1.3.0rc20", **argv: int) -> Subject:
+def kimi(tp_size: int, target: str = "nvidia/Kimi-K2.6-NVFP4", version: str = "1.3.0rc20", **argv: int) -> Deployment:
     settings = {"tensor_parallel_size": tp_size, "max_seq_len": 8192, **argv}
-    return Subject(schema_for(version), load_target(target).spec, target, argv=settings)
+    return Deployment(schema_for(version), load_target(target).spec, target, argv=settings)
 
 
-def codes(gpus: list[Gpu], subject: Subject, needed: int, environ: dict[str, str] | None = None) -> set[str]:
-    return {problem.code for problem in check_hardware(gpus, subject, Document.parse(""), needed, environ or {})}
+def codes(gpus: list[Gpu], deployment: Deployment, needed: int, environ: dict[str, str] | None = None) -> set[str]:
+    return {problem.code for problem in check_hardware(gpus, deployment, Document.parse(""), needed, environ or {})}
 
 
 def test_gpus_are_read_with_memory_driver_and_capability(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from trtspec.trtllm.readiness import generates, is_healthy
+from trtspec.launch.readiness import generates, is_healthy
 
 CUT = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 96\r\n\r\n"
 

@@ -9,7 +9,7 @@ import pytest
 
 from trtspec.errors import UsageError
 from trtspec.trtllm import schema
-from trtspec.trtllm.gates import default_version, gate
+from trtspec.trtllm.releases import default_version, gate
 from trtspec.trtllm.schema import LINES, UNKNOWN, newest_known, parse_version, schema_for
 
 
@@ -131,7 +131,7 @@ def test_gates_answer_no_yes_and_unknown() -> None:
 
 
 def test_default_version_follows_model_and_head() -> None:
-    from trtspec.trtllm.subject import load_head, load_target
+    from trtspec.trtllm.names import load_head, load_target
 
     target = load_target("nvidia/Kimi-K2.6-NVFP4").spec
     assert default_version(target, load_head("nvidia/Kimi-K2.6-Eagle3").spec)[0] == "1.3.0rc20"

@@ -16,11 +16,11 @@ import yaml
 
 from trtspec.errors import UsageError
 from trtspec.specs import QuantSpec
-from trtspec.trtllm.finding import Finding, Subject
-from trtspec.trtllm.lint import lint
-from trtspec.trtllm.linting import compute_capability, subject_of
+from trtspec.trtllm.lint.deployment import compute_capability, deployment_of
+from trtspec.trtllm.lint.finding import Deployment, Finding
+from trtspec.trtllm.lint.linter import lint
+from trtspec.trtllm.names import load_head, load_target
 from trtspec.trtllm.schema import schema_for
-from trtspec.trtllm.subject import load_head, load_target
 
 NEW, MID, OLD = "1.4.0rc1", "1.3.0rc20", "1.2.1"
 SPEC = {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model_dir": "nvidia/Kimi-K2.6-Eagle3"}
@@ -48,8 +48,8 @@ class File:
         head = replace(load_head("nvidia/Kimi-K2.6-Eagle3").spec, **self.head) if self.head is not None else None
         target = replace(load_target(self.target_name).spec, **self.target)
         name = self.target_name if not self.target else ""
-        subject = Subject(schema_for(self.version), target, name, head, "", **self.more)
-        return {finding.code: finding for finding in lint(yaml.safe_dump(values), subject)}
+        deployment = Deployment(schema_for(self.version), target, name, head, "", **self.more)
+        return {finding.code: finding for finding in lint(yaml.safe_dump(values), deployment)}
 
 
 K2 = {"target_name": "nvidia/Kimi-K2-Thinking-NVFP4"}
@@ -395,7 +395,7 @@ def test_an_unknown_gpu_is_a_usage_error() -> None:
 
 def test_options_after_the_dashes_are_settings_and_are_judged() -> None:
     text = "max_batch_size: 8\n"
-    subject, _, problems = subject_of(
+    deployment, _, problems = deployment_of(
         text,
         version=NEW,
         target="nvidia/Kimi-K2.6-NVFP4",
@@ -403,5 +403,5 @@ def test_options_after_the_dashes_are_settings_and_are_judged() -> None:
         passed=["--max_batch_size", "32", "--no_such", "1"],
     )
     assert [problem.code for problem in problems] == ["TS-SERVE-UNKNOWN-OPTION"]
-    assert subject.argv["max_batch_size"] == 32
-    assert {"TS-LINT-SET-TWICE", "TS-LINT-REMOTE-CODE-OFF"} <= {finding.code for finding in lint(text, subject)}
+    assert deployment.argv["max_batch_size"] == 32
+    assert {"TS-LINT-SET-TWICE", "TS-LINT-REMOTE-CODE-OFF"} <= {finding.code for finding in lint(text, deployment)}

@@ -13,10 +13,10 @@ import yaml
 from annotated_types import Ge, Gt
 from pydantic import TypeAdapter, ValidationError
 
-from trtspec.trtllm.finding import Subject
-from trtspec.trtllm.lint import lint
+from trtspec.trtllm.lint.finding import Deployment
+from trtspec.trtllm.lint.linter import lint
+from trtspec.trtllm.lint.values import check_value
 from trtspec.trtllm.schema import schema_for
-from trtspec.trtllm.value_check import check_value
 
 NEWEST = "1.4.0rc1"
 SAMPLES: list[Any] = [
@@ -108,9 +108,9 @@ def test_the_engines_own_kimi_recipes_pass(manifests: Path) -> None:
     curated = (recipes / "trtllm-curated-kimi-k2-thinking.yaml").read_text()
     wide = yaml.safe_load((recipes / "trtllm-wide-ep-kimi-k2-thinking.yaml").read_text())["worker_config"]
     for version in ("1.3.0rc20", NEWEST):
-        subject = Subject(schema_for(version))
+        deployment = Deployment(schema_for(version))
         for text in (curated, yaml.safe_dump(wide["gen"]), yaml.safe_dump(wide["ctx"])):
-            found = [finding for finding in lint(text, subject) if finding.severity != "info"]
+            found = [finding for finding in lint(text, deployment) if finding.severity != "info"]
             assert not found, found
 
 

@@ -10,7 +10,7 @@ from trtspec.cli import build_config_options as opt
 from trtspec.cli.options import DryRunOption, ForceOption, HeadOption, JsonOption, TargetArgument
 
 if TYPE_CHECKING:
-    from trtspec.trtllm.recipe import Recipe
+    from trtspec.trtllm.build.render import Recipe
 
 
 def build_config(
@@ -44,10 +44,10 @@ def build_config(
 ) -> None:
     """Write the engine YAML for exactly one TensorRT-LLM version; it always passes `trtspec lint`."""
     from trtspec.report import refuse_overwrite, say
+    from trtspec.trtllm.build.render import disaggregated as parts
+    from trtspec.trtllm.build.render import render_specs
     from trtspec.trtllm.intent import Intent
-    from trtspec.trtllm.recipe import disaggregated as parts
-    from trtspec.trtllm.recipe import render_specs
-    from trtspec.trtllm.subject import choose_version, load_head, load_target
+    from trtspec.trtllm.names import choose_version, load_head, load_target
 
     _compatible(output, disaggregated, role, format)
     model = load_target(target).spec

@@ -12,8 +12,8 @@ from trtspec.cli.options import JsonOption
 
 if TYPE_CHECKING:
     from trtspec.errors import Problem
-    from trtspec.trtllm.finding import Finding
-    from trtspec.trtllm.installed import Verdict
+    from trtspec.trtllm.lint.finding import Finding
+    from trtspec.trtllm.lint.installed import Verdict
 
 
 def lint(
@@ -41,9 +41,9 @@ def lint(
 
     from trtspec.errors import CheckFailed, UsageError, has_errors
     from trtspec.report import write_atomic
-    from trtspec.trtllm.lint import fix as mend
-    from trtspec.trtllm.lint import lint as find
-    from trtspec.trtllm.linting import subject_of
+    from trtspec.trtllm.lint.deployment import deployment_of
+    from trtspec.trtllm.lint.linter import fix as mend
+    from trtspec.trtllm.lint.linter import lint as find
 
     try:
         text = file.read_text(encoding="utf-8")
@@ -51,24 +51,24 @@ def lint(
         raise UsageError(f"{file} cannot be read ({error})", "pass the engine YAML") from None
     verdict = _judged(text, trtllm_version) if installed else None
     version = verdict.version if verdict else trtllm_version
-    subject, reason, wrong = subject_of(
+    deployment, reason, wrong = deployment_of(
         text, version=version, target=target, head=head, gpu=gpu, passed=passed, environ=os.environ
     )
     mended: list[Finding] = []
     if fix:
-        corrected, mended = mend(text, subject)
+        corrected, mended = mend(text, deployment)
         if corrected != text:
             write_atomic(file, corrected)
         text = corrected
-    findings = find(text, subject)
+    findings = find(text, deployment)
     if verdict is not None:
         verdict = _judged(text, None) if mended else verdict
         findings += verdict.findings
         reason = "installed here; its own classes judged too"
     problems = [*wrong, *(finding.problem(str(file)) for finding in findings)]
-    _report(file, json_, subject.version, reason, wrong, findings, mended)
+    _report(file, json_, deployment.version, reason, wrong, findings, mended)
     if has_errors(problems):
-        raise CheckFailed(f"{file} would not start or not do what it says on TensorRT-LLM {subject.version}")
+        raise CheckFailed(f"{file} would not start or not do what it says on TensorRT-LLM {deployment.version}")
 
 
 def _judged(text: str, asked: str | None) -> Verdict:
@@ -76,7 +76,7 @@ def _judged(text: str, asked: str | None) -> Verdict:
     from packaging.version import Version
 
     from trtspec.errors import UsageError
-    from trtspec.trtllm.installed import judge
+    from trtspec.trtllm.lint.installed import judge
     from trtspec.trtllm.schema import parse_version
 
     verdict = judge(text)

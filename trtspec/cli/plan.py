@@ -11,8 +11,8 @@ from trtspec.cli.options import ForceOption, HeadOption, JsonOption, TargetArgum
 from trtspec.cli.values import numbers
 
 if TYPE_CHECKING:
-    from trtspec.plan.acceptance import Acceptance
-    from trtspec.plan.planner import Plan, Workload
+    from trtspec.planning.acceptance import Acceptance
+    from trtspec.planning.planner import Plan, Workload
     from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 
 
@@ -38,11 +38,11 @@ def plan(
     """Say whether a target fits, how fast it runs, and what speculation with your acceptance is worth."""
     from trtspec.data_files import gpu_spec
     from trtspec.errors import CheckFailed
-    from trtspec.plan.acceptance import parse_acceptance
-    from trtspec.plan.planner import Workload
-    from trtspec.plan.report import text, to_dict
+    from trtspec.planning.acceptance import parse_acceptance
+    from trtspec.planning.planner import Workload
+    from trtspec.planning.report import text, to_dict
     from trtspec.report import print_json
-    from trtspec.trtllm.subject import load_head, load_target
+    from trtspec.trtllm.names import load_head, load_target
 
     if output is not None:
         _check_output(output, force)
@@ -60,7 +60,7 @@ def plan(
     else:
         sys.stdout.write(text(target, draft, head, device, plans))
     if output is not None and plans[0].points:
-        from trtspec.plan.plot import draw
+        from trtspec.planning.plot import draw
 
         draw(plans[0], f"{target}, {plans[0].memory.layout.name}, {device.name.upper()}", output)
     if not any(item.fits for item in plans):
@@ -81,8 +81,8 @@ def _plans(
     sizes: dict[str, Any],
 ) -> list[Plan]:
     """The layout that was asked for, else every layout of these GPUs, tensor parallel first."""
-    from trtspec.plan.layout import layout_of
-    from trtspec.plan.planner import layouts, plan
+    from trtspec.planning.layout import layout_of
+    from trtspec.planning.planner import layouts, plan
 
     first = layout_of(model, *asked)
     chosen = [first] if fixed else layouts(model, first.gpus)
@@ -93,7 +93,7 @@ def _check_output(path: Path, force: bool) -> None:
     from importlib.util import find_spec
 
     from trtspec.errors import MissingDependency
-    from trtspec.plan.plot import check_format
+    from trtspec.planning.plot import check_format
     from trtspec.report import refuse_overwrite
 
     check_format(path)

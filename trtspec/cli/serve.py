@@ -10,7 +10,7 @@ from trtspec.cli import serve_options as opt
 from trtspec.cli.options import DryRunOption, HeadOption, JsonOption, TargetArgument
 
 if TYPE_CHECKING:
-    from trtspec.trtllm.serving import ServePlan
+    from trtspec.trtllm.serve.start import ServePlan
 
 
 def serve(
@@ -90,7 +90,7 @@ def _refuse_reference_options(speculation: str | None, port: int) -> None:
 def _engine_plan(typed: dict[str, Any]) -> ServePlan:
     import shlex
 
-    from trtspec.trtllm.serving import Request, plan_serve
+    from trtspec.trtllm.serve.start import Request, plan_serve
 
     name = typed["served_model_name"]
     same = (
@@ -116,7 +116,7 @@ def _own_words() -> tuple[str, ...]:
 
 def _front_plan(typed: dict[str, Any]) -> ServePlan:
     from trtspec.errors import UsageError
-    from trtspec.trtllm.serving import plan_front
+    from trtspec.trtllm.serve.start import plan_front
 
     for key in ("config", "head", "role", "nodes", "passed"):
         if typed[key]:
@@ -152,10 +152,11 @@ def _launch(plan: ServePlan, times: dict[str, Any]) -> None:
     import tempfile
 
     from trtspec.errors import CheckFailed, has_errors
+    from trtspec.launch.supervisor import Launch, run
     from trtspec.report import problem_lines, say
-    from trtspec.trtllm.command import CONFIG_NAME
-    from trtspec.trtllm.launch import Launch, run
-    from trtspec.trtllm.preflight import require_executable
+    from trtspec.trtllm.serve.cluster import STARTERS
+    from trtspec.trtllm.serve.command import CONFIG_NAME
+    from trtspec.trtllm.serve.preflight import require_executable
 
     require_executable()
     listed = "\n".join(problem_lines(plan.problems))
@@ -170,4 +171,5 @@ def _launch(plan: ServePlan, times: dict[str, Any]) -> None:
             written = Path(directory) / CONFIG_NAME
             written.write_text(plan.config_text, encoding="utf-8")
             argv[argv.index("--extra_llm_api_options") + 1] = str(written)
-        run(Launch(argv, plan.host, plan.port, plan.env, generates=plan.generates, **times))
+        foreign = argv[0] in STARTERS.values()
+        run(Launch(argv, plan.host, plan.port, plan.env, generates=plan.generates, own_statuses=foreign, **times))

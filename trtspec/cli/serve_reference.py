@@ -53,7 +53,7 @@ def refuse_trtllm_options(options: dict[str, Any]) -> None:
 def launch_reference(request: ReferenceRequest) -> None:
     """Fetches what is not here, then serves until a signal ends it."""
     from trtspec.checkpoint.hub import resolve
-    from trtspec.trtllm.subject import require_head
+    from trtspec.trtllm.names import require_head
 
     drafter = request.drafter()
     try:
@@ -88,7 +88,7 @@ def show_reference(request: ReferenceRequest, json_: bool) -> None:
 
     from trtspec.checkpoint.hub import resolve
     from trtspec.report import print_json
-    from trtspec.trtllm.subject import require_head
+    from trtspec.trtllm.names import require_head
 
     drafter = request.drafter() or "none"
     if resolve(request.target, allow_download=False).kind != "target":

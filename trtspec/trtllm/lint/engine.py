@@ -1,0 +1,179 @@
+"""Rules about the engine around the model: token budget, CUDA graphs, MoE kernels, KV cache, transfer, environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trtspec.trtllm.document import Document, add_key, delete_key, set_value
+from trtspec.trtllm.lint.finding import Deployment, Finding
+from trtspec.trtllm.lint.speculation import draft_length, kind
+
+FORCED_ACCEPTANCE = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
+SIZES = ("max_batch_size", "max_num_tokens", "max_seq_len")
+
+
+def check_engine(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    yield from _double_settings(document, deployment)
+    yield from _token_budget(document, deployment)
+    yield from _cuda_graphs(document, deployment)
+    yield from _moe(document, deployment)
+    yield from _transfer(document, deployment)
+    yield from _forced_acceptance(document, deployment)
+
+
+def _at(
+    document: Document, code: str, severity: Any, key: str, message: str, remedy: str = "", fix: Any = None
+) -> Finding:
+    return Finding(code, severity, key, message, remedy, document.line(key), fix)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _double_settings(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    """Who wins flipped between versions, so a setting that stands in both places is always an error."""
+    for key in deployment.argv:
+        if document.has(key):
+            winner = "the file" if deployment.schema.precedence == "yaml" else "the option"
+            message = f"{key} stands in the file and on the command line; in {deployment.version} {winner} wins, "
+            message += "in other versions the other"
+            fix = partial(delete_key, path=key)
+            yield _at(document, "TS-LINT-SET-TWICE", "error", key, message, f"remove {key} from the file", fix)
+    nested = document.get("build_config")
+    if isinstance(nested, dict) and deployment.schema.line in ("1.2", "1.3"):
+        message = "build_config is dropped for the pytorch backend: what stands in it is silently lost"
+        yield _at(document, "TS-LINT-NO-EFFECT", "error", "build_config", message, "move its keys to the top level")
+
+
+def _token_budget(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    batch = deployment.setting(document, "max_batch_size")
+    tokens = deployment.setting(document, "max_num_tokens", 8192)
+    draft = draft_length(document)
+    if _whole(batch) and _whole(tokens) and tokens < batch * (draft + 1):
+        message = f"max_num_tokens {tokens} does not hold one step of a full batch: {batch} x ({draft} + 1)"
+        mendable = draft and document.has("max_num_tokens")
+        fix = partial(set_value, path="max_num_tokens", value=batch * (draft + 1)) if mendable else None
+        remedy = f"at least {batch * (draft + 1)}"
+        yield _at(document, "TS-LINT-TOKEN-BUDGET", "warning", "max_num_tokens", message, remedy, fix)
+    length = deployment.setting(document, "max_seq_len")
+    limit = deployment.target.max_position_embeddings if deployment.target else None
+    if _whole(length) and limit and length > limit:
+        message = f"max_seq_len {length} is beyond the model's {limit} positions"
+        yield _at(document, "TS-LINT-SEQUENCE-TOO-LONG", "error", "max_seq_len", message, f"at most {limit}")
+    chunked = deployment.setting(document, "enable_chunked_prefill", False)
+    if _whole(length) and _whole(tokens) and length > tokens and not chunked:
+        message = f"prompts longer than max_num_tokens ({tokens}) are refused without chunked prefill, and max_seq_len "
+        message += f"allows {length}"
+        remedy = "turn enable_chunked_prefill on, or raise max_num_tokens"
+        yield _at(document, "TS-LINT-LONG-PROMPTS", "info", "max_seq_len", message, remedy)
+
+
+def _cuda_graphs(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    key = "cuda_graph_config"
+    sizes, largest = document.get(f"{key}.batch_sizes"), document.get(f"{key}.max_batch_size") or 0
+    whole = isinstance(sizes, list) and bool(sizes) and all(_whole(size) for size in sizes)
+    if whole and largest and largest != max(sizes):
+        message = f"max_batch_size {largest} and the largest of batch_sizes, {max(sizes)}, must be equal"
+        fix = partial(delete_key, path=f"{key}.max_batch_size")
+        remedy = "keep batch_sizes only"
+        yield _at(document, "TS-LINT-GRAPH-SIZES", "error", f"{key}.max_batch_size", message, remedy, fix)
+    batch = deployment.setting(document, "max_batch_size")
+    if document.has(key) and document.get(key) is None:
+        if batch and kind(document):
+            message = "CUDA graphs are off: at small batches a step then costs several times its kernels"
+            yield _at(document, "TS-LINT-GRAPHS-OFF", "info", key, message, "right for a prefill-only server")
+        return
+    covered = max(sizes) if whole else largest or 128
+    if _whole(batch) and batch > covered:
+        message = f"CUDA graphs end at batch {covered} and max_batch_size is {batch}: larger batches run without graphs"
+        place = f"{key}.batch_sizes" if whole else f"{key}.max_batch_size"
+        value = [*sizes, batch] if whole else batch
+        fix = partial(set_value if document.has(place) else add_key, path=place, value=value)
+        remedy = f"let them reach {batch}"
+        yield _at(document, "TS-LINT-GRAPHS-TOO-SMALL", "warning", key, message, remedy, fix)
+
+
+def _moe(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    key, target = "moe_config.backend", deployment.target
+    value = document.get(key, "AUTO")
+    if target is not None and target.quant.format == "nvfp4" and value == "AUTO":
+        message = (
+            "AUTO takes the CUTLASS kernels for Kimi-K2, about three times slower per layer than TRTLLM at batch 1"
+        )
+        fix = partial(set_value if document.has(key) else add_key, path=key, value="TRTLLM")
+        remedy = "name it: `moe_config: {backend: TRTLLM}`"
+        yield _at(document, "TS-LINT-MOE-AUTO", "warning", key, message, remedy, fix)
+    combine = "moe_config.use_low_precision_moe_combine"
+    if target is not None and target.quant.format != "nvfp4" and document.get(combine) is True:
+        message = f"low-precision combine is for NVFP4 weights; these are {target.quant.format}"
+        yield _at(document, "TS-LINT-COMBINATION", "error", combine, message, f"remove {combine}")
+    balancer = document.get("moe_config.load_balancer")
+    slots = balancer.get("num_slots") if isinstance(balancer, dict) else None
+    experts = deployment.setting(document, "moe_expert_parallel_size")
+    if _whole(slots) and _whole(experts) and experts > 0 and slots % experts:
+        message = f"num_slots {slots} does not divide by moe_expert_parallel_size {experts}"
+        path = "moe_config.load_balancer.num_slots"
+        yield _at(document, "TS-LINT-EPLB-SLOTS", "error", path, message, "use a multiple")
+    if isinstance(balancer, str) and not Path(balancer).is_file():
+        message = f"{balancer} is not a file here; the engine stops with FileNotFoundError where it is missing"
+        yield _at(document, "TS-LINT-EPLB-FILE", "warning", "moe_config.load_balancer", message, "check the path")
+    tp, moe_tp = deployment.setting(document, "tensor_parallel_size"), document.get("moe_tensor_parallel_size")
+    if all(_whole(item) and item > 0 for item in (tp, moe_tp, experts)) and moe_tp * experts != tp:
+        message = f"moe_tensor_parallel_size {moe_tp} x moe_expert_parallel_size {experts} must be {tp}"
+        yield _at(document, "TS-LINT-COMBINATION", "error", "moe_tensor_parallel_size", message, "leave one out")
+
+
+def _transfer(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    key = "cache_transceiver_config"
+    backend, runtime = document.get(f"{key}.backend"), document.get(f"{key}.transceiver_runtime")
+    if runtime == "PYTHON" and backend not in (None, "NIXL", "DEFAULT"):
+        message = f"the PYTHON transceiver works with NIXL only, not with {backend}"
+        fix = partial(set_value, path=f"{key}.backend", value="NIXL")
+        yield _at(document, "TS-LINT-TRANSCEIVER", "error", f"{key}.transceiver_runtime", message, "use NIXL", fix)
+    if document.get(f"{key}.enable_pipelined_transfer") is True and (runtime == "CPP" or backend not in (None, "NIXL")):
+        message = "pipelined transfer needs the PYTHON runtime and NIXL"
+        yield _at(document, "TS-LINT-TRANSCEIVER", "error", f"{key}.enable_pipelined_transfer", message, "turn it off")
+    timeout = f"{key}.kv_transfer_timeout_ms"
+    if runtime == "PYTHON" and document.has(timeout) and document.get(timeout) is None:
+        message = "the PYTHON transceiver needs a finite kv_transfer_timeout_ms"
+        fix = partial(delete_key, path=timeout)
+        yield _at(document, "TS-LINT-TRANSCEIVER", "error", timeout, message, "remove it: the default is 60000", fix)
+    yield from _transfer_buffer(document, deployment)
+    if backend and deployment.head is not None and kind(document) is None:
+        message = "this looks like one side of a disaggregated server; both sides need the same speculative_config, "
+        message += "because the KV layout depends on it"
+        yield _at(document, "TS-LINT-DISAGGREGATED-NO-HEAD", "error", key, message, "add speculative_config here too")
+
+
+def _transfer_buffer(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    """The buffer must hold the longest prompt; 0 stands for transfers without a copy."""
+    key = "cache_transceiver_config.max_tokens_in_buffer"
+    buffer, length = document.get(key), deployment.setting(document, "max_seq_len")
+    if not _whole(buffer) or buffer <= 0 or not _whole(length):
+        return
+    tokens = deployment.setting(document, "max_num_tokens", 8192)
+    longest = length
+    if deployment.setting(document, "enable_chunked_prefill", False) is not True and _whole(tokens):
+        longest = min(length, tokens)  # longer prompts are refused
+    if buffer < longest:
+        message = f"prompts of {longest} tokens are accepted and the transfer buffer holds {buffer}"
+        fix = partial(set_value, path=key, value=longest)
+        yield _at(document, "TS-LINT-TRANSFER-BUFFER", "warning", key, message, f"at least {longest}", fix)
+
+
+def _forced_acceptance(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    key = "env_overrides"
+    forced = document.get(key)
+    if isinstance(forced, dict) and FORCED_ACCEPTANCE in forced:
+        message = f"{FORCED_ACCEPTANCE} accepts drafts unseen: the throughput is made up and the text is corrupt"
+        path = f"{key}.{FORCED_ACCEPTANCE}"
+        fix = partial(delete_key, path=path)
+        yield _at(document, "TS-LINT-FORCED-ACCEPTANCE", "error", path, message, "remove it", fix)
+    if deployment.environ.get(FORCED_ACCEPTANCE):
+        message = f"the environment sets {FORCED_ACCEPTANCE}: throughput would be made up and the text corrupt"
+        remedy = f"unset {FORCED_ACCEPTANCE}"
+        yield Finding("TS-LINT-FORCED-ACCEPTANCE", "error", "environment", message, remedy)

@@ -1,0 +1,59 @@
+"""One thing that lint found: a problem with the line and the key it is at, and the edit that mends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trtspec.errors import Problem, Severity
+from trtspec.specs import HeadSpec, ModelSpec
+from trtspec.trtllm.document import Document
+from trtspec.trtllm.schema import Schema
+
+Fix = Callable[[Document], str]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`key` is the dotted path, `line` counts from 1 (None: no line of the file is at fault)."""
+
+    code: str
+    severity: Severity
+    key: str
+    message: str
+    remedy: str = ""
+    line: int | None = None
+    fix: Fix | None = field(default=None, compare=False)
+
+    def problem(self, file: str) -> Problem:
+        where = f"{file}:{self.line}" if self.line else file
+        return Problem(self.code, self.severity, f"{where} {self.key}".rstrip(), self.message, self.remedy)
+
+    def to_dict(self, file: str) -> dict[str, Any]:
+        return {**self.problem(file).to_dict(), "line": self.line, "key": self.key, "fixable": self.fix is not None}
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What a file is judged against. `argv` holds settings that travel as options, by their YAML path; `options` those
+    of trtllm-serve by name, where the command line is known (else None). `gpu` is a compute capability such as "10.0";
+    `environ` the variables that the server will see."""
+
+    schema: Schema
+    target: ModelSpec | None = None
+    target_name: str = ""
+    head: HeadSpec | None = None
+    head_name: str = ""
+    argv: dict[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] | None = None
+    gpu: str | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def version(self) -> str:
+        return str(self.schema.version)
+
+    def setting(self, document: Document, path: str, default: Any = None) -> Any:
+        """The value that the engine will see: the option's if there is one, else the file's."""
+        return self.argv.get(path, document.get(path, default))

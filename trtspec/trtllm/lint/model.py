@@ -1,0 +1,199 @@
+"""Rules that need the target or the head: gates by release, captured layers, pairing, parsers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from trtspec.checkpoint.known import known
+from trtspec.checkpoint.pairing import pair_problems
+from trtspec.specs import HeadSpec, ModelSpec
+from trtspec.trtllm.document import Document, add_key, delete_key, set_value
+from trtspec.trtllm.lint.finding import Deployment, Finding
+from trtspec.trtllm.lint.speculation import EAGLE, MODEL_KEYS, SPEC, kind
+from trtspec.trtllm.releases import family, gate, reports
+
+CAPTURE = f"{SPEC}.eagle3_layers_to_capture"
+
+
+def check_model(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    if deployment.target is not None:
+        yield from _target_gates(document, deployment, deployment.target)
+        yield from _parser(document, deployment, deployment.target)
+    if deployment.head is not None:
+        yield from _head_gates(document, deployment, deployment.head)
+        yield from _head_use(document, deployment)
+        yield from _capture_layers(document, deployment, deployment.head)
+        yield from _pair(document, deployment, deployment.head)
+        if deployment.target is not None:
+            yield from _reported(document, deployment, deployment.target, deployment.head)
+
+
+def _at(
+    document: Document, code: str, severity: Any, key: str, message: str, remedy: str = "", fix: Any = None
+) -> Finding:
+    return Finding(code, severity, key, message, remedy, document.line(key), fix)
+
+
+def _gated(
+    document: Document, deployment: Deployment, name: str, code: str, key: str, remedy: str
+) -> Iterator[Finding]:
+    needed = gate(name)
+    state = needed.state(deployment.schema.version)
+    if state == "yes":
+        return
+    if state == "no":
+        message = f"TensorRT-LLM {deployment.version} is too old for this: {needed.what} ({needed.interval})"
+        yield _at(document, code, "error", key, message, remedy)
+    else:
+        message = f"not known for {deployment.version}: {needed.what} ({needed.interval})"
+        yield _at(document, code, "warning", key, message, remedy)
+
+
+def _target_gates(document: Document, deployment: Deployment, target: ModelSpec) -> Iterator[Finding]:
+    if family(target) == "kimi_k25":
+        yield from _gated(document, deployment, "kimi_k25", "TS-LINT-MODEL-TOO-NEW", "", "use 1.3.0rc20 or later")
+        if document.get("guided_decoding_backend"):
+            remedy = "use 1.3.0rc22 or later, or leave guided_decoding_backend out"
+            key = "guided_decoding_backend"
+            yield from _gated(document, deployment, "kimi_k25_guided", "TS-LINT-GUIDED-KIMI", key, remedy)
+    if target.quant.format == "nvfp4":
+        yield from _gated(document, deployment, "kimi_nvfp4", "TS-LINT-MODEL-TOO-NEW", "", "use 1.2.1 or later")
+    if target.quant.format == "int4":
+        message = "TensorRT-LLM does not load Kimi's native INT4 weights (reported for 1.2.0rc5; no later support seen)"
+        yield _at(document, "TS-LINT-INT4-TARGET", "error", "", message, "run `trtspec quantize` to NVFP4")
+    if target.quant.format == "nvfp4" and not any("self_attn" in item for item in target.quant.exclude):
+        message = "the checkpoint quantizes attention; kv_b_proj in NVFP4 crashes the loader"
+        yield _at(document, "TS-LINT-ATTENTION-QUANTIZED", "error", "", message, "quantize with a published policy")
+    if kind(document) == "MTP":
+        message = "Kimi-K2 checkpoints have no MTP layers (num_nextn_predict_layers is 0)"
+        remedy = "use an Eagle3 head: `decoding_type: Eagle`"
+        yield _at(document, "TS-LINT-MTP-KIMI", "error", f"{SPEC}.decoding_type", message, remedy)
+    if target.remote_code and document.get("trust_remote_code") is False:
+        message = "Kimi's tokenizer and config classes are code of the checkpoint; without trust the load fails"
+        fix = partial(delete_key, path="trust_remote_code")
+        remedy = "pass --trust_remote_code instead"
+        yield _at(document, "TS-LINT-REMOTE-CODE-OFF", "error", "trust_remote_code", message, remedy, fix)
+
+
+def right_parser(target: ModelSpec, name: str) -> str | None:
+    """The reasoning parser of a target. K2.5 and later open the thinking in the template (kimi_k25); K2-Thinking
+    writes its own tag (kimi_k2); K2-Instruct does not think, and its config alone does not tell it from K2-Thinking.
+    """
+    entry = known(name)
+    if entry is not None:
+        return entry[1].get("reasoning_parser")
+    return "kimi_k25" if family(target) == "kimi_k25" else None
+
+
+def _parser(document: Document, deployment: Deployment, target: ModelSpec) -> Iterator[Finding]:
+    written = deployment.setting(document, "reasoning_parser")
+    right = right_parser(target, deployment.target_name)
+    if written in (None, "auto", right) or (right is None and written == "kimi_k2"):
+        return
+    message = f"reasoning_parser {written} with {target.model_type}: reasoning lands in the answer, or the answer in "
+    message += "the reasoning, without an error"
+    stated = document.has("reasoning_parser") and right is not None
+    fix = partial(set_value, path="reasoning_parser", value=right) if stated else None
+    remedy = f"use {right or 'kimi_k2, or none for K2-Instruct'}"
+    yield _at(document, "TS-LINT-WRONG-PARSER", "error", "reasoning_parser", message, remedy, fix)
+
+
+def _head_gates(document: Document, deployment: Deployment, head: HeadSpec) -> Iterator[Finding]:
+    if kind(document) not in EAGLE:
+        return
+    if head.attention == "mla":
+        remedy = "use 1.3.0rc20 or later, or an MHA head"
+        yield from _gated(document, deployment, "mla_head", "TS-LINT-MLA-HEAD-OLD-ENGINE", SPEC, remedy)
+    if head.eagle == "3.1":
+        remedy = "use 1.3.0rc22 or later; older ones ignore fc_norm and only acceptance shows it"
+        yield from _gated(document, deployment, "eagle31", "TS-LINT-EAGLE31-OLD-ENGINE", SPEC, remedy)
+        if head.attention == "mla":
+            message = "the change that brought EAGLE-3.1 lists Kimi's 3.1 MLA head as not tested"
+            yield _at(document, "TS-LINT-UNTESTED", "info", SPEC, message, "measure acceptance with `trtspec bench`")
+    if head.norm_before_residual:
+        message = "the head's residual is the normalised state; this engine computes the plain one, without a word"
+        yield _at(document, "TS-LINT-HEAD-FUNCTION", "error", SPEC, message, "train one without norm_before_residual")
+    if head.layer_prefix == "layers.0.":
+        remedy = "use 1.3.0rc20 or later, or `trtspec convert` the head"
+        yield from _gated(document, deployment, "head_layers_prefix", "TS-LINT-HEAD-NAMES-OLD-ENGINE", SPEC, remedy)
+    fp8_kv = deployment.target is not None and deployment.target.quant.kv_cache == "fp8"
+    if fp8_kv and deployment.setting(document, "enable_chunked_prefill") is True:
+        key = "enable_chunked_prefill"
+        remedy = "leave chunked prefill off, or use 1.2.0 or later"
+        yield from _gated(document, deployment, "fp8_kv_chunked_prefill", "TS-LINT-FP8-KV-CHUNKED", key, remedy)
+
+
+def _reported(document: Document, deployment: Deployment, target: ModelSpec, head: HeadSpec) -> Iterator[Finding]:
+    for report in reports(deployment.schema.version, target, head) if kind(document) in EAGLE else ():
+        message = f"{report['what']} on {report['version']} ({report['source']})"
+        yield _at(document, "TS-LINT-REPORTED", "warning", SPEC, message, report["remedy"])
+
+
+def _head_use(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    written = next((document.get(key) for key in MODEL_KEYS if document.get(key)), None)
+    if kind(document) is None:
+        message = f"the head {deployment.head_name} is given and the file does not use it"
+        yield _at(document, "TS-LINT-HEAD-UNUSED", "warning", "", message, "add speculative_config, or drop --head")
+    elif written and deployment.head_name and str(written) != deployment.head_name:
+        message = f"the file names the head {written}, the command {deployment.head_name}"
+        key = next(key for key in MODEL_KEYS if document.has(key))
+        yield _at(document, "TS-LINT-HEAD-DIFFERS", "warning", key, message, "name one head in both")
+    head = deployment.head
+    shared = head is not None and head.has_embed_tokens and head.target_hidden_size == head.hidden_size
+    if shared and deployment.target is not None and kind(document) in EAGLE:
+        message = "the engine shares the target's embedding and ignores the head's own copy"
+        yield _at(document, "TS-LINT-HEAD-EMBEDDING", "info", SPEC, message, "harmless unless it was fine-tuned")
+
+
+def expected_layers(target: ModelSpec | None, head: HeadSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """(layers the head was trained on, layers the engine takes by default), or None when they cannot be known."""
+    if target is None:
+        return None
+    default = target.default_aux_layers
+    return (head.aux_layers or default, default)
+
+
+def _capture_layers(document: Document, deployment: Deployment, head: HeadSpec) -> Iterator[Finding]:
+    layers = expected_layers(deployment.target, head)
+    if layers is None or kind(document) not in EAGLE:
+        return
+    wanted, default = layers
+    written = document.get(CAPTURE)
+    trained = ", ".join(map(str, wanted))
+    if written is None:
+        if sorted(wanted) == sorted(default):
+            return
+        if CAPTURE not in deployment.schema.fields:
+            message = (
+                f"the head was trained on layers {trained} and TensorRT-LLM {deployment.version} can only capture "
+            )
+            message += ", ".join(map(str, default))
+            yield _at(document, "TS-LINT-CAPTURE-LAYERS-FIXED", "error", SPEC, message, "use 1.1.0 or later")
+            return
+        message = f"the head was trained on layers {trained}; the engine does not read that from the head and takes "
+        message += f"{', '.join(map(str, default))}: acceptance near 0 on a healthy server"
+        remedy = f"add `eagle3_layers_to_capture: [{trained}]`"
+        fix = partial(add_key, path=CAPTURE, value=list(wanted))
+        yield _at(document, "TS-LINT-CAPTURE-LAYERS-MISSING", "error", CAPTURE, message, remedy, fix)
+    elif isinstance(written, list) and sorted(written) != sorted(wanted):
+        message = f"eagle3_layers_to_capture {written} is not what the head was trained on ({trained})"
+        if sorted(written) == sorted(layer + 1 for layer in wanted):
+            message += "; these are layer inputs as vLLM counts them, one above the outputs that this engine counts"
+        fix = partial(set_value, path=CAPTURE, value=list(wanted))
+        remedy = f"write [{trained}]"
+        yield _at(document, "TS-LINT-CAPTURE-LAYERS-WRONG", "error", CAPTURE, message, remedy, fix)
+
+
+def _pair(document: Document, deployment: Deployment, head: HeadSpec) -> Iterator[Finding]:
+    """What the head and the target must agree on; the problems of `trtspec inspect`, judged for this parallelism."""
+    if deployment.target is None:
+        return
+    tp = deployment.setting(document, "tensor_parallel_size", 1)
+    attention_dp = deployment.setting(document, "enable_attention_dp", False) is True
+    ranks = tp if isinstance(tp, int) and not isinstance(tp, bool) and tp > 0 and not attention_dp else 1
+    names = {"head_id": deployment.head_name or None, "target_id": deployment.target_name or None}
+    for problem in pair_problems(head, deployment.target, tp_size=ranks, **names):
+        remedy = f"{problem.where}: {problem.remedy}"
+        yield _at(document, problem.code, problem.severity, SPEC, problem.message, remedy)

@@ -1,0 +1,109 @@
+"""From the names a user typed to the specs that lint, build-config and serve judge by; nothing is downloaded for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.hub import Resolved, resolve
+from trtspec.checkpoint.known import known
+from trtspec.errors import Problem, UsageError
+from trtspec.specs import HeadSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from trtspec.trtllm.document import Document
+
+
+@dataclass(frozen=True)
+class Target:
+    resolved: Resolved
+    spec: ModelSpec
+
+
+@dataclass(frozen=True)
+class Head:
+    resolved: Resolved
+    spec: HeadSpec
+
+
+def load_target(name: str) -> Target:
+    """Raises UsageError when the name is a head's."""
+    resolved = resolve(name, allow_download=False)
+    if resolved.kind != "target":
+        raise UsageError(f"{name} is a draft head, not a target", "pass the target first and the head with --head")
+    return Target(resolved, resolved.target_spec())
+
+
+def load_head(name: str) -> Head:
+    """Raises UsageError with its code for what is no Eagle3 head: a whole model, Medusa heads and others."""
+    resolved = resolve(name, allow_download=False)
+    require_head(resolved)
+    return Head(resolved, resolved.head_spec())
+
+
+def require_head(resolved: Resolved) -> None:
+    """As `load_head`, of what was found already."""
+    if resolved.kind != "head":
+        wrong = _no_head(resolved)
+        raise UsageError(f"{resolved.name}: {wrong.message} [{wrong.code}]", wrong.remedy)
+
+
+def _no_head(resolved: Resolved) -> Problem:
+    """What it is instead: by its tensors where they are here, else a whole model, as its config says."""
+    from trtspec.checkpoint.head_kind import no_eagle3_head
+
+    whole = Problem(
+        "TS-HEAD-FULL-MODEL", "error", "config.json", "this is a whole model, not a draft head",
+        "pass the target first and an Eagle3 head with --head",
+    )  # fmt: skip
+    if resolved.path is None or not any(resolved.path.glob("*.safetensors")):
+        return whole
+    checkpoint = Checkpoint.open(resolved.path)
+    return no_eagle3_head(checkpoint.config, checkpoint.tensors) or whole
+
+
+def installed_version() -> str | None:
+    """Version of the tensorrt_llm package of this environment, without importing it."""
+    if find_spec("tensorrt_llm") is None:  # in one look; importlib.metadata alone takes longer than all else here
+        return None
+    from importlib import metadata
+
+    for name in ("tensorrt_llm", "tensorrt-llm"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def choose_version(asked: str | None, target: ModelSpec | None, head: HeadSpec | None) -> tuple[str, str]:
+    """The version to write or judge for, and why: asked for, installed, or the newest known to run this model."""
+    if asked:
+        return asked, "asked for"
+    installed = installed_version()
+    if installed:
+        return installed, "installed here"
+    if target is None:
+        raise UsageError(
+            "which TensorRT-LLM version? None is installed here, and none is given",
+            "pass --trtllm-version, for example --trtllm-version 1.3.0rc20",
+        )
+    from trtspec.trtllm.releases import default_version
+
+    version, source = default_version(target, head)
+    return version, f"newest one known to run this model ({source})"
+
+
+def head_in(document: Document) -> str | None:
+    """The head that a file names."""
+    from trtspec.trtllm.lint.speculation import MODEL_KEYS
+
+    return next((str(document.get(key)) for key in MODEL_KEYS if document.get(key)), None)
+
+
+def findable(name: str) -> bool:
+    """Whether a name that only a file gives can be looked at here; it may lie on another machine."""
+    return Path(name).is_dir() or known(name) is not None

@@ -1,0 +1,188 @@
+"""The command line of `trtllm-serve`: ours, checked options of the user's, and nothing that stands in the YAML too."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from trtspec.errors import Problem
+from trtspec.specs import ModelSpec
+from trtspec.trtllm.document import Document
+from trtspec.trtllm.intent import Intent
+from trtspec.trtllm.lint.model import right_parser
+from trtspec.trtllm.releases import gate
+from trtspec.trtllm.schema import Option, Schema
+
+CONFIG_NAME = "extra-llm-api-config.yml"
+SIZE_OPTIONS = (
+    ("max_batch_size", "--max_batch_size"),
+    ("max_num_tokens", "--max_num_tokens"),
+    ("max_seq_len", "--max_seq_len"),
+    ("tensor_parallel_size", "--tp_size"),
+    ("moe_expert_parallel_size", "--ep_size"),
+)
+
+
+@dataclass(frozen=True)
+class Passed:
+    """One option after `--`, as the schema understands it."""
+
+    option: Option
+    flag: str
+    value: Any
+
+
+@dataclass
+class Command:
+    """`settings` are the YAML paths that the command line decides."""
+
+    argv: list[str]
+    settings: dict[str, Any]
+    problems: list[Problem] = field(default_factory=list)
+
+
+def build_command(
+    intent: Intent,
+    target: ModelSpec,
+    schema: Schema,
+    document: Document,
+    *,
+    host: str,
+    port: int,
+    config_path: str,
+    explicit: dict[str, Any],
+    passed: list[str],
+) -> Command:
+    """`explicit` holds sizes the user typed, by YAML path: they go to argv even where the file has them (and are
+    then reported); all others go to argv only where the file does not have them."""
+    options, problems = parse_passed(schema, passed)
+    given = {item.option.name for item in options}
+    argv = ["trtllm-serve", intent.target, "--host", host, "--port", str(port)]
+    argv += [] if "backend" in given or document.has("backend") else ["--backend", "pytorch"]
+    settings: dict[str, Any] = {}
+    wanted = {
+        "max_batch_size": intent.batch,
+        "max_num_tokens": intent.tokens,
+        "max_seq_len": intent.seq_len,
+        "tensor_parallel_size": intent.tp_size,
+        "moe_expert_parallel_size": intent.ep_size,
+    }
+    for key, flag in SIZE_OPTIONS:
+        value = explicit.get(key, wanted[key])
+        if value is None or key in given or (key not in explicit and document.has(key)):
+            continue
+        settings[key] = value
+        argv += [flag, str(value)]
+    argv += _kimi_options(intent, target, schema, document, given, settings)
+    for item in options:
+        argv += [item.flag] if item.option.is_flag else [item.flag, str(item.value)]
+        if item.option.key:
+            settings[item.option.key] = item.value
+    argv += ["--extra_llm_api_options", config_path]
+    return Command(argv, settings, problems)
+
+
+def _kimi_options(
+    intent: Intent, target: ModelSpec, schema: Schema, document: Document, given: set[str], settings: dict[str, Any]
+) -> list[str]:
+    """What a Kimi server needs beyond the model card's command, as far as the version is known to take it."""
+    words: list[str] = []
+    if intent.trust_remote_code and "trust_remote_code" not in given and not document.has("trust_remote_code"):
+        words.append("--trust_remote_code")
+        settings["trust_remote_code"] = True
+    parser = right_parser(target, intent.target)
+    exists = parser == "kimi_k2" or gate("kimi_k25_parser").state(schema.version) == "yes"
+    decided = "reasoning_parser" in given or document.has("reasoning_parser")
+    if parser is not None and _takes(schema, "reasoning_parser", parser) and exists and not decided:
+        words += ["--reasoning_parser", parser]
+        settings["reasoning_parser"] = parser
+    if _takes(schema, "tool_parser", "kimi_k2") and "tool_parser" not in given:
+        words += ["--tool_parser", "kimi_k2"]
+    telemetry = schema.options.get("telemetry")
+    certain = telemetry is not None and schema.certain(telemetry.since) and schema.neighbour is None
+    if certain and "telemetry" not in given and not document.has("telemetry_config.disabled"):
+        words.append("--no-telemetry")
+    return words
+
+
+def _takes(schema: Schema, name: str, value: str) -> bool:
+    option = schema.options.get(name)
+    return option is not None and schema.certain(option.since) and value in option.choices
+
+
+def parse_passed(schema: Schema, words: list[str]) -> tuple[list[Passed], list[Problem]]:
+    """Options after `--` by the schema: `--flag value`, `--flag=value` and flags without a value."""
+    passed: list[Passed] = []
+    problems: list[Problem] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, has_value, text = word.partition("=")
+        option = schema.option(flag)
+        if not flag.startswith("-") or option is None:
+            problems.append(_unknown(schema, flag))
+            while rest and not rest[0].startswith("-"):
+                rest.pop(0)
+            continue
+        if option.is_flag:
+            passed.append(Passed(option, flag, not flag.startswith("--no-")))
+            continue
+        if not has_value and not rest:
+            problems.append(
+                Problem("TS-SERVE-OPTION-VALUE", "error", flag, f"{flag} needs a value", f"write {flag} VALUE")
+            )
+            break
+        value = text if has_value else rest.pop(0)
+        problems += _check_value(option, flag, value)
+        passed.append(Passed(option, flag, _converted(option, value)))
+    return passed, [*problems, *_doubts(schema, passed), *_repeated(passed)]
+
+
+def _unknown(schema: Schema, flag: str) -> Problem:
+    flags = [known for option in schema.options.values() for known in option.flags]
+    near = difflib.get_close_matches(flag.replace("-", "_"), [known.replace("-", "_") for known in flags], n=1)
+    by_plain = {known.replace("-", "_"): known for known in flags}
+    remedy = f"did you mean {by_plain[near[0]]}?" if near else "trtllm-serve --help lists its options"
+    message = f"trtllm-serve {schema.version} has no option {flag}"
+    return Problem("TS-SERVE-UNKNOWN-OPTION", "error", flag, message, remedy)
+
+
+def _check_value(option: Option, flag: str, text: str) -> Iterator[Problem]:
+    kinds = {"int": int, "float": float}
+    if option.type in kinds:
+        try:
+            kinds[option.type](text)
+        except ValueError:
+            message = f"{flag} takes {option.type}, not {text!r}"
+            yield Problem("TS-SERVE-OPTION-VALUE", "error", flag, message, f"write {flag} and a number")
+    if option.choices and text not in option.choices:
+        message = f"{flag} takes one of {', '.join(option.choices)}, not {text!r}"
+        yield Problem("TS-SERVE-OPTION-VALUE", "error", flag, message, "choose one of them")
+
+
+def _converted(option: Option, text: str) -> Any:
+    try:
+        return {"int": int, "float": float}.get(option.type, str)(text)
+    except ValueError:
+        return text
+
+
+def _doubts(schema: Schema, passed: list[Passed]) -> Iterator[Problem]:
+    for item in passed:
+        since = item.option.since
+        if since is not None and not schema.certain(since):
+            message = (
+                f"not known whether trtllm-serve {schema.version} has {item.flag}: it came {since.interval} (lines)"
+            )
+            yield Problem("TS-SERVE-OPTION-UNCERTAIN", "warning", item.flag, message, "try `trtllm-serve --help`")
+
+
+def _repeated(passed: list[Passed]) -> Iterator[Problem]:
+    seen: set[str] = set()
+    for item in passed:
+        if item.option.name in seen and not item.option.multiple:
+            message = f"{item.flag} is given more than once"
+            yield Problem("TS-SERVE-OPTION-REPEATED", "error", item.flag, message, "give it once")
+        seen.add(item.option.name)
