@@ -32,7 +32,7 @@ AREAS = {
 
 def cli_reference() -> str:
     """One section per command: its help text, then its arguments and options as a table."""
-    from trtspec.cli.app import COMMANDS, NOT_BUILT, app
+    from trtspec.cli.app import COMMANDS, app
 
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     lines = ["# Command reference\n"]
@@ -44,11 +44,8 @@ def cli_reference() -> str:
     meanings = {0: "done", 1: "failure", 2: "wrong usage", 3: "a check found problems", 4: "something is missing"}
     lines += [f"| {status} | {meaning} |" for status, meaning in (meanings | {130: "interrupted"}).items()]
     for panel, names in COMMANDS.items():
-        built = [name for name in names if name not in NOT_BUILT]
         lines.append(f"\n## {panel}")
-        lines += [section(name, commands[name].load()) for name in built]
-    if NOT_BUILT:
-        lines.append(f"\nNot built yet: {', '.join(f'`{name}`' for name in NOT_BUILT)}.")
+        lines += [section(name, commands[name].load()) for name in names]
     return "\n".join(lines) + "\n"
 
 

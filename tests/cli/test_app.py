@@ -68,20 +68,10 @@ def test_the_shell_completes_commands_and_options() -> None:
         assert wanted in done.stdout.split(), words
 
 
-@pytest.mark.parametrize("command", application.NOT_BUILT)
-def test_an_unbuilt_command_says_so(command: str) -> None:
-    done = trtspec(command, "moonshotai/Kimi-K2.5", "--to", "vllm", "-o", "out")
-    assert done.returncode == 4
-    assert f"`trtspec {command}` is not built yet" in done.stderr
-    assert done.stdout == ""
-
-
-def test_an_unbuilt_command_is_not_in_the_readme() -> None:
+def test_every_command_is_in_the_readme() -> None:
     readme = (Path(__file__).parent.parent.parent / "README.md").read_text(encoding="utf-8")
-    for command in application.NOT_BUILT:
-        assert f"trtspec {command}" not in readme
-    for command in set(COMMANDS) - set(application.NOT_BUILT):
-        assert f"trtspec {command}" in readme, f"trtspec {command} is built and not in the README"
+    for command in COMMANDS:
+        assert f"trtspec {command}" in readme, f"trtspec {command} is not in the README"
 
 
 def test_version() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import typing
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from trtspec.errors import TrtspecError
+from trtspec.records import click_command, note, unknown_variables, variable
 
 COMMANDS = {
     "Start here": {
@@ -38,7 +40,6 @@ COMMANDS = {
         "check": "Judge an endpoint: lossless, sane, tool calls alive, acceptance high enough?",
     },
 }
-NOT_BUILT: tuple[str, ...] = ()
 # which extra brings an optional package
 EXTRAS = {
     "torch": "reference", "transformers": "reference", "fastapi": "reference", "uvicorn": "reference",
@@ -55,20 +56,27 @@ class LazyCommand(TyperCommand):
         """The command itself: the function called like its module."""
         module = str(self.name).replace("-", "_")
         function = getattr(import_module(f"trtspec.cli.{module}"), module)
+        epilog = f"Options can also be set as {variable(module, '')}<OPTION>."
+        hints = typing.get_type_hints(function)
+        if "options" in hints:
+            return click_command(str(self.name), hints["options"], function, epilog=epilog)
         variables = f"TRTSPEC_{module.upper()}"  # TRTSPEC_SERVE_PORT=8001 is `serve --port 8001`
-        settings: dict[str, Any] = {"auto_envvar_prefix": variables}
-        if self.name in NOT_BUILT:
-            settings |= {"allow_extra_args": True, "ignore_unknown_options": True}
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        epilog = f"Options can also be set as {variables}_<OPTION>."
-        single.command(self.name, epilog=epilog, context_settings=settings)(function)
+        single.command(self.name, epilog=epilog, context_settings={"auto_envvar_prefix": variables})(function)
         command = typer.main.get_command(single)
         for parameter in command.params:
             parameter.show_envvar = False  # type: ignore[attr-defined]  # the epilog says it once
         return command  # type: ignore[return-value]
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        return self.load().make_context(info_name, args, parent, **extra)
+        command = self.load()
+        for name in unknown_variables(command, os.environ) if all(p.envvar for p in _options(command)) else ():
+            note(f"{name} is set, and trtspec {self.name} has no such option")
+        return command.make_context(info_name, args, parent, **extra)
+
+
+def _options(command: TyperCommand) -> list[Any]:
+    return [item for item in command.params if item.param_type_name == "option" and item.name != "help"]
 
 
 class Commands(TyperGroup):

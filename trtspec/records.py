@@ -1,0 +1,203 @@
+"""One frozen record per command: a dataclass whose fields carry their typer declaration.
+
+The command line, its environment variables, the line that replays a command and the parser of that line are all made
+from the record, so an option is written down once. A command with several modes has one record per mode beside it: the
+names of its fields are the options which that mode uses, and `narrow` refuses the others by name.
+
+    @dataclass(frozen=True, kw_only=True)
+    class PlanOptions:
+        target: Annotated[str, typer.Argument(help="Checkpoint directory or hub id.")]
+        gpus: Annotated[int, typer.Option(min=1, help="GPUs of one server.")] = 4
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import shlex
+import sys
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import typer
+from typer.core import TyperCommand, TyperOption
+
+from trtspec.errors import UsageError
+
+Record = TypeVar("Record")
+Origin = Literal["flag", "variable"]
+# of the running command: its name, and where each option came from that the user set; None in a program without one
+_typed: ContextVar[tuple[str, dict[str, Origin]] | None] = ContextVar("typed", default=None)
+CLICK_ERROR: Any = typer.BadParameter.__mro__[2]  # typer brings a click of its own and does not export this class
+ORIGINS: dict[str, Origin] = {"COMMANDLINE": "flag", "ENVIRONMENT": "variable"}
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run a command. `record` holds the options that it uses; `how` is what selects it, as typed."""
+
+    name: str
+    record: type
+    how: str
+
+
+def click_command(name: str, record: type[Record], run: Callable[[Record], Any], **settings: Any) -> TyperCommand:
+    """The command `name`, which fills `record` and calls `run` with it. Every option can also be given as
+    TRTSPEC_<NAME>_<LONG FLAG>. `settings` go to typer, for example `epilog`."""
+
+    def filled(context: typer.Context, **values: Any) -> Any:
+        sources = {key: ORIGINS.get(getattr(context.get_parameter_source(key), "name", "")) for key in values}
+        _typed.set((name, {key: origin for key, origin in sources.items() if origin}))
+        return run(record(**{key: tuple(v or ()) if key in tuples else v for key, v in values.items()}))
+
+    parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    hints = typing.get_type_hints(record, include_extras=True)
+    tuples = {key for key, hint in hints.items() if _is_tuple(hint)}
+    for field in dataclasses.fields(record):  # type: ignore[arg-type]
+        hints[field.name], default = _for_typer(hints[field.name], _default(field))
+        parameters.append(
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name])
+        )
+    filled.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    filled.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    filled.__doc__ = run.__doc__
+    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    single.command(name, **settings)(filled)
+    command = typer.main.get_command(single)
+    for parameter in command.params:
+        if isinstance(parameter, TyperOption) and parameter.name != "help":
+            parameter.envvar = variable(name, long_flag(parameter))
+            parameter.show_envvar = False  # the epilog says it once
+    return command  # type: ignore[return-value]
+
+
+def variable(command: str, flag: str) -> str:
+    """The environment variable of an option: TRTSPEC_BUILD_CONFIG_TP_SIZE of `--tp-size` of build-config."""
+    return f"TRTSPEC_{command}_{flag.removeprefix('--')}".upper().replace("-", "_")
+
+
+def long_flag(option: TyperOption) -> str:
+    """The first spelling with two dashes, which also names the variable."""
+    return next(flag for flag in option.opts if flag.startswith("--"))
+
+
+def unknown_variables(command: TyperCommand, environ: Iterable[str]) -> list[str]:
+    """Variables with the prefix of this command that none of its options reads, such as a misspelt one."""
+    known = {str(parameter.envvar) for parameter in command.params if parameter.envvar}
+    prefix = variable(str(command.name), "")
+    return sorted(name for name in environ if name.startswith(prefix) and name not in known)
+
+
+def narrow(options: Any, chosen: Mode, modes: Sequence[Mode], *, selecting: Iterable[str] = ()) -> Any:
+    """The record of `chosen`, filled from `options`, whose fields it shares by name.
+
+    What was typed and is not used there raises UsageError with the flag; what comes from the environment gets a note,
+    because an image sets its variables for every mode. `selecting` are the fields that chose the mode.
+    """
+    used = {field.name for field in dataclasses.fields(chosen.record)}
+    command, typed = _typed.get() or ("", {})
+    for field in dataclasses.fields(options):
+        if field.name in used or field.name in selecting or field.name not in given(options):
+            continue
+        flag = flag_of(type(options), field.name)
+        if typed.get(field.name) == "variable":
+            note(f"{variable(command, flag)} is not used by {chosen.name}")
+            continue
+        others = [mode.how for mode in modes if field.name in {item.name for item in dataclasses.fields(mode.record)}]
+        remedy = f"leave it out, or use {' or '.join(others)}" if others else "leave it out"
+        raise UsageError(f"{flag} is not used by {chosen.name}", remedy)
+    shared = used & {field.name for field in dataclasses.fields(options)}
+    return chosen.record(**{name: getattr(options, name) for name in shared})
+
+
+def note(text: str) -> None:
+    """A line on stderr, also where no person is there; not with -q."""
+    if os.environ.get("TRTSPEC_QUIET") != "1":
+        sys.stderr.write(f"note: {text}\n")
+
+
+def given(options: Any) -> set[str]:
+    """Names of the fields that the user set: on the command line or in the environment, or, where no command runs,
+    whatever differs from its default."""
+    running = _typed.get()
+    if running is not None:
+        return set(running[1])
+    return {field.name for field in dataclasses.fields(options) if getattr(options, field.name) != _default(field)}
+
+
+def flag_of(record: type, name: str) -> str:
+    """How a field is typed: `--tp-size`, or the name of an argument."""
+    declared = _declared(record, name)
+    if isinstance(declared, typer.models.ArgumentInfo):
+        return str(declared.metavar or name.upper())
+    return _flags(declared, name)[0]
+
+
+def words(record: Any, always: Iterable[str] = ()) -> list[str]:
+    """The arguments and options that make `record` again, in the order of its fields: what differs from its default,
+    and the fields named in `always`."""
+    kept, found = set(always), []
+    for field in dataclasses.fields(record):
+        value, declared = getattr(record, field.name), _declared(type(record), field.name)
+        if value is None or (value == _default(field) and field.name not in kept):
+            continue
+        if isinstance(declared, typer.models.ArgumentInfo):
+            found += [str(item) for item in (value if isinstance(value, tuple) else (value,))]
+            continue
+        on, off = _flags(declared, field.name)
+        if isinstance(value, bool):
+            found += [on if value else off] if value or off else []
+        else:
+            found += [word for item in (value if isinstance(value, tuple) else (value,)) for word in (on, str(item))]
+    return found
+
+
+def parse(record: type[Record], line: str | Sequence[str], name: str = "command") -> Record:
+    """The record that these words make, the environment left out. Raises UsageError as the command line would."""
+    split = shlex.split(line) if isinstance(line, str) else list(line)
+    running = _typed.get()
+    command = click_command(name, record, lambda options: options)
+    for parameter in command.params:
+        parameter.envvar = None
+    try:
+        return command.main(split, prog_name=name, standalone_mode=False)
+    except CLICK_ERROR as error:
+        raise UsageError(f"{shlex.join(split)} does not parse: {error.format_message()}") from None
+    finally:
+        _typed.set(running)
+
+
+def _declared(record: type, name: str) -> Any:
+    hint = typing.get_type_hints(record, include_extras=True)[name]
+    return next(item for item in hint.__metadata__ if isinstance(item, typer.models.ParameterInfo))
+
+
+def _flags(declared: Any, name: str) -> tuple[str, str]:
+    """The long spelling and, of a switch with two, the one that turns it off."""
+    written = [declared.default, *(declared.param_decls or ())]  # in Annotated, the first spelling is `default`
+    spelled = [text for text in written if isinstance(text, str) and text.startswith("--")]
+    on, _, off = (spelled[0] if spelled else f"--{name.replace('_', '-')}").partition("/")
+    return on, off
+
+
+def _default(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+
+
+def _is_tuple(hint: Any) -> bool:
+    return typing.get_origin(next(iter(typing.get_args(hint)), None)) is tuple
+
+
+def _for_typer(hint: Any, default: Any) -> tuple[Any, Any]:
+    """Typer fills lists; records hold tuples, which cannot be changed later."""
+    if not _is_tuple(hint):
+        return hint, default
+    inner, *metadata = typing.get_args(hint)
+    listed: Any = list[typing.get_args(inner)[0]] | None  # type: ignore[misc]
+    return typing.Annotated[(listed, *metadata)], list(default) or None if isinstance(default, tuple) else default
