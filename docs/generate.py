@@ -20,6 +20,7 @@ PACKAGE = DOCS.parent / "trtspec"
 NOTE = "<!-- Written by docs/generate.py; edit the code instead. -->\n\n"
 CODE = re.compile(r"\bTS-[A-Z0-9]+(?:-[A-Z0-9]+)+\b")
 AREAS = {
+    "cli": "Failures of any command (`error.code` of its `--json`)",
     "checkpoint": "Checkpoints: targets, heads and their pairs (`trtspec inspect`)",
     "quant": "Quantization (`trtspec quantize`, `trtspec inspect --against`)",
     "heads": "Draft heads and their training (`trtspec synthesize`, `trtspec train`, `trtspec convert`)",

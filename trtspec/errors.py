@@ -1,46 +1,72 @@
 """The one tree of exceptions that commands raise, and the record of a problem found in somebody's input.
 
-Commands raise; only `trtspec.cli.app.main` catches, prints the message with its remedy, and exits with `exit_code`.
+Commands and the Python API raise; only `trtspec.cli.app.main` catches, prints the message with its remedy, and exits
+with `exit_code`.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 Severity = Literal["error", "warning", "info"]
+LEADING_CODE = re.compile(r"\[?(TS-[A-Z0-9]+(?:-[A-Z0-9]+)+)\b")
 
 
 class TrtspecError(Exception):
     """A failure that the user can act on: what, why, and the next command.
 
-    `message` names the thing and the reason; `remedy` is the next command or edit.
+    `message` names the thing and the reason, `remedy` is the next command or edit, and `code` is stable and documented
+    in docs/problems.md. A message that begins with a code has that one; others have the code of their class.
     """
 
     exit_code = 1
+    default_code = "TS-FAILED"
 
-    def __init__(self, message: str, remedy: str = "") -> None:
+    def __init__(self, message: str, remedy: str = "", code: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.remedy = remedy
+        leading = LEADING_CODE.match(message)
+        self.code = code or (leading[1] if leading else self.default_code)
+
+    def to_dict(self) -> dict[str, str]:
+        return {"code": self.code, "message": self.message, "remedy": self.remedy}
 
 
 class UsageError(TrtspecError):
     """The command line or an option value is wrong (exit status 2)."""
 
     exit_code = 2
+    default_code = "TS-USAGE"
 
 
 class CheckFailed(TrtspecError):
     """A check ran and found problems (exit status 3)."""
 
     exit_code = 3
+    default_code = "TS-CHECK-FAILED"
 
 
 class MissingDependency(TrtspecError):
     """A package, an executable or hardware that this command needs is absent (exit status 4)."""
 
     exit_code = 4
+    default_code = "TS-MISSING"
+
+
+class Interrupted(TrtspecError):
+    """Ctrl-C (exit status 130)."""
+
+    exit_code = 130
+    default_code = "TS-INTERRUPTED"
+
+
+class Unexpected(TrtspecError):
+    """A defect of trtspec, or something that it did not foresee (exit status 1)."""
+
+    default_code = "TS-UNEXPECTED"
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,11 @@ names of its fields are the options which that mode uses, and `narrow` refuses t
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import os
+import re
 import shlex
 import sys
 import typing
@@ -30,8 +32,8 @@ from trtspec.errors import UsageError
 
 Record = TypeVar("Record")
 Origin = Literal["flag", "variable"]
-# of the running command: its name, and where each option came from that the user set; None in a program without one
-_typed: ContextVar[tuple[str, dict[str, Origin]] | None] = ContextVar("typed", default=None)
+# of the running command: its name, its record, and where each option came from that the user set; None where none runs
+_typed: ContextVar[tuple[str, type, dict[str, Origin]] | None] = ContextVar("typed", default=None)
 CLICK_ERROR: Any = typer.BadParameter.__mro__[2]  # typer brings a click of its own and does not export this class
 ORIGINS: dict[str, Origin] = {"COMMANDLINE": "flag", "ENVIRONMENT": "variable"}
 
@@ -51,8 +53,11 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any],
 
     def filled(context: typer.Context, **values: Any) -> Any:
         sources = {key: ORIGINS.get(getattr(context.get_parameter_source(key), "name", "")) for key in values}
-        _typed.set((name, {key: origin for key, origin in sources.items() if origin}))
-        return run(record(**{key: tuple(v or ()) if key in tuples else v for key, v in values.items()}))
+        running = _typed.set((name, record, {key: origin for key, origin in sources.items() if origin}))
+        try:
+            return run(record(**{key: tuple(v or ()) if key in tuples else v for key, v in values.items()}))
+        finally:
+            _typed.reset(running)
 
     parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     hints = typing.get_type_hints(record, include_extras=True)
@@ -66,13 +71,42 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any],
     filled.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     filled.__doc__ = run.__doc__
     single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    single.command(name, **settings)(filled)
+    single.command(name, cls=RecordCommand, **settings)(filled)
     command = typer.main.get_command(single)
     for parameter in command.params:
         if isinstance(parameter, TyperOption) and parameter.name != "help":
-            parameter.envvar = variable(name, long_flag(parameter))
+            declared = [parameter.envvar] if isinstance(parameter.envvar, str) else list(parameter.envvar or ())
+            parameter.envvar = [variable(name, long_flag(parameter)), *declared]
             parameter.show_envvar = False  # the epilog says it once
     return command  # type: ignore[return-value]
+
+
+class RecordCommand(TyperCommand):
+    """Its help shows text as it is written, brackets included, and no type beside a switch."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        shown = copy.copy(self)
+        shown.params = [copy.copy(parameter) for parameter in self.params]
+        shown.help, shown.epilog = _escaped(self.help), _escaped(self.epilog)
+        for parameter in shown.params:
+            parameter.help = _escaped(parameter.help)  # type: ignore[attr-defined]
+        super(RecordCommand, shown).format_help(ctx, formatter)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return without_types(super().get_params(ctx))
+
+
+def without_types(parameters: list[Any]) -> list[Any]:
+    """The same parameters; help pages then show no `<bool>` beside a switch."""
+    for parameter in parameters:
+        if getattr(parameter, "is_bool_flag", False):
+            parameter.display_type_rich = lambda ctx: None
+    return parameters
+
+
+def _escaped(text: str | None) -> str | None:
+    """For rich, which takes `[mla]` for markup. A backslash before the bracket keeps it."""
+    return re.sub(r"\\*\[(?=[a-zA-Z/@#])", lambda found: "\\" + found[0], text) if text else text
 
 
 def variable(command: str, flag: str) -> str:
@@ -87,7 +121,7 @@ def long_flag(option: TyperOption) -> str:
 
 def unknown_variables(command: TyperCommand, environ: Iterable[str]) -> list[str]:
     """Variables with the prefix of this command that none of its options reads, such as a misspelt one."""
-    known = {str(parameter.envvar) for parameter in command.params if parameter.envvar}
+    known = {name for parameter in command.params if parameter.envvar for name in parameter.envvar}
     prefix = variable(str(command.name), "")
     return sorted(name for name in environ if name.startswith(prefix) and name not in known)
 
@@ -99,7 +133,7 @@ def narrow(options: Any, chosen: Mode, modes: Sequence[Mode], *, selecting: Iter
     because an image sets its variables for every mode. `selecting` are the fields that chose the mode.
     """
     used = {field.name for field in dataclasses.fields(chosen.record)}
-    command, typed = _typed.get() or ("", {})
+    command, _, typed = _typed.get() or ("", type(options), {})
     for field in dataclasses.fields(options):
         if field.name in used or field.name in selecting or field.name not in given(options):
             continue
@@ -124,8 +158,8 @@ def given(options: Any) -> set[str]:
     """Names of the fields that the user set: on the command line or in the environment, or, where no command runs,
     whatever differs from its default."""
     running = _typed.get()
-    if running is not None:
-        return set(running[1])
+    if running is not None and running[1] is type(options):
+        return set(running[2])
     return {field.name for field in dataclasses.fields(options) if getattr(options, field.name) != _default(field)}
 
 

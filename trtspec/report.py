@@ -1,4 +1,4 @@
-"""What commands write and say: atomic files, provenance.json, JSON on stdout, talk on stderr."""
+"""What commands write and say: atomic files, provenance.json, JSON on stdout, messages on stderr."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from trtspec.errors import Problem, UsageError
 
+answered = False  # whether stdout has the object of `--json`
 VERSIONED_PACKAGES = ("trtspec", "torch", "transformers", "nvidia-modelopt", "safetensors")
 
 
@@ -86,14 +87,21 @@ def provenance(command: str, source: dict[str, Any], options: dict[str, Any], **
 
 
 def print_json(value: Any) -> None:
-    """Data goes to stdout, nothing else does."""
+    """The one object of `--json` on stdout; nothing else goes there."""
+    global answered
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    answered = True
+
+
+def wanted() -> bool:
+    """Whether progress and messages are shown: to a person, or where TRTSPEC_PROGRESS=1 asks for them; not with -q."""
+    asked = sys.stderr.isatty() or os.environ.get("TRTSPEC_PROGRESS") == "1"
+    return asked and os.environ.get("TRTSPEC_QUIET") != "1"
 
 
 def say(text: str) -> None:
-    """Talk goes to stderr, when a person is there or TRTSPEC_PROGRESS=1 asks for it, and never with -q."""
-    wanted = sys.stderr.isatty() or os.environ.get("TRTSPEC_PROGRESS") == "1"
-    if wanted and os.environ.get("TRTSPEC_QUIET") != "1":
+    """A message on stderr, where it is wanted."""
+    if wanted():
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
 

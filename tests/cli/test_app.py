@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -115,6 +116,65 @@ def raise_interrupt(**_: object) -> None:
 
 def raise_unexpected(**_: object) -> None:
     raise ZeroDivisionError("division by zero")
+
+
+def raise_missing(**_: object) -> None:
+    raise ModuleNotFoundError("no torch", name="torch.nn")
+
+
+def raise_with_a_code(**_: object) -> None:
+    raise errors.TrtspecError("TS-DATA-ROW data.jsonl:3: not a JSON object", "repair or remove the line")
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "code"),
+    [
+        (raise_usage, 2, "TS-USAGE"),
+        (raise_check, 3, "TS-CHECK-FAILED"),
+        (raise_missing, 4, "TS-MISSING"),
+        (raise_interrupt, 130, "TS-INTERRUPTED"),
+        (raise_unexpected, 1, "TS-UNEXPECTED"),
+        (raise_with_a_code, 1, "TS-DATA-ROW"),
+    ],
+)
+def test_with_json_a_failure_is_an_object_on_stdout(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    failure: Callable[..., None], status: int, code: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(application, "app", failure)
+    monkeypatch.setattr(sys, "argv", ["trtspec", "lint", "x.yml", "--json"])
+    with pytest.raises(SystemExit) as stopped:
+        application.main()
+    printed = json.loads(capsys.readouterr().out)
+    assert stopped.value.code == status
+    assert set(printed) == {"error"} and set(printed["error"]) == {"code", "message", "remedy"}
+    assert printed["error"]["code"] == code
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "demo"])
+def test_every_reporting_command_answers_in_json_when_it_is_typed_wrongly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["trtspec", command, "--json", "--no-such-option"])
+    with pytest.raises(SystemExit) as stopped:
+        application.main()
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert json.loads(printed.out)["error"]["remedy"] == f"see `trtspec {command} --help`"
+    assert "--no-such-option" in printed.err
+
+
+def test_a_report_is_never_followed_by_a_second_object(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A check that fails has printed its own object already."""
+    engine = tmp_path / "engine.yml"
+    engine.write_text("no_such_key: 1\n")
+    monkeypatch.setattr(sys, "argv", ["trtspec", "lint", str(engine), "--trtllm-version", "1.2.1", "--json"])
+    with pytest.raises(SystemExit) as stopped:
+        application.main()
+    assert stopped.value.code == 3
+    assert json.loads(capsys.readouterr().out)["ok"] is False
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from trtspec.errors import TrtspecError
-from trtspec.records import click_command, note, unknown_variables, variable
+from trtspec import report
+from trtspec.errors import Interrupted, MissingDependency, TrtspecError, Unexpected, UsageError
+from trtspec.records import CLICK_ERROR, click_command, note, unknown_variables, variable, without_types
 
 COMMANDS = {
     "Start here": {
@@ -86,6 +87,9 @@ class Commands(TyperGroup):
             for name, summary in summaries.items():
                 self.add_command(LazyCommand(name, help=summary, callback=None, rich_help_panel=panel))
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        return without_types(super().get_params(ctx))
+
 
 app = typer.Typer(
     name="trtspec",
@@ -110,7 +114,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no talk on stderr.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Suppress progress bars and messages on stderr.")
+    ] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
@@ -120,30 +126,47 @@ def root(
 
 
 def main() -> None:
-    """Entry point. TrtspecError -> its message and exit status; an interrupt -> 130; anything else -> 1."""
+    """Entry point. Every failure is one TrtspecError here: its message on stderr, its exit status, and with `--json`
+    an object with `error` on stdout, unless stdout has the command's own object already."""
+    report.answered = False
     try:
-        app(prog_name="trtspec")
+        status = app(prog_name="trtspec", standalone_mode=False)
     except TrtspecError as error:
-        _fail(error.message, error.remedy, error.exit_code)
+        _fail(error)
+    except CLICK_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # `trtspec` alone: the message is the help page
+            error.show()
+            sys.exit(error.exit_code)
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "trtspec"
+        _fail(UsageError(error.format_message().rstrip("."), f"see `{command} --help`"))
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package in EXTRAS:
-            _fail(f"this command needs {package}", f'pip install "trtspec[{EXTRAS[package]}]"', 4)
-        _fail(f"the module {error.name} is missing", "install trtspec again, with -c constraints.txt", 1)
-    except KeyboardInterrupt:
-        _fail("stopped by Ctrl-C", "", 130)
+        _fail(_missing(error.name or ""))
+    except (KeyboardInterrupt, typer.Abort):
+        _fail(Interrupted("stopped by Ctrl-C"))
     except Exception as error:  # the last resort: a user never sees a traceback unasked
         reason = f"unexpected {type(error).__name__}: {error}"
-        _fail(reason, "set TRTSPEC_DEBUG=1 for the traceback, and report it as a bug", 1)
+        _fail(Unexpected(reason, "set TRTSPEC_DEBUG=1 for the traceback, and report it as a bug"))
+    if status == Interrupted.exit_code:
+        _answer(Interrupted("stopped by Ctrl-C"))
+    sys.exit(status if isinstance(status, int) else 0)
 
 
-def _fail(message: str, remedy: str, status: int) -> None:
-    title = TITLES.get(status, "Error")
+def _missing(module: str) -> TrtspecError:
+    package = module.partition(".")[0]
+    if package in EXTRAS:
+        return MissingDependency(f"this command needs {package}", f'pip install "trtspec[{EXTRAS[package]}]"')
+    return TrtspecError(f"the module {module} is missing", "install trtspec again, with -c constraints.txt")
+
+
+def _fail(error: TrtspecError) -> None:
     if os.environ.get("TRTSPEC_DEBUG") == "1":
         import traceback
 
         traceback.print_exc()
-    body = f"{message}\n-> {remedy}" if remedy else message
+    _answer(error)
+    title = TITLES.get(error.exit_code, "Error")
+    body = f"{error.message}\n-> {error.remedy}" if error.remedy else error.message
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.panel import Panel
@@ -152,4 +175,17 @@ def _fail(message: str, remedy: str, status: int) -> None:
         Console(stderr=True).print(Panel(Text(body), title=title, title_align="left", border_style="red"))
     else:  # logs and pipes: no frame, so that paths are never wrapped
         sys.stderr.write(f"{title}: {body}\n")
-    sys.exit(status)
+    sys.exit(error.exit_code)
+
+
+def _answer(error: TrtspecError) -> None:
+    """The object of `--json` for a failure."""
+    if _wants_json(sys.argv[1:]) and not report.answered:
+        report.print_json({"error": error.to_dict()})
+
+
+def _wants_json(words: list[str]) -> bool:
+    own = words[: words.index("--")] if "--" in words else words
+    command = next((word for word in own if not word.startswith("-")), "")
+    value = os.environ.get(variable(command.replace("_", "-"), "--json"), "")
+    return "--json" in own or value.lower() in ("1", "true", "t", "yes", "y", "on")
