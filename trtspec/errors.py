@@ -22,7 +22,7 @@ class TrtspecError(Exception):
     """
 
     exit_code = 1
-    default_code = "TS-FAILED"
+    default_code = "TS-ERROR-FAILED"
 
     def __init__(self, message: str, remedy: str = "", code: str | None = None) -> None:
         super().__init__(message)
@@ -39,34 +39,34 @@ class UsageError(TrtspecError):
     """The command line or an option value is wrong (exit status 2)."""
 
     exit_code = 2
-    default_code = "TS-USAGE"
+    default_code = "TS-ERROR-USAGE"
 
 
 class CheckFailed(TrtspecError):
     """A check ran and found problems (exit status 3)."""
 
     exit_code = 3
-    default_code = "TS-CHECK-FAILED"
+    default_code = "TS-ERROR-CHECK"
 
 
 class MissingDependency(TrtspecError):
     """A package, an executable or hardware that this command needs is absent (exit status 4)."""
 
     exit_code = 4
-    default_code = "TS-MISSING"
+    default_code = "TS-ERROR-MISSING"
 
 
 class Interrupted(TrtspecError):
     """Ctrl-C (exit status 130)."""
 
     exit_code = 130
-    default_code = "TS-INTERRUPTED"
+    default_code = "TS-ERROR-INTERRUPTED"
 
 
 class Unexpected(TrtspecError):
     """A defect of trtspec, or something that it did not foresee (exit status 1)."""
 
-    default_code = "TS-UNEXPECTED"
+    default_code = "TS-ERROR-UNEXPECTED"
 
 
 @dataclass(frozen=True)

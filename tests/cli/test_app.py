@@ -129,11 +129,11 @@ def raise_with_a_code(**_: object) -> None:
 @pytest.mark.parametrize(
     ("failure", "status", "code"),
     [
-        (raise_usage, 2, "TS-USAGE"),
-        (raise_check, 3, "TS-CHECK-FAILED"),
-        (raise_missing, 4, "TS-MISSING"),
-        (raise_interrupt, 130, "TS-INTERRUPTED"),
-        (raise_unexpected, 1, "TS-UNEXPECTED"),
+        (raise_usage, 2, "TS-ERROR-USAGE"),
+        (raise_check, 3, "TS-ERROR-CHECK"),
+        (raise_missing, 4, "TS-ERROR-MISSING"),
+        (raise_interrupt, 130, "TS-ERROR-INTERRUPTED"),
+        (raise_unexpected, 1, "TS-ERROR-UNEXPECTED"),
         (raise_with_a_code, 1, "TS-DATA-ROW"),
     ],
 )
