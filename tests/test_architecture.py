@@ -24,9 +24,21 @@ LEVEL = {
     "checkpoint": 3,
     "data_files": 2,
     "specs": 1, "report": 1, "records": 1,
-    "errors": 0, "__init__": 0,
+    "formats": 0, "errors": 0, "__init__": 0,
 }  # fmt: skip
-TORCH_FREE = ("cli", "trtllm", "planning", "launch", "specs", "records", "report", "errors", "data_files", "bench")
+TORCH_FREE = (
+    "cli",
+    "trtllm",
+    "planning",
+    "launch",
+    "formats",
+    "specs",
+    "records",
+    "report",
+    "errors",
+    "data_files",
+    "bench",
+)
 TORCH_FREE_CHECKPOINT = ("headers", "detect", "dialects", "hub", "pairing", "tokenizer")
 HEAVY = ("torch", "transformers", "modelopt", "accelerate", "datasets")
 MODELOPT_FILES = ("quant/modelopt.py", "heads/train.py")

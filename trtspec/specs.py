@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trtspec.errors import TrtspecError
+from trtspec.formats import SUPPORTED, WeightFormat, format_of_config
 
-WeightFormat = Literal["bf16", "fp8-block", "int4", "nvfp4"]
 Attention = Literal["mha", "mla"]
 
 KIMI_MODEL_TYPES = ("kimi_k2", "kimi_k25", "deepseek_v3")
@@ -59,12 +59,15 @@ class RopeSpec:
 class QuantSpec:
     """How a checkpoint stores its weights. `exclude` holds the patterns as published, in their order."""
 
-    format: WeightFormat = "bf16"
+    format: WeightFormat = WeightFormat.BF16
     group_size: int = 0
     exclude: tuple[str, ...] = ()
     kv_cache: str | None = None  # "fp8" or None
     block_size: tuple[int, int] | None = None  # fp8-block only
     where: str = ""  # "config.json", "config.json:text_config", "hf_quant_config.json" or "" for bf16
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "format", WeightFormat(self.format))  # a name such as "nvfp4" is enough
 
     @staticmethod
     def from_configs(config: dict[str, Any], hf_quant_config: dict[str, Any] | None = None) -> QuantSpec:
@@ -90,20 +93,14 @@ def _quant_from_block(block: dict[str, Any], where: str) -> QuantSpec:
     method = block.get("quant_method", "")
     exclude = tuple(block.get("ignore") or block.get("exclude_modules") or ())
     kv_cache = "fp8" if block.get("kv_cache_scheme") else None
-    if method == "modelopt" and block.get("quant_algo") == "NVFP4":
-        return QuantSpec("nvfp4", 16, exclude, kv_cache, where=where)
-    if method == "fp8" and block.get("weight_block_size"):
-        rows, columns = block["weight_block_size"]
-        return QuantSpec("fp8-block", 0, exclude, kv_cache, (int(rows), int(columns)), where)
-    if method == "compressed-tensors" and block.get("format") == "pack-quantized":
-        groups = block.get("config_groups") or {}
-        weights = [(group.get("weights") or {}) for group in groups.values()]
-        if weights and all(w.get("num_bits") == 4 and w.get("type") == "int" for w in weights):
-            return QuantSpec("int4", int(weights[0].get("group_size") or 32), exclude, kv_cache, where=where)
+    known = format_of_config(block)
+    if known is not None:
+        format, group_size, block_size = known
+        return QuantSpec(format, group_size, exclude, kv_cache, block_size, where)
     raise TrtspecError(
         f"quantization_config in {where} (quant_method {method!r}, format {block.get('format')!r}, "
         f"quant_algo {block.get('quant_algo')!r}) is not a format that Kimi checkpoints are published in",
-        "supported: BF16, FP8 128x128 blocks, INT4 pack-quantized, ModelOpt NVFP4",
+        SUPPORTED,
     )
 
 

@@ -26,6 +26,7 @@ from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
 from tests.benchmarks.full_size_layer import make_layer
 from tests.tiny_formats import pack_int4
+from trtspec.formats import WeightFormat
 from trtspec.quant.packing import Rows, Scaling, TorchPacker, choose_packer
 from trtspec.quant.policy import load_policy
 from trtspec.quant.streaming import quantize_checkpoint
@@ -52,7 +53,10 @@ def kernels(rounds: int) -> None:
     parts = pack_int4(weight)
     shape = torch.Size(weight.shape)
     target = torch.empty(2048, 3584, dtype=torch.uint8), torch.empty(2048, 448, dtype=torch.uint8)
-    sources = {"BF16": Rows("bf16", weight), "INT4": Rows("int4", parts["weight_packed"], parts["weight_scale"])}
+    sources = {
+        "BF16": Rows(WeightFormat.BF16, weight),
+        "INT4": Rows(WeightFormat.INT4, parts["weight_packed"], parts["weight_scale"]),
+    }
 
     def modelopt_from_int4() -> None:
         codes = unpack_from_int32(parts["weight_packed"], 4, shape).to(torch.bfloat16).view(2048, -1, 32)

@@ -15,6 +15,7 @@ from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
 from tests.tiny_formats import pack_fp8_block, pack_int4
 from trtspec.errors import MissingDependency, UsageError
+from trtspec.formats import WeightFormat
 from trtspec.quant import fp8_block, native, nvfp4
 from trtspec.quant.packing import NativePacker, Rows, Scaling, TorchPacker, choose_packer
 
@@ -77,7 +78,7 @@ bits16 = st.lists(st.integers(0, 0xFFFF), min_size=64, max_size=64)
 @given(bits16, st.floats(1, 4, width=32))
 @settings(max_examples=100, deadline=None)
 def test_any_bf16_bits(portable, bits, more):
-    rows = Rows("bf16", bf16_of(bits).reshape(2, 32))
+    rows = Rows(WeightFormat.BF16, bf16_of(bits).reshape(2, 32))
     amax = TorchPacker().amax(rows)
     for packer in (*packers(), portable):
         assert_modelopts_bytes(rows, packer)
@@ -92,7 +93,7 @@ def test_any_int4_codes_and_scales(portable, codes, bits):
     """Signed zero, subnormal and huge scales too; products that overflow BF16 are refused by every packer."""
     words = (torch.tensor(codes, dtype=torch.int64).reshape(2, 8, 8) << (4 * torch.arange(8))).sum(-1)
     values = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-    rows = Rows("int4", values, bf16_of(bits[:4]).reshape(2, 2))
+    rows = Rows(WeightFormat.INT4, values, bf16_of(bits[:4]).reshape(2, 2))
     for packer in (*packers(), portable):
         if TorchPacker().decode(rows).isfinite().all():
             assert_modelopts_bytes(rows, packer)
@@ -107,7 +108,7 @@ def test_int4_matrices_of_any_group(portable, group, spread):
     torch.manual_seed(0)
     parts = pack_int4(torch.randn(96, 512) * torch.exp2(spread * torch.randn(96, 1)))
     scale = parts["weight_scale"].repeat_interleave(2, 1)[:, :: group // 16].contiguous()
-    rows = Rows("int4", parts["weight_packed"], scale)
+    rows = Rows(WeightFormat.INT4, parts["weight_packed"], scale)
     for packer in (*packers(), portable):
         for amax in (None, 3e3, None):  # tables of another scale_2 are not used again
             assert_modelopts_bytes(rows, packer, amax)
@@ -119,7 +120,7 @@ def test_fp8_blocks(portable, shape):
     torch.manual_seed(1)
     parts = pack_fp8_block(torch.randn(shape).bfloat16())
     parts["weight"].view(torch.uint8)[0, :16] = torch.arange(16) * 0x11 % 0x7F  # subnormals among them
-    rows = Rows("fp8-block", *parts.values())
+    rows = Rows(WeightFormat.FP8_BLOCK, *parts.values())
     assert torch.equal(TorchPacker().decode(rows), fp8_block.dequantize(*parts.values()))
     for packer in (*packers(), portable):
         assert_modelopts_bytes(rows, packer)
@@ -134,7 +135,10 @@ def test_what_is_not_finite_is_seen(portable, bad):
     weight[50, 3] = parts["weight_scale"][50, 1] = bad
     parts["weight_packed"][50, 4:] = -0x77777778  # all codes 8, which is zero: 0 * NaN
     for packer in (*packers(), portable):
-        for rows in (Rows("bf16", weight), Rows("int4", parts["weight_packed"], parts["weight_scale"])):
+        for rows in (
+            Rows(WeightFormat.BF16, weight),
+            Rows(WeightFormat.INT4, parts["weight_packed"], parts["weight_scale"]),
+        ):
             assert not torch.isfinite(torch.tensor(packer.amax(rows)))
 
 
@@ -142,8 +146,8 @@ def test_what_is_not_finite_is_seen(portable, bad):
 def test_errors_are_those_of_the_dequantized_rows():
     torch.manual_seed(2)
     for rows in (
-        Rows("bf16", torch.randn(64, 256).bfloat16()),
-        Rows("int4", *list(pack_int4(torch.randn(64, 256)).values())[:2]),
+        Rows(WeightFormat.BF16, torch.randn(64, 256).bfloat16()),
+        Rows(WeightFormat.INT4, *list(pack_int4(torch.randn(64, 256)).values())[:2]),
     ):
         weight, scaling = TorchPacker().decode(rows).double(), Scaling.of(TorchPacker().amax(rows))
         codes, scales, _ = packed(TorchPacker(), rows)
@@ -183,7 +187,9 @@ def test_mse_scales_are_those_of_brute_force(portable_mse, seed, tail, sourced):
     weight = (weight * torch.exp2(tail * torch.randn(16, 64, generator=generator))).bfloat16()
     weight[3, :16] = 0
     weight[4, 16:32] = weight[4, 16]
-    rows = Rows("int4", *list(pack_int4(weight).values())[:2]) if sourced else Rows("bf16", weight)
+    rows = (
+        Rows(WeightFormat.INT4, *list(pack_int4(weight).values())[:2]) if sourced else Rows(WeightFormat.BF16, weight)
+    )
     results = []
     for packer in (*packers("mse"), portable_mse):
         assert_least(rows, packer)
@@ -196,7 +202,7 @@ def test_mse_scales_are_those_of_brute_force(portable_mse, seed, tail, sourced):
 @given(bits16)
 @settings(max_examples=20, deadline=None)
 def test_mse_bytes_are_the_same_in_c_and_torch(portable_mse, bits):
-    rows = Rows("bf16", bf16_of(bits).reshape(2, 32))
+    rows = Rows(WeightFormat.BF16, bf16_of(bits).reshape(2, 32))
     results = [packed(packer, rows) for packer in (*packers("mse"), portable_mse)]
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0][:2], other[:2], strict=True))
@@ -205,7 +211,10 @@ def test_mse_bytes_are_the_same_in_c_and_torch(portable_mse, bits):
 def test_mse_costs_less_than_the_maximum_above_all_from_int4():
     torch.manual_seed(3)
     weight = torch.randn(64, 1024).bfloat16()
-    for rows, most in ((Rows("bf16", weight), 0.9), (Rows("int4", *list(pack_int4(weight).values())[:2]), 0.75)):
+    for rows, most in (
+        (Rows(WeightFormat.BF16, weight), 0.9),
+        (Rows(WeightFormat.INT4, *list(pack_int4(weight).values())[:2]), 0.75),
+    ):
         error = {}
         for weight_scales in ("max", "mse"):
             packer = choose_packer(weight_scales)
@@ -260,9 +269,9 @@ def test_a_gpu_gives_the_same_bytes(weight_scales):
     torch.manual_seed(4)
     weight = torch.randn(256, 1024).bfloat16()
     for rows in (
-        Rows("bf16", weight),
-        Rows("int4", *list(pack_int4(weight).values())[:2]),
-        Rows("fp8-block", *pack_fp8_block(weight).values()),
+        Rows(WeightFormat.BF16, weight),
+        Rows(WeightFormat.INT4, *list(pack_int4(weight).values())[:2]),
+        Rows(WeightFormat.FP8_BLOCK, *pack_fp8_block(weight).values()),
     ):
         expected, got = (packed(choose_packer(weight_scales, device), rows) for device in ("cpu", "cuda"))
         assert all(torch.equal(a, b) for a, b in zip(expected[:2], got[:2], strict=True))

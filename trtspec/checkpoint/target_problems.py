@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.checkpoint.headers import Checkpoint, read_json
-from trtspec.checkpoint.target_shapes import COMPANIONS, linear_shapes, logical_shape, stored_format
+from trtspec.checkpoint.target_shapes import linear_shapes, logical_shape, stored_as
 from trtspec.errors import Problem
+from trtspec.formats import WeightFormat
 from trtspec.specs import ModelSpec, QuantSpec
 
 REMEDY = "fetch the checkpoint again"
@@ -32,15 +33,14 @@ def _weights(checkpoint: Checkpoint, spec: ModelSpec) -> list[Problem]:
     missing, unscaled, misshaped, mistyped = [], [], [], []
     tensors = checkpoint.tensors
     for module, shape in linear_shapes(spec):
-        stored = stored_format(tensors, module)
+        stored = stored_as(tensors, module)
         if stored is None:
             missing.append(module)
             continue
-        if stored not in COMPANIONS:
+        if not isinstance(stored, WeightFormat):
             mistyped.append(f"{module} is {stored}")
             continue
-        wanted = COMPANIONS[stored]
-        unscaled += [f"{module}.{name}" for name in wanted if f"{module}.{name}" not in tensors]
+        unscaled += [f"{module}.{name}" for name in stored.companions if f"{module}.{name}" not in tensors]
         if logical_shape(tensors, module, stored) != shape:
             misshaped.append(
                 f"{module} is {list(logical_shape(tensors, module, stored))}, config.json needs {list(shape)}"
@@ -80,16 +80,18 @@ def _quant_configs(checkpoint: Checkpoint) -> list[Problem]:
 
 def _excluded(checkpoint: Checkpoint, spec: ModelSpec) -> list[Problem]:
     """NVFP4: an engine decides by the exclude patterns which weights to unpack, so they must match the tensors."""
-    if spec.quant.format != "nvfp4":
+    if not spec.quant.format.is_fp4:
         return []
     packed, plain = [], []
     excluded_names = re.compile("|".join(fnmatch.translate(pattern) for pattern in spec.quant.exclude) or r"(?!)")
     for module, _ in linear_shapes(spec):
-        stored = stored_format(checkpoint.tensors, module)
+        stored = stored_as(checkpoint.tensors, module)
         excluded = excluded_names.match(module) is not None
-        if excluded and stored == "nvfp4":
+        if not isinstance(stored, WeightFormat):
+            continue
+        if excluded and stored.is_fp4:
             packed.append(module)
-        if not excluded and stored == "bf16" and not module.endswith((".mlp.gate", ".embed_tokens")):
+        if not excluded and stored.is_plain and not module.endswith((".mlp.gate", ".embed_tokens")):
             plain.append(module)
     remedy = "quantize again, or correct the exclude list of quantization_config"
     return [

@@ -5,27 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trtspec.checkpoint.headers import TensorInfo
+from trtspec.formats import SIDE_PARTS, WeightFormat, format_of_dtype, packed_format, stored_format
 from trtspec.specs import ModelSpec
 
-SCALES = ("weight_scale", "weight_scale_2", "weight_scale_inv", "weight_shape", "input_scale", "k_scale", "v_scale")
+SCALES = (*SIDE_PARTS, "k_scale", "v_scale")
 VISION = ("vision_tower.", "mm_projector.")
-COMPANIONS = {
-    "nvfp4": ("weight_scale", "weight_scale_2", "input_scale"),
-    "int4": ("weight_scale", "weight_shape"),
-    "fp8-block": ("weight_scale_inv",),
-    "bf16": (),
-}
 
 
 def logical_parameters(info: TensorInfo) -> int:
     """Model parameters held by a stored tensor: 2 per packed NVFP4 byte, 8 per packed INT4 word, 0 for a scale."""
-    if info.name.rsplit(".", 1)[-1] in SCALES:
+    suffix = info.name.rsplit(".", 1)[-1]
+    if suffix in SCALES:
         return 0
-    if info.name.endswith(".weight_packed"):
-        return info.numel * 8
-    if info.dtype == "U8" and info.name.endswith(".weight"):
-        return info.numel * 2
-    return info.numel
+    format = packed_format(suffix) or (format_of_dtype(info.dtype) if suffix == "weight" else None)
+    return info.numel * (format.values_per_element if format else 1)
 
 
 def linear_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -63,21 +56,16 @@ def _mlp(name: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, i
     yield f"{name}.down_proj", (hidden, inner)
 
 
-def stored_format(tensors: dict[str, TensorInfo], module: str) -> str | None:
-    """How one linear is stored: bf16 (any plain float), fp8-block, int4, nvfp4, else its dtype; None if absent."""
-    if f"{module}.weight_packed" in tensors:
-        return "int4"
+def stored_as(tensors: dict[str, TensorInfo], module: str) -> WeightFormat | str | None:
+    """The format of one linear by its tensors' names and dtypes, an unknown dtype as it is; None if absent."""
     info = tensors.get(f"{module}.weight")
-    if info is None:
-        return None
-    known = {"U8": "nvfp4", "F8_E4M3": "fp8-block", "BF16": "bf16", "F16": "bf16", "F32": "bf16"}
-    return known.get(info.dtype, info.dtype)
+    if info is not None:
+        return format_of_dtype(info.dtype) or info.dtype
+    format = stored_format(tensors, module)
+    return None if format.is_plain or f"{module}.{format.parts[0]}" not in tensors else format
 
 
-def logical_shape(tensors: dict[str, TensorInfo], module: str, stored: str) -> tuple[int, ...]:
+def logical_shape(tensors: dict[str, TensorInfo], module: str, stored: WeightFormat) -> tuple[int, ...]:
     """[out, in] of a stored linear, undoing the packing."""
-    if stored == "int4":
-        rows, words = tensors[f"{module}.weight_packed"].shape
-        return rows, words * 8
-    shape = tensors[f"{module}.weight"].shape
-    return (shape[0], shape[1] * 2) if stored == "nvfp4" else shape
+    shape = tensors[f"{module}.{stored.parts[0]}"].shape
+    return (*shape[:-1], shape[-1] * stored.values_per_element) if shape else shape

@@ -6,9 +6,11 @@ from fnmatch import fnmatchcase
 
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.errors import Problem
+from trtspec.formats import WeightFormat
 from trtspec.specs import QuantSpec
 
-NVFP4_PARTS = {"weight": "U8", "weight_scale": "F8_E4M3", "weight_scale_2": "F32", "input_scale": "F32"}
+_NVFP4 = WeightFormat.NVFP4.storage
+NVFP4_PARTS = {part: codes[0] for part, codes in zip(_NVFP4.all_parts, _NVFP4.dtypes, strict=True)}
 
 
 def nvfp4_modules(checkpoint: Checkpoint) -> list[str]:

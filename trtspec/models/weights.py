@@ -13,6 +13,7 @@ from trtspec.checkpoint.detect import target_spec
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError, UsageError
+from trtspec.formats import stored_format
 from trtspec.models.kimi import KimiModel
 from trtspec.models.names import Source, layout, rows_of
 from trtspec.specs import ModelSpec
@@ -65,13 +66,13 @@ def check_complete(tensors: LazyTensors, spec: ModelSpec) -> None:
 
 
 def _stored(tensors: LazyTensors, name: str) -> bool:
-    packed = name.removesuffix(".weight") + ".weight_packed"
-    return name in tensors or packed in tensors
+    module = name.removesuffix(".weight")
+    return name in tensors or f"{module}.{stored_format(tensors, module).parts[0]}" in tensors
 
 
 def is_nvfp4(tensors: LazyTensors, name: str) -> bool:
     """Whether the weight `name` is stored as NVFP4."""
-    return name.removesuffix("weight") + "weight_scale_2" in tensors
+    return stored_format(tensors, name.removesuffix(".weight")).is_fp4
 
 
 def install(

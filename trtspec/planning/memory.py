@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from trtspec.formats import KV_ELEMENT_BYTES
 from trtspec.planning.layout import Layout
 from trtspec.planning.weights import head_weights, weights_per_gpu
 from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
@@ -14,7 +15,6 @@ from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 RESERVE = 9.0e9
 RESERVE_TOKENS = 8192
 ACTIVATION_BYTES = 2 * 10  # BF16, ten live tensors of the model's width per token
-KV_BYTES = {"fp8": 1, "bf16": 2}
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def memory(
         reserve=reserve,
         fraction=fraction,
         kv_dtype=dtype,
-        kv_bytes_per_token=kv_elements_per_token(model, head, layout) * KV_BYTES[dtype],
+        kv_bytes_per_token=kv_elements_per_token(model, head, layout) * KV_ELEMENT_BYTES[dtype],
     )
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from trtspec.formats import KV_ELEMENT_BYTES
 from trtspec.planning.kernels import LAUNCH_US, Kernels
 from trtspec.planning.layout import Layout
-from trtspec.planning.memory import KV_BYTES
 from trtspec.specs import HeadSpec, ModelSpec
 
 
@@ -36,7 +36,7 @@ class StepModel:
     @property
     def cache_bytes(self) -> int:
         """Bytes of one element of the KV cache."""
-        return KV_BYTES[self.model.quant.kv_cache or "bf16"]
+        return KV_ELEMENT_BYTES[self.model.quant.kv_cache or "bf16"]
 
     def with_routing(self, routing: str) -> StepModel:
         return replace(self, kernels=replace(self.kernels, routing=routing))

@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from trtspec.formats import WeightFormat
 from trtspec.planning.layout import Layout
-from trtspec.specs import HeadSpec, ModelSpec, WeightFormat
+from trtspec.specs import HeadSpec, ModelSpec
 
 # MoonViT-3d of K2.5 and later and its projector into the text width (27 blocks, 1152 wide; kept in BF16 everywhere)
 VISION_PARAMETERS = 416_866_032 + 54_277_888
-BLOCK = 128  # FP8 weights carry one scale per 128 x 128
 SHARDED = {"experts", "shared experts", "dense layers", "attention, by heads", "embedding", "lm_head"}
 
 
@@ -31,28 +31,12 @@ class WeightClass:
 
     @property
     def bytes(self) -> int:
-        stored = sum(count * linear_bytes(rows, columns, self.format) for count, rows, columns in self.linears)
+        stored = sum(count * self.format.linear_bytes(rows, columns) for count, rows, columns in self.linears)
         return stored + self.other * self.other_bytes
 
     @property
     def sharded(self) -> bool:
         return self.name in SHARDED
-
-
-def linear_bytes(rows: int, columns: int, format: WeightFormat) -> int:
-    """Bytes of one stored matrix with its scales.
-
-    nvfp4: half a byte, an FP8 scale per 16, two FP32 scalars. int4: half a byte, a BF16 scale per 32 and the shape.
-    fp8-block: one byte and an FP32 scale per 128 x 128.
-    """
-    count = rows * columns
-    if format == "nvfp4":
-        return count // 2 + count // 16 + 8
-    if format == "int4":
-        return count // 2 + count // 16 + 16
-    if format == "fp8-block":
-        return count + 4 * -(-rows // BLOCK) * -(-columns // BLOCK)
-    return 2 * count
 
 
 def weight_classes(model: ModelSpec) -> list[WeightClass]:
@@ -83,12 +67,12 @@ def weight_classes(model: ModelSpec) -> list[WeightClass]:
             "dense layers", module_format(model, "layers.{dense}.mlp.up_proj"),
             _mlp(dense, hidden, model.intermediate_size),
         ),
-        WeightClass("embedding", "bf16", other=model.vocab_size * hidden),
-        WeightClass("lm_head", "bf16", other=model.vocab_size * hidden),
-        WeightClass("router", "bf16", other=moe * model.n_routed_experts * hidden),
-        WeightClass("router bias", "bf16", other=moe * model.n_routed_experts, other_bytes=4),
-        WeightClass("norms", "bf16", other=norms),
-        WeightClass("vision", "bf16", other=VISION_PARAMETERS if model.has_vision else 0),
+        WeightClass("embedding", WeightFormat.BF16, other=model.vocab_size * hidden),
+        WeightClass("lm_head", WeightFormat.BF16, other=model.vocab_size * hidden),
+        WeightClass("router", WeightFormat.BF16, other=moe * model.n_routed_experts * hidden),
+        WeightClass("router bias", WeightFormat.BF16, other=moe * model.n_routed_experts, other_bytes=4),
+        WeightClass("norms", WeightFormat.BF16, other=norms),
+        WeightClass("vision", WeightFormat.BF16, other=VISION_PARAMETERS if model.has_vision else 0),
     ]  # fmt: skip
     return sorted((item for item in classes if item.parameters), key=lambda item: -item.bytes)
 
@@ -100,12 +84,16 @@ def _mlp(count: int, hidden: int, width: int) -> tuple[tuple[int, int, int], ...
 def module_format(model: ModelSpec, module: str) -> WeightFormat:
     """How the linear `module` is stored; {moe} and {dense} stand for a layer of that kind."""
     quant = model.quant
-    if quant.format == "bf16":
-        return "bf16"
+    if quant.format.is_plain:
+        return quant.format
     layer = {"moe": str(model.first_k_dense_replace), "dense": "0"}
     plain = f"model.{module.format(**layer)}"
     names = (plain, f"language_model.{plain}")
-    return "bf16" if any(_matches(pattern, name) for pattern in quant.exclude for name in names) else quant.format
+    return (
+        WeightFormat.BF16
+        if any(_matches(pattern, name) for pattern in quant.exclude for name in names)
+        else quant.format
+    )
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -15,6 +15,7 @@ import torch
 from trtspec.checkpoint.detect import target_spec
 from trtspec.checkpoint.headers import INDEX_NAME, Checkpoint
 from trtspec.errors import TrtspecError, UsageError
+from trtspec.formats import WeightFormat
 from trtspec.quant.input_scales import InputScales
 from trtspec.quant.packing import Rows, Scaling, choose_packer
 from trtspec.quant.plan import ShardPlan, class_counts, plan_conversion
@@ -73,7 +74,7 @@ def prepare(
     """Opens and checks everything that can be told from headers and options; raises TrtspecError or UsageError."""
     checkpoint = Checkpoint.open(source)
     spec = target_spec(checkpoint)
-    if spec.quant.format == "nvfp4":
+    if spec.quant.format.is_fp4:
         raise UsageError(f"{source} is NVFP4 already", "pass its BF16, FP8 or INT4 source")
     if output.resolve() == source.resolve():
         raise UsageError("source and output are the same directory", "choose another --output")
@@ -166,7 +167,7 @@ def estimate(conversion: Conversion, workers: int) -> dict[str, Any]:
 
 def _seconds_per_element(weight_scales: str) -> float:
     """Of packing one expert-like matrix; the second time, when its pages are there."""
-    packer, rows = choose_packer(weight_scales), Rows("bf16", torch.randn(512, 4096).to(torch.bfloat16))
+    packer, rows = choose_packer(weight_scales), Rows(WeightFormat.BF16, torch.randn(512, 4096).to(torch.bfloat16))
     target = torch.empty(512, 2048, dtype=torch.uint8), torch.empty(512, 256, dtype=torch.uint8)
     for _ in range(2):
         begin = time.monotonic()

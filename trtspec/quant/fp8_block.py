@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from trtspec.errors import TrtspecError
+from trtspec.formats import FP8_BLOCK_SIZE
 
 CHUNK = 1 << 18  # values whose intermediates stay in the cache
 
 
 def dequantize(
-    weight: torch.Tensor, weight_scale_inv: torch.Tensor, block: tuple[int, int] = (128, 128)
+    weight: torch.Tensor, weight_scale_inv: torch.Tensor, block: tuple[int, int] = FP8_BLOCK_SIZE
 ) -> torch.Tensor:
     """float8_e4m3fn [N, K] and float32 [ceil(N/128), ceil(K/128)] -> bf16 [N, K] = weight * scale, in float32.
 

@@ -27,6 +27,7 @@ from trtspec.checkpoint.journal import Journal
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.writer import ShardFile
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
+from trtspec.formats import WeightFormat
 from trtspec.quant import nvfp4
 from trtspec.quant.conversion import (
     JOURNAL_NAME,
@@ -201,7 +202,7 @@ def _write_shard(conversion: Conversion, plan: ShardPlan, export: Path) -> dict[
 
 
 def _count(statistics: Statistics, module: str, original: torch.Tensor, tensor: nvfp4.NVFP4Tensor) -> None:
-    rows, packer, scaling = Rows("bf16", original), TorchPacker(), Scaling(tensor.scale_2, tensor.scale_2)
+    rows, packer, scaling = Rows(WeightFormat.BF16, original), TorchPacker(), Scaling(tensor.scale_2, tensor.scale_2)
     head = min(ERROR_ROWS, original.shape[0])
     statistics.add(module, *packer.errors(rows.head(head), scaling, tensor.packed[:head], tensor.scale[:head]))
     maxima = nvfp4.block_amax(original)

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from trtspec.errors import TrtspecError
+from trtspec.formats import NVFP4_BLOCK
 from trtspec.quant.nvfp4_pack import block_maxima, pack_blocks
 from trtspec.quant.scale_search import best_scales
 
-BLOCK = 16
+BLOCK = NVFP4_BLOCK
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E4M3_SMALLEST = 2.0**-9  # smaller block scales are raised to it, so that tiny blocks do not vanish

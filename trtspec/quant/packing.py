@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from trtspec.errors import MissingDependency, TrtspecError
+from trtspec.formats import FP8_BLOCK_SIZE, WeightFormat
 from trtspec.quant import fp8_block, int4, nvfp4
 from trtspec.quant.native import load_kernel
-from trtspec.specs import WeightFormat
 
 BLOCK = nvfp4.BLOCK
 
@@ -31,18 +31,18 @@ class Rows:
     format: WeightFormat
     values: torch.Tensor
     scale: torch.Tensor | None = None
-    block: tuple[int, int] = (128, 128)
+    block: tuple[int, int] = FP8_BLOCK_SIZE
 
     @property
     def shape(self) -> tuple[int, int]:
         rows, columns = self.values.shape
-        return rows, columns * (8 if self.format == "int4" else 1)
+        return rows, columns * self.format.values_per_element
 
     def head(self, rows: int) -> Rows:
         """The first `rows` of them."""
         scale = self.scale
         if scale is not None:
-            scale = scale[: rows if self.format == "int4" else -(-rows // self.block[0])]
+            scale = scale[: rows if self.format.is_grouped_integer else -(-rows // self.block[0])]
         return Rows(self.format, self.values[:rows], scale, self.block)
 
 
@@ -75,7 +75,7 @@ class TorchPacker:
         if rows.scale is None:
             return values
         scale = rows.scale.to(self.device)
-        if rows.format == "int4":
+        if rows.format.is_grouped_integer:
             return int4.dequantize(values, scale, torch.tensor(rows.shape))
         return fp8_block.dequantize(values, scale, rows.block)
 
@@ -123,7 +123,7 @@ class NativePacker(TorchPacker):
     def _decode_into(self, rows: Rows, result: torch.Tensor) -> torch.Tensor:
         assert rows.scale is not None
         (count, columns), scale, values = rows.shape, rows.scale, rows.values
-        if rows.format == "int4":
+        if rows.format.is_grouped_integer:
             source = (values.data_ptr(), scale.data_ptr(), scale.numel(), _pairs(rows))
             self.kernel.int4_decode(*source, result.data_ptr())
             return result
@@ -147,7 +147,7 @@ class NativePacker(TorchPacker):
     def amax(self, rows: Rows) -> float:
         if not _knows(rows):
             return super().amax(rows)
-        if rows.format == "int4":
+        if rows.format.is_grouped_integer:
             assert rows.scale is not None
             source = (rows.values.data_ptr(), rows.scale.data_ptr(), rows.scale.numel(), _pairs(rows))
             bits = self.kernel.int4_amax(*source)
@@ -160,7 +160,7 @@ class NativePacker(TorchPacker):
         if not _knows(rows):
             return super().pack(rows, scaling, packed, scale)
         scale_2, targets = float(scaling.scale_2), (packed.data_ptr(), scale.data_ptr())
-        if rows.format == "int4" and self.weight_scales == "max":
+        if rows.format.is_grouped_integer and self.weight_scales == "max":
             assert rows.scale is not None
             source = (rows.values.data_ptr(), rows.scale.data_ptr(), rows.scale.numel(), _pairs(rows))
             return int(self.kernel.int4_pack(*source, scale_2, self._tables.data_ptr(), *targets))
@@ -185,9 +185,9 @@ def _pairs(rows: Rows) -> int:
 
 
 def _knows(rows: Rows) -> bool:
-    if rows.format == "int4":
+    if rows.format.is_grouped_integer:
         return rows.scale is not None and rows.scale.dtype == torch.bfloat16 and _pairs(rows) > 0
-    if rows.format == "fp8-block":
+    if rows.format.has_block_scales:
         return rows.scale is not None and rows.scale.dtype == torch.float32
     return rows.values.dtype == torch.bfloat16
 
@@ -213,7 +213,7 @@ def _prove(packer: NativePacker) -> None:
     """A few thousand values through both; a compiler that rounds differently must not decide anybody's weights."""
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(32, 256, generator=generator) * torch.exp2(torch.arange(32.0) - 20).unsqueeze(1)).bfloat16()
-    rows, plain = Rows("bf16", weight), TorchPacker(packer.weight_scales)
+    rows, plain = Rows(WeightFormat.BF16, weight), TorchPacker(packer.weight_scales)
     scaling = Scaling.of(plain.amax(rows))
     results = []
     for each in (packer, plain):

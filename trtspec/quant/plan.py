@@ -10,18 +10,13 @@ from typing import Literal
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.tensors import DTYPES
 from trtspec.errors import TrtspecError
-from trtspec.quant.decode import parts_of, plain_names, stored_format
+from trtspec.formats import PLAIN_DTYPES, WeightFormat, stored_format
+from trtspec.quant.decode import parts_of, plain_names
 from trtspec.quant.nvfp4 import BLOCK
 from trtspec.quant.policy import Policy
-from trtspec.specs import WeightFormat
 
 Action = Literal["quantize", "decode", "copy"]
 Entry = tuple[str, tuple[int, ...]]
-PLAIN_DTYPES = ("BF16", "F16", "F32")
-PART_DTYPES: dict[WeightFormat, tuple[tuple[str, ...], ...]] = {
-    "int4": (("I32",), PLAIN_DTYPES, ("I64", "I32")),
-    "fp8-block": (("F8_E4M3",), PLAIN_DTYPES),
-}
 
 
 @dataclass(frozen=True)
@@ -32,7 +27,7 @@ class Weight:
     action: Action
     parts: tuple[TensorInfo, ...]
     shape: tuple[int, ...]
-    format: WeightFormat = "bf16"
+    format: WeightFormat = WeightFormat.BF16
 
     @property
     def module(self) -> str:
@@ -50,7 +45,7 @@ class Weight:
             return {self.name: ("BF16", self.shape)}
         rows, columns = self.shape
         return {
-            f"{self.module}.weight": ("U8", (rows, columns // 2)),
+            f"{self.module}.weight": ("U8", (rows, columns // WeightFormat.NVFP4.values_per_element)),
             f"{self.module}.weight_scale": ("F8_E4M3", (rows, columns // BLOCK)),
             f"{self.module}.weight_scale_2": ("F32", ()),
             f"{self.module}.input_scale": ("F32", ()),
@@ -98,33 +93,33 @@ def plan_conversion(checkpoint: Checkpoint, policy: Policy) -> list[ShardPlan]:
 def quantized_weight(checkpoint: Checkpoint, name: str, policy: Policy) -> Weight | None:
     """The weight of that name when it exists and becomes NVFP4."""
     stored, stem = checkpoint.tensors, name.removesuffix(".weight")
-    if not policy.quantizes(name) or (name not in stored and f"{stem}.weight_packed" not in stored):
+    if not policy.quantizes(name) or f"{stem}.{stored_format(stored, stem).parts[0]}" not in stored:
         return None
     return _weight(stored, name, policy)
 
 
 def _weight(stored: dict[str, TensorInfo], name: str, policy: Policy) -> Weight:
     chosen = name.endswith(".weight") and policy.quantizes(name)
-    format = stored_format(stored, name)
-    if format == "bf16" and not chosen:
+    format = stored_format(stored, name.removesuffix(".weight"))
+    if format.is_plain and not chosen:
         return Weight(name, "copy", (stored[name],), stored[name].shape)
     parts = tuple(stored[part] for part in parts_of(stored, name))
     shape = parts[0].shape
-    if format == "int4" and len(shape) == 2:
-        shape = (shape[0], shape[1] * 8)
+    if len(shape) == 2:
+        shape = (shape[0], shape[1] * format.values_per_element)
     _check_parts(parts, format, shape)
     if chosen:
-        _check_block(name, shape, parts[0].dtype if format == "bf16" else "BF16")
+        _check_block(name, shape, parts[0].dtype if format.is_plain else "BF16")
     return Weight(name, "quantize" if chosen else "decode", parts, shape, format)
 
 
 def _check_parts(parts: tuple[TensorInfo, ...], format: WeightFormat, shape: tuple[int, ...]) -> None:
     """dtypes and shapes of tensors that only mean something together."""
     again = "download the checkpoint again"
-    for part, dtypes in zip(parts, PART_DTYPES.get(format, ()), strict=False):
+    for part, dtypes in zip(parts, () if format.is_plain else format.storage.dtypes, strict=False):
         if part.dtype not in dtypes:
             raise TrtspecError(f"{part.name} has dtype {part.dtype}, expected {' or '.join(dtypes)}", again)
-    if format == "int4":
+    if format.is_grouped_integer:
         groups = parts[1].shape[1] if len(parts[1].shape) == 2 else 0
         if len(shape) != 2 or not groups or parts[1].shape[0] != shape[0] or shape[1] % groups or parts[2].numel != 2:
             raise TrtspecError(

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import torch
 
-BLOCK = 16
+from trtspec.formats import NVFP4_BLOCK
+
+BLOCK = NVFP4_BLOCK
 ABOVE = 11  # E4M3 codes above the maximum's own: 8 are one octave
 BELOW = 4
 WIDTH = ABOVE + 1 + BELOW

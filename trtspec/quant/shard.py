@@ -12,6 +12,7 @@ import torch
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.writer import ShardFile
 from trtspec.errors import TrtspecError
+from trtspec.formats import FP8_BLOCK_SIZE
 from trtspec.quant.input_scales import InputScales
 from trtspec.quant.packing import Rows, Scaling, TorchPacker
 from trtspec.quant.pipeline import Part, Pipeline
@@ -30,7 +31,7 @@ class ShardConverter:
         self, tensors: LazyTensors, spec: ModelSpec, policy: Policy, scales: InputScales, packer: TorchPacker
     ) -> None:
         self.tensors, self.policy, self.scales, self.packer = tensors, policy, scales, packer
-        self.block = spec.quant.block_size or (128, 128)
+        self.block = spec.quant.block_size or FP8_BLOCK_SIZE
         self.pipeline = Pipeline(tensors)
 
     def convert(
@@ -112,19 +113,19 @@ class _Work:
         for read, info in zip(piece.reads, weight.parts, strict=True):
             view = buffer[read.at : read.at + read.size].view(self.converter.tensors.dtype(info))
             views.append(view.view(-1, *info.shape[1:]) if info.shape else view)
-        if weight.format == "int4":
+        if weight.format.is_grouped_integer:
             if tuple(views[2].view(-1).tolist()) != weight.shape:
                 text = f"{weight.module}.weight_shape is {views[2].tolist()}, the packed tensor holds {[*weight.shape]}"
                 raise TrtspecError(text, "download the checkpoint again")
-            return Rows("int4", views[0], views[1])
-        if weight.format == "fp8-block":
+            return Rows(weight.format, views[0], views[1])
+        if weight.format.has_block_scales:
             height, width = block = self.converter.block
             rows, columns = weight.shape
             if views[1].shape != (-(-rows // height), -(-columns // width)) or piece.first % height:
                 text = f"{weight.module}.weight_scale_inv {list(views[1].shape)} does not fit {list(weight.shape)}"
                 raise TrtspecError(f"{text} in blocks of {height}x{width}", "check weight_block_size in config.json")
             bands = slice(piece.first // height, -(-(piece.first + piece.count) // height))
-            return Rows("fp8-block", views[0], views[1][bands], block)
+            return Rows(weight.format, views[0], views[1][bands], block)
         return Rows(weight.format, views[0])
 
     def _measure(self, weight: Weight, rows: Rows) -> None:

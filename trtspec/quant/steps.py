@@ -167,7 +167,7 @@ def _ranges(weight: Weight, first: int, count: int) -> Iterator[tuple[TensorInfo
     values, *scales = weight.parts
     row = values.nbytes // weight.shape[0]
     yield values, first * row, count * row
-    if weight.format == "int4":
+    if weight.format.is_grouped_integer:
         row = scales[0].nbytes // weight.shape[0]
         yield scales[0], first * row, count * row
         yield scales[1], 0, scales[1].nbytes

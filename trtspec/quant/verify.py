@@ -15,8 +15,9 @@ from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.verify import exclude_problems, nvfp4_modules, part_problems
 from trtspec.errors import Problem
+from trtspec.formats import WeightFormat, stored_format
 from trtspec.quant import nvfp4
-from trtspec.quant.decode import decoded, plain_names, stored_format
+from trtspec.quant.decode import decoded, plain_names
 from trtspec.quant.plan import weight_class
 from trtspec.specs import ModelSpec
 
@@ -79,7 +80,7 @@ def _shape_problems(
     for name in names.keys() & origin.keys():
         new, old = derived.tensors[names[name]], source.tensors[origin[name]]
         new_shape, old_shape = (_logical_shape(point, name) for point in (derived, source))
-        same_format = stored_format(derived.tensors, name) == stored_format(source.tensors, name)
+        same_format = _format(derived, name) is _format(source, name)
         if new_shape != old_shape:
             text = f"shape is {list(new_shape)}, the source's is {list(old_shape)}"
             problems.append(Problem("TS-QUANT-SHAPE", "error", name, text, AGAIN))
@@ -91,10 +92,13 @@ def _shape_problems(
 
 def _logical_shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
     stored, stem = checkpoint.tensors, name.removesuffix(".weight")
-    format = stored_format(stored, name)
-    shape = stored[f"{stem}.weight_packed" if format == "int4" else name].shape
-    factor = {"int4": 8, "nvfp4": 2}.get(format, 1)
-    return (*shape[:-1], shape[-1] * factor) if shape else shape
+    format = stored_format(stored, stem)
+    shape = stored[name if format.is_plain else f"{stem}.{format.parts[0]}"].shape
+    return (*shape[:-1], shape[-1] * format.values_per_element) if shape else shape
+
+
+def _format(checkpoint: Checkpoint, name: str) -> WeightFormat:
+    return stored_format(checkpoint.tensors, name.removesuffix(".weight"))
 
 
 def _is_text_linear(name: str) -> bool:
@@ -133,8 +137,7 @@ class _Comparison:
         old = self._decode(self.source, self.source_spec, name)
         if new.shape != old.shape:
             return
-        format = stored_format(self.derived.checkpoint.tensors, name)
-        if format == "nvfp4":
+        if _format(self.derived.checkpoint, name).is_fp4:
             self._scales(name)
             self._error(name, new.float(), old.float())
             self._bytes(name, old)

@@ -1,0 +1,164 @@
+"""The formats that Kimi weights are stored in: the tensors of one linear, their dtypes, sizes and config words.
+
+This file alone spells a format; everything else asks it. A format is a string ("nvfp4" in JSON and on the command
+line) with what it means: `format.parts`, `format.values_per_element`, `format.linear_bytes(rows, columns)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+PLAIN_DTYPES = ("BF16", "F16", "F32")  # safetensors codes of weights that need nothing beside them
+NVFP4_BLOCK = 16  # values along K that share one FP8 scale
+FP8_BLOCK_SIZE = (128, 128)  # rows and columns that share one scale, where config.json names no weight_block_size
+INT4_GROUP = 32  # values along K that share one BF16 scale, where config.json names no group_size
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How one linear [N, K] lies in a checkpoint. Suffixes follow the module's name; the first one holds the values.
+
+    `dtypes` are the safetensors codes that each of `all_parts` may have; `values_per_element` counts weights in one
+    element of the first part; `bits` is the mean size of one weight with its scales.
+    """
+
+    title: str
+    parts: tuple[str, ...]
+    dtypes: tuple[tuple[str, ...], ...]
+    values_per_element: int = 1
+    extra_parts: tuple[str, ...] = ()
+    bits: float = 16.0
+    scalar_bytes: int = 0
+
+    @property
+    def all_parts(self) -> tuple[str, ...]:
+        return (*self.parts, *self.extra_parts)
+
+
+_STORAGE = {
+    "bf16": Storage("BF16", ("weight",), (PLAIN_DTYPES,)),
+    "fp8-block": Storage(
+        "FP8 in 128x128 blocks", ("weight", "weight_scale_inv"), (("F8_E4M3",), PLAIN_DTYPES), bits=8.0
+    ),
+    "int4": Storage(
+        "INT4 pack-quantized", ("weight_packed", "weight_scale", "weight_shape"),
+        (("I32",), PLAIN_DTYPES, ("I64", "I32")), 8, bits=4 + 16 / INT4_GROUP, scalar_bytes=16,
+    ),
+    "nvfp4": Storage(
+        "NVFP4", ("weight", "weight_scale", "weight_scale_2"), (("U8",), ("F8_E4M3",), ("F32",), ("F32",)), 2,
+        extra_parts=("input_scale",), bits=4 + 8 / NVFP4_BLOCK, scalar_bytes=8,
+    ),
+}  # fmt: skip
+KV_ELEMENT_BYTES = {"fp8": 1, "bf16": 2}  # of the KV cache, by dtype
+
+
+class WeightFormat(StrEnum):
+    """How a checkpoint stores its weights. NVFP4 needs FP4 tensor cores and quantizes activations too (W4A4)."""
+
+    BF16 = "bf16"
+    FP8_BLOCK = "fp8-block"
+    INT4 = "int4"
+    NVFP4 = "nvfp4"
+
+    @property
+    def storage(self) -> Storage:
+        return _STORAGE[self.value]
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Suffixes of the tensors that the values are decoded from, the values first."""
+        return self.storage.parts
+
+    @property
+    def companions(self) -> tuple[str, ...]:
+        """Suffixes of everything that stands beside the values, input_scale included."""
+        return self.storage.all_parts[1:]
+
+    @property
+    def values_per_element(self) -> int:
+        return self.storage.values_per_element
+
+    @property
+    def bits_per_value(self) -> int:
+        """Of one weight, its scales left out."""
+        return int(self.storage.bits)
+
+    @property
+    def is_plain(self) -> bool:
+        """The values themselves; nothing to decode."""
+        return self is WeightFormat.BF16
+
+    @property
+    def is_fp4(self) -> bool:
+        """Computed on FP4 tensor cores, with an FP8 scale per block of 16 and a float32 scale per tensor."""
+        return self is WeightFormat.NVFP4
+
+    @property
+    def is_grouped_integer(self) -> bool:
+        """Packed integers with a scale per row and group along K."""
+        return self is WeightFormat.INT4
+
+    @property
+    def has_block_scales(self) -> bool:
+        """One scale for each block of rows and columns."""
+        return self is WeightFormat.FP8_BLOCK
+
+    def linear_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of one stored [rows, columns] matrix with its scales.
+
+        nvfp4: half a byte, an FP8 scale per 16, two FP32 scalars. int4: half a byte, a BF16 scale per 32 and the shape.
+        fp8-block: one byte and an FP32 scale per 128 x 128.
+        """
+        if self.has_block_scales:
+            height, width = FP8_BLOCK_SIZE
+            return rows * columns + 4 * -(-rows // height) * -(-columns // width)
+        return int(rows * columns * self.storage.bits / 8) + self.storage.scalar_bytes
+
+
+SIDE_PARTS = tuple(dict.fromkeys(suffix for format in WeightFormat for suffix in format.companions))
+_PACKED = {format.parts[0]: format for format in WeightFormat if format.parts[0] != "weight"}
+_MARKS = {"weight_scale_inv": WeightFormat.FP8_BLOCK, "weight_scale_2": WeightFormat.NVFP4}
+_BY_DTYPE = {code: WeightFormat.BF16 for code in PLAIN_DTYPES} | {
+    "U8": WeightFormat.NVFP4,
+    "F8_E4M3": WeightFormat.FP8_BLOCK,
+}
+
+
+def stored_format(names: Container[str], module: str) -> WeightFormat:
+    """How the weight of `module` is stored, by the tensors that stand there, not by the config."""
+    for suffix, format in (*_PACKED.items(), *_MARKS.items()):
+        if f"{module}.{suffix}" in names:
+            return format
+    return WeightFormat.BF16
+
+
+def format_of_dtype(code: str) -> WeightFormat | None:
+    """The format whose values, named `weight`, have this safetensors dtype."""
+    return _BY_DTYPE.get(code)
+
+
+def packed_format(suffix: str) -> WeightFormat | None:
+    """The format whose values have this suffix instead of `weight`."""
+    return _PACKED.get(suffix)
+
+
+def format_of_config(block: dict[str, Any]) -> tuple[WeightFormat, int, tuple[int, int] | None] | None:
+    """Format, group size and block size of a quantization_config; None where no Kimi is published in it."""
+    method = block.get("quant_method", "")
+    if method == "modelopt" and block.get("quant_algo") == "NVFP4":
+        return WeightFormat.NVFP4, NVFP4_BLOCK, None
+    if method == "fp8" and block.get("weight_block_size"):
+        rows, columns = block["weight_block_size"]
+        return WeightFormat.FP8_BLOCK, 0, (int(rows), int(columns))
+    if method == "compressed-tensors" and block.get("format") == "pack-quantized":
+        groups = block.get("config_groups") or {}
+        weights = [(group.get("weights") or {}) for group in groups.values()]
+        if weights and all(w.get("num_bits") == 4 and w.get("type") == "int" for w in weights):
+            return WeightFormat.INT4, int(weights[0].get("group_size") or INT4_GROUP), None
+    return None
+
+
+SUPPORTED = "supported: BF16, FP8 128x128 blocks, INT4 pack-quantized, ModelOpt NVFP4"
