@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trtspec.errors import Problem
-from trtspec.specs import GpuSpec, ModelSpec, WeightFormat
+from trtspec.formats import WeightFormat
+from trtspec.specs import GpuSpec, ModelSpec
 
 # oldest compute capability whose tensor cores multiply this weight format in TensorRT-LLM. INT4 is absent: its loader
 # does not read Kimi's compressed-tensors experts (aiconfigurator PR 757, on 1.2.0rc5; no later support seen).
-OLDEST_CAPABILITY: dict[WeightFormat, tuple[int, int]] = {"nvfp4": (10, 0), "fp8-block": (9, 0), "bf16": (8, 0)}
+OLDEST_CAPABILITY = {WeightFormat.NVFP4: (10, 0), WeightFormat.FP8_BLOCK: (9, 0), WeightFormat.BF16: (8, 0)}
 # The highest acceptance published for a Kimi head is 0.906 per draft token (MT-Bench math, draft length 3). Even there
 # the 17th draft token adds 2 % to the tokens of a step, and drafting it takes 4 % of a plain step (B200, tensor
 # parallel 4), its verification not counted.
@@ -50,7 +51,7 @@ def format_refusal(model: ModelSpec, capability: str | None, name: str = "") -> 
     """Why weights of this format do not run on a GPU of that compute capability ("10.0"; None: any GPU)."""
     oldest = OLDEST_CAPABILITY.get(model.quant.format)
     if oldest is None:
-        blackwell = capability is None or _number(capability) >= OLDEST_CAPABILITY["nvfp4"]
+        blackwell = capability is None or _number(capability) >= OLDEST_CAPABILITY[WeightFormat.NVFP4]
         message = "TensorRT-LLM does not load Kimi's native INT4 weights (reported for 1.2.0rc5; no later support seen)"
         remedy = "run `trtspec quantize` to NVFP4, or serve it with `trtspec serve --backend vllm`"
         return Problem("TS-ROUTE-INT4", "error", "target", message, remedy if blackwell else HOPPER)
