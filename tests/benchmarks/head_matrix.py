@@ -27,11 +27,11 @@ from typing import Any
 import torch
 
 from tests.benchmarks.small_heads import Workshop, held_out_messages, kept, last_agreement
-from tests.heads.test_exported_equals_trained import ROWS, TTT, drafted_logits, record_logits
+from tests.heads.training.test_exported_equals_trained import ROWS, TTT, drafted_logits, record_logits
 from trtspec import data_files
-from trtspec.heads import train
-from trtspec.heads.export import write_head
-from trtspec.heads.options import TrainOptions
+from trtspec.heads.training import module as train
+from trtspec.heads.training.options import TrainOptions
+from trtspec.heads.training.state import write_head
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head
 

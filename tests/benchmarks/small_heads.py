@@ -15,13 +15,11 @@ from trtspec.bench.text_quality import mean_distinct_ratio
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.engine import Engine
 from trtspec.engine.sequence import Request
-from trtspec.heads import train
-from trtspec.heads.architecture import new_head_spec
-from trtspec.heads.data import draft_vocabulary, read_samples
-from trtspec.heads.features import Features, compute_features, write_dumps
-from trtspec.heads.features_dumps import dumps_of
-from trtspec.heads.loop import Point, Result, train_head
-from trtspec.heads.options import TrainOptions
+from trtspec.heads.data.samples import draft_vocabulary, read_samples
+from trtspec.heads.training import module as train
+from trtspec.heads.training.features import Features, compute_features, dumps_of, write_dumps
+from trtspec.heads.training.loop import CurvePoint, Result, train_head
+from trtspec.heads.training.options import TrainOptions, new_head_spec
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.weights import load_target
@@ -78,7 +76,7 @@ class Workshop:
 
     def train(
         self, module: train.TrainingModule, options: TrainOptions, work: Path,
-        on_step: Callable[[Point], None] = lambda _: None,
+        on_step: Callable[[CurvePoint], None] = lambda _: None,
     ) -> Result:  # fmt: skip
         """Trains in place on the shared states; goes on where a killed run in `work` was, refuses other options."""
         return train_head(

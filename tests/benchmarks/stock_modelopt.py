@@ -38,13 +38,13 @@ from torch import nn
 
 from tests.benchmarks.head_matrix import cell
 from tests.benchmarks.small_heads import Workshop, held_out_messages, kept, last_agreement
-from tests.heads.test_exported_equals_trained import drafted_logits, record_logits
+from tests.heads.training.test_exported_equals_trained import drafted_logits, record_logits
 from trtspec import data_files
-from trtspec.heads import train
-from trtspec.heads.architecture import head_config
-from trtspec.heads.export import write_head
-from trtspec.heads.loop import Point
-from trtspec.heads.options import TrainOptions
+from trtspec.checkpoint.heads.config import head_config
+from trtspec.heads.training import module as train
+from trtspec.heads.training.loop import CurvePoint
+from trtspec.heads.training.options import TrainOptions
+from trtspec.heads.training.state import write_head
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head
 from trtspec.report import write_json
@@ -90,7 +90,7 @@ def trained(shop: Workshop, side: str, options: TrainOptions, arguments: argpars
         return
     module = modules(shop, options)[side]()
 
-    def keep(point: Point) -> None:
+    def keep(point: CurvePoint) -> None:
         if point.step in arguments.at:
             save_file(module.eagle_module.state_dict(), weights_path(directory, point.step))
 

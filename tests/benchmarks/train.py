@@ -39,9 +39,8 @@ from torch import Tensor
 from trtspec import data_files
 from trtspec.checkpoint.hub import resolve
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.heads.architecture import new_head_spec
-from trtspec.heads.data import Sample, read_samples
-from trtspec.heads.options import TrainOptions
+from trtspec.heads.data.samples import Sample, read_samples
+from trtspec.heads.training.options import TrainOptions, new_head_spec
 
 TTT, DECAY, RATE = 3, 0.9, 1e-3
 
@@ -126,7 +125,7 @@ def peak_memory() -> int:
 
 def our_head(arguments: argparse.Namespace) -> tuple[Any, Any, TrainOptions]:
     """(target, a fresh training module, its options). The others begin with the weights that this one saves."""
-    from trtspec.heads import train
+    from trtspec.heads.training import module as train
     from trtspec.models.weights import load_target
 
     options = TrainOptions(attention="mha", lr=RATE, warmup=0.0, precision="fp32", batch_size=arguments.batch_size)
@@ -137,9 +136,9 @@ def our_head(arguments: argparse.Namespace) -> tuple[Any, Any, TrainOptions]:
 
 
 def ours(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[str, Any]:
-    from trtspec.heads.features import compute_features
-    from trtspec.heads.loop import Stepper
-    from trtspec.heads.processes import World
+    from trtspec.heads.training.features import compute_features
+    from trtspec.heads.training.loop import Stepper
+    from trtspec.heads.training.processes import World
 
     before = peak_memory()
     target, module, options = our_head(arguments)
@@ -206,7 +205,7 @@ def tokens_of(samples: list[Sample]) -> Tensor:
 def modelopt(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[str, Any]:
     import modelopt.torch.speculative as mtsp
 
-    from trtspec.heads import train
+    from trtspec.heads.training import module as train
 
     before = peak_memory()
     target = resolve(str(arguments.target)).target_spec()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from trtspec.checkpoint import dialects
 from trtspec.checkpoint.detect import detect, target_spec
-from trtspec.checkpoint.head_kind import no_eagle3_head
-from trtspec.checkpoint.head_shapes import canonical_names
-from trtspec.checkpoint.head_values import value_problems
 from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.heads import dialects
+from trtspec.checkpoint.heads.kind import no_eagle3_head
+from trtspec.checkpoint.heads.shapes import canonical_names
+from trtspec.checkpoint.heads.values import value_problems
 from trtspec.checkpoint.hub import Resolved
 from trtspec.checkpoint.target_problems import target_problems
 from trtspec.checkpoint.target_shapes import logical_parameters

@@ -57,8 +57,8 @@ class Resolved:
 
     def head_spec(self) -> HeadSpec:
         """From the tensors where the checkpoint is here, else from the known config."""
-        from trtspec.checkpoint import dialects
         from trtspec.checkpoint.headers import Checkpoint
+        from trtspec.checkpoint.heads import dialects
 
         if self.path is not None and any(self.path.glob("*.safetensors")):
             return dialects.head_spec(Checkpoint.open(self.path))

@@ -1,7 +1,7 @@
 """Texts as token ids, from jsonl rows of many shapes or from plain text: what a calibration runs the target on.
 
-Raw text and whole conversations with their answers, one row one text; `heads/prompts.py` reads the other half, what
-the user said before each answer, and asks the target for the answers.
+Raw text and whole conversations with their answers, one row one text; `heads/data/prompts.py` reads the other half,
+what the user said before each answer, and asks the target for the answers.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def convert(
     Weights pass through unchanged. What the destination cannot express is refused with the reason, exit status 3.
     """
     from trtspec.checkpoint.hub import resolve
-    from trtspec.heads.convert import Options, convert_head
+    from trtspec.heads.convert.conversion import Options, convert_head
     from trtspec.report import print_json
 
     options = Options(to, from_, lm_head, embed_tokens, rope_theta, dry_run, force)

@@ -71,11 +71,11 @@ def compare(
 
 def compare_pair(resolved: Resolved, other: Resolved, report: dict[str, Any]) -> dict[str, Any]:
     """A head against its target; a head that is none has nothing to compare."""
-    from trtspec.checkpoint.dialects import read_head
-    from trtspec.checkpoint.head_shapes import canonical_names
-    from trtspec.checkpoint.head_values import embedding_problems
     from trtspec.checkpoint.headers import Checkpoint
-    from trtspec.checkpoint.pairing import config_problems, pair_problems, tensor_parallel_sizes, yarn_problems
+    from trtspec.checkpoint.heads.dialects import read_head
+    from trtspec.checkpoint.heads.pairing import config_problems, pair_problems, tensor_parallel_sizes, yarn_problems
+    from trtspec.checkpoint.heads.shapes import canonical_names
+    from trtspec.checkpoint.heads.values import embedding_problems
 
     if report["attention"] is None:
         return {"against": other.name}
@@ -94,8 +94,8 @@ def compare_pair(resolved: Resolved, other: Resolved, report: dict[str, Any]) ->
 
 def compare_derived_head(resolved: Resolved, source: Resolved, report: dict[str, Any]) -> dict[str, Any]:
     """A converted head against the head it was made from, all bytes."""
-    from trtspec.checkpoint.head_compare import compare_heads
     from trtspec.checkpoint.headers import Checkpoint
+    from trtspec.checkpoint.heads.compare import compare_heads
 
     result = compare_heads(Checkpoint.open(local(resolved)), Checkpoint.open(local(source)))
     return {"against": source.name, "problems": report["problems"] + result.pop("problems"), "comparison": result}

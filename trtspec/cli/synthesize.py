@@ -14,8 +14,8 @@ from trtspec.errors import TrtspecError
 from trtspec.report import file_sha256, print_json, provenance, refuse_overwrite, write_json
 
 if TYPE_CHECKING:
-    from trtspec.heads.prompts import Prompt
-    from trtspec.heads.synthesize import Endpoint, Outcome, Sampling
+    from trtspec.heads.data.prompts import Prompt
+    from trtspec.heads.data.synthesis import AnswerSampling, Outcome, TargetEndpoint
 
 
 SECRET = typer.Option(help="Bearer token.", envvar="OPENAI_API_KEY")
@@ -49,8 +49,8 @@ def synthesize(
     Each prompt's seed follows from its text. An interrupted run goes on when the same command is given again; what
     was answered is not asked again. Prompts that fail are listed and left out, with exit status 1.
     """
-    from trtspec.heads import prompts as reading
-    from trtspec.heads.synthesize import Endpoint, Sampling
+    from trtspec.heads.data import prompts as reading
+    from trtspec.heads.data.synthesis import AnswerSampling, TargetEndpoint
 
     chosen = reading.shard(reading.read_prompts(prompts, split, samples), shard)
     if dry_run:
@@ -61,10 +61,10 @@ def synthesize(
         journal.unlink(missing_ok=True)
     if not journal.exists():
         refuse_overwrite(output, force)
-    sampling = Sampling(
+    sampling = AnswerSampling(
         model, max_tokens, temperature, top_p, raw, json_object(extra_body or "{}", "--extra-body"), thinking
     )
-    outcome = _answer(chosen, output, Endpoint(base_url, api_key, concurrency, timeout), sampling, journal)
+    outcome = _answer(chosen, output, TargetEndpoint(base_url, api_key, concurrency, timeout), sampling, journal)
     summary = _summary(outcome, output, len(chosen))
     source = {"prompts": Path(prompts).name, "prompts_sha256": _digest(prompts, chosen), "endpoint": base_url}
     options = {"sampling": sampling.__dict__, "split": split, "samples": samples, "shard": shard}
@@ -77,9 +77,11 @@ def synthesize(
     journal.unlink(missing_ok=True)
 
 
-def _answer(chosen: list[Prompt], output: Path, endpoint: Endpoint, sampling: Sampling, journal: Path) -> Outcome:
+def _answer(
+    chosen: list[Prompt], output: Path, endpoint: TargetEndpoint, sampling: AnswerSampling, journal: Path
+) -> Outcome:
+    from trtspec.heads.data.synthesis import synthesize as answer
     from trtspec.heads.progress import progress_bar
-    from trtspec.heads.synthesize import synthesize as answer
 
     tokens = 0
     with progress_bar("answers", len(chosen), "prompts") as advance:

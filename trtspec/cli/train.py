@@ -17,10 +17,10 @@ from trtspec.report import print_json, say
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trtspec.heads.loop import Point
-    from trtspec.heads.options import Recipe, TrainOptions
-    from trtspec.heads.plan import Plan
-    from trtspec.heads.processes import World
+    from trtspec.heads.training.loop import CurvePoint
+    from trtspec.heads.training.options import TrainingRecipe, TrainOptions
+    from trtspec.heads.training.plan import TrainingPlan
+    from trtspec.heads.training.processes import World
     from trtspec.models.kimi import KimiModel
 
 ACCEPTANCE_PROMPTS = 48
@@ -80,7 +80,7 @@ def train(
     same command is given again. At the end the head drafts freely on held-out prompts in the reference engine. Under
     torchrun or accelerate launch the processes share each batch.
     """
-    from trtspec.heads.options import read_options, read_recipe
+    from trtspec.heads.training.options import read_options, read_recipe
 
     recipe = read_recipe(config)
     given = {name: context.params[name] for name in OVERRIDES} | {"aux_layers": _layers(aux_layers)}
@@ -118,12 +118,12 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
         ) from None
 
 
-def _forecast(run: Run, options: TrainOptions, recipe: Recipe, gpu: str) -> dict[str, Any]:
+def _forecast(run: Run, options: TrainOptions, recipe: TrainingRecipe, gpu: str) -> dict[str, Any]:
     """Sizes and costs. A target that is not on this machine, or data not made yet, are taken from the recipe."""
     from trtspec.checkpoint.hub import resolve
     from trtspec.data_files import gpu_spec
-    from trtspec.heads.forecast import forecast
-    from trtspec.heads.plan import estimated_seconds, make_plan, plan_without_data
+    from trtspec.heads.training.forecast import forecast
+    from trtspec.heads.training.plan import estimated_seconds, make_plan, plan_without_data
 
     resolved = resolve(run.target, allow_download=False)
     spec, options = resolved.target_spec(), options.for_device(run.device)
@@ -144,7 +144,7 @@ def _prepare(output: Path, restart: bool, force: bool) -> None:
     """Refuses to write over a finished head; leaves an interrupted run of this output alone unless told otherwise."""
     import shutil
 
-    from trtspec.heads.options import WORK_NAME
+    from trtspec.heads.training.options import WORK_NAME
     from trtspec.report import refuse_overwrite
 
     running = (output / WORK_NAME).is_dir()
@@ -159,8 +159,8 @@ def _train(run: Run, options: TrainOptions) -> dict[str, Any]:
     # OpenMP reads this when torch is loaded. Threads that spin long for each other stop the run where cores are shared.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from trtspec.checkpoint.hub import resolve
-    from trtspec.heads.plan import make_plan  # only now: importing torch takes seconds
-    from trtspec.heads.processes import joined
+    from trtspec.heads.training.plan import make_plan  # only now: importing torch takes seconds
+    from trtspec.heads.training.processes import joined
 
     resolved = resolve(run.target)
     if resolved.path is None:
@@ -173,13 +173,15 @@ def _train(run: Run, options: TrainOptions) -> dict[str, Any]:
         return _train_and_measure(run, resolved.path, plan, options, world)
 
 
-def _train_and_measure(run: Run, target_dir: Path, plan: Plan, options: TrainOptions, world: World) -> dict[str, Any]:
+def _train_and_measure(
+    run: Run, target_dir: Path, plan: TrainingPlan, options: TrainOptions, world: World
+) -> dict[str, Any]:
     import torch
 
     from trtspec.cli.train_measure import measure_acceptance
-    from trtspec.heads.export import write_record
     from trtspec.heads.progress import progress_bar
-    from trtspec.heads.run import run_training
+    from trtspec.heads.training.run import run_training
+    from trtspec.heads.training.state import write_record
 
     say(
         f"Training an EAGLE-{plan.spec.eagle} {plan.spec.attention.upper()} head of {plan.parameters / 1e6:.1f} M "
@@ -202,14 +204,14 @@ def _train_and_measure(run: Run, target_dir: Path, plan: Plan, options: TrainOpt
     return record
 
 
-def _target(target_dir: Path, plan: Plan, dtype: Any, device: str) -> tuple[KimiModel, bool]:
+def _target(target_dir: Path, plan: TrainingPlan, dtype: Any, device: str) -> tuple[KimiModel, bool]:
     """(the target, whether with its layers). Its embeddings, final norm and lm_head suffice where the states come by
     another way: streamed, from a server, or from dumps of a target that does not fit."""
     import psutil
 
-    from trtspec.heads.features_server import is_served
-    from trtspec.heads.features_stream import is_streamed
-    from trtspec.heads.plan import MEMORY_SHARE
+    from trtspec.heads.training.features_server import is_served
+    from trtspec.heads.training.features_stream import is_streamed
+    from trtspec.heads.training.plan import MEMORY_SHARE
     from trtspec.models.stream import LayerStream
     from trtspec.models.weights import load_target
 
@@ -222,7 +224,7 @@ def _target(target_dir: Path, plan: Plan, dtype: Any, device: str) -> tuple[Kimi
         return stream.ends(), False
 
 
-def _shown(advance: Callable[..., None]) -> Callable[[Point], None]:
+def _shown(advance: Callable[..., None]) -> Callable[[CurvePoint], None]:
     """Draws each step: the loss, its course so far, the agreement with the target at the first training-time-test
     steps, the last held-out loss."""
     from trtspec.heads.progress import sparkline
@@ -230,7 +232,7 @@ def _shown(advance: Callable[..., None]) -> Callable[[Point], None]:
     losses: list[float] = []
     done, held = 0, ""
 
-    def on_step(point: Point) -> None:
+    def on_step(point: CurvePoint) -> None:
         nonlocal done, held
         losses.append(point.loss)
         held = f"  held out {point.held_out['loss']:.2f}" if point.held_out else held

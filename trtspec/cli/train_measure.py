@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trtspec.heads.plan import Plan
+    from trtspec.heads.training.plan import TrainingPlan
     from trtspec.models.kimi import KimiModel
 
 ACCEPTANCE_TOKENS = 64
@@ -16,7 +16,7 @@ def measure_acceptance(
     target_dir: Path,
     model: KimiModel,
     head_dir: Path,
-    plan: Plan,
+    plan: TrainingPlan,
     held_out: list[str],
     prompts: int,
     *,

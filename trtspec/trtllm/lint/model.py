@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.known import known
-from trtspec.checkpoint.pairing import pair_problems
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 from trtspec.trtllm.lint.finding import Deployment, Finding

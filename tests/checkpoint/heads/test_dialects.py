@@ -1,0 +1,328 @@
+"""Heads of every dialect become the same HeadSpec, and every silent trap in a head is reported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tiny import make_head, make_target
+from trtspec.checkpoint.detect import target_spec
+from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.heads.dialects import head_spec, head_spec_from_config, read_head
+from trtspec.checkpoint.heads.pairing import pair_problems, tensor_parallel_sizes
+from trtspec.errors import TrtspecError
+from trtspec.specs import HeadSpec, ModelSpec
+
+Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
+AUX = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), layers=8)
+
+
+def target_model(path: Path) -> ModelSpec:
+    return target_spec(Checkpoint.open(path))
+
+
+def head(directory: Path, target: Path, change: Change | None = None, **options: Any) -> Path:
+    """A head of the tiny maker with unit gains (so that no double-norm warning stands in the way), then changed."""
+    path = make_head(directory, target, **options)
+    config = json.loads((path / "config.json").read_text())
+    tensors = load_file(path / "model.safetensors")
+    for name in tensors:
+        if name.endswith("input_layernorm.weight"):
+            tensors[name] = torch.ones_like(tensors[name])
+    if change:
+        change(config, tensors)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    return path
+
+
+def codes(path: Path) -> list[str]:
+    return [problem.code for problem in read_head(Checkpoint.open(path))[1]]
+
+
+def rename(tensors: dict[str, torch.Tensor], old: str, new: str) -> None:
+    for name in list(tensors):
+        if name.startswith(old):
+            tensors[new + name.removeprefix(old)] = tensors.pop(name)
+
+
+def embedding(config: dict[str, Any]) -> torch.Tensor:
+    return torch.zeros(config["vocab_size"], config["hidden_size"], dtype=torch.bfloat16)
+
+
+def to_torchspec(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    rename(tensors, "layers.0.", "midlayer.")
+    tensors["embed_tokens.weight"] = embedding(config)
+
+
+def to_specforge(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    rename(tensors, "layers.0.", "midlayer.")
+    tensors["d2t"] = torch.zeros(config["vocab_size"], dtype=torch.int64)
+    tensors["t2d"] = torch.ones(config["vocab_size"], dtype=torch.bool)
+    tensors["embed_tokens.weight"] = embedding(config)
+
+
+def to_safeailab(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    rename(tensors, "layers.0.", "midlayer.")
+    config["architectures"] = ["LlamaForCausalLM"]
+    del config["eagle_config"]
+
+
+def to_vllm(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config[AUX] = [number + 1 for number in config.pop("eagle_config")[AUX]]
+    tensors["embed_tokens.weight"] = embedding(config)
+
+
+def to_speculators(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    layer = dict(config)
+    ids = [number + 1 for number in layer.pop("eagle_config")[AUX]]
+    config.clear()
+    config |= {
+        "speculators_model_type": "eagle3",
+        "architectures": ["Eagle3DraftModel"],
+        "draft_vocab_size": layer["draft_vocab_size"],
+        "norm_before_residual": False,
+        "rope_theta": layer["rope_theta"],
+        AUX: ids,
+        "transformer_layer_config": layer,
+    }
+    tensors["embed_tokens.weight"] = embedding(layer)
+
+
+def to_sglang(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["eagle_config"] = {AUX: [2, 4, 5], "use_aux_hidden_state": True}
+
+
+MHA_DIALECTS: dict[str, Change | None] = {
+    "modelopt": None, "torchspec": to_torchspec, "specforge": to_specforge, "safeailab": to_safeailab,
+    "vllm": to_vllm, "speculators": to_speculators, "sglang": to_sglang,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dialect", MHA_DIALECTS)
+def test_every_dialect_becomes_the_same_spec(tmp_path: Path, target: Path, dialect: str) -> None:
+    """One head, written seven ways. The layer ids [1, 3, 4] are stored as 1,3,4 or as 2,4,5, or not at all."""
+    plain = head_spec(Checkpoint.open(head(tmp_path / "plain", target)))
+    path = head(tmp_path / dialect, target, MHA_DIALECTS[dialect])
+    spec = head_spec(Checkpoint.open(path))
+    assert spec.dialect == dialect
+    assert spec.aux_layers == (None if dialect == "safeailab" else (1, 3, 4))
+    storage = ("dialect", "layer_prefix", "has_embed_tokens", "has_d2t", "aux_layers")
+    assert replace(spec, **{name: getattr(plain, name) for name in storage}) == plain
+
+
+@pytest.mark.parametrize("attention", ["mha", "mla"])
+@pytest.mark.parametrize("eagle", ["3", "3.1"])
+@pytest.mark.parametrize("draft_vocab", [None, 128])
+def test_spec_says_what_the_maker_made(
+    tmp_path: Path, target: Path, attention: str, eagle: str, draft_vocab: int | None
+) -> None:
+    path = head(tmp_path, target, attention=attention, eagle=eagle, draft_vocab=draft_vocab)
+    spec, problems = read_head(Checkpoint.open(path))
+    assert problems == []
+    assert (spec.attention, spec.eagle, spec.draft_vocab_size) == (attention, eagle, draft_vocab or 512)
+    assert (spec.fc_norm, spec.norm_output, spec.has_d2t) == (eagle == "3.1", eagle == "3.1", draft_vocab is not None)
+    assert (spec.hidden_size, spec.num_attention_heads, spec.num_aux) == (64, 4, 3)
+    ranks = (spec.q_lora_rank, spec.kv_lora_rank, spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim)
+    assert ranks == ((48, 32, 16, 8, 16) if attention == "mla" else (0, 0, 0, 0, 0))
+
+
+def test_tensors_win_where_the_config_is_silent(tmp_path: Path, target: Path) -> None:
+    def silent(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        del config["draft_vocab_size"]
+
+    spec, problems = read_head(Checkpoint.open(head(tmp_path, target, silent, draft_vocab=128)))
+    assert spec.draft_vocab_size == 128
+    assert [problem.code for problem in problems] == ["TS-HEAD-DRAFT-VOCAB"]
+
+
+def torchspec_for_vllm(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """TorchSpec's converter with its vLLM switch: layers.0. names, and for kimi_k2 one added to the nested ids."""
+    config["eagle_config"] = {AUX: [2, 4, 5], "use_aux_hidden_state": True}
+    config["_torchspec_version"] = "0.1.0"
+    tensors["embed_tokens.weight"] = embedding(config)
+
+
+def test_ids_that_torchspec_shifted_for_vllm_are_shifted_back(tmp_path: Path, target: Path) -> None:
+    mla = head(tmp_path / "mla", target, torchspec_for_vllm, attention="mla")
+    mha = head(tmp_path / "mha", target, torchspec_for_vllm, attention="mha")
+    assert head_spec(Checkpoint.open(mla)).aux_layers == (1, 3, 4)
+    assert head_spec(Checkpoint.open(mha)).aux_layers == (2, 4, 5)  # it adds nothing for a Llama head
+
+
+def test_a_noted_dialect_wins_where_files_cannot_tell(tmp_path: Path, target: Path) -> None:
+    """[3, 4, 6] in ModelOpt's place, without its other keys, is SGLang's way of writing outputs 2, 3, 5."""
+    path = head(tmp_path, target, set_key("eagle_config", {AUX: [3, 4, 6]}))
+    assert head_spec(Checkpoint.open(path)).aux_layers == (2, 3, 5)
+    (path / "provenance.json").write_text('{"command": "convert", "dialect": "modelopt"}')
+    assert head_spec(Checkpoint.open(path)).aux_layers == (3, 4, 6)
+    (path / "provenance.json").write_text('{"command": "convert", "dialect": "torchspec"}')  # names say otherwise
+    assert head_spec(Checkpoint.open(path)).dialect == "sglang"
+    assert read_head(Checkpoint.open(path), "modelopt")[0].aux_layers == (3, 4, 6)
+
+
+def set_key(key: str, value: Any) -> Change:
+    return lambda config, tensors: config.update({key: value})
+
+
+def drop(name: str) -> Change:
+    return lambda config, tensors: tensors.__delitem__(name)
+
+
+def put(name: str, tensor: torch.Tensor) -> Change:
+    return lambda config, tensors: tensors.update({name: tensor})
+
+
+def two_layers(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors["layers.1.mlp.gate_proj.weight"] = tensors["layers.0.mlp.gate_proj.weight"].clone()
+
+
+def model_prefix(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    rename(tensors, "", "model.")
+
+
+def nested_from_two(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["eagle_config"][AUX] = [2, 4, 5]
+
+
+def four_ids(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["eagle_config"][AUX] = [1, 2, 3, 4]
+
+
+def absolute_d2t(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+
+
+def injected_yarn(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["rope_scaling"] = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}
+
+
+def nested_theta(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.pop("rope_theta") * 5}
+
+
+def spread_gain(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors["layers.0.input_layernorm.weight"] = torch.linspace(0.8, 1.2, 64).to(torch.bfloat16)
+
+
+def speculators_without_residual_key(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    to_speculators(config, tensors)
+    del config["norm_before_residual"]
+
+
+def old_specforge(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    to_specforge(config, tensors)
+    config["norm_output"] = True
+
+
+def halved_rope(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["rope_scaling"] = None
+
+
+PRUNED = {"draft_vocab": 128}
+MLA = {"attention": "mla"}
+TRAPS: list[tuple[str, Change, dict[str, Any]]] = [
+    ("TS-HEAD-TENSOR-MISSING", drop("fc.weight"), {}),
+    ("TS-HEAD-TENSOR-MISSING", drop("layers.0.self_attn.kv_b_proj.weight"), MLA),
+    ("TS-HEAD-TENSOR-UNKNOWN", put("layers.0.self_attn.rotary.inv_freq", torch.ones(4)), {}),
+    ("TS-HEAD-SHAPE", set_key("intermediate_size", 999), {}),
+    ("TS-HEAD-SHAPE", set_key("num_key_value_heads", 4), {}),
+    ("TS-HEAD-SHAPE", set_key("kv_lora_rank", 16), MLA),
+    ("TS-HEAD-SHAPE", set_key("draft_vocab_size", 64), PRUNED),
+    ("TS-HEAD-FC-WIDTH", four_ids, {}),
+    ("TS-HEAD-FC-NORM", set_key("fc_norm", True), {}),
+    ("TS-HEAD-FC-NORM", set_key("fc_norm", None), {"eagle": "3.1"}),
+    ("TS-HEAD-FC-NORM", drop("fc_norm.1.weight"), {"eagle": "3.1"}),
+    ("TS-HEAD-NORM-OUTPUT", old_specforge, {}),
+    ("TS-HEAD-NORM-RESIDUAL", set_key("norm_before_residual", True), {}),
+    ("TS-HEAD-NORM-RESIDUAL", speculators_without_residual_key, {}),
+    ("TS-HEAD-QK-NORM", put("layers.0.self_attn.q_norm.weight", torch.ones(16)), {}),
+    ("TS-HEAD-LAYERS", two_layers, {}),
+    ("TS-HEAD-LAYER-IDS", nested_from_two, {}),
+    ("TS-HEAD-MODEL-PREFIX", model_prefix, {}),
+    ("TS-HEAD-DTYPE", put("norm.weight", torch.ones(64).to(torch.float8_e4m3fn)), {}),
+    ("TS-HEAD-TARGET-HIDDEN-NULL", set_key("target_hidden_size", None), {}),
+    ("TS-HEAD-D2T-MISSING", drop("d2t"), PRUNED),
+    ("TS-HEAD-D2T-VALUES", absolute_d2t, PRUNED),
+    ("TS-HEAD-D2T-VALUES", put("d2t", torch.zeros(128, dtype=torch.int64) - 1), PRUNED),
+    ("TS-HEAD-LM-HEAD", drop("lm_head.weight"), PRUNED),
+    ("TS-HEAD-EMBED-OWN", to_torchspec, {}),
+    ("TS-HEAD-ROPE-INJECTED", injected_yarn, {}),
+    ("TS-HEAD-ROPE-THETA", nested_theta, {}),
+    ("TS-HEAD-ROPE-MLA", halved_rope, MLA),
+    ("TS-HEAD-DOUBLE-NORM", spread_gain, {}),
+]
+
+
+@pytest.mark.parametrize(("code", "change", "options"), TRAPS, ids=[f"{i}-{trap[0]}" for i, trap in enumerate(TRAPS)])
+def test_each_trap_is_found_and_nothing_else(
+    tmp_path: Path, target: Path, code: str, change: Change, options: dict[str, Any]
+) -> None:
+    found = codes(head(tmp_path, target, change, **options))
+    assert code in found
+    assert set(found) <= {code, "TS-HEAD-EMBED-OWN"}
+
+
+def test_a_head_with_an_error_is_refused_as_a_spec(tmp_path: Path, target: Path) -> None:
+    with pytest.raises(TrtspecError, match="TS-HEAD-D2T-MISSING"):
+        head_spec(Checkpoint.open(head(tmp_path, target, drop("d2t"), draft_vocab=128)))
+
+
+def test_our_own_heads_have_no_double_norm(tmp_path: Path, target: Path) -> None:
+    path = head(tmp_path, target, spread_gain)
+    (path / "provenance.json").write_text('{"command": "train"}')
+    assert codes(path) == []
+
+
+def pair(path: Path, target: Path, **changes: Any) -> list[str]:
+    spec = replace(head_spec(Checkpoint.open(path)), **changes)
+    return [problem.code for problem in pair_problems(spec, target_model(target))]
+
+
+def test_pairs(tmp_path: Path, target: Path) -> None:
+    path = head(tmp_path, target, attention="mla")
+    assert pair(path, target) == []
+    assert pair(path, target, target_hidden_size=32) == ["TS-PAIR-WIDTH"]
+    assert pair(path, target, vocab_size=1024) == ["TS-PAIR-VOCAB"]
+    assert pair(path, target, has_lm_head=False, draft_vocab_size=64) == ["TS-PAIR-LM-HEAD"]
+    assert pair(path, target, aux_layers=(1, 3, 8)) == ["TS-PAIR-LAYER-RANGE"]
+    assert pair(path, target, aux_layers=(2, 4, 5)) == ["TS-PAIR-LAYERS-SHIFTED"]
+    assert pair(path, target, aux_layers=(0, 3, 6)) == ["TS-PAIR-LAYERS-NOT-DEFAULT"]
+    assert pair(path, target, aux_layers=None) == ["TS-PAIR-LAYERS-UNKNOWN"]
+    assert pair(path, target, attention="mha") == ["TS-PAIR-MHA-CACHE"]
+    assert pair(path, target, max_position_embeddings=128) == ["TS-PAIR-CONTEXT"]
+
+
+def test_tensor_parallel_sizes(tmp_path: Path, target: Path) -> None:
+    spec = head_spec(Checkpoint.open(head(tmp_path, target, attention="mla")))
+    assert tensor_parallel_sizes(spec) == [1, 2, 4]
+    assert [p.code for p in pair_problems(spec, target_model(target), tp_size=8)] == ["TS-PAIR-TP"]
+    assert [p.code for p in pair_problems(spec, target_model(target), head_id="nvidia/Kimi-K2.5-Eagle3",
+                                          target_id="nvidia/Kimi-K2.6-NVFP4")] == ["TS-PAIR-OTHER-TARGET"]  # fmt: skip
+
+
+def test_published_draft_configs(upstream_data: Path) -> None:
+    """TorchSpec's own config files for Kimi-K2.5, as an outside witness for the config reader."""
+    folder = upstream_data / "draft_configs"
+    mla = head_spec_from_config(json.loads((folder / "torchspec--kimi_k25_eagle3_mla.json").read_text()))
+    mha = head_spec_from_config(json.loads((folder / "torchspec--kimi_k25_eagle3.json").read_text()))
+    assert (mla.attention, mla.aux_layers, mla.kv_elements_per_token, mla.rope.beta_fast) == (
+        "mla",
+        (1, 29, 57),
+        576,
+        1.0,
+    )
+    assert (mha.attention, mha.aux_layers, mha.kv_elements_per_token, mha.rope.beta_fast) == ("mha", None, 16384, 32.0)
+    assert isinstance(mla, HeadSpec)

@@ -1,0 +1,179 @@
+"""Conversion between all pairs of dialects: what is written, that it is the identity there and back, what is refused.
+
+The expected files come from foreign_heads.py, which knows the projects' layouts and nothing of trtspec.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.heads.convert.foreign_heads import DIALECTS, IDS, expressible, write_head
+from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.heads.dialects import read_head
+from trtspec.checkpoint.hub import resolve
+from trtspec.heads.convert.conversion import Options, convert_head
+from trtspec.models.head_weights import load_head
+from trtspec.models.weights import load_target
+
+TO = {"modelopt": "trtllm"}
+KINDS = list(itertools.product(("mha", "mla"), ("3", "3.1"), (None, 128)))
+HUB = ("modelopt", "vllm")  # every pair with one of these runs by default, all pairs in the slow suite
+
+
+@pytest.fixture(scope="module")
+def room() -> Iterator[Path]:
+    """Memory where there is some: the files are tiny and every one of them is fsynced."""
+    with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as directory:
+        yield Path(directory)
+
+
+@pytest.fixture(scope="module")
+def target(target_dir: Path):
+    return load_target(target_dir, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def sources(room: Path, target_dir: Path):
+    """Head of a kind in a dialect, made on first use."""
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def source(dialect: str, attention: str, eagle: str, vocab: int | None) -> Path:
+        key = (dialect, attention, eagle, vocab)
+        if key not in made:
+            options = {"attention": attention, "eagle": eagle, "draft_vocab": vocab}
+            made[key] = write_head(room / "-".join(map(str, key)), target_dir, dialect, **options)
+        return made[key]
+
+    return source
+
+
+def convert(source: Path, output: Path, dialect: str, target_dir: Path | None, **options: Any) -> dict[str, Any]:
+    pair = resolve(str(target_dir)) if target_dir else None
+    return convert_head(resolve(str(source)), output, Options(TO.get(dialect, dialect), **options), pair)
+
+
+def errors(result: dict[str, Any]) -> set[str]:
+    return {problem.code for problem in result["problems"] if problem.severity == "error"}
+
+
+def assert_same_tensors(path: Path, expected: Path) -> None:
+    found, wanted = load_file(path / "model.safetensors"), load_file(expected / "model.safetensors")
+    assert {name: (t.dtype, t.shape) for name, t in found.items()} == {
+        name: (t.dtype, t.shape) for name, t in wanted.items()
+    }
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def there_and_back(room: Path, target_dir: Path, sources: Any, one: str, other: str, kind: tuple[Any, ...]) -> None:
+    """A -> B is what B's own exporter would have written, and B -> A is A again, config included."""
+    begin, end = sources(one, *kind), sources(other, *kind)
+    middle, back, canonical = (room / "-".join(map(str, ("out", one, other, *kind, step))) for step in "mbc")
+    assert not errors(convert(begin, middle, other, target_dir))
+    assert_same_tensors(middle, end)
+    assert not errors(convert(middle, back, one, target_dir))
+    assert_same_tensors(back, begin)
+    assert not errors(convert(begin, canonical, one, target_dir))
+    assert json.loads((back / "config.json").read_text()) == json.loads((canonical / "config.json").read_text())
+    assert (back / "model.safetensors").read_bytes() == (canonical / "model.safetensors").read_bytes()
+
+
+def pairs(kind: tuple[Any, ...]) -> list[tuple[str, str]]:
+    able = [dialect for dialect in DIALECTS if expressible(dialect, kind[0], kind[1])]
+    return list(itertools.permutations(able, 2))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
+def test_there_and_back_is_the_identity(room: Path, target_dir: Path, sources: Any, kind: tuple[Any, ...]) -> None:
+    for one, other in pairs(kind):
+        if one in HUB and (other not in HUB or one == HUB[0]):
+            there_and_back(room, target_dir, sources, one, other, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
+def test_there_and_back_over_all_pairs(room: Path, target_dir: Path, sources: Any, kind: tuple[Any, ...]) -> None:
+    for one, other in pairs(kind):
+        if one not in HUB or (other in HUB and one != HUB[0]):
+            there_and_back(room, target_dir, sources, one, other, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
+def test_the_function_is_the_same_from_every_dialect(
+    room: Path, target_dir: Path, sources: Any, target: Any, kind: tuple[Any, ...]
+) -> None:
+    torch.manual_seed(0)
+    states, tokens = torch.randn(2, 6, 3 * 64), torch.randint(0, 512, (2, 6))
+
+    def logits(path: Path) -> torch.Tensor:
+        head = load_head(path, target, dtype=torch.float32)
+        feedback, normed = head(head.fuse(states), tokens, None, None)
+        again = head(feedback, tokens, None, None)[1]
+        return torch.cat((head.logits(normed), head.logits(again)))
+
+    expected = logits(sources("modelopt", *kind))
+    for dialect in DIALECTS:
+        if expressible(dialect, kind[0], kind[1]):
+            output = room / "-".join(map(str, ("function", dialect, *kind)))
+            convert(sources("modelopt", *kind), output, dialect, target_dir)
+            assert torch.equal(logits(output), expected), dialect
+
+
+REFUSED = [
+    (dialect, attention, eagle)
+    for dialect, attention, eagle in itertools.product(DIALECTS, ("mha", "mla"), ("3", "3.1"))
+    if not expressible(dialect, attention, eagle)
+]
+
+
+@pytest.mark.parametrize(("dialect", "attention", "eagle"), REFUSED)
+def test_an_impossible_pair_is_refused_with_its_reason(
+    room: Path, target_dir: Path, sources: Any, dialect: str, attention: str, eagle: str
+) -> None:
+    output = room / f"refused-{dialect}-{attention}-{eagle}"
+    result = convert(sources("vllm", attention, eagle, None), output, dialect, target_dir)
+    wanted = ({"TS-CONVERT-MLA"} if attention == "mla" else set()) | (
+        {"TS-CONVERT-NORMS"} if eagle == "3.1" and dialect == "safeailab" else set()
+    )
+    assert wanted <= errors(result) <= wanted | {"TS-CONVERT-ROPE"}
+    assert result["output"] is None
+    assert not output.exists()
+    assert all(problem.message and problem.remedy for problem in result["problems"])
+
+
+@pytest.mark.parametrize("layers", [(1, 3, 4), (2, 3, 6), (3, 5, 6)])
+def test_layer_ids_follow_each_convention(room: Path, target_dir: Path, layers: tuple[int, ...]) -> None:
+    """The same three layer outputs: as outputs, as the number of layers that ran, and by SGLang's first-id rule."""
+    source = write_head(room / f"ids-{layers}", target_dir, "modelopt", aux_layers=layers)
+    outputs, inputs = list(layers), [layer + 1 for layer in layers]
+    for dialect in DIALECTS[:-1]:
+        output = room / f"ids-{layers}-{dialect}"
+        result = convert(source, output, dialect, target_dir)
+        config = json.loads((output / "config.json").read_text())
+        nested = (config.get("eagle_config") or {}).get(IDS)
+        if dialect in ("vllm", "speculators"):
+            assert config[IDS] == inputs
+        if dialect in ("modelopt", "torchspec", "specforge"):
+            assert nested == outputs
+        if dialect == "vllm":
+            assert nested == inputs
+        if dialect == "sglang":
+            assert nested == (outputs if outputs[0] == 1 else inputs)
+        assert read_head(Checkpoint.open(output))[0].aux_layers == layers
+        assert result["eagle3_layers_to_capture"] == (None if layers == (1, 3, 4) else outputs)
+    safeailab = convert(source, room / f"ids-{layers}-safeailab", "safeailab", target_dir)
+    assert errors(safeailab) == (set() if layers == (1, 3, 4) else {"TS-CONVERT-LAYERS"})
+
+
+def test_sglang_cannot_be_told_of_the_first_layer(room: Path, target_dir: Path) -> None:
+    source = write_head(room / "first", target_dir, "modelopt", aux_layers=(0, 3, 4))
+    assert errors(convert(source, room / "first-sglang", "sglang", target_dir)) == {"TS-CONVERT-LAYERS"}

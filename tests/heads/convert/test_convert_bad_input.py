@@ -1,0 +1,315 @@
+"""What people pass by mistake, what is damaged, and options that would lose something: each a code and a remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner, Result
+
+from tests.heads.convert.foreign_heads import IDS, target_embedding, write_head
+from tests.tiny import make_target
+from trtspec.cli.app import app
+
+Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
+
+
+@pytest.fixture(scope="module")
+def room() -> Iterator[Path]:
+    with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as directory:
+        yield Path(directory)
+
+
+def trtspec(*words: object) -> Result:
+    return CliRunner().invoke(app, [*map(str, words)], env={"COLUMNS": "160"})
+
+
+def codes(done: Result) -> set[str]:
+    return {problem["code"] for problem in json.loads(done.stdout)["problems"] if problem["severity"] != "info"}
+
+
+def head(
+    room: Path, name: str, target: Path, dialect: str = "modelopt", change: Change | None = None, **kind: Any
+) -> Path:
+    path = write_head(room / name, target, dialect, **kind)
+    config, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    for gain in [name for name in tensors if name.endswith("input_layernorm.weight")]:
+        tensors[gain] = torch.ones_like(tensors[gain])
+    if change:
+        change(config, tensors)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def no_d2t(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["d2t"]
+
+
+def narrow_fc(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors["fc.weight"] = tensors["fc.weight"][:, :128].contiguous()
+
+
+def nan_embedding(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors["embed_tokens.weight"] = torch.full_like(tensors["embed_tokens.weight"], torch.nan)
+
+
+def null_width(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["target_hidden_size"] = None
+
+
+def other_ids(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["eagle_config"][IDS] = [layer + 1 for layer in config["eagle_config"][IDS]]
+
+
+def other_vocabulary(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["vocab_size"] = config["draft_vocab_size"] = 500
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:500].contiguous()
+
+
+def other_end(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["eos_token_id"] = 77
+
+
+def rows_by_offset(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    full = torch.randn(512, 64).to(torch.bfloat16)
+    tensors["lm_head.weight"] = full[tensors["d2t"]]
+
+
+def leaked_quantization(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
+
+def half_config(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["torch_dtype"] = "float16"
+
+
+def wrong_mask(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors["t2d"] = tensors["t2d"].roll(1)
+
+
+def llama_yarn(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["rope_scaling"] = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
+    del config["rope_parameters"]
+
+
+def random_embedding(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors["embed_tokens.weight"] = torch.randn(512, 64).to(torch.bfloat16)
+
+
+def trained_embedding(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"] * 1.05
+
+
+INSPECTED = [
+    ("TS-HEAD-D2T-MISSING", 3, "modelopt", no_d2t, {"draft_vocab": 128}),
+    ("TS-HEAD-FC-WIDTH", 3, "modelopt", narrow_fc, {}),
+    ("TS-HEAD-NOT-FINITE", 3, "torchspec", nan_embedding, {}),
+    ("TS-HEAD-TARGET-HIDDEN-NULL", 3, "modelopt", null_width, {}),
+    ("TS-PAIR-LAYERS-SHIFTED", 0, "modelopt", other_ids, {}),
+    ("TS-HEAD-LAYER-IDS", 0, "modelopt", other_ids, {}),
+    ("TS-PAIR-VOCAB", 3, "modelopt", other_vocabulary, {}),
+    ("TS-PAIR-EOS", 0, "modelopt", other_end, {}),
+    ("TS-HEAD-LM-HEAD-ROWS", 3, "modelopt", rows_by_offset, {"draft_vocab": 400}),
+    ("TS-HEAD-QUANT-CONFIG", 3, "modelopt", leaked_quantization, {}),
+    ("TS-HEAD-TORCH-DTYPE", 0, "modelopt", half_config, {}),
+    ("TS-HEAD-T2D-VALUES", 3, "specforge", wrong_mask, {"draft_vocab": 128}),
+    ("TS-HEAD-ROPE-MSCALE", 0, "vllm", llama_yarn, {}),
+    ("TS-HEAD-ROPE-TORCHSPEC", 0, "torchspec", None, {"attention": "mla"}),
+    ("TS-PAIR-EMBED-RANDOM", 3, "vllm", random_embedding, {}),
+    ("TS-PAIR-EMBED-TRAINED", 0, "vllm", trained_embedding, {}),
+]
+
+
+@pytest.mark.parametrize(("code", "status", "dialect", "change", "kind"), INSPECTED, ids=[row[0] for row in INSPECTED])
+def test_inspect_names_it(
+    room: Path, target_dir: Path, code: str, status: int, dialect: str, change: Change | None, kind: dict[str, Any]
+) -> None:
+    path = head(room, f"inspect-{code}", target_dir, dialect, change, **kind)
+    done = trtspec("inspect", path, "--against", target_dir, "--json")
+    assert done.exit_code == status
+    assert code in codes(done)
+    assert all(problem["remedy"] for problem in json.loads(done.stdout)["problems"])
+
+
+def medusa(room: Path) -> Path:
+    path = room / "medusa"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1, "hidden_size": 64}))
+    weights = {f"{i}.{j}": torch.zeros(64, 64) for i in range(2) for j in ("0.linear.weight", "1.weight")}
+    save_file(weights, path / "model.safetensors")
+    return path
+
+
+def eagle_1(room: Path) -> Path:
+    path = room / "eagle1"
+    path.mkdir()
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 64}
+    (path / "config.json").write_text(json.dumps(config))
+    weights = {"fc.weight": torch.zeros(64, 128), "layers.0.self_attn.q_proj.weight": torch.zeros(64, 64)}
+    save_file(weights, path / "model.safetensors")
+    return path
+
+
+def test_other_drafts_and_whole_models_are_told_by_code(room: Path, target_dir: Path) -> None:
+    for path, code in ((medusa(room), "TS-HEAD-MEDUSA"), (eagle_1(room), "TS-HEAD-EAGLE1")):
+        inspected = trtspec("inspect", path, "--json")
+        assert (inspected.exit_code, codes(inspected)) == (3, {code})
+        assert code in trtspec("inspect", path, "--against", target_dir).stdout
+        assert codes(trtspec("convert", path, "-o", room / "none", "--to", "vllm", "--json")) == {code}
+    whole = trtspec("convert", target_dir, "-o", room / "none", "--to", "trtllm", "--json")
+    assert (whole.exit_code, codes(whole)) == (3, {"TS-HEAD-FULL-MODEL"})
+    assert not (room / "none").exists()
+
+
+def test_what_conversion_mends(room: Path, target_dir: Path) -> None:
+    """A null width, a leaked quantization block, a mask that is off, a map that only t2d tells, names with `model.`."""
+
+    def spoil(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        null_width(config, tensors)
+        leaked_quantization(config, tensors)
+        del tensors["d2t"], config["rope_theta"]
+        for name in list(tensors):
+            tensors[f"model.{name}"] = tensors.pop(name)
+
+    good = head(room, "mend-good", target_dir, "specforge", draft_vocab=128)
+    bad = head(room, "mend-bad", target_dir, "specforge", spoil, draft_vocab=128)
+    for name in ("good", "bad"):
+        source = {"good": good, "bad": bad}[name]
+        assert trtspec("convert", source, "-o", room / f"mended-{name}", "--to", "trtllm").exit_code == 0
+    files = [(room / f"mended-{name}" / "model.safetensors").read_bytes() for name in ("good", "bad")]
+    assert files[0] == files[1]
+    assert codes(trtspec("inspect", room / "mended-bad", "--json")) == set()
+
+
+def test_an_embedding_is_never_lost_silently(room: Path, target_dir: Path) -> None:
+    trained = head(room, "trained", target_dir, "vllm", trained_embedding)
+    words = ("convert", trained, "-o", room / "trained-out", "--target", target_dir, "--to")
+    assert codes(trtspec(*words, "trtllm", "--json")) == {"TS-CONVERT-EMBED"}
+    assert trtspec(*words, "trtllm", "--embed-tokens", "drop").exit_code == 0
+    assert "embed_tokens.weight" not in load_file(room / "trained-out" / "model.safetensors")
+    assert trtspec(*words, "torchspec", "--embed-tokens", "target", "--force").exit_code == 0
+    borrowed = load_file(room / "trained-out" / "model.safetensors")["embed_tokens.weight"]
+    assert torch.equal(borrowed, target_embedding(target_dir))
+    alone = trtspec("convert", trained, "-o", room / "trained-alone", "--to", "sglang", "--json")
+    assert (alone.exit_code, codes(alone)) == (0, {"TS-CONVERT-EMBED"})
+    assert "embed_tokens.weight" in load_file(room / "trained-alone" / "model.safetensors")
+
+
+def test_lm_head_is_borrowed_where_it_must_be(room: Path, target_dir: Path) -> None:
+    def borrows(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["lm_head.weight"]
+
+    bare = head(room, "bare", target_dir, "modelopt", borrows)
+    output = room / "bare-out"
+    assert codes(trtspec("convert", bare, "-o", output, "--to", "torchspec", "--json")) == {"TS-CONVERT-LM-HEAD"}
+    assert trtspec("convert", bare, "-o", output, "--to", "torchspec", "--target", target_dir).exit_code == 0
+    assert load_file(output / "model.safetensors")["lm_head.weight"].shape == (512, 64)
+    assert trtspec("convert", bare, "-o", room / "bare-sglang", "--to", "sglang").exit_code == 0
+    assert json.loads((room / "bare-sglang" / "config.json").read_text())["draft_vocab_size"] is None
+    pruned = head(room, "bare-pruned", target_dir, "vllm", draft_vocab=128)
+    refused = trtspec("convert", pruned, "-o", output, "--to", "vllm", "--lm-head", "drop", "--force", "--json")
+    assert codes(refused) == {"TS-CONVERT-LM-HEAD"}
+
+
+def test_unknown_tensors_and_bad_values_stop_a_conversion(room: Path, target_dir: Path) -> None:
+    def biased(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors["layers.0.self_attn.o_proj.bias"] = torch.zeros(64, dtype=torch.bfloat16)
+
+    path = head(room, "biased", target_dir, "modelopt", biased)
+    assert "TS-CONVERT-TENSORS" in codes(trtspec("convert", path, "-o", room / "no", "--to", "vllm", "--json"))
+    path = head(room, "nan", target_dir, "torchspec", nan_embedding)
+    assert codes(trtspec("convert", path, "-o", room / "no", "--to", "vllm", "--json")) == {"TS-HEAD-NOT-FINITE"}
+    words = ("convert", path, "-o", room / "cured", "--to", "vllm", "--target", target_dir, "--embed-tokens", "target")
+    assert trtspec(*words).exit_code == 0
+    assert not (room / "no").exists()
+
+
+def test_pickles_are_opened_without_running_them(room: Path, target_dir: Path) -> None:
+    plain = head(room, "plain", target_dir, "safeailab", draft_vocab=128)
+    pickled = room / "pickled"
+    pickled.mkdir()
+    (pickled / "config.json").write_bytes((plain / "config.json").read_bytes())
+    torch.save({"state_dict": load_file(plain / "model.safetensors")}, pickled / "pytorch_model.bin")
+    for source, name in ((plain, "from-plain"), (pickled, "from-pickle")):
+        assert trtspec("convert", source, "-o", room / name, "--to", "trtllm").exit_code == 0
+    files = [(room / name / "model.safetensors").read_bytes() for name in ("from-plain", "from-pickle")]
+    assert files[0] == files[1]
+
+    class Code:
+        def __reduce__(self) -> Any:
+            return (os.mkdir, (str(room / "ran"),))
+
+    torch.save({"fc.weight": Code()}, pickled / "pytorch_model.bin")
+    done = trtspec("convert", pickled, "-o", room / "evil", "--to", "trtllm")
+    assert "not a plain file of tensors" in str(done.exception)
+    assert not (room / "ran").exists()
+    assert not (room / "evil").exists()
+
+
+def test_force_replaces_heads_only(room: Path, target_dir: Path) -> None:
+    source = head(room, "forced", target_dir)
+    output = room / "forced-out"
+    words = ("convert", source, "-o", output, "--to", "vllm")
+    assert trtspec(*words).exit_code == 0
+    assert trtspec(*words).exit_code == 1 or "already exists" in str(trtspec(*words).exception)
+    assert trtspec(*words, "--force").exit_code == 0
+    (output / "notes.txt").write_text("mine")
+    assert "more than a head" in str(trtspec(*words, "--force").exception)
+    assert (output / "notes.txt").read_text() == "mine"
+    assert "the head that is converted" in str(trtspec("convert", source, "-o", source, "--to", "vllm").exception)
+
+
+def test_the_result_is_re_read_against_its_source(room: Path, target_dir: Path) -> None:
+    source = head(room, "reread", target_dir, "torchspec", attention="mla", eagle="3.1", draft_vocab=128)
+    output = room / "reread-out"
+    assert trtspec("convert", source, "-o", output, "--to", "vllm").exit_code == 0
+    done = trtspec("inspect", output, "--against", source, "--json")
+    report = json.loads(done.stdout)
+    assert done.exit_code == 0
+    assert report["comparison"]["identical"] == report["comparison"]["compared"] == report["comparison"]["tensors"]
+    assert report["comparison"]["absent"] == ["t2d"]
+    tensors = load_file(output / "model.safetensors")
+    tensors["norm.weight"] = tensors["norm.weight"] + 1
+    save_file(tensors, output / "model.safetensors", {"format": "pt"})
+    assert codes(trtspec("inspect", output, "--against", source, "--json")) >= {"TS-HEAD-DIFFERS"}
+
+
+def test_build_config_takes_the_layers_from_a_converted_head(room: Path) -> None:
+    target = make_target(room / "deep", layers=12, hidden=64)
+    source = write_head(room / "deep-head", target, "modelopt", attention="mla", aux_layers=(2, 6, 9))
+    for dialect in ("vllm", "sglang"):
+        output = room / f"deep-{dialect}"
+        done = trtspec("convert", source, "-o", output, "--to", dialect, "--target", target)
+        assert "eagle3_layers_to_capture: [2, 6, 9]" in done.stdout
+        built = trtspec(
+            "build-config", target, "--head", output, "--trtllm-version", "1.3.0rc20", "--tp-size", 4, "--json"
+        )
+        assert json.loads(built.stdout)["config"]["speculative_config"]["eagle3_layers_to_capture"] == [2, 6, 9]
+
+
+@pytest.mark.slow
+def test_a_killed_conversion_leaves_no_output(tmp_path: Path, target_dir: Path) -> None:
+    source = write_head(tmp_path / "head", target_dir, "vllm")
+    words = [sys.executable, "-m", "trtspec", "convert", str(source), "-o", str(tmp_path / "out"), "--to", "trtllm"]
+    for delay in (0.2, 0.6, 0.9, 1.2, 1.5, 1.8):
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if (tmp_path / "out").exists():
+            names = {file.name for file in (tmp_path / "out").iterdir()}
+            assert names == {"config.json", "model.safetensors", "provenance.json", "README.md"}
+            return
+    assert subprocess.run(words, stdout=subprocess.DEVNULL).returncode == 0

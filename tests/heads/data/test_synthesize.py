@@ -1,0 +1,271 @@
+"""synthesize against a real server process: order, seeds, retries, resume after a kill, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.errors import TrtspecError, UsageError
+from trtspec.heads.data.prompts import read_prompts, shard
+from trtspec.heads.data.samples import read_samples
+from trtspec.heads.data.synthesis import AnswerSampling, TargetEndpoint, synthesize
+
+SERVER = Path(__file__).with_name("answering_server.py")
+
+
+@contextmanager
+def serving(log: Path, *options: str):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen([sys.executable, str(SERVER), str(port), str(log), *options])
+    url = f"http://127.0.0.1:{port}/v1"
+    try:
+        for _ in range(400):
+            try:
+                httpx.get(f"{url}/models").raise_for_status()
+                break
+            except httpx.HTTPError:
+                time.sleep(0.05)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "requests.jsonl"
+    with serving(log, "7", "0.002") as url:
+        yield url, log
+
+
+def asked(log: Path) -> list[dict]:
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def write(path: Path, rows: list) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(prompts: Path, output: Path, url: str, sampling: AnswerSampling | None = None, **endpoint):
+    options = TargetEndpoint(url, first_delay=0.01, **endpoint)
+    journal = output.with_name("journal")
+    chosen = read_prompts(prompts)
+    return synthesize(chosen, output, options, sampling or AnswerSampling(max_tokens=8), journal_path=journal)
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_answers_come_in_the_order_of_the_prompts(tmp_path, server):
+    url, log = server
+    source = [{"prompt": f"question {'x' * (n % 7)} {n}", "category": "ab"[n % 2]} for n in range(40)]
+    prompts = write(tmp_path / "prompts.jsonl", source + source[:5])  # five of them twice
+    outcome = run(prompts, tmp_path / "data.jsonl", url)
+    made = rows(tmp_path / "data.jsonl")
+    assert outcome.answered == len(made) == 40
+    assert [row["conversations"][0]["content"] for row in made] == [row["prompt"] for row in source]
+    assert [row["category"] for row in made] == [row["category"] for row in source]
+    assert all(
+        row["conversations"][1]["content"].startswith(row["conversations"][0]["content"].upper()) for row in made
+    )
+    seeds = {body["messages"][0]["content"]: body["seed"] for body in asked(log)}
+    assert len(set(seeds.values())) == 40
+    assert len(asked(log)) > 40  # the 503s were asked again
+    run(prompts, tmp_path / "again.jsonl", url, concurrency=3)
+    assert rows(tmp_path / "again.jsonl") == made
+
+
+def test_every_shape_of_prompt_is_read(tmp_path, server, target_dir):
+    url, _ = server
+    shapes = [
+        {"prompt": "one"},
+        {"messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "two"}]},
+        {"conversations": [{"from": "human", "value": "three"}, {"from": "gpt", "value": "old answer"}]},
+        {"turns": ["four", "five"]},
+        "six",
+    ]
+    run(write(tmp_path / "prompts.jsonl", shapes), tmp_path / "data.jsonl", url)
+    turns = [
+        [(m["role"], m["content"].split()[0]) for m in row["conversations"]] for row in rows(tmp_path / "data.jsonl")
+    ]
+    assert turns == [
+        [("user", "one"), ("assistant", "ONE")],
+        [("system", "be"), ("user", "two"), ("assistant", "TWO")],
+        [("user", "three"), ("assistant", "THREE")],
+        [("user", "four"), ("assistant", "FOUR"), ("user", "five"), ("assistant", "FIVE")],
+        [("user", "six"), ("assistant", "SIX")],
+    ]
+    samples = read_samples(tmp_path / "data.jsonl", KimiTokenizer(target_dir), 512)
+    assert len(samples) == 5
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+NEMOTRON = {
+    "uuid": "u", "category": "chat", "reasoning": "off", "metadata": json.dumps({"tools": [TOOL]}),
+    "messages": [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "It is sunny."},
+        {"role": "user", "content": "and tomorrow?"},
+        {"role": "assistant", "content": "old"},
+    ],
+}  # fmt: skip
+
+
+def test_tools_and_their_results_stay_in_a_conversation(tmp_path, server, target_dir):
+    """Nemotron's layout: an empty system message is dropped, a tool call of the source and its result are context."""
+    url, log = server
+    before = len(asked(log))
+    run(write(tmp_path / "prompts.jsonl", [NEMOTRON]), tmp_path / "data.jsonl", url)
+    (row,) = rows(tmp_path / "data.jsonl")
+    assert [message["role"] for message in row["conversations"]] == [
+        "user", "assistant", "tool", "assistant", "user", "assistant",
+    ]  # fmt: skip
+    assert row["conversations"][1]["tool_calls"] == [CALL]
+    assert row["conversations"][3]["content"].startswith("SUNNY")
+    assert row["tools"] == [TOOL]
+    assert row["category"] == "chat"
+    assert all(body["tools"] == [TOOL] for body in asked(log)[before:])
+    assert len(read_samples(tmp_path / "data.jsonl", KimiTokenizer(target_dir), 512)) == 1
+
+
+def test_the_same_prompts_from_every_container(tmp_path):
+    """jsonl, JSON array, parquet, a directory, and the datasets library (which reads hub data sets) agree."""
+    import pyarrow
+    from pyarrow import parquet
+
+    from trtspec.heads.data.prompts import _distinct
+    from trtspec.heads.data.sources import hub_rows
+
+    source = [{"messages": [{"role": "user", "content": f"q{n}"}], "category": "ab"[n % 2]} for n in range(7)]
+    want = read_prompts(write(tmp_path / "p.jsonl", source))
+    (tmp_path / "p.json").write_text(json.dumps(source))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist(source), folder / "train.parquet")
+    assert read_prompts(tmp_path / "p.json") == want
+    assert read_prompts(folder / "train.parquet") == want
+    assert read_prompts(folder) == want
+    assert read_prompts(folder, limit=3) == want[:3]
+    assert list(_distinct(hub_rows(str(folder), None))) == want
+
+
+def test_what_is_no_container_is_refused(tmp_path):
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
+    for source in (tmp_path / "broken.parquet", tmp_path / "missing.jsonl", tmp_path):
+        with pytest.raises(UsageError):
+            (tmp_path / "broken.parquet").unlink() if source == tmp_path else None
+            read_prompts(source)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "Yes.", "reasoning_content": "hm"},
+        {"content": "<think>hm</think>\n\nYes."},
+        {"content": "hm, or\nno</think>Yes."},
+    ],
+)
+def test_thinking_is_kept_or_dropped(message):
+    from trtspec.heads.data.synthesis import _answer
+
+    choice = {"message": {"role": "assistant", **message}}
+    assert _answer(choice, "drop") == {"role": "assistant", "content": "Yes."}
+    assert _answer(choice, "keep") == {"role": "assistant", **message}
+
+
+def test_raw_text_goes_through_completions(tmp_path, server, target_dir):
+    url, _ = server
+    text = tmp_path / "prompts.txt"
+    text.write_text("def main\n\nimport os\n")
+    run(text, tmp_path / "data.jsonl", url, AnswerSampling(max_tokens=8, raw=True))
+    made = rows(tmp_path / "data.jsonl")
+    assert [row["prompt"] for row in made] == ["def main", "import os"]
+    assert made[0]["completion"].startswith("DEF MAIN")
+    assert len(read_samples(tmp_path / "data.jsonl", KimiTokenizer(target_dir), 512)) == 2
+
+
+def test_killed_and_run_again_asks_nothing_twice(tmp_path):
+    """kill -9 of the command itself; the server's own log tells what was asked."""
+    log = tmp_path / "requests.jsonl"
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": f"question {n}"} for n in range(60)])
+    with serving(log, "0", "0.03") as url:
+        command = [sys.executable, "-m", "trtspec", "synthesize", str(prompts), "-o", str(tmp_path / "data.jsonl")]
+        command += ["--base-url", url, "--concurrency", "2", "--max-tokens", "8"]
+        process = subprocess.Popen(command, cwd=Path(__file__).parents[3], env=os.environ | {"PYTHONPATH": "."})
+        journal = tmp_path / ".data.jsonl.journal"
+        for _ in range(4000):
+            if journal.exists() and journal.read_bytes().count(b"\n") > 15:
+                break
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        finished = journal.read_bytes().count(b"\n") - 1
+        before = len(asked(log))
+        assert 15 <= finished < 60
+        subprocess.run(command, cwd=Path(__file__).parents[3], check=True, stdout=subprocess.DEVNULL)
+    assert len(asked(log)) - before == 60 - finished
+    made = rows(tmp_path / "data.jsonl")
+    assert [row["conversations"][0]["content"] for row in made] == [f"question {n}" for n in range(60)]
+    assert not journal.exists()
+
+
+def test_a_refused_prompt_is_left_out_and_named(tmp_path, server):
+    url, _ = server
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "fine"}, {"prompt": "refused"}])
+    outcome = run(prompts, tmp_path / "data.jsonl", url)
+    assert len(rows(tmp_path / "data.jsonl")) == 1
+    assert "status 400" in next(iter(outcome.failed.values()))
+
+
+def test_a_server_that_is_not_there_is_an_error_with_a_remedy(tmp_path):
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "hello"}])
+    with pytest.raises(TrtspecError, match="TS-SYNTH-SERVER") as refused:
+        run(prompts, tmp_path / "data.jsonl", "http://127.0.0.1:9/v1", retries=1)
+    assert "trtspec serve" in refused.value.remedy
+    assert not (tmp_path / "data.jsonl").exists()
+
+
+def test_other_sampling_does_not_mix_into_a_begun_journal(tmp_path, server):
+    url, _ = server
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "hello"}])
+    run(prompts, tmp_path / "data.jsonl", url)
+    with pytest.raises(UsageError, match="sampling"):
+        run(prompts, tmp_path / "data.jsonl", url, AnswerSampling(max_tokens=8, temperature=0.1))
+
+
+def test_shards_divide_the_prompts(tmp_path):
+    prompts = read_prompts(write(tmp_path / "prompts.jsonl", [{"prompt": f"q{n}"} for n in range(50)]))
+    parts = [shard(prompts, f"{index}/3") for index in range(3)]
+    assert sorted(p.id for part in parts for p in part) == sorted(p.id for p in prompts)
+    assert all(parts)
+    with pytest.raises(UsageError):
+        shard(prompts, "3/3")
+
+
+@pytest.mark.parametrize(
+    "line", ['{"text": "x"}', "{", "[1, 2]", '{"messages": []}', '{"messages": [{"role": "user"}]}']
+)
+def test_a_line_that_is_no_prompt_is_named(tmp_path, line):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line + "\n")
+    with pytest.raises(TrtspecError, match="TS-PROMPTS-ROW .*:2"):
+        read_prompts(path)

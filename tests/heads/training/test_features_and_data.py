@@ -1,0 +1,162 @@
+"""Data as the target saw it, states computed once, dumps in ModelOpt's format, batches as a function of the seed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.errors import TrtspecError
+from trtspec.heads.data.samples import coverage, draft_vocabulary, read_samples
+from trtspec.heads.training.batches import batches_of_epoch, collate, split_held_out
+from trtspec.heads.training.features import all_dumps, compute_features, dump_path, find_dumps, write_dumps
+from trtspec.models.weights import load_target
+
+LAYERS = (1, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(target_dir):
+    return KimiTokenizer(target_dir)
+
+
+@pytest.fixture(scope="module")
+def model(target_dir):
+    return load_target(target_dir, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def samples(data, tokenizer):
+    return read_samples(data, tokenizer, 96)
+
+
+def test_a_sample_is_the_generation_prompt_then_the_answer(tmp_path, tokenizer):
+    path = tmp_path / "one.jsonl"
+    turns = [{"role": "user", "content": "hello there"}, {"role": "assistant", "content": "good day"}]
+    rows = [{"conversations": turns}, {"conversations": turns, "finish_reason": "length"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    whole, cut = read_samples(path, tokenizer, 512)
+    prompt = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True)
+    end = tokenizer.special_id("<|im_end|>")
+    assert list(whole.tokens) == prompt + tokenizer.encode("good day") + [end]
+    assert list(cut.tokens) == list(whole.tokens[:-1])  # an answer cut off by the token limit has no end mark
+    assert whole.prompt == len(prompt)
+    written = [token for token, mine in zip(whole.tokens, whole.answer, strict=True) if mine]
+    assert written[-len(tokenizer.encode("good day")) - 1 :] == tokenizer.encode("good day") + [end]
+    assert not any(whole.answer[: len(prompt) - 2])
+
+
+def test_raw_text_needs_no_template(tmp_path, tokenizer):
+    path = tmp_path / "raw.jsonl"
+    path.write_text(json.dumps({"prompt": "def f(", "completion": "x): return x"}) + "\n")
+    (sample,) = read_samples(path, tokenizer, 512)
+    assert tokenizer.decode(sample.tokens) == "def f(x): return x"
+    assert sum(sample.answer) == len(tokenizer.encode("x): return x"))
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [("{\n", "TS-DATA-ROW"), ('{"text": "x"}\n', "TS-DATA-ROW"), ("[1]\n", "TS-DATA-ROW"), ("\n", "TS-DATA-EMPTY")],
+)
+def test_bad_data_is_refused_by_line(tmp_path, tokenizer, text, code):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(TrtspecError, match=code):
+        read_samples(path, tokenizer, 512)
+
+
+def test_states_equal_one_sequence_at_a_time(model, samples):
+    """Padding and batching change nothing: float32, then one bf16 rounding."""
+    features = compute_features(model, samples, LAYERS)
+    for index in (0, 7, 39):
+        tokens = torch.tensor([samples[index].tokens])
+        output = model(tokens, None, None, aux_layers=LAYERS)
+        rows = features.rows(index)
+        assert torch.allclose(features.hidden[rows].float(), output.hidden[0], rtol=1e-2, atol=1e-2)
+        assert torch.allclose(features.aux[rows].float(), output.aux[0], rtol=1e-2, atol=1e-2)
+    assert features.bytes == sum(len(s.tokens) for s in samples) * 4 * 64 * 2
+
+
+def test_dumps_come_back_bit_for_bit(tmp_path, model, samples):
+    features = compute_features(model, samples, LAYERS)
+    write_dumps(features, tmp_path)
+    again = find_dumps(samples, tmp_path, model.spec, 3)
+    assert again is not None
+    assert again.samples == samples
+    assert again.bytes == features.bytes
+    for index in range(len(samples)):
+        assert all(map(torch.equal, features.states(index), again.states(index)))
+    dump_path(tmp_path, samples[3]).unlink()
+    assert find_dumps(samples, tmp_path, model.spec, 3) is None
+
+
+def test_an_engines_dumps_are_found_by_conversation(tmp_path, model, samples):
+    """ModelOpt's scripts name files by conversation id; states of other tokens than ours bring their tokens along."""
+    features = compute_features(model, samples[:3], LAYERS)
+    for index, sample in enumerate(samples[:3]):
+        hidden, aux = features.states(index)
+        cut = 5 if index == 1 else len(sample.tokens)
+        record = {"input_ids": torch.tensor(sample.tokens)[:cut], "hidden_states": hidden[:cut].clone()}
+        record |= {"aux_hidden_states": aux[:cut].clone(), "conversation_id": sample.id}
+        torch.save(record, tmp_path / f"{sample.id}.pt")
+    found = find_dumps(samples[:3], tmp_path, model.spec, 3)
+    assert found is not None
+    assert [len(sample.tokens) for sample in found.samples] == [len(samples[0].tokens), 5, len(samples[2].tokens)]
+    assert found.samples[0] == samples[0]
+    assert all(map(torch.equal, found.states(2), features.states(2)))
+    assert {sample.id for sample in all_dumps(tmp_path, model.spec, 3).samples} == {s.id for s in samples[:3]}
+
+
+def test_dumps_of_another_target_are_refused(tmp_path, model, samples):
+    write_dumps(compute_features(model, samples[:2], (1, 3)), tmp_path)
+    with pytest.raises(TrtspecError, match="TS-FEATURES-DUMP"):
+        all_dumps(tmp_path, model.spec, 3)
+    with pytest.raises(TrtspecError, match="TS-FEATURES-NONE"):
+        all_dumps(tmp_path / "nothing", model.spec, 3)
+
+
+def test_a_pickle_that_runs_code_is_not_a_dump(tmp_path, model):
+    import os
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "owned"),)
+
+    torch.save({"input_ids": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(TrtspecError, match="TS-FEATURES-DUMP"):
+        all_dumps(tmp_path, model.spec, 3)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_batches_hold_every_sample_once_and_repeat_with_the_seed():
+    lengths = [index % 17 + 3 for index in range(101)]
+    train, held = split_held_out([f"s{index}" for index in range(101)], 0.2, 0)
+    assert sorted(train + held) == list(range(101))
+    assert len(held) == 20
+    assert len(split_held_out([f"s{index}" for index in range(12)], 0.01, 0)[1]) == 1
+    assert split_held_out(["one"], 0.4, 0) == ([0], [])
+    epochs = [batches_of_epoch(lengths, train, 8, 3, epoch) for epoch in (0, 0, 1)]
+    assert epochs[0] == epochs[1] != epochs[2]
+    assert sorted(sum(epochs[0], [])) == sorted(train)
+
+
+def test_a_batch_pads_right_and_masks_what_does_not_count(model, samples):
+    features = compute_features(model, samples, LAYERS)
+    batch = collate(features, [0, 1], answer_only=False)
+    for row, index in enumerate((0, 1)):
+        count = len(samples[index].tokens)
+        assert batch.loss_mask[row].sum() == count
+        assert torch.equal(batch.hidden[row, :count], features.hidden[features.rows(index)])
+        assert not batch.hidden[row, count:].any()
+    answers = collate(features, [0], answer_only=True)
+    assert answers.loss_mask[0].sum() == sum(samples[0].answer[1:])
+
+
+def test_the_draft_vocabulary_is_what_the_target_wrote(samples):
+    ids = draft_vocabulary(samples, 20, 512)
+    assert ids == sorted(set(ids))
+    assert len(ids) == 20
+    assert coverage(samples, ids) > 0.85
+    assert coverage(samples, draft_vocabulary(samples, 512, 512)) == 1.0

@@ -1,0 +1,109 @@
+"""kill -9 at twenty random moments of synthesize and of train: what comes out is what an undisturbed run makes.
+
+Each run is a process of its own, forked from one that has imported everything, so that twenty starts cost seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.heads.data.test_synthesize import asked, serving, write
+from tests.heads.training.test_training import OPTIONS, curve, train_once
+from trtspec.cli.synthesize import synthesize
+from trtspec.heads.data.prompts import read_prompts
+
+KILLS = 20
+FORK = multiprocessing.get_context("fork")
+
+
+def timed(run: Callable[..., None], *arguments: object) -> float:
+    """Seconds of one undisturbed run in a child."""
+    began = time.monotonic()
+    child = FORK.Process(target=run, args=arguments)
+    child.start()
+    child.join(600)
+    assert child.exitcode == 0
+    return time.monotonic() - began
+
+
+def killed(run: Callable[..., None], delay: float, *arguments: object) -> bool:
+    """Whether the run was still going after `delay` seconds, and is dead now."""
+    child = FORK.Process(target=run, args=arguments)
+    child.start()
+    child.join(delay)
+    if child.exitcode is not None:
+        assert child.exitcode == 0
+        return False
+    child.kill()
+    child.join()
+    return True
+
+
+def quiet_synthesize(prompts: Path, output: Path, url: str) -> None:
+    synthesize(str(prompts), output, base_url=url, concurrency=3, max_tokens=8, timeout=60.0)
+
+
+@pytest.mark.slow
+def test_synthesize_killed_twenty_times(tmp_path):
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": f"question {n}"} for n in range(150)])
+    text = {prompt.id: prompt.turns[0][0]["content"] for prompt in read_prompts(prompts)}
+    log, output = tmp_path / "requests.jsonl", tmp_path / "data.jsonl"
+    journal = tmp_path / ".data.jsonl.journal"
+    shuffle, kills, rounds, repeated = random.Random(0), 0, 0, 0
+    with serving(log, "0", "0.01") as url:
+        seconds = timed(quiet_synthesize, prompts, tmp_path / "whole.jsonl", url)
+        want = (tmp_path / "whole.jsonl").read_bytes()
+        while kills < KILLS or not output.exists() or journal.exists():
+            before, done = len(asked(log)), set()
+            if journal.exists():
+                lines = journal.read_bytes().split(b"\n")[:-1]
+                done = {text[json.loads(line)["key"]] for line in lines[1:]}
+            delay = shuffle.uniform(0, 0.4 * seconds) if kills < KILLS else 600
+            kills += killed(quiet_synthesize, delay, prompts, output, url)
+            requested = [body["messages"][0]["content"] for body in asked(log)[before:]]
+            repeated += len(done.intersection(requested))
+            if output.exists() and not journal.exists() and kills < KILLS:  # done, if only just before the kill
+                assert output.read_bytes() == want
+                output.unlink()
+                rounds += 1
+    print(f"synthesize: {kills} kills over {rounds + 1} runs to the end, {repeated} journalled answers asked again")
+    assert output.read_bytes() == want
+    assert repeated == 0
+
+
+def quiet_train(target_dir: Path, data: Path, output: Path) -> None:
+    torch.set_num_threads(1)
+    train_once(target_dir, data, output, OPTIONS)
+
+
+@pytest.mark.slow
+def test_train_killed_twenty_times(tmp_path, target_dir, data):
+    torch.set_num_threads(1)
+    whole = tmp_path / "whole"
+    seconds = timed(quiet_train, target_dir, data, whole)
+    want = load_file(whole / "model.safetensors")
+    shuffle, kills, finished = random.Random(1), 0, [tmp_path / "head-0"]
+    while True:
+        delay = shuffle.uniform(0, 0.7 * seconds) if kills < KILLS else 600
+        if killed(quiet_train, delay, target_dir, data, finished[-1]):
+            kills += 1
+        elif kills < KILLS:
+            finished.append(tmp_path / f"head-{len(finished)}")
+        else:
+            break
+    for output in finished:
+        assert curve(output) == curve(whole)
+        ours = load_file(output / "model.safetensors")
+        assert all(torch.equal(ours[name], want[name]) for name in want)
+    print(
+        f"train: {kills} kills over {len(finished)} runs to the end, {len(curve(whole))} equal points of the curve each"
+    )

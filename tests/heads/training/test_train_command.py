@@ -1,0 +1,102 @@
+"""`trtspec train` as it is typed: a head on disk, measured in the engine; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SMALL = ["--seq-len", "96", "--steps", "6", "--acceptance-prompts", "2"]
+
+
+def trtspec(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", "trtspec", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        timeout=280,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, target_dir, data):
+    output = tmp_path_factory.mktemp("trained") / "head"
+    options = ["--attention", "mha", "--eagle", "3.1", "--draft-vocab-size", "64"]
+    done = trtspec("train", str(target_dir), str(data), "-o", str(output), *options, *SMALL, "--json")
+    assert done.returncode == 0, done.stderr
+    return output, json.loads(done.stdout)
+
+
+def test_the_command_writes_and_measures_a_head(trained):
+    output, record = trained
+    (row, *_) = record["acceptance"]["rows"]
+    assert row["prompts"] == 2
+    assert row["steps"] == sum(row["histogram"])
+    assert row["acceptance_length"] == pytest.approx(1 + row["accepted"] / row["steps"])
+    assert {path.name for path in output.iterdir()} == {
+        "config.json", "model.safetensors", "provenance.json", "README.md", "training.jsonl",
+    }  # fmt: skip
+    assert json.loads((output / "provenance.json").read_text())["acceptance"] == record["acceptance"]
+    card = (output / "README.md").read_text()
+    assert "acceptance length" in card
+    assert "trtspec serve" in card
+    assert "vllm serve" in card
+
+
+def test_the_checkpoint_room_reads_what_was_written(trained, target_dir):
+    done = trtspec("inspect", str(trained[0]), "--against", str(target_dir), "--json")
+    found = json.loads(done.stdout)
+    assert (found["kind"], found["eagle"], found["attention"]) == ("head", "3.1", "mha")
+    assert (found["dialect"], found["draft_vocab_size"]) == ("modelopt", 64)
+    assert [problem for problem in found["problems"] if problem["severity"] == "error"] == []
+
+
+def test_a_finished_head_is_not_overwritten(trained, target_dir, data):
+    done = trtspec("train", str(target_dir), str(data), "-o", str(trained[0]), *SMALL)
+    assert done.returncode == 2
+    assert "--force" in done.stderr
+
+
+def test_a_dry_run_writes_nothing(tmp_path, target_dir, data):
+    output = tmp_path / "head"
+    done = trtspec("train", str(target_dir), str(data), "-o", str(output), "--dry-run")
+    plan = json.loads(done.stdout)
+    assert plan["feature_bytes"] == plan["tokens"] * 4 * 64 * 2
+    assert plan["aux_layers"] == [1, 3, 4]
+    assert plan["estimated_seconds"] > 0
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--aux-layers", "1,9"], "capture layers"),
+        (["--draft-vocab-size", "100000"], "draft vocabulary"),
+        (["--aux-layers", "one"], "not a list of numbers"),
+    ],
+)
+def test_what_cannot_be_is_a_usage_error(tmp_path, target_dir, data, arguments, message):
+    done = trtspec("train", str(target_dir), str(data), "-o", str(tmp_path / "head"), "--dry-run", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_options_come_from_a_file_and_unknown_ones_are_refused(tmp_path):
+    from trtspec.errors import UsageError
+    from trtspec.heads.training.options import read_options
+
+    path = tmp_path / "train.yaml"
+    path.write_text("eagle: 3.1\nttt-steps: 5\nlr: 1.0e-4\n")
+    options = read_options(path, {"ttt_steps": 7, "lr": None})
+    assert (options.eagle, options.ttt_steps, options.lr) == ("3.1", 7, 1e-4)
+    path.write_text("learning_rate: 1\n")
+    with pytest.raises(UsageError, match="learning_rate"):
+        read_options(path, {})

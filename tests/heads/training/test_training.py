@@ -1,0 +1,122 @@
+"""A whole run on a tiny target: it learns, resumes after a kill with the same curve, and refuses what changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trtspec.errors import TrtspecError, UsageError
+from trtspec.heads.training.loop import learning_rate
+from trtspec.heads.training.options import TrainOptions
+from trtspec.heads.training.plan import make_plan
+from trtspec.heads.training.run import run_training
+from trtspec.models.head_weights import load_head
+from trtspec.models.weights import load_target
+
+OPTIONS = TrainOptions(seq_len=96, batch_size=8, epochs=4, held_out=0.2, precision="fp32", lr=3e-3)
+RUN = """
+import sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from tests.heads.training.test_training import OPTIONS, train_once
+target, data, output = (Path(arg) for arg in sys.argv[1:4])
+train_once(target, data, output, OPTIONS)
+"""
+
+
+def train_once(target_dir: Path, data: Path, output: Path, options: TrainOptions, **more):
+    model = load_target(target_dir, dtype=torch.float32)
+    plan = make_plan(target_dir, model.spec, data, options, "memory")
+    return run_training(target_dir, model, plan, options, output, data=data, save_every=2, **more)
+
+
+def curve(path: Path) -> list[dict]:
+    return [json.loads(line) for line in (path / "training.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory, target_dir, data):
+    output = tmp_path_factory.mktemp("whole") / "head"
+    return output, train_once(target_dir, data, output, OPTIONS)
+
+
+def test_the_head_learns_and_is_described(whole_run, target_dir):
+    output, record = whole_run
+    losses = [row["loss"] for row in curve(output) if "loss" in row]
+    assert losses[-1] < losses[0] - 0.2
+    assert record["training"]["samples"] + record["training"]["held_out"] == 40
+    assert record["training"]["tokens_seen"] == sum(row["tokens"] for row in curve(output) if "loss" in row)
+    assert len(record["training"]["held_out_accuracy"]) == 3
+    assert "acceptance length" not in (output / "README.md").read_text()
+    head = load_head(output, load_target(target_dir), dtype=torch.float32)
+    assert head.spec.attention == "mla"
+    assert not (output / ".trtspec").exists()
+
+
+def test_killed_and_run_again_gives_the_same_curve_and_head(tmp_path, whole_run, target_dir, data):
+    """kill -9 in the middle, between two saved states; then the command again."""
+    output = tmp_path / "head"
+    command = [sys.executable, "-c", RUN, str(target_dir), str(data), str(output)]
+    root = Path(__file__).parents[3]
+    process = subprocess.Popen(command, cwd=root, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    log, deadline = output / "training.jsonl", time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if log.exists() and log.read_bytes().count(b"\n") >= 9:
+            break
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert (output / ".trtspec").exists()
+    train_once(target_dir, data, output, OPTIONS)
+    assert curve(output) == curve(whole_run[0])
+    ours, theirs = (load_file(path / "model.safetensors") for path in (output, whole_run[0]))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_an_interrupted_run_refuses_other_options(tmp_path, target_dir, data):
+    output = tmp_path / "head"
+
+    def stop(point):
+        if point.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_once(target_dir, data, output, OPTIONS, on_step=stop)
+    other = TrainOptions(**{**OPTIONS.__dict__, "lr": 1e-3})
+    with pytest.raises(UsageError, match="options was"):
+        train_once(target_dir, data, output, other)
+
+
+def test_init_continues_from_a_head(tmp_path, whole_run, target_dir, data):
+    trained = [row["loss"] for row in curve(whole_run[0]) if "loss" in row]
+    short = TrainOptions(**{**OPTIONS.__dict__, "steps": 2, "lr": 1e-5})
+    train_once(target_dir, data, tmp_path / "head", short, init=whole_run[0])
+    begun = [row["loss"] for row in curve(tmp_path / "head") if "loss" in row]
+    assert abs(begun[0] - trained[-1]) < 0.3 < trained[0] - begun[0]
+    other = TrainOptions(**{**OPTIONS.__dict__, "steps": 2, "eagle": "3.1"})
+    with pytest.raises(TrtspecError, match=r"fc_norm.0.weight missing"):
+        train_once(target_dir, data, tmp_path / "other", other, init=whole_run[0])
+
+
+def test_a_run_that_diverges_says_so(tmp_path, target_dir, data):
+    wild = TrainOptions(**{**OPTIONS.__dict__, "lr": 1e18, "warmup": 0.0, "grad_clip": 1e30})
+    with pytest.raises(TrtspecError, match="TS-TRAIN-DIVERGED"):
+        train_once(target_dir, data, tmp_path / "head", wild)
+
+
+def test_learning_rate_rises_then_falls_to_zero():
+    rates = [learning_rate(step, 100, 1.0, 0.1) for step in range(1, 101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[9] == 1.0
+    assert rates[-1] == pytest.approx(0.0, abs=1e-9)
+    assert all(later <= earlier for earlier, later in zip(rates[9:], rates[10:], strict=False))

@@ -1,0 +1,237 @@
+"""config.json of a head in each dialect, from the canonical record and the source's keys that say nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from trtspec.checkpoint.heads.dialects import IDS_KEY, flat_config
+from trtspec.specs import HeadSpec, ModelSpec, RopeSpec
+
+# keys that the writers below make anew; the others of the source are carried over
+MADE = {
+    "architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "vocab_size", "draft_vocab_size", "rms_norm_eps", "max_position_embeddings", "hidden_act",
+    "attention_bias", "attention_dropout", "mlp_bias", "head_dim", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
+    "qk_rope_head_dim", "v_head_dim", "first_k_dense_replace", "rope_theta", "rope_scaling", "rope_parameters",
+    "torch_dtype", "dtype", "tie_word_embeddings", "num_aux_hidden_states", "target_hidden_size", "eagle_config",
+    IDS_KEY, "fc_norm", "norm_output", "post_norm", "norm_before_fc", "norm_before_residual", "use_aux_norm",
+    "transformer_layer_config", "speculators_config", "speculators_model_type", "speculators_version",
+    "embed_requires_grad", "_torchspec_version", "transformers_version",
+}  # fmt: skip
+LEFT_OUT = {"quantization_config", "auto_map", "_name_or_path", "name_or_path"}  # the target's, or code from a hub
+EAGLE_FLAGS = ("use_input_layernorm_in_first_layer", "use_last_layernorm")
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+SPECULATORS_VERSION = "0.9.0"  # whose config classes the written files are tested with
+
+
+def write_config(
+    source: dict[str, Any], spec: HeadSpec, dialect: str, dtype: str, verifier: tuple[str | None, list[str]]
+) -> dict[str, Any]:
+    """config.json for `dialect`. `dtype` is the safetensors code of the weights; `verifier` the target's name and
+    architectures, which only speculators stores."""
+    flat = flat_config(source)
+    carried = {key: value for key, value in flat.items() if key not in MADE | LEFT_OUT}
+    sizes = (
+        architecture_config(spec)
+        | rope_config(spec.rope)
+        | {"tie_word_embeddings": False, "torch_dtype": DTYPES[dtype]}
+    )
+    if dialect == "speculators":
+        return _speculators(sizes | carried, spec, verifier)
+    return class_config(spec) | sizes | carried | _width(spec) | WRITERS[dialect](spec)
+
+
+def sglang_ids(layers: tuple[int, ...]) -> list[int]:
+    """SGLang takes ids that start with 1 for layer outputs and all others for the number of layers that ran."""
+    return list(layers) if layers[0] == 1 else [layer + 1 for layer in layers]
+
+
+def _width(spec: HeadSpec) -> dict[str, Any]:
+    """Present only where it differs: three servers test for the key's presence."""
+    different = spec.target_hidden_size != spec.hidden_size
+    return {"target_hidden_size": spec.target_hidden_size} if different else {}
+
+
+def _norms(spec: HeadSpec) -> dict[str, Any]:
+    flags = {"fc_norm": spec.fc_norm, "norm_output": spec.norm_output}
+    return flags if spec.eagle == "3.1" else {}
+
+
+def _nested(ids: list[int] | None, **more: Any) -> dict[str, Any]:
+    return {"eagle_config": ({} if ids is None else {IDS_KEY: ids}) | {"use_aux_hidden_state": True} | more}
+
+
+def _outputs(spec: HeadSpec) -> list[int] | None:
+    return None if spec.aux_layers is None else list(spec.aux_layers)
+
+
+def _inputs(spec: HeadSpec) -> list[int] | None:
+    return None if spec.aux_layers is None else [layer + 1 for layer in spec.aux_layers]
+
+
+def _modelopt(spec: HeadSpec) -> dict[str, Any]:
+    flags = {"use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1}
+    if spec.norm_before_fc:
+        flags["norm_before_fc"] = True
+    more = dict.fromkeys(EAGLE_FLAGS, True) | flags | {"parallel_draft_heads_num_layers": 1}
+    return {"num_aux_hidden_states": spec.num_aux} | _norms(spec) | _nested(_outputs(spec), **more)
+
+
+def _vllm(spec: HeadSpec) -> dict[str, Any]:
+    """Ids at the top, which every version reads, and nested, which newer ones do; both count the layers that ran."""
+    flags = {name: True for name in ("norm_before_fc", "norm_before_residual") if getattr(spec, name)}
+    nested = {"norm_before_fc": True} if spec.norm_before_fc else {}
+    ids = _inputs(spec)
+    top = {} if ids is None else {IDS_KEY: ids}
+    return {"num_aux_hidden_states": spec.num_aux} | top | _norms(spec) | flags | _nested(ids, **nested)
+
+
+def _sglang(spec: HeadSpec) -> dict[str, Any]:
+    nested = {"norm_before_fc": True} if spec.norm_before_fc else {}
+    ids = None if spec.aux_layers is None else sglang_ids(spec.aux_layers)
+    borrows = {} if spec.has_lm_head else {"draft_vocab_size": None}  # null: lm_head comes from the target
+    return {"num_aux_hidden_states": spec.num_aux} | borrows | _norms(spec) | _nested(ids, **nested)
+
+
+def _torchspec(spec: HeadSpec) -> dict[str, Any]:
+    flags = dict.fromkeys(EAGLE_FLAGS, True) | {"use_mtp_layernorm": False}
+    return {"num_aux_hidden_states": spec.num_aux} | _norms(spec) | _nested(_outputs(spec), **flags)
+
+
+def _specforge(spec: HeadSpec) -> dict[str, Any]:
+    """Without fc_norm no norm_output is written: both meanings that SpecForge gave its absence are plain EAGLE-3."""
+    return _norms(spec) | _nested(_outputs(spec))
+
+
+def _safeailab(spec: HeadSpec) -> dict[str, Any]:
+    return {"architectures": ["LlamaForCausalLM"]}
+
+
+WRITERS: dict[str, Callable[[HeadSpec], dict[str, Any]]] = {
+    "modelopt": _modelopt, "vllm": _vllm, "sglang": _sglang, "torchspec": _torchspec, "specforge": _specforge,
+    "safeailab": _safeailab,
+}  # fmt: skip
+
+
+def _speculators(layer: dict[str, Any], spec: HeadSpec, verifier: tuple[str | None, list[str]]) -> dict[str, Any]:
+    """The layer's sizes stand in transformer_layer_config; every flag is written, because defaults differ by reader."""
+    dtype, tied = layer.pop("torch_dtype"), layer.pop("tie_word_embeddings")
+    del layer["draft_vocab_size"]
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    ids = _inputs(spec)
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": SPECULATORS_VERSION,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": verifier[0], "architectures": verifier[1]},
+        },
+        "transformer_layer_config": {"model_type": "llama"} | layer,
+        "draft_vocab_size": spec.draft_vocab_size,
+        "norm_before_residual": spec.norm_before_residual,
+        "norm_before_fc": spec.norm_before_fc,
+        "fc_norm": spec.fc_norm,
+        "norm_output": spec.norm_output,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": tied,
+        "torch_dtype": dtype,
+    } | ({} if ids is None else {IDS_KEY: ids})
+
+
+def rope_scaling(rope: RopeSpec) -> dict[str, Any]:
+    """The rope as a config dict with both spellings of the type, because readers differ in which one they look at."""
+    if rope.rope_type == "default":
+        return {"rope_type": "default", "type": "default", "rope_theta": rope.theta}
+    return {
+        "rope_type": "yarn",
+        "type": "yarn",
+        "rope_theta": rope.theta,
+        "factor": rope.factor,
+        "original_max_position_embeddings": rope.original_max_position_embeddings,
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+        "mscale": rope.mscale,
+        "mscale_all_dim": rope.mscale_all_dim,
+    }
+
+
+def architecture_config(spec: HeadSpec) -> dict[str, Any]:
+    """The layer's dimensions under the names that ModelOpt, transformers and the servers share."""
+    sizes: dict[str, Any] = {
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": spec.num_attention_heads,
+        "num_key_value_heads": spec.num_key_value_heads,
+        "vocab_size": spec.vocab_size,
+        "draft_vocab_size": spec.draft_vocab_size,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+    }
+    if spec.attention == "mha":
+        return sizes | {"head_dim": spec.head_dim}
+    return sizes | {
+        "q_lora_rank": spec.q_lora_rank,
+        "kv_lora_rank": spec.kv_lora_rank,
+        "qk_nope_head_dim": spec.qk_nope_head_dim,
+        "qk_rope_head_dim": spec.qk_rope_head_dim,
+        "v_head_dim": spec.v_head_dim,
+        "first_k_dense_replace": 1,
+    }
+
+
+def class_config(spec: HeadSpec) -> dict[str, Any]:
+    """The names by which every project but SafeAILab and speculators knows a head of this attention."""
+    mla = spec.attention == "mla"
+    return {
+        "architectures": ["Eagle3DeepseekV2ForCausalLM" if mla else "LlamaForCausalLMEagle3"],
+        "model_type": "kimi_k2" if mla else "llama",
+    }
+
+
+def rope_config(rope: RopeSpec) -> dict[str, Any]:
+    """Rope in each place that some reader looks at."""
+    found = rope_scaling(rope)
+    plain = rope.rope_type == "default"
+    scaling = None if plain else {key: value for key, value in found.items() if key != "rope_theta"}
+    return {"rope_theta": rope.theta, "rope_scaling": scaling, "rope_parameters": found}
+
+
+def head_config(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:
+    """config.json in ModelOpt's layout. `target_hidden_size` is absent on purpose: servers test for its presence."""
+    config: dict[str, Any] = {
+        **class_config(spec),
+        **architecture_config(spec),
+        **rope_config(spec.rope),
+        "bos_token_id": target.bos_token_id,
+        "eos_token_id": list(target.eos_token_ids)
+        if len(target.eos_token_ids) > 1
+        else (target.eos_token_ids or (None,))[0],
+        "pad_token_id": target.pad_token_id,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "num_aux_hidden_states": spec.num_aux,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(spec.aux_layers or target.default_aux_layers),
+            "use_aux_hidden_state": True,
+            "use_input_layernorm_in_first_layer": True,
+            "use_last_layernorm": True,
+            "use_mtp_layernorm": False,
+            "next_layer_regular": True,
+            "parallel_draft_step": 1,
+            "parallel_draft_heads_num_layers": 1,
+        },
+    }
+    if spec.fc_norm or spec.norm_output:
+        config |= {"fc_norm": spec.fc_norm, "norm_output": spec.norm_output}
+    return config

@@ -1,0 +1,204 @@
+"""What goes wrong silently with Eagle3 heads, found in the checkpoint alone. `pairing` looks at head and target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trtspec.checkpoint.headers import Checkpoint, TensorInfo
+from trtspec.checkpoint.heads.shapes import REMEDY, required_names
+from trtspec.checkpoint.heads.values import FLOATS, read_values, vocabulary_values
+from trtspec.errors import Problem
+from trtspec.specs import HeadSpec
+
+CONFIG_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+OPTIONAL = ("lm_head.weight", "embed_tokens.weight", "d2t", "t2d", "input_norm.weight")
+KEEP_DRAFT = "convert the head again with its draft vocabulary, or train it with the full one"
+
+
+def head_problems(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
+    """Every problem beyond missing tensors and shapes; `tensors` go by their canonical names."""
+    return [
+        *_layout(checkpoint, tensors, spec),
+        *_layer_ids(checkpoint.config, spec),
+        *_function(checkpoint.config, tensors, spec),
+        *_vocabulary(checkpoint, tensors, spec),
+        *vocabulary_values(checkpoint, tensors, spec),
+        *_storage(checkpoint.config, tensors),
+        *_rope(checkpoint.config, spec),
+        *_double_norm(checkpoint, tensors, spec),
+    ]
+
+
+def _layout(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
+    problems = []
+    if any(name.startswith("model.") for name in checkpoint.tensors):
+        message = "tensor names start with `model.`; TensorRT-LLM and vLLM add that themselves and then find nothing"
+        problems.append(Problem("TS-HEAD-MODEL-PREFIX", "error", "tensor names", message, "drop the prefix"))
+    more = sorted({name.split(".")[1] for name in tensors if name.startswith("layers.")})
+    layers = (checkpoint.config.get("num_hidden_layers") or 1) if not more else 1 + len(more)
+    if layers != 1:
+        message = f"the head has {layers} decoder layers; Kimi heads and the engines' MLA drafters have one"
+        problems.append(Problem("TS-HEAD-LAYERS", "error", "num_hidden_layers", message, "use a one-layer head"))
+    fc_norms = tuple(f"fc_norm.{index}.weight" for index in range(spec.num_aux))
+    read = {*required_names(spec.attention), *OPTIONAL, *fc_norms}
+    unread = [name for name in tensors if name not in read and not name.startswith("layers.")]
+    qk_norms = [name for name in unread if name.endswith(("q_norm.weight", "k_norm.weight"))]
+    if qk_norms:
+        message = "the head normalises queries and keys; TensorRT-LLM would load it into another function"
+        problems.append(Problem("TS-HEAD-QK-NORM", "error", qk_norms[0], message, "serve it with vLLM"))
+    unread = [name for name in unread if name not in qk_norms]
+    if unread:
+        message = f"{len(unread)} tensors that no engine reads, first {unread[0]}"
+        problems.append(Problem("TS-HEAD-TENSOR-UNKNOWN", "warning", unread[0], message, REMEDY))
+    quantized = [name for name, info in tensors.items() if info.dtype not in FLOATS and name not in ("d2t", "t2d")]
+    if quantized:
+        message = f"{quantized[0]} is stored as {tensors[quantized[0]].dtype}; heads are served unquantized"
+        problems.append(Problem("TS-HEAD-DTYPE", "error", quantized[0], message, "store the head in BF16"))
+    return problems
+
+
+def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
+    """Ids that start at 2 under a key that counts from 0: either a deliberate choice, or counted one too far."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    nested = (config.get("eagle_config") or {}).get(key)
+    if not nested or key in config or min(nested) != 2:
+        return []
+    message = (
+        f"eagle_config lists layers {list(nested)}: layer outputs if counted from 0 (ModelOpt, TensorRT-LLM), "
+        f"but {[number - 1 for number in nested]} if they count the layers that ran (vLLM, SGLang); read as "
+        f"{list(spec.aux_layers or ())}"
+    )
+    remedy = "look which pair has the higher acceptance, `trtspec inspect HEAD --against TARGET` says what is usual"
+    return [Problem("TS-HEAD-LAYER-IDS", "warning", "eagle_config", message, remedy)]
+
+
+def _function(config: dict[str, Any], tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
+    """Flags that make the trained function another one than TensorRT-LLM computes."""
+    problems = []
+    if "target_hidden_size" in config and config["target_hidden_size"] is None:
+        message = "`target_hidden_size: null` makes loaders that only test for the key fail"
+        problems.append(Problem("TS-HEAD-TARGET-HIDDEN-NULL", "error", "config.json", message, "remove the key"))
+    if spec.norm_before_residual:
+        stated = "norm_before_residual" in config
+        message = "the residual is the normalised state (norm_before_residual), which TensorRT-LLM does not compute"
+        if not stated:
+            message += "; config.json does not say so, vLLM assumes it for a speculators head"
+        remedy = "serve it with vLLM, or train a head with norm_before_residual=false"
+        problems.append(Problem("TS-HEAD-NORM-RESIDUAL", "error", "norm_before_residual", message, remedy))
+    if spec.dialect == "specforge" and config.get("norm_output") is not None:
+        message = "SpecForge changed what norm_output means on 2026-09-15; read here as " + (
+            "EAGLE-3.1 feedback" if spec.norm_output else "plain EAGLE-3"
+        )
+        remedy = "check the SpecForge version that trained the head"
+        problems.append(Problem("TS-HEAD-NORM-OUTPUT", "warning", "config.json:norm_output", message, remedy))
+    if spec.fc_norm and any(f"fc_norm.{index}.weight" not in tensors for index in range(spec.num_aux)):
+        message = f"fc_norm needs one weight for each of the {spec.num_aux} captured states"
+        problems.append(Problem("TS-HEAD-FC-NORM", "error", "fc_norm", message, REMEDY))
+    return problems
+
+
+def _vocabulary(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
+    problems = []
+    pruned = spec.draft_vocab_size != spec.vocab_size
+    if pruned and not checkpoint.config.get("draft_vocab_size"):
+        message = f"the head drafts from {spec.draft_vocab_size} tokens and config.json has no draft_vocab_size"
+        remedy = f"add `draft_vocab_size: {spec.draft_vocab_size}`"
+        problems.append(Problem("TS-HEAD-DRAFT-VOCAB", "error", "config.json", message, remedy))
+    if pruned and not spec.has_d2t:
+        message = "the draft vocabulary is pruned and d2t is absent: engines would take the first tokens instead"
+        problems.append(Problem("TS-HEAD-D2T-MISSING", "error", "d2t", message, KEEP_DRAFT))
+    if pruned and not spec.has_lm_head:
+        message = "the draft vocabulary is pruned and the head has no lm_head of its own"
+        problems.append(Problem("TS-HEAD-LM-HEAD", "error", "lm_head.weight", message, KEEP_DRAFT))
+    if spec.has_embed_tokens and spec.target_hidden_size == spec.hidden_size:
+        message = "the head carries embed_tokens; TensorRT-LLM uses the target's and never reads these"
+        remedy = "nothing to do unless the embedding was trained"
+        problems.append(Problem("TS-HEAD-EMBED-OWN", "info", "embed_tokens.weight", message, remedy))
+    return problems
+
+
+def _storage(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> list[Problem]:
+    """How the weights are stored against what config.json says of it."""
+    problems = []
+    if config.get("quantization_config"):
+        message = "config.json carries a quantization_config, the target's it seems; engines would apply it to the head"
+        problems.append(Problem("TS-HEAD-QUANT-CONFIG", "error", "config.json", message, "remove the key"))
+    stated = config.get("torch_dtype") or config.get("dtype")
+    stored = CONFIG_DTYPES.get(tensors["fc.weight"].dtype) if "fc.weight" in tensors else None
+    if stated and stored and str(stated).removeprefix("torch.") != stored:
+        message = f"config.json says {stated}, the weights are {stored}; engines cast to what the config says"
+        remedy = f'set `torch_dtype: "{stored}"`'
+        problems.append(Problem("TS-HEAD-TORCH-DTYPE", "warning", "config.json:torch_dtype", message, remedy))
+    return problems
+
+
+def _rope(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
+    problems = []
+    rope = spec.rope
+    injected = spec.dialect == "modelopt" and rope.rope_type == "yarn"
+    if injected and (rope.factor, rope.original_max_position_embeddings) == (32.0, 2048):
+        message = "YaRN with factor 32 over 2048 is what ModelOpt 0.44+ writes into an export trained with plain rope"
+        remedy = "if the head was trained with plain rope, set `rope_scaling: null`"
+        problems.append(Problem("TS-HEAD-ROPE-INJECTED", "warning", "config.json:rope_scaling", message, remedy))
+    flat = {**(config.get("transformer_layer_config") or {}), **config}
+    if flat.get("rope_theta") is None:
+        message = f"no rope_theta at the top level, where TensorRT-LLM reads it; it falls to 10000, not {rope.theta:g}"
+        severity = "error" if rope.theta != 10000 else "warning"
+        remedy = f"add `rope_theta: {rope.theta:g}`"
+        problems.append(Problem("TS-HEAD-ROPE-THETA", severity, "config.json", message, remedy))  # type: ignore[arg-type]
+    if spec.attention == "mla" and rope.rope_type != "yarn":
+        message = "an MLA head without YaRN; TensorRT-LLM computes YaRN for every MLA draft"
+        problems.append(Problem("TS-HEAD-ROPE-MLA", "error", "config.json:rope_scaling", message, REMEDY))
+    if spec.attention == "mha" and rope.rope_type == "yarn" and not injected:
+        problems.append(_llama_yarn(flat, spec))
+    if spec.dialect == "torchspec" and spec.attention == "mla" and rope.rope_type == "yarn" and rope.theta != 10000:
+        message = (
+            f"TorchSpec (at least to 2026-04-28) computes an MLA head's YaRN with base 10000 whatever rope_theta says; "
+            f"the file says {rope.theta:g}"
+        )
+        remedy = "measure acceptance at both bases; `trtspec convert --rope-theta 10000` writes the other"
+        problems.append(Problem("TS-HEAD-ROPE-TORCHSPEC", "warning", "config.json:rope_theta", message, remedy))
+    return problems
+
+
+def _llama_yarn(flat: dict[str, Any], spec: HeadSpec) -> Problem:
+    """YaRN in a Llama head: three readers, three attention gains unless both mscale keys stand there."""
+    scaling = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
+    gain = 1 + 0.1 * float(np.log(spec.rope.factor))
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        message = f"YaRN in an MHA head: vLLM before it read mscale multiplies attention logits by {gain**2:.3f}"
+        return Problem("TS-HEAD-ROPE-MSCALE", "info", "config.json:rope_scaling", message, "use a current vLLM")
+    message = (
+        f"YaRN in an MHA head without mscale and mscale_all_dim: engines multiply attention logits by {gain**2:.3f}"
+    )
+    remedy = "right only if it was trained so; else set both to 1.0"
+    return Problem("TS-HEAD-ROPE-MSCALE", "warning", "config.json:rope_scaling", message, remedy)
+
+
+def _double_norm(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
+    """ModelOpt 0.41 to 0.47 trains LN(LN(x; input_layernorm); hidden_norm); engines compute LN(x; hidden_norm)."""
+    gain = tensors.get("layer.input_layernorm.weight")
+    if spec.dialect != "modelopt" or gain is None or gain.dtype not in FLOATS or _trained_here(checkpoint.path):
+        return []
+    spread = float(np.std(read_values(checkpoint, gain)))
+    if spread < 1e-3:
+        return []
+    message = (
+        f"if ModelOpt 0.41 to 0.47 trained this head with its own layers, training normalised the state twice and no "
+        f"engine does; the input_layernorm gain spreads by {spread:.3f}, and the cost grows with it"
+    )
+    remedy = "measure acceptance with `trtspec bench`; heads from `trtspec train` are not affected"
+    return [Problem("TS-HEAD-DOUBLE-NORM", "warning", "input_layernorm.weight", message, remedy)]
+
+
+def _trained_here(path: Path) -> bool:
+    """Whether `trtspec train` made the head, also when `trtspec convert` rewrote it since."""
+    from trtspec.checkpoint.heads.dialects import recorded
+
+    record = recorded(path)
+    while record.get("command") == "convert":
+        record = (record.get("source") or {}).get("provenance") or {}
+    return record.get("command") == "train"

@@ -1,0 +1,257 @@
+"""Which tensors a converted head holds, where each comes from, and writing them with one piece in memory at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from trtspec.checkpoint.headers import Checkpoint, TensorInfo
+from trtspec.checkpoint.heads.dialects import DIALECTS
+from trtspec.checkpoint.heads.problems import OPTIONAL
+from trtspec.checkpoint.heads.shapes import canonical_names, required_names
+from trtspec.checkpoint.heads.values import EXPONENTS, count_not_finite, not_finite, read_values
+from trtspec.checkpoint.tensors import LazyTensors
+from trtspec.checkpoint.writer import ShardFile
+from trtspec.errors import CheckFailed, Problem
+from trtspec.heads.convert.rules import NAMES
+from trtspec.specs import HeadSpec, ModelSpec
+
+Choice = Literal["auto", "keep", "drop", "target"]
+PIECE = 1 << 20  # bytes in flight; they stay in the cache while they are hashed and looked at
+REBUILT = ("d2t", "t2d")
+# dialects whose readers cannot do without an lm_head in the file, and those whose readers use the target's embedding
+NEED_LM_HEAD = ("speculators", "torchspec", "specforge", "safeailab")
+IGNORE_EMBEDDING = ("modelopt", "sglang", "safeailab")
+
+
+@dataclass(frozen=True)
+class Lender:
+    """The target's own embedding and lm_head, where its weights are on this machine."""
+
+    checkpoint: Checkpoint
+    spec: ModelSpec
+
+    def find(self, name: str) -> TensorInfo | None:
+        """`embed_tokens.weight` or `lm_head.weight` of the text model."""
+        inner = "model." if name.startswith("embed_tokens") else ""
+        return self.checkpoint.tensors.get(f"{self.spec.name_prefix}{inner}{name}")
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """One tensor of the output. `info` is its place in `source`, or None for a rebuilt map (`values`)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    checkpoint: Checkpoint | None = None
+    info: TensorInfo | None = None
+    values: torch.Tensor | None = None
+
+    @staticmethod
+    def copied(checkpoint: Checkpoint, info: TensorInfo) -> OutputTensor:
+        return OutputTensor(info.dtype, info.shape, checkpoint, info)
+
+    @staticmethod
+    def made(values: np.ndarray) -> OutputTensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        return OutputTensor("BOOL" if tensor.dtype == torch.bool else "I64", tuple(tensor.shape), values=tensor)
+
+
+def plan_tensors(
+    source: Checkpoint, spec: HeadSpec, dialect: str, lender: Lender | None, lm_head: Choice, embed: Choice
+) -> tuple[dict[str, OutputTensor], list[Problem]]:
+    """Names in the destination -> where their bytes come from; with every reason why the plan cannot be carried out."""
+    tensors, prefix = canonical_names(source.tensors), DIALECTS[dialect].prefix
+    entries, problems = {}, list[Problem]()
+    norms = [f"fc_norm.{index}.weight" for index in range(spec.num_aux)] if spec.fc_norm else []
+    norms += ["input_norm.weight"] if spec.norm_before_fc else []
+    for name in required_names(spec.attention) + norms:
+        if name in tensors:
+            renamed = prefix + name.removeprefix("layer.") if name.startswith("layer.") else name
+            entries[renamed] = OutputTensor.copied(source, tensors[name])
+    known = {*required_names(spec.attention), *norms, *OPTIONAL}
+    unknown = [name for name in tensors if name not in known and not name.endswith("rotary_emb.inv_freq")]
+    if unknown:
+        message = f"{len(unknown)} tensors have no place in {NAMES[dialect]}, first {unknown[0]}"
+        remedy = "ask the head's author what they do; a head that works without them can be saved without them"
+        problems.append(Problem("TS-CONVERT-TENSORS", "error", unknown[0], message, remedy))
+    for name, choose, choice in (("lm_head.weight", _lm_head, lm_head), ("embed_tokens.weight", _embedding, embed)):
+        own = OutputTensor.copied(source, tensors[name]) if name in tensors else None
+        theirs = lender.find(name) if lender else None
+        lent = OutputTensor.copied(lender.checkpoint, theirs) if lender and theirs else None
+        chosen, found = choose(spec, dialect, own, lent, choice)
+        problems += found
+        if chosen is not None:
+            entries[name] = chosen
+    return entries | _maps(source, tensors, spec, dialect), problems
+
+
+def vocabulary_targets(source: Checkpoint, tensors: dict[str, TensorInfo]) -> np.ndarray | None:
+    """Target id of each draft id, int64 [Vd], from d2t, or from t2d where d2t is absent."""
+    if "d2t" in tensors:
+        offsets = read_values(source, tensors["d2t"]).astype(np.int64)
+        return offsets + np.arange(len(offsets))
+    return np.flatnonzero(read_values(source, tensors["t2d"])) if "t2d" in tensors else None
+
+
+def _maps(source: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec, dialect: str) -> dict[str, OutputTensor]:
+    """d2t int64 [Vd] and t2d bool [V], made anew: t2d follows from d2t and an unpruned map is the identity."""
+    pruned = spec.draft_vocab_size != spec.vocab_size
+    kind = DIALECTS[dialect].t2d
+    if not pruned and kind != "always":
+        return {}
+    targets = vocabulary_targets(source, tensors) if pruned else np.arange(spec.vocab_size)
+    if targets is None:
+        return {}
+    entries = {"d2t": OutputTensor.made(targets - np.arange(len(targets)))}
+    if kind != "never":
+        mask = np.zeros(spec.vocab_size, dtype=bool)
+        mask[targets] = True
+        entries["t2d"] = OutputTensor.made(mask)
+    return entries
+
+
+def _lm_head(
+    spec: HeadSpec, dialect: str, own: OutputTensor | None, lent: OutputTensor | None, choice: Choice
+) -> tuple[OutputTensor | None, list[Problem]]:
+    where, code = "lm_head.weight", "TS-CONVERT-LM-HEAD"
+    pruned = spec.draft_vocab_size != spec.vocab_size
+    if choice == "target" or (choice == "auto" and own is None and dialect in NEED_LM_HEAD):
+        if pruned:
+            message = "the target's lm_head has a row for each of its tokens, and this head drafts from fewer"
+            return own, [Problem(code, "error", where, message, "keep the head's own: --lm-head keep")]
+        if lent is None:
+            message = f"{NAMES[dialect]} needs an lm_head, and the target's weights to borrow it from are not here"
+            return own, [Problem(code, "error", where, message, "pass --target DIR with the target's weights")]
+        return lent, _misfit(lent, (spec.vocab_size, spec.hidden_size), where, code)
+    if choice == "drop" and own is not None:
+        if pruned or dialect in NEED_LM_HEAD:
+            reason = "a pruned head has rows of its own" if pruned else f"{NAMES[dialect]} never takes the target's"
+            return own, [Problem(code, "error", where, f"lm_head cannot be left out: {reason}", "use --lm-head keep")]
+        return None, _lost(own, lent, where, code, "lm_head")
+    return own, []
+
+
+def _embedding(
+    spec: HeadSpec, dialect: str, own: OutputTensor | None, lent: OutputTensor | None, choice: Choice
+) -> tuple[OutputTensor | None, list[Problem]]:
+    """auto: what the dialect's own writer does, without losing an embedding that is not the target's."""
+    where, code = "embed_tokens.weight", "TS-CONVERT-EMBED"
+    borrowed = spec.target_hidden_size == spec.hidden_size  # else every reader needs the head's own
+    ignored = dialect in IGNORE_EMBEDDING and borrowed
+    if choice == "target" or (choice == "auto" and own is None and DIALECTS[dialect].embed_tokens and lent is not None):
+        if lent is None:
+            message = "the target's weights to borrow the embedding from are not here"
+            return own, [Problem(code, "error", where, message, "pass --target DIR with the target's weights")]
+        return lent, _misfit(lent, (spec.vocab_size, spec.hidden_size), where, code)
+    if own is None:
+        needed = not borrowed or dialect == "torchspec"
+        message = "the head has no embedding of its own; training goes on from the target's, serving shares it"
+        found = [Problem(code, "info", where, message, "pass --target DIR to write the target's")] if needed else []
+        return None, found
+    if choice == "drop":
+        return None, _lost(own, lent, where, code, "embedding") if borrowed else _required(code, where)
+    if choice == "keep" or not ignored:
+        return own, []
+    if lent is None:
+        message = f"{NAMES[dialect]} drafts with the target's embedding; whether the head's is the same is not known"
+        return own, [Problem(code, "warning", where, message, "pass --target DIR to compare them")]
+    if same_bytes(own, lent):
+        return None, []
+    message = f"the head's embedding is not the target's, and {NAMES[dialect]} drafts with the target's"
+    remedy = "convert to vllm, which uses the head's, or accept the loss with --embed-tokens drop"
+    return own, [Problem(code, "error", where, message, remedy)]
+
+
+def _required(code: str, where: str) -> list[Problem]:
+    message = "the target's states have another width, so every engine needs the head's own embedding"
+    return [Problem(code, "error", where, message, "use --embed-tokens keep")]
+
+
+def _lost(own: OutputTensor, lent: OutputTensor | None, where: str, code: str, what: str) -> list[Problem]:
+    """What to say when a tensor is left out on request."""
+    if lent is not None and same_bytes(own, lent):
+        return []
+    known = "is not the target's" if lent is not None else "was not compared with the target's"
+    message = f"the {what} is left out and {known}; engines take the target's"
+    return [Problem(code, "warning", where, message, "measure acceptance before and after")]
+
+
+def _misfit(lent: OutputTensor, wanted: tuple[int, int], where: str, code: str) -> list[Problem]:
+    if lent.shape == wanted and lent.dtype in EXPONENTS:
+        return []
+    message = f"the target's is {lent.dtype} {list(lent.shape)}, the head needs {list(wanted)} in BF16"
+    return [Problem(code, "error", where, message, "pass the target that the head was trained for")]
+
+
+def same_bytes(one: OutputTensor, other: OutputTensor) -> bool:
+    """Whether two tensors on disk are equal byte for byte, read in pieces."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return all(np.array_equal(a, b) for a, b in zip(pieces(one), pieces(other), strict=True))
+
+
+def pieces(entry: OutputTensor) -> Iterator[np.ndarray]:
+    """The bytes of an entry as uint8 arrays; each is overwritten by the next."""
+    if entry.values is not None:
+        yield entry.values.reshape(-1).view(torch.uint8).numpy()
+        return
+    assert entry.checkpoint is not None
+    assert entry.info is not None
+    with LazyTensors(entry.checkpoint) as lazy:
+        for piece in lazy.chunks(entry.info.name, PIECE):
+            yield np.frombuffer(piece, np.uint8)
+
+
+def write_tensors(
+    path: Path, entries: dict[str, OutputTensor], progress: Callable[[int, int], None] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Writes model.safetensors and returns, for each tensor, its source and the SHA-256 of its bytes.
+
+    Every float that passes is looked at: raises CheckFailed for NaN and infinity.
+    """
+    layout = {name: (entry.dtype, entry.shape) for name, entry in sorted(entries.items())}
+    shard = ShardFile(path, layout, {"format": "pt"})
+    total, done, record = shard.size, 0, dict[str, dict[str, Any]]()
+    try:
+        for name, entry in entries.items():
+            digest, bad = hashlib.sha256(), 0
+
+            def passing(entry: OutputTensor = entry, digest: Any = digest) -> Iterator[memoryview]:
+                nonlocal bad, done
+                for piece in pieces(entry):
+                    digest.update(piece)
+                    bad += count_not_finite(piece.data, entry.dtype) if entry.dtype in EXPONENTS else 0
+                    done += len(piece)
+                    yield piece.data
+                    if progress is not None:
+                        progress(done, total)
+
+            shard.write_chunks(name, passing())
+            if bad:
+                problem = not_finite(name, bad, int(np.prod(entry.shape)))
+                raise CheckFailed(f"[{problem.code}] {name}: {problem.message}", problem.remedy)
+            record[name] = {"source": entry.info.name if entry.info else None, "sha256": digest.hexdigest()}
+        shard.finish()
+    except BaseException:
+        shard.abandon()
+        raise
+    return record
+
+
+def with_ownership(spec: HeadSpec, dialect: str, entries: dict[str, OutputTensor]) -> HeadSpec:
+    """The record of the head that is written: its dialect, prefix, and which tensors it holds."""
+    return replace(
+        spec,
+        dialect=dialect,
+        layer_prefix=DIALECTS[dialect].prefix,
+        has_lm_head="lm_head.weight" in entries,
+        has_embed_tokens="embed_tokens.weight" in entries,
+        has_d2t="d2t" in entries,
+    )

@@ -1,0 +1,250 @@
+"""The target answers the prompts through an OpenAI endpoint: concurrent, resumable, in order.
+
+Each finished conversation is journalled before it counts, so a killed run never asks for it again. The output is
+written from the journal in the order of the prompts, in ModelOpt's data format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+
+from trtspec.checkpoint.journal import Journal
+from trtspec.errors import TrtspecError, UsageError
+from trtspec.heads.data.prompts import Prompt
+from trtspec.report import write_atomic
+
+RETRY_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
+THINKING = re.compile(r"^\s*(?:<think>)?(?:(?!</?think>).)*</think>\s*", re.DOTALL)  # up to the end of the reasoning
+MAX_FAILED_IN_A_ROW = 8  # then the server is gone, not one request unlucky
+
+
+@dataclass(frozen=True)
+class AnswerSampling:
+    """What is sent with every request. `raw` asks /completions with the bare prompt: no chat template. `thinking` says
+    whether the reasoning before an answer goes into the data set, and so into what the head learns."""
+
+    model: str | None = None
+    max_tokens: int = 512
+    temperature: float = 1.0
+    top_p: float = 1.0
+    raw: bool = False
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    thinking: Literal["keep", "drop"] = "keep"
+
+
+@dataclass(frozen=True)
+class TargetEndpoint:
+    """`base_url` ends in /v1. `retries` are of one request, with exponential backoff and jitter."""
+
+    base_url: str
+    api_key: str = "none"
+    concurrency: int = 16
+    timeout: float = 600.0
+    retries: int = 6
+    first_delay: float = 0.5
+
+
+@dataclass
+class Outcome:
+    """Counts of one run. `resumed` conversations came from the journal; `failed` ids are left out of the output."""
+
+    answered: int = 0
+    resumed: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def synthesize(
+    prompts: list[Prompt],
+    output: Path,
+    endpoint: TargetEndpoint,
+    sampling: AnswerSampling,
+    *,
+    journal_path: Path,
+    on_answer: Callable[[int], None] = lambda _: None,
+    on_resumed: Callable[[int], None] = lambda _: None,
+) -> Outcome:
+    """Answers every prompt that the journal lacks, then writes `output`. `on_resumed` gets the number of prompts that
+    the journal has, `on_answer` the tokens of each further one. Raises TrtspecError when the server is gone
+    or refuses, UsageError when the journal belongs to another sampling."""
+    journal = Journal(journal_path, {"sampling": asdict(sampling)})
+    try:
+        on_resumed(sum(prompt.id in journal.done for prompt in prompts))
+        outcome = asyncio.run(_answer_all(prompts, endpoint, sampling, journal, on_answer))
+        rows = [journal.done[prompt.id]["row"] for prompt in prompts if prompt.id in journal.done]
+        write_atomic(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    finally:
+        journal.close()
+    return outcome
+
+
+async def _answer_all(
+    prompts: list[Prompt],
+    endpoint: TargetEndpoint,
+    sampling: AnswerSampling,
+    journal: Journal,
+    on_answer: Callable[[int], None],
+) -> Outcome:
+    todo = [prompt for prompt in prompts if prompt.id not in journal.done]
+    outcome = Outcome(resumed=len(prompts) - len(todo))
+    began = time.monotonic()
+    queue = iter(todo)
+    in_a_row = 0
+    limits = httpx.Limits(max_connections=endpoint.concurrency, max_keepalive_connections=endpoint.concurrency)
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+    base = endpoint.base_url.rstrip("/") + "/"
+    async with httpx.AsyncClient(base_url=base, headers=headers, timeout=endpoint.timeout, limits=limits) as client:
+        if todo and sampling.model is None:
+            sampling = AnswerSampling(**{**asdict(sampling), "model": await _first_model(client, endpoint)})
+
+        async def work() -> None:
+            nonlocal in_a_row
+            for prompt in queue:
+                try:
+                    row, tokens = await converse(client, prompt, sampling, endpoint)
+                except RequestFailed as failure:
+                    in_a_row += 1
+                    outcome.failed[prompt.id] = failure.reason
+                    if in_a_row >= MAX_FAILED_IN_A_ROW:
+                        raise TrtspecError(
+                            f"TS-SYNTH-SERVER {MAX_FAILED_IN_A_ROW} requests in a row failed, last: {failure.reason}",
+                            "look at the server, then run the same command again: finished answers are kept",
+                        ) from None
+                    continue
+                in_a_row = 0
+                journal.record(prompt.id, row=row)
+                outcome.answered += 1
+                outcome.tokens += tokens
+                on_answer(tokens)
+
+        await _all_or_first_error([work() for _ in range(min(endpoint.concurrency, max(1, len(todo))))])
+    outcome.seconds = time.monotonic() - began
+    return outcome
+
+
+async def _all_or_first_error(workers: list[Any]) -> None:
+    tasks = [asyncio.create_task(worker) for worker in workers]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class RequestFailed(Exception):
+    """One request failed for good; the others go on."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+async def converse(
+    client: httpx.AsyncClient, prompt: Prompt, sampling: AnswerSampling, endpoint: TargetEndpoint
+) -> tuple[dict[str, Any], int]:
+    """(row of the data set, completion tokens): every turn answered by the target, its answers fed back as context."""
+    record: dict[str, Any] = {"conversation_id": prompt.id}
+    if prompt.category:
+        record["category"] = prompt.category
+    if sampling.raw:
+        text = "\n".join(message["content"] for turn in prompt.turns for message in turn)
+        choice, tokens = await _ask(client, "completions", {"prompt": text}, prompt.seed, sampling, endpoint)
+        return record | {"prompt": text, "completion": choice["text"], "finish_reason": choice["finish_reason"]}, tokens
+    messages: list[dict[str, Any]] = []
+    total = 0
+    choice = {}
+    for number, turn in enumerate(prompt.turns):
+        messages += turn
+        body: dict[str, Any] = {"messages": messages}
+        if prompt.tools:
+            body["tools"] = list(prompt.tools)
+        choice, tokens = await _ask(client, "chat/completions", body, prompt.seed + number, sampling, endpoint)
+        total += tokens
+        messages.append(_answer(choice, sampling.thinking))
+    if prompt.tools:
+        record["tools"] = list(prompt.tools)
+    return record | {"conversations": messages, "finish_reason": choice["finish_reason"]}, total
+
+
+def _answer(choice: dict[str, Any], thinking: Literal["keep", "drop"]) -> dict[str, Any]:
+    """The assistant's message as the data set holds it. Reasoning stands in a field of its own, or in the text of
+    servers without a reasoning parser."""
+    try:
+        answer = choice["message"]
+        content = answer.get("content") or ""
+    except (KeyError, TypeError, AttributeError):
+        raise RequestFailed(f"the answer holds no message: {str(choice)[:200]}") from None
+    if thinking == "drop":
+        content = THINKING.sub("", content)
+    kept = ("tool_calls",) if thinking == "drop" else ("reasoning_content", "tool_calls")
+    return {"role": "assistant", "content": content} | {key: answer[key] for key in kept if answer.get(key)}
+
+
+async def _ask(
+    client: httpx.AsyncClient,
+    path: str,
+    body: dict[str, Any],
+    seed: int,
+    sampling: AnswerSampling,
+    endpoint: TargetEndpoint,
+) -> tuple[dict[str, Any], int]:
+    body = {
+        "model": sampling.model,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": seed,
+        **sampling.extra_body,
+        **body,
+    }
+    reply = await _with_retries(lambda: client.post(path, json=body), endpoint)
+    try:
+        return reply["choices"][0], int((reply.get("usage") or {}).get("completion_tokens") or 0)
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise RequestFailed(f"the answer is no completion: {str(reply)[:200]}") from None
+
+
+async def _with_retries(send: Callable[[], Any], endpoint: TargetEndpoint) -> Any:
+    """JSON of a 200 answer. Connection errors and busy statuses are tried again, other statuses are final."""
+    reason = ""
+    for attempt in range(endpoint.retries + 1):
+        if attempt:
+            await asyncio.sleep(endpoint.first_delay * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
+        try:
+            response = await send()
+        except httpx.TransportError as error:
+            reason = f"{type(error).__name__} {error}".strip()
+            continue
+        if response.status_code == 200:
+            return response.json()
+        reason = f"status {response.status_code}: {response.text[:200]}"
+        if response.status_code in (401, 403, 404):
+            raise UsageError(f"{response.request.url} answers {reason}", "check --base-url, --model and --api-key")
+        if response.status_code not in RETRY_STATUS:
+            break
+    raise RequestFailed(reason)
+
+
+async def _first_model(client: httpx.AsyncClient, endpoint: TargetEndpoint) -> str:
+    try:
+        reply = await _with_retries(lambda: client.get("models"), endpoint)
+        return str(reply["data"][0]["id"])
+    except RequestFailed as failure:
+        raise TrtspecError(
+            f"TS-SYNTH-SERVER {endpoint.base_url} does not answer ({failure.reason})",
+            "start it: `trtspec serve TARGET`, and pass its URL as --base-url http://HOST:PORT/v1",
+        ) from None
+    except (KeyError, IndexError, TypeError):
+        raise TrtspecError(f"{endpoint.base_url}/models lists no model", "pass --model") from None

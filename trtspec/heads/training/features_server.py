@@ -1,0 +1,121 @@
+"""`--features http://HOST:PORT`: states fetched from a live server while the head trains; nothing is stored.
+
+This is ModelOpt's streaming mode, spoken by ModelOpt's own client: a vLLM with ModelOpt's `RdmaHiddenStatesConnector`
+answers a completion request of one token with an id, and the captured states of the prompt are read from its memory
+over NIXL: the head's layers and the residual stream after the last one. The target's final norm is applied here.
+A step's states are fetched while the step before computes. Every epoch fetches them again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import httpx
+import torch
+from torch import Tensor, nn
+
+from trtspec.errors import TrtspecError
+from trtspec.heads.data.samples import Sample
+from trtspec.heads.training.features import Features, bytes_per_token
+from trtspec.specs import ModelSpec
+
+Fetch = Callable[[Sample], Tensor | None]
+CONCURRENT = 2  # requests under way at once per process; each takes a core, because NIXL polls without a pause
+ATTEMPTS = 5
+PATIENCE = 1.0  # seconds before the second attempt, doubled before each further one
+
+
+def is_served(features: str) -> bool:
+    """Whether `--features` names servers: one URL, or several with commas between."""
+    return features.startswith(("http://", "https://"))
+
+
+def server_urls(features: str) -> list[str]:
+    return [url.strip().rstrip("/") for url in features.split(",")]
+
+
+def served_model(url: str) -> str:
+    """The name under which the server knows its model; TrtspecError when it does not answer."""
+    try:
+        answer = httpx.get(f"{url}/v1/models", timeout=30).raise_for_status().json()
+        return str(answer["data"][0]["id"])
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise TrtspecError(
+            f"TS-FEATURES-SERVER {url} does not name its model ({error})",
+            "start the command that `trtspec train --dry-run` prints, and wait until it is ready",
+        ) from None
+
+
+class ServedFeatures(Features):
+    """`Features` whose states are on a server until a step needs them."""
+
+    def __init__(
+        self, samples: list[Sample], spec: ModelSpec, num_aux: int, norm: nn.Module, client: Callable[[], Fetch]
+    ) -> None:
+        """client: makes the function that fetches one sample's planes [S, n_aux + 1, H]; called once per thread.
+        norm: the target's final norm."""
+        empty = torch.empty(0, spec.hidden_size, dtype=torch.bfloat16)
+        super().__init__(samples, [], empty, empty.new_empty(0, num_aux * spec.hidden_size))
+        self.spec, self.num_aux, self.norm = spec, num_aux, norm
+        self._client, self._own = client, threading.local()
+        self._coming: dict[int, Future[tuple[Tensor, Tensor]]] = {}
+        self._threads = ThreadPoolExecutor(CONCURRENT, "states")
+
+    def rows(self, index: int) -> slice:
+        raise NotImplementedError("the states of a server are not in one tensor; ask for `states`")
+
+    @property
+    def bytes(self) -> int:
+        return sum(len(sample.tokens) for sample in self.samples) * bytes_per_token(self.spec, self.num_aux)
+
+    def expect(self, indices: list[int]) -> None:
+        """Begins to fetch what is not under way."""
+        for index in indices:
+            if index not in self._coming:
+                self._coming[index] = self._threads.submit(self._states, self.samples[index])
+
+    def states(self, index: int) -> tuple[Tensor, Tensor]:
+        """As `Features.states`. Raises TrtspecError when the server stays away, or captures something else."""
+        self.expect([index])
+        return self._coming.pop(index).result()
+
+    def close(self) -> None:
+        """Ends the threads, and with them the clients, whose own threads poll the network without a pause."""
+        self._threads.shutdown(cancel_futures=True)
+
+    @torch.inference_mode()
+    def _states(self, sample: Sample) -> tuple[Tensor, Tensor]:
+        planes = self._fetched(sample)[: len(sample.tokens)]  # vLLM may add the one token that was asked for
+        wanted = (len(sample.tokens), self.num_aux + 1, self.spec.hidden_size)
+        if tuple(planes.shape) != wanted:
+            raise TrtspecError(
+                f"TS-FEATURES-SERVER the server captured {tuple(planes.shape)} for {sample.id}, wanted {wanted}: "
+                f"tokens, {self.num_aux} layers and the last one, width",
+                "start it with the layers that `trtspec train --dry-run` prints for this head",
+            )
+        weight = next(self.norm.parameters())
+        hidden = self.norm(planes[:, -1].to(weight.device, weight.dtype))
+        return hidden.to("cpu", torch.bfloat16), planes[:, :-1].flatten(1).to(torch.bfloat16)
+
+    def _fetched(self, sample: Sample) -> Tensor:
+        """The planes, after as many attempts as are worth it."""
+        if not hasattr(self._own, "fetch"):
+            self._own.fetch = self._client()
+        for attempt in range(ATTEMPTS):
+            reason: object = "no states for it"
+            try:
+                planes = self._own.fetch(sample)
+                if planes is not None:
+                    return planes
+            except (httpx.HTTPError, OSError) as error:
+                reason = error
+            except RuntimeError as error:  # other tokens than ours, or slots too small for them: no attempt helps
+                raise TrtspecError(f"TS-FEATURES-SERVER {error}", "start the server for this --seq-len") from None
+            time.sleep(PATIENCE * 2**attempt)
+        raise TrtspecError(
+            f"TS-FEATURES-SERVER the server gave no states of {sample.id} in {ATTEMPTS} attempts ({reason})",
+            "look at its log; the run goes on when the same command is given again",
+        )

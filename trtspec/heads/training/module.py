@@ -1,0 +1,294 @@
+"""An Eagle3 head inside ModelOpt's training module: the only file of this room that imports modelopt.
+
+ModelOpt gives the head (fc, norms, d2t, the 2H-wide attention input), the training-time test and its loss. Supplied
+here is what it lacks or does differently from every server:
+
+- the decoder layer is ours, so the hidden state is normed once and nothing is downloaded (see `decoder`);
+- no rope scaling is injected at export;
+- EAGLE-3.1: one norm per captured state before fc, and the normed state fed back to the next step;
+- attention of the later steps as one score matrix and diagonals in place of a k times longer masked one;
+- the same loss in fewer passes over the vocabulary: a third of the time of the formula in autograd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from transformers import DeepseekV3Config, LlamaConfig, PreTrainedModel
+
+from trtspec.checkpoint.heads.config import architecture_config, rope_scaling
+from trtspec.errors import MissingDependency, TrtspecError
+from trtspec.heads.data.samples import Sample
+from trtspec.heads.training.decoder import TTT_ATTENTION, LlamaDraftLayer, MlaDraftLayer
+from trtspec.specs import HeadSpec, ModelSpec
+
+try:
+    import modelopt.torch.speculative as mtsp
+    from modelopt.torch.speculative.plugins import hf_eagle
+except ImportError as missing:  # pragma: no cover - needs an environment without modelopt
+    raise MissingDependency(
+        f"training needs nvidia-modelopt ({missing})", "install it: pip install 'trtspec[modelopt]'"
+    ) from None
+
+LOSS_DECAY = 0.9
+TrainingModule = Any  # the target stub that ModelOpt turned into a dynamic module with `eagle_module`
+
+
+class TargetStub(PreTrainedModel):
+    """What training needs of a target whose states are already there: embeddings and lm_head, no layers."""
+
+    def __init__(self, config: Any, embed: torch.Tensor, lm_head: torch.Tensor) -> None:
+        super().__init__(config)
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList()
+        self.model.dtype = torch.float32  # ModelOpt makes the head in this dtype: master weights stay float32
+        self.embed_tokens = nn.Embedding.from_pretrained(embed)
+        self.lm_head = nn.Linear(lm_head.shape[1], lm_head.shape[0], bias=False, device="meta")
+        self.lm_head.weight = nn.Parameter(lm_head, requires_grad=False)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise TrtspecError("the target's states must be computed before training", "pass features for every batch")
+
+
+def build(
+    spec: HeadSpec,
+    target: ModelSpec,
+    embed: torch.Tensor,
+    lm_head: torch.Tensor,
+    *,
+    ttt_steps: int = 3,
+    target_ids: torch.Tensor | None = None,
+    total: Callable[[torch.Tensor], torch.Tensor] = lambda count: count,
+) -> TrainingModule:
+    """Returns ModelOpt's training module with a fresh head of shape `spec`, float32, on lm_head's device.
+
+    embed, lm_head: the target's [V, H], frozen. target_ids int64 [Vd]: the target id of each draft id, ascending, for
+    a pruned vocabulary. The head's own lm_head starts as the target's rows. total: see `eagle_loss`.
+    """
+    stub = TargetStub(_stub_config(spec, target), embed, lm_head)
+    options = {
+        "eagle_decoder_type": "kimik2" if spec.attention == "mla" else "llama",
+        "eagle_offline": True,
+        "eagle_ttt_steps": ttt_steps,
+        "eagle_loss_decay_factor": LOSS_DECAY,
+        "eagle_use_torch_compile": False,
+        "eagle_export_rope_scaling": {},
+        "eagle_architecture_config": _eagle_architecture(spec, target),
+    }
+    with _own_layers(), _silence():
+        model = mtsp.convert(stub, [("eagle", options)])
+    _finish_head(model.eagle_module, spec, lm_head, target_ids)
+    model._enable_cp_ttt = contextlib.nullcontext  # ModelOpt would force the slow math kernel
+    model._eagle_loss = functools.partial(eagle_loss, total=total)
+    model._get_ttt_attention_mask = lambda *_: None  # the rule is in decoder.ttt_attention, for any length
+    model.train()
+    return model
+
+
+def _stub_config(spec: HeadSpec, target: ModelSpec) -> Any:
+    config_class = DeepseekV3Config if spec.attention == "mla" else LlamaConfig
+    return config_class(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        num_hidden_layers=target.num_hidden_layers,
+        max_position_embeddings=target.max_position_embeddings,
+        rms_norm_eps=target.rms_norm_eps,
+        rope_parameters=rope_scaling(spec.rope),
+        tie_word_embeddings=False,
+        **_special_ids(target),
+    )
+
+
+def _special_ids(target: ModelSpec) -> dict[str, Any]:
+    eos = list(target.eos_token_ids) or None
+    return {"bos_token_id": target.bos_token_id, "eos_token_id": eos, "pad_token_id": target.pad_token_id}
+
+
+def _eagle_architecture(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:
+    return {
+        **architecture_config(spec),
+        **_special_ids(target),
+        "rope_scaling": rope_scaling(spec.rope),
+        "rope_theta": spec.rope.theta,
+        "has_lm_head": True,
+        "use_aux_hidden_state": True,
+        "use_last_layernorm": True,
+        "eagle_aux_hidden_state_layer_ids": list(spec.aux_layers or target.default_aux_layers),
+        "_attn_implementation": TTT_ATTENTION,
+    }
+
+
+@contextlib.contextmanager
+def _own_layers() -> Iterator[None]:
+    """ModelOpt takes its decoder class from these two names; the stock MLA one downloads code from the hub."""
+    with (
+        patch.object(hf_eagle, "LlamaDecoderLayer", LlamaDraftLayer),
+        patch.object(hf_eagle, "_setup_kimi_k2_decoder", lambda: MlaDraftLayer),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """ModelOpt prints what it finds; stdout belongs to the command's data."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+def _finish_head(head: Any, spec: HeadSpec, lm_head: torch.Tensor, target_ids: torch.Tensor | None) -> None:
+    if spec.has_d2t:
+        if target_ids is None or target_ids.shape != (spec.draft_vocab_size,):
+            raise TrtspecError(f"a draft vocabulary of {spec.draft_vocab_size} needs that many target ids")
+        head.d2t.copy_(target_ids - torch.arange(spec.draft_vocab_size, device=target_ids.device))
+    with torch.no_grad():
+        head.lm_head.weight.copy_(lm_head if target_ids is None else lm_head[target_ids])
+    attention = head.layers[0].self_attn
+    if spec.attention == "mla":  # servers use the config's eps here; the transformers module has a constant
+        attention.q_a_layernorm.variance_epsilon = spec.rms_norm_eps
+        attention.kv_a_layernorm.variance_epsilon = spec.rms_norm_eps
+    if spec.fc_norm:
+        head.fc_norm = nn.ModuleList(
+            nn.RMSNorm(spec.target_hidden_size, spec.rms_norm_eps, device=lm_head.device) for _ in range(spec.num_aux)
+        )
+        head.fc.register_forward_pre_hook(lambda _, args: (_norm_states(head.fc_norm, args[0]),))
+    if spec.norm_output:
+        head.register_forward_hook(lambda _, __, output: (output[0], output[0], output[2]))
+
+
+def _norm_states(norms: nn.ModuleList, aux: torch.Tensor) -> torch.Tensor:
+    parts = aux.chunk(len(norms), -1)
+    return torch.cat([norm(part.float()).to(part.dtype) for norm, part in zip(norms, parts, strict=True)], -1)
+
+
+def state_client(urls: list[str], model: str, longest: int) -> Callable[[Sample], torch.Tensor | None]:
+    """ModelOpt's client of a server that streams its states. Each thread needs its own.
+
+    The function returned gives a sample's captured planes [S, layers + 1, H], None when the server dropped them; raises
+    httpx.HTTPError or OSError when it is away, RuntimeError when it saw other tokens or has slots for fewer than
+    `longest`. Raises MissingDependency without NIXL.
+    """
+    try:
+        import nixl._api  # noqa: F401
+        from modelopt.torch.speculative.plugins import hf_streaming_dataset as streaming
+    except ImportError as missing:
+        raise MissingDependency(
+            f"states from a server come over NIXL ({missing})", "install it: pip install nixl"
+        ) from None
+    config = streaming.EagleVllmStreamingConfig(server_urls=urls, model=model, max_seq_len=longest)
+    with _silence():
+        dataset = streaming.EagleVllmStreamingDataset([{}], tokenizer=None, config=config)
+
+    def fetch(sample: Sample) -> torch.Tensor | None:
+        mask = torch.ones(len(sample.tokens), dtype=torch.int64)
+        found = dataset._fetch({"cid": sample.id, "token_ids": list(sample.tokens), "loss_mask": mask})
+        return None if found is None else found["hidden_states"]
+
+    return fetch
+
+
+class SoftCrossEntropy(torch.autograd.Function):
+    """sum over positions of weight * -sum_v p_v log softmax(z)_v; the gradient of z is weight * (softmax(z) - p)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """logits [B, S, V], target [B, S, V] a distribution (float32), weight [B, S] -> float32 scalar."""
+        log_draft = torch.log_softmax(logits, -1, dtype=torch.float32)
+        ctx.save_for_backward(log_draft, target, weight)
+        ctx.dtype = logits.dtype
+        return -(weight * torch.linalg.vecdot(target, log_draft)).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        log_draft, target, weight = ctx.saved_tensors
+        grad = log_draft.exp().sub_(target).mul_((weight * grads[0])[..., None])
+        return grad.to(ctx.dtype), None, None
+
+
+def eagle_loss(
+    target: torch.Tensor,
+    target_token: torch.Tensor,
+    logits: torch.Tensor,
+    loss_mask: torch.Tensor,
+    total: Callable[[torch.Tensor], torch.Tensor] = lambda count: count,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(masked mean of the soft cross entropy, share of positions whose best draft is the target's best token).
+
+    target float32 [B, T, V]; target_token int64 [B, T]; logits [B, T', V]; loss_mask [B, >=T']; T = T'. `total` turns
+    this process's count of positions into that of the whole batch: then the results add up over the processes.
+    """
+    mask = loss_mask[:, : logits.shape[1]].float()
+    counted = total(mask.sum())
+    loss = SoftCrossEntropy.apply(logits, target.float(), mask / (counted + 1e-5))
+    scores = logits.detach()
+    best = scores.gather(-1, target_token[..., None]).squeeze(-1) >= scores.amax(-1)  # amax: argmax is not vectorized
+    return loss, (best * mask).sum() / counted.clamp_min(1)
+
+
+def loss_and_accuracy(
+    model: TrainingModule, tokens: torch.Tensor, hidden: torch.Tensor, aux: torch.Tensor, loss_mask: torch.Tensor
+) -> tuple[torch.Tensor, list[float]]:
+    """ModelOpt's objective on one batch: soft cross entropy against the target's distribution, summed over the
+    training-time-test steps with weights 0.9^k; and the top-1 agreement of each step.
+
+    tokens int64 [B, S]; hidden [B, S, H] after the target's final norm; aux [B, S, n*H]; loss_mask [B, S] 1 where the
+    distribution at that position counts.
+    """
+    weight = model.lm_head.weight.dtype if not torch.is_autocast_enabled(tokens.device.type) else torch.bfloat16
+    states = {"base_model_hidden_states": hidden.to(weight), "aux_hidden_states": aux.to(weight)}
+    output = model(input_ids=tokens, base_model_outputs=states, loss_mask=loss_mask)
+    return output.loss, output.train_acc[0]
+
+
+class Objective(nn.Module):
+    """`loss_and_accuracy` of one training module as a forward: what is wrapped for several processes."""
+
+    def __init__(self, model: TrainingModule) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *batch: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+        return loss_and_accuracy(self.model, *batch)
+
+
+def head_parameters(model: TrainingModule) -> dict[str, nn.Parameter]:
+    """The trainable parameters by their exported names."""
+    return dict(model.eagle_module.named_parameters())
+
+
+def head_tensors(
+    model: TrainingModule,
+    dtype: torch.dtype = torch.bfloat16,
+    whole: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = dict,
+) -> dict[str, torch.Tensor]:
+    """The head in ModelOpt's exported layout (`layers.0.` names, `d2t` when pruned), floats in `dtype`, on the CPU.
+    `whole` puts sharded tensors together (`World.whole`)."""
+    state = whole(model.eagle_module.state_dict())
+    return {
+        name: (value.to(dtype) if value.is_floating_point() else value).cpu().contiguous()
+        for name, value in state.items()
+    }
+
+
+def load_head_tensors(model: TrainingModule, tensors: dict[str, torch.Tensor]) -> None:
+    """Puts exported tensors (`layers.0.` names) back into the head; TrtspecError names every misfit."""
+    state = model.eagle_module.state_dict()
+    wrong = [f"{name} missing" for name in state if name not in tensors]
+    wrong += [f"{name} unexpected" for name in tensors if name not in state]
+    wrong += [
+        f"{name} is {tuple(tensors[name].shape)}, the head wants {tuple(state[name].shape)}"
+        for name in state
+        if name in tensors and tensors[name].shape != state[name].shape
+    ]
+    if wrong:
+        raise TrtspecError(
+            f"the initial head does not fit the head to train: {'; '.join(wrong)}",
+            "train with the same --attention, --eagle and --draft-vocab-size as the initial head",
+        )
+    model.eagle_module.load_state_dict(tensors)

@@ -1,0 +1,188 @@
+"""What a training run depends on: its options, and the shape of the head they ask for on a given target.
+
+Two runs with equal options and data have the same loss curve. An MLA head has the shape of the published Kimi heads:
+the target's ranks and heads, one dense layer, the target's rope. An MHA head is a Llama layer with plain rope, which
+every server loads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from trtspec.errors import UsageError
+from trtspec.specs import Attention, HeadSpec, ModelSpec, RopeSpec
+
+WORK_NAME = ".trtspec"  # in the output directory, while a run is not finished
+MAX_KV_HEADS = 8  # of a new MHA head: splits over 8 GPUs, an eighth of the KV cache of 64 heads
+PEAK_LR_TIMES_WIDTH = 0.5  # the learning rate falls with width: 2e-3 at 256, 7e-5 at Kimi's 7168
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Sizes in tokens and steps. `None` means: derived from the target (see the property of the same meaning)."""
+
+    attention: Attention = "mla"
+    eagle: Literal["3", "3.1"] = "3"
+    draft_vocab_size: int | None = None
+    intermediate_size: int | None = None
+    aux_layers: tuple[int, ...] | None = None
+    ttt_steps: int = 3
+    epochs: int = 3
+    steps: int | None = None
+    lr: float | None = None
+    warmup: float = 0.05
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    seq_len: int = 2048
+    batch_size: int = 8
+    seed: int = 0
+    answer_only: bool = False
+    held_out: float = 0.05
+    precision: Literal["auto", "bf16", "fp32"] = "auto"  # auto: bf16 where the device has it natively
+
+    def peak_lr(self, hidden_size: int) -> float:
+        return self.lr if self.lr is not None else min(2e-3, PEAK_LR_TIMES_WIDTH / hidden_size)
+
+    def for_device(self, device: str) -> TrainOptions:
+        """The same options with `auto` precision settled for this device, so that records and resumes name it."""
+        from trtspec.models.precision import has_native_bf16
+
+        if self.precision != "auto":
+            return self
+        return replace(self, precision="bf16" if has_native_bf16(device) else "fp32")
+
+    def to_dict(self) -> dict[str, Any]:
+        values = asdict(self)
+        values["aux_layers"] = list(self.aux_layers) if self.aux_layers else None
+        return values
+
+    def checked(self) -> TrainOptions:
+        """Returns itself; UsageError names the first value that cannot be."""
+        wrong = [
+            (self.attention in ("mha", "mla"), "attention", "mha or mla"),
+            (self.eagle in ("3", "3.1"), "eagle", "3 or 3.1"),
+            (self.precision in ("auto", "bf16", "fp32"), "precision", "auto, bf16 or fp32"),
+            (1 <= self.ttt_steps <= 16, "ttt_steps", "1 to 16"),
+            (self.epochs >= 1, "epochs", "1 or more"),
+            (self.steps is None or self.steps >= 1, "steps", "1 or more"),
+            (self.batch_size >= 1, "batch_size", "1 or more"),
+            (self.seq_len > self.ttt_steps + 1, "seq_len", "more than ttt_steps + 1"),
+            (0 <= self.held_out < 1, "held_out", "0 up to 1"),
+            (0 <= self.warmup < 1, "warmup", "0 up to 1"),
+        ]
+        for fine, name, allowed in wrong:
+            if not fine:
+                raise UsageError(
+                    f"{name} is {getattr(self, name)!r}, it must be {allowed}", f"pass --{name.replace('_', '-')}"
+                )
+        return self
+
+
+@dataclass(frozen=True)
+class TrainingRecipe:
+    """What a config file may say besides options: what is trained on what. `samples` and `mean_tokens` (per sample)
+    describe data that are not made yet, for the forecast of --dry-run."""
+
+    target: str | None = None
+    data: str | None = None
+    features: str = "auto"
+    init: str | None = None
+    samples: int | None = None
+    mean_tokens: int | None = None
+
+
+def read_recipe(path: Path | None) -> TrainingRecipe:
+    """The file's keys that are not options; `read_options` judges the others."""
+    names = {field.name for field in fields(TrainingRecipe)}
+    return TrainingRecipe(**{key: value for key, value in _values(path).items() if key in names})
+
+
+def read_options(path: Path | None, overrides: dict[str, Any]) -> TrainOptions:
+    """Defaults, then the YAML file's keys (the option names, with - or _), then `overrides` that are not None."""
+    about = {field.name for field in fields(TrainingRecipe)}
+    values = {key: value for key, value in _values(path).items() if key not in about}
+    values |= {key: value for key, value in overrides.items() if value is not None}
+    known = {field.name for field in fields(TrainOptions)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        allowed = ", ".join(sorted(known | about))
+        raise UsageError(f"{path}: unknown training options {', '.join(unknown)}", f"known: {allowed}")
+    if values.get("aux_layers") is not None:
+        values["aux_layers"] = tuple(int(layer) for layer in values["aux_layers"])
+    if values.get("eagle") is not None:
+        values["eagle"] = str(values["eagle"])
+    return replace(TrainOptions(), **values).checked()
+
+
+def _values(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise UsageError(
+            f"cannot read the config file {path}: {error}", "pass a YAML mapping of option names"
+        ) from None
+    if not isinstance(loaded, dict):
+        raise UsageError(f"{path} is not a mapping of option names to values", "see `trtspec train --help`")
+    return {str(key).replace("-", "_"): value for key, value in loaded.items()}
+
+
+def new_head_spec(
+    target: ModelSpec,
+    *,
+    attention: Attention,
+    eagle: Literal["3", "3.1"],
+    draft_vocab_size: int | None = None,
+    intermediate_size: int | None = None,
+    aux_layers: tuple[int, ...] | None = None,
+) -> HeadSpec:
+    """Returns the record of a one-layer head of the target's width; UsageError when a size does not fit the target."""
+    layers = aux_layers or target.default_aux_layers
+    bad = [layer for layer in layers if not 0 <= layer < target.num_hidden_layers]
+    if bad or list(layers) != sorted(set(layers)):
+        raise UsageError(
+            f"capture layers {list(layers)} are not ascending layer outputs of a target with "
+            f"{target.num_hidden_layers} layers",
+            f"use 0-based outputs, for example {list(target.default_aux_layers)}",
+        )
+    draft = draft_vocab_size or target.vocab_size
+    if not 0 < draft <= target.vocab_size:
+        raise UsageError(
+            f"a draft vocabulary of {draft} does not fit the target's {target.vocab_size}",
+            f"pass --draft-vocab-size between 1 and {target.vocab_size}",
+        )
+    mla = attention == "mla"
+    rope = RopeSpec(theta=target.rope.theta)
+    if mla:  # TensorRT-LLM computes YaRN for every MLA draft; factor 1 is plain rope
+        rope = target.rope if target.rope.rope_type == "yarn" else replace(rope, rope_type="yarn", factor=1.0)
+    return HeadSpec(
+        eagle=eagle,
+        attention=attention,
+        dialect="modelopt",
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        intermediate_size=intermediate_size or target.intermediate_size,
+        num_attention_heads=target.num_attention_heads,
+        num_key_value_heads=target.num_attention_heads if mla else min(MAX_KV_HEADS, target.num_attention_heads),
+        head_dim=target.qk_head_dim if mla else target.v_head_dim,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft,
+        rms_norm_eps=target.rms_norm_eps,
+        rope=rope,
+        num_aux=len(layers),
+        aux_layers=tuple(layers),
+        q_lora_rank=target.q_lora_rank if mla else 0,
+        kv_lora_rank=target.kv_lora_rank if mla else 0,
+        qk_nope_head_dim=target.qk_nope_head_dim if mla else 0,
+        qk_rope_head_dim=target.qk_rope_head_dim if mla else 0,
+        v_head_dim=target.v_head_dim if mla else 0,
+        max_position_embeddings=target.max_position_embeddings,
+        fc_norm=eagle == "3.1",
+        norm_output=eagle == "3.1",
+        has_d2t=draft != target.vocab_size,
+    )
