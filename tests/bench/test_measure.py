@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from trtspec.bench import adapters, measure
-from trtspec.bench.client import Answer, Sampling
+from trtspec.bench.client import Answer, RequestSampling
 from trtspec.bench.datasets import load_dataset
 from trtspec.bench.load import Round, steady_rate
 
@@ -21,9 +21,9 @@ Start = Callable[..., str]
 
 
 def run(urls: dict[str, str], dataset: Path, **options: Any) -> dict[str, Any]:
-    sampling = Sampling(max_tokens=64, temperature=options.pop("temperature", 0.0))
+    sampling = RequestSampling(max_tokens=64, temperature=options.pop("temperature", 0.0))
     settings: dict[str, Any] = {"concurrency": (1, 4), "samples": (6, 24), **options}
-    work = measure.Workload(dataset=load_dataset(str(dataset)), sampling=sampling, **settings)
+    work = measure.BenchWorkload(dataset=load_dataset(str(dataset)), sampling=sampling, **settings)
     return asyncio.run(measure.measure(urls, work))[0]
 
 
@@ -85,7 +85,7 @@ def test_interleaved_ratio_is_the_ratio_of_steps(stand_in: Start, dataset: Path)
 
 def test_sampled_answers_differ_between_questions_and_repeat_with_the_seed(stand_in: Start, dataset: Path) -> None:
     url = stand_in(kind="reference")
-    work = measure.Workload(load_dataset(str(dataset)), Sampling(32, 1.0, seed=5), (4,), (8,))
+    work = measure.BenchWorkload(load_dataset(str(dataset)), RequestSampling(32, 1.0, seed=5), (4,), (8,))
     first, second = (asyncio.run(measure.measure({"e": url}, work))[1] for _ in range(2))
     texts = [{(a["question"], a["turn"]): a["text"] for a in answers} for answers in (first, second)]
     assert texts[0] == texts[1]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from trtspec.bench import demo_report, measure, plots
-from trtspec.bench.client import Sampling
+from trtspec.bench.client import RequestSampling
 from trtspec.bench.datasets import load_dataset
 from trtspec.bench.report import bench_html
 
@@ -24,7 +24,7 @@ SAMPLE_CLASSES = {"SAMPLE experts": {"tensors": 28, "relative_error": 0.0951, "w
 def results(stand_in: Callable[..., str], dataset: Path) -> dict[str, Any]:
     """A real measurement of three stand-in servers."""
     urls = {"eagle3": stand_in(), "plain": stand_in(kind="plain"), "prompt-lookup": stand_in(draft_len=2)}
-    work = measure.Workload(load_dataset(str(dataset)), Sampling(48), (1, 4), (6, 12), rounds=2)
+    work = measure.BenchWorkload(load_dataset(str(dataset)), RequestSampling(48), (1, 4), (6, 12), rounds=2)
     return asyncio.run(measure.measure(urls, work))[0]
 
 

@@ -24,7 +24,7 @@ import torch
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.drafters import DrafterName
 from trtspec.engine.engine import Engine
-from trtspec.engine.sequence import Request
+from trtspec.engine.sequence import GenerationRequest
 from trtspec.engine.server import thread_count
 from trtspec.models.decoding import prepare_for_decoding
 from trtspec.models.head_weights import load_head
@@ -72,19 +72,21 @@ def main() -> None:
         transformers_speed(options, dtype, read_requests(options, 0.0))
 
 
-def read_requests(options: argparse.Namespace, temperature: float) -> list[Request]:
+def read_requests(options: argparse.Namespace, temperature: float) -> list[GenerationRequest]:
     tokenizer = KimiTokenizer(options.target)
     path = options.prompts or options.target / "prompts_heldout.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     prompts = [tokenizer.apply_chat_template(row["messages"]) for row in rows]
     return [
-        Request(str(n), prompt, options.new_tokens, temperature=temperature, seed=n)
+        GenerationRequest(str(n), prompt, options.new_tokens, temperature=temperature, seed=n)
         for n, prompt in enumerate(prompts)
         if len(prompt) + options.new_tokens < 2048
     ]
 
 
-def compare(engines: dict[str, Callable[[], Engine]], requests: list[Request], concurrency: int, rounds: int) -> None:
+def compare(
+    engines: dict[str, Callable[[], Engine]], requests: list[GenerationRequest], concurrency: int, rounds: int
+) -> None:
     """Each turn runs 2 or more waves of fresh requests through every variant, in rotating order."""
     wave = max(4, 2 * concurrency)
     runs: dict[str, list[Run]] = {name: [] for name in engines}
@@ -116,7 +118,7 @@ class Run:
     acceptance_length: float
 
 
-def timed(engine: Engine, requests: list[Request]) -> Run:
+def timed(engine: Engine, requests: list[GenerationRequest]) -> Run:
     wall, cpu = time.perf_counter(), time.process_time()
     engine.generate(requests)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
@@ -149,7 +151,7 @@ def draft_cost(target: KimiModel, head_dir: Path) -> None:
         print(f"  {name:14} {1000 * value:6.2f} ms   {value / medians['target step']:.3f} target steps")
 
 
-def transformers_speed(options: argparse.Namespace, dtype: torch.dtype, requests: list[Request]) -> None:
+def transformers_speed(options: argparse.Namespace, dtype: torch.dtype, requests: list[GenerationRequest]) -> None:
     """transformers' own greedy generate and prompt lookup on the same prompts, batch 1, beside the plain engine."""
     import transformers
 

@@ -31,7 +31,7 @@ from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.engine.engine import Engine
-from trtspec.engine.sequence import Request
+from trtspec.engine.sequence import GenerationRequest
 from trtspec.models.head_weights import load_head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.quantized import NVFP4Linear
@@ -188,7 +188,9 @@ def acceptance(model: KimiModel, texts: list[Text], options: argparse.Namespace)
     head = load_head(HEAD, model, dtype=torch.float32)
     sizes = {"max_batch_size": 8, "max_seq_len": 256 + options.tokens + DRAFTS + 8}
     engine = Engine(model, head, drafter="eagle3", draft_len=DRAFTS, **sizes)  # type: ignore[arg-type]
-    requests = [Request(str(i), prompt, options.tokens) for i, (prompt, _, _) in enumerate(texts[: options.prompts])]
+    requests = [
+        GenerationRequest(str(i), prompt, options.tokens) for i, (prompt, _, _) in enumerate(texts[: options.prompts])
+    ]
     stats = [completion.stats for completion in engine.generate(requests).values()]
     return 1 + sum(one.accepted for one in stats) / max(1, sum(one.steps for one in stats))
 

@@ -14,7 +14,7 @@ from trtspec.bench.acceptance import TurnCounts, bootstrap_interval
 from trtspec.bench.text_quality import mean_distinct_ratio
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.engine import Engine
-from trtspec.engine.sequence import Request
+from trtspec.engine.sequence import GenerationRequest
 from trtspec.heads.data.samples import draft_vocabulary, read_samples
 from trtspec.heads.training import module as train
 from trtspec.heads.training.features import Features, compute_features, dumps_of, write_dumps
@@ -94,7 +94,10 @@ class Workshop:
             max_seq_len=longest + draft_len, tokenizer=self.tokenizer,
         )  # fmt: skip
         done = engine.generate(
-            [Request(str(i), ids, max_tokens, temperature=temperature, seed=i) for i, ids in enumerate(prompts)]
+            [
+                GenerationRequest(str(i), ids, max_tokens, temperature=temperature, seed=i)
+                for i, ids in enumerate(prompts)
+            ]
         )
         stats = {name: one.stats for name, one in done.items()}
         steps, accepted = sum(s.steps for s in stats.values()), sum(s.accepted for s in stats.values())

@@ -10,7 +10,7 @@ import torch
 
 from tests.tiny import make_head, make_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.sequence import Completion, Request
+from trtspec.engine.sequence import Completion, GenerationRequest
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head
 from trtspec.models.kimi import KimiModel
@@ -59,7 +59,7 @@ def head_of(
 
 
 @pytest.fixture(scope="session")
-def requests() -> list[Request]:
+def requests() -> list[GenerationRequest]:
     """20 greedy requests, prompts of 3 to 60 tokens, 1 to 24 new ones: rows start and end at different times."""
     random = torch.Generator().manual_seed(7)
 
@@ -67,7 +67,7 @@ def requests() -> list[Request]:
         return int(torch.randint(low, high, (1,), generator=random))
 
     return [
-        Request(
+        GenerationRequest(
             id=str(number),
             prompt_ids=torch.randint(0, 256, (integer(3, 60),), generator=random).tolist(),
             max_tokens=integer(1, 25),
@@ -78,7 +78,7 @@ def requests() -> list[Request]:
 
 
 @torch.inference_mode()
-def greedy_by_definition(target: KimiModel, request: Request) -> list[int]:
+def greedy_by_definition(target: KimiModel, request: GenerationRequest) -> list[int]:
     """Greedy tokens by running the whole text through the model for each one: no cache, no batch, no engine."""
     tokens = list(request.prompt_ids)
     produced: list[int] = []
@@ -93,7 +93,7 @@ def greedy_by_definition(target: KimiModel, request: Request) -> list[int]:
 
 
 @pytest.fixture(scope="session")
-def expected(target: KimiModel, requests: list[Request]) -> dict[str, list[int]]:
+def expected(target: KimiModel, requests: list[GenerationRequest]) -> dict[str, list[int]]:
     return {request.id: greedy_by_definition(target, request) for request in requests}
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from trtspec.engine.batch import Batch
+from trtspec.engine.batch import DecodeBatch
 from trtspec.engine.drafters import Eagle3Drafter
 
 
@@ -43,16 +43,16 @@ class OracleDrafter:
     def prompt(self, aux: Tensor | None, tokens: Tensor, start: Tensor, row: int) -> None:
         self.inner.prompt(aux, tokens, start, row)
 
-    def begin(self, batch: Batch, row: int) -> None:
+    def begin(self, batch: DecodeBatch, row: int) -> None:
         self.inner.begin(batch, row)
 
-    def follow(self, batch: Batch, aux: Tensor | None, tokens: Tensor, start: Tensor, accepted: Tensor) -> None:
+    def follow(self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, start: Tensor, accepted: Tensor) -> None:
         self.inner.follow(batch, aux, tokens, start, accepted)
 
     def move(self, source: int, target: int) -> None:
         self.inner.move(source, target)
 
-    def propose(self, batch: Batch) -> None:
+    def propose(self, batch: DecodeBatch) -> None:
         for row, sequence in enumerate(batch.sequences):
             done = len(sequence.token_ids)
             length = len(sequence.request.prompt_ids) + done

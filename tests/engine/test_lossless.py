@@ -13,7 +13,7 @@ from tests.engine.oracle import OracleDrafter, Proposal
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.drafters import Eagle3Drafter
 from trtspec.engine.engine import Engine
-from trtspec.engine.sequence import Request
+from trtspec.engine.sequence import GenerationRequest
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 
@@ -22,7 +22,7 @@ HeadOf = Callable[[tuple[str, str, int | None]], Eagle3Head]
 
 @pytest.mark.parametrize("rows", [1, 4, 16])
 def test_plain_engine_computes_the_definition(
-    rows: int, target: KimiModel, requests: list[Request], expected: dict[str, list[int]]
+    rows: int, target: KimiModel, requests: list[GenerationRequest], expected: dict[str, list[int]]
 ) -> None:
     assert token_ids(Engine(target, max_batch_size=rows).generate(requests)) == expected
 
@@ -34,7 +34,7 @@ def test_every_head_kind(
     rows: int,
     target: KimiModel,
     head_of: HeadOf,
-    requests: list[Request],
+    requests: list[GenerationRequest],
     expected: dict[str, list[int]],
 ) -> None:
     engine = Engine(target, head_of(kind), drafter="eagle3", max_batch_size=rows, max_seq_len=128)
@@ -50,7 +50,7 @@ def test_every_acceptance_pattern(
     draft_len: int,
     target: KimiModel,
     head_of: HeadOf,
-    requests: list[Request],
+    requests: list[GenerationRequest],
     expected: dict[str, list[int]],
 ) -> None:
     engine = Engine(
@@ -69,7 +69,7 @@ def test_every_acceptance_pattern(
 
 
 def test_batch_of_64(
-    target: KimiModel, head_of: HeadOf, requests: list[Request], expected: dict[str, list[int]]
+    target: KimiModel, head_of: HeadOf, requests: list[GenerationRequest], expected: dict[str, list[int]]
 ) -> None:
     copies = [replace(request, id=f"{copy}:{request.id}") for copy in range(8) for request in requests][:96]
     engine = Engine(target, head_of(("mla", "3.1", None)), drafter="eagle3", max_batch_size=64, max_seq_len=128)
@@ -78,7 +78,9 @@ def test_batch_of_64(
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_prompt_lookup(rows: int, target: KimiModel, requests: list[Request], expected: dict[str, list[int]]) -> None:
+def test_prompt_lookup(
+    rows: int, target: KimiModel, requests: list[GenerationRequest], expected: dict[str, list[int]]
+) -> None:
     engine = Engine(target, drafter="prompt-lookup", max_batch_size=rows)
     assert token_ids(engine.generate(requests)) == expected
     assert engine.totals.accepted > 0
@@ -89,7 +91,7 @@ def test_drafts_are_those_of_a_head_without_cache(
     kind: tuple[str, str, int | None],
     target: KimiModel,
     head_of: HeadOf,
-    requests: list[Request],
+    requests: list[GenerationRequest],
     expected: dict[str, list[int]],
 ) -> None:
     """After accepted and rejected drafts, moved rows and chunked prefill, the head proposes from the true text."""
@@ -133,7 +135,7 @@ def drafts_from_scratch(target: KimiModel, head: Eagle3Head, text: list[int], pr
 @pytest.mark.parametrize("drafting", [False, True])
 def test_context_end(drafting: bool, target: KimiModel, head_of: HeadOf) -> None:
     """A request that fills max_seq_len to the last position ends there with the right tokens."""
-    request = Request("end", list(range(40)), max_tokens=1000, ignore_eos=True)
+    request = GenerationRequest("end", list(range(40)), max_tokens=1000, ignore_eos=True)
     engine = Engine(
         target, head_of(("mha", "3", None)), drafter="eagle3" if drafting else None, max_batch_size=2, max_seq_len=64
     )
@@ -148,13 +150,13 @@ def test_context_end(drafting: bool, target: KimiModel, head_of: HeadOf) -> None
 
 def test_end_token_inside_the_drafts(target: KimiModel, head_of: HeadOf) -> None:
     """Tokens after an accepted end token are dropped, and counted neither as output nor as accepted."""
-    free = greedy_by_definition(target, Request("e", list(range(9)), 12, ignore_eos=True))
+    free = greedy_by_definition(target, GenerationRequest("e", list(range(9)), 12, ignore_eos=True))
     end = free[4]
     cut = free[: free.index(end) + 1]
     engine = Engine(target, head_of(("mha", "3", None)), drafter="eagle3", draft_len=6, max_batch_size=1)
     assert isinstance(engine.drafter, Eagle3Drafter)
     engine.drafter = OracleDrafter(engine.drafter, {"e": free}, hit=1.0)
-    completion = engine.generate([Request("e", list(range(9)), 12, stop_token_ids=(end,))])["e"]
+    completion = engine.generate([GenerationRequest("e", list(range(9)), 12, stop_token_ids=(end,))])["e"]
     assert completion.token_ids == cut
     assert completion.finish_reason == "stop"
     assert completion.stats.accepted <= len(cut) - 1
@@ -164,13 +166,13 @@ def test_end_token_inside_the_drafts(target: KimiModel, head_of: HeadOf) -> None
 def test_stop_strings(drafting: bool, target: KimiModel, head_of: HeadOf, tokenizer: KimiTokenizer) -> None:
     """A stop string that begins in one step and ends in the next cuts tokens and text where plain decoding would."""
     prompt = tokenizer.encode("stop here please")
-    free = greedy_by_definition(target, Request("s", prompt, 40, ignore_eos=True))
+    free = greedy_by_definition(target, GenerationRequest("s", prompt, 40, ignore_eos=True))
     text = tokenizer.decode(free, skip_special=True)
     words = [
         text[i : i + size] for i in range(2, len(text) - 4) for size in (1, 2, 3) if "\ufffd" not in text[i : i + size]
     ]
     assert len(words) > 10
-    requests = [Request(f"{i}", prompt, 40, stop=[word], ignore_eos=True) for i, word in enumerate(words)]
+    requests = [GenerationRequest(f"{i}", prompt, 40, stop=[word], ignore_eos=True) for i, word in enumerate(words)]
     engine = Engine(
         target,
         head_of(("mha", "3", None)),
@@ -191,7 +193,9 @@ def test_stop_strings(drafting: bool, target: KimiModel, head_of: HeadOf, tokeni
         assert completion.token_ids == free[:used]
 
 
-def test_cancel_and_refill(target: KimiModel, requests: list[Request], expected: dict[str, list[int]]) -> None:
+def test_cancel_and_refill(
+    target: KimiModel, requests: list[GenerationRequest], expected: dict[str, list[int]]
+) -> None:
     """Cancelling a waiting, a prefilling and a decoding request leaves the others' tokens as they are."""
     engine = Engine(target, max_batch_size=3, prefill_tokens=8)
     for request in requests:
@@ -214,7 +218,7 @@ def test_cancel_and_refill(target: KimiModel, requests: list[Request], expected:
 
 
 def test_statistics_add_up(
-    target: KimiModel, head_of: HeadOf, requests: list[Request], expected: dict[str, list[int]]
+    target: KimiModel, head_of: HeadOf, requests: list[GenerationRequest], expected: dict[str, list[int]]
 ) -> None:
     engine = Engine(target, head_of(("mla", "3", None)), drafter="eagle3", max_batch_size=4, max_seq_len=128)
     assert isinstance(engine.drafter, Eagle3Drafter)

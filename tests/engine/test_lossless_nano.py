@@ -20,7 +20,7 @@ from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.engine.engine import Engine
 from trtspec.engine.near_ties import first_divergence, rounding_at
-from trtspec.engine.sequence import Completion, Request
+from trtspec.engine.sequence import Completion, GenerationRequest
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head
 from trtspec.models.kimi import KimiModel
@@ -80,16 +80,16 @@ def plain(models: Models) -> Plain:
     return answers
 
 
-def held_out(count: int) -> list[Request]:
+def held_out(count: int) -> list[GenerationRequest]:
     tokenizer = KimiTokenizer(kimi_nano_dir())
     lines = PROMPTS.read_text(encoding="utf-8").splitlines()[:count]
     assert len(lines) == count
     prompts = [tokenizer.apply_chat_template(json.loads(line)["messages"])[-PROMPT_TOKENS:] for line in lines]
-    return [Request(str(number), prompt, NEW_TOKENS) for number, prompt in enumerate(prompts)]
+    return [GenerationRequest(str(number), prompt, NEW_TOKENS) for number, prompt in enumerate(prompts)]
 
 
 def generate(
-    target: KimiModel, head: Eagle3Head | None, requests: list[Request], rows: int
+    target: KimiModel, head: Eagle3Head | None, requests: list[GenerationRequest], rows: int
 ) -> tuple[dict[str, Completion], Engine]:
     engine = Engine(
         target,

@@ -16,7 +16,7 @@ from trtspec.data_files import kimi_nano_dir
 from trtspec.engine.drafters import Eagle3Drafter
 from trtspec.engine.engine import Engine
 from trtspec.engine.near_ties import Divergence, Rounding, first_divergence, rounding_at, spacing
-from trtspec.engine.sequence import Completion, Output, Request, Sequence
+from trtspec.engine.sequence import Completion, GenerationRequest, Output, Sequence
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.weights import load_target
@@ -29,7 +29,7 @@ def half(target_dir: Path) -> KimiModel:
     return load_target(target_dir, dtype=torch.bfloat16)
 
 
-def test_bf16_divergences_are_near_ties(half: KimiModel, head_of: HeadOf, requests: list[Request]) -> None:
+def test_bf16_divergences_are_near_ties(half: KimiModel, head_of: HeadOf, requests: list[GenerationRequest]) -> None:
     wanted = [replace(request, max_tokens=16, ignore_eos=True) for request in requests[:8]]
     plain = Engine(half, max_batch_size=1, record_gaps=True).generate(wanted)
     engine = Engine(
@@ -44,7 +44,7 @@ def test_bf16_divergences_are_near_ties(half: KimiModel, head_of: HeadOf, reques
 
 
 def judged(
-    target: KimiModel, requests: list[Request], plain: dict[str, Completion], engine: Engine
+    target: KimiModel, requests: list[GenerationRequest], plain: dict[str, Completion], engine: Engine
 ) -> list[tuple[Divergence, Rounding]]:
     """The earliest two first divergences of the engine's answers with the rounding measured there."""
     done = engine.generate(requests)
@@ -64,7 +64,7 @@ def tied(target: KimiModel, token: int, other: int, margin: float, state: torch.
 
 
 @torch.inference_mode()
-def test_a_tie_within_rounding_is_a_near_tie_and_a_wider_one_is_not(requests: list[Request]) -> None:
+def test_a_tie_within_rounding_is_a_near_tie_and_a_wider_one_is_not(requests: list[GenerationRequest]) -> None:
     """Two tokens set to be a given margin apart at one position of a real context, in float32.
 
     On kimi-nano: the tiny target's logits are the same to the bit in every shape.
@@ -120,7 +120,7 @@ class WrongDraftAccepted(Engine):
 
 @pytest.mark.parametrize("mutant", [OneCacheEntryOff, RopeOffByOne, WrongDraftAccepted])
 def test_a_slightly_wrong_engine_is_judged_real(
-    mutant: type[Engine], target: KimiModel, head_of: HeadOf, requests: list[Request]
+    mutant: type[Engine], target: KimiModel, head_of: HeadOf, requests: list[GenerationRequest]
 ) -> None:
     wanted = [replace(request, max_tokens=16, ignore_eos=True) for request in requests[:12]]
     plain = Engine(target, max_batch_size=4, record_gaps=True).generate(wanted)
@@ -134,7 +134,7 @@ def test_a_slightly_wrong_engine_is_judged_real(
 
 @pytest.mark.parametrize("mutant", [RopeOffByOne, WrongDraftAccepted])
 def test_a_wrong_engine_is_found_in_bfloat16_too(
-    mutant: type[Engine], half: KimiModel, head_of: HeadOf, requests: list[Request]
+    mutant: type[Engine], half: KimiModel, head_of: HeadOf, requests: list[GenerationRequest]
 ) -> None:
     """One spacing of bfloat16 is let pass, which is far less than these do."""
     wanted = [replace(request, max_tokens=16, ignore_eos=True) for request in requests[:12]]
@@ -155,7 +155,7 @@ def test_spacing_is_the_distance_to_the_next_number(dtype: torch.dtype) -> None:
     assert spacing(0.0, dtype) == 0.0
 
 
-def test_a_token_that_nobody_wanted_is_no_near_tie(target: KimiModel, requests: list[Request]) -> None:
+def test_a_token_that_nobody_wanted_is_no_near_tie(target: KimiModel, requests: list[GenerationRequest]) -> None:
     """The best two tokens may be close; what was emitted must be one of them."""
     request = replace(requests[0], max_tokens=12, ignore_eos=True)
     plain = Engine(target, record_gaps=True).generate([request])[request.id]
@@ -176,7 +176,7 @@ def test_a_shorter_answer_is_no_near_tie(target: KimiModel) -> None:
 
 
 def test_gaps_are_those_of_the_emitted_tokens(
-    target: KimiModel, head_of: HeadOf, requests: list[Request], expected: dict[str, list[int]]
+    target: KimiModel, head_of: HeadOf, requests: list[GenerationRequest], expected: dict[str, list[int]]
 ) -> None:
     """One gap per token, the same with and without drafts."""
     plain = Engine(target, record_gaps=True).generate(requests)
@@ -191,7 +191,7 @@ def test_gaps_are_those_of_the_emitted_tokens(
 
 
 def test_logprobs_are_the_models(
-    target: KimiModel, head_of: HeadOf, requests: list[Request], expected: dict[str, list[int]]
+    target: KimiModel, head_of: HeadOf, requests: list[GenerationRequest], expected: dict[str, list[int]]
 ) -> None:
     """Each emitted token's log-probability equals the one from running its whole prefix through the model."""
     wanted = [replace(request, logprobs=3) for request in requests[:6]]

@@ -13,7 +13,7 @@ from scipy.stats import chi2_contingency, chisquare
 from torch import nn
 
 from trtspec.engine.engine import Engine
-from trtspec.engine.sequence import Request
+from trtspec.engine.sequence import GenerationRequest
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 
@@ -47,7 +47,7 @@ def head_for(small: KimiModel, head: Eagle3Head, draft_ids: list[int] | None) ->
 def outcomes(small: KimiModel, head: Eagle3Head | None, drafter: str | None, seed: int) -> Counter:
     """Counts of the three tokens after the prompt, over independent requests."""
     engine = Engine(small, head, drafter=drafter, max_batch_size=64, max_seq_len=16, draft_len=2, seed=seed)  # type: ignore[arg-type]
-    wanted = [Request(str(n), PROMPT, 3, temperature=1.2) for n in range(RUNS)]
+    wanted = [GenerationRequest(str(n), PROMPT, 3, temperature=1.2) for n in range(RUNS)]
     done = engine.generate(wanted)
     if drafter:
         assert 0.05 * RUNS < engine.totals.accepted < engine.totals.drafted
@@ -109,11 +109,12 @@ def test_a_seed_decides_alone(drafter: str | None, target: KimiModel, head_of: H
     """The same seeded request alone, among greedy and sampled mates, and in another order of arrival."""
     head = head_of(("mha", "3", None)) if drafter == "eagle3" else None
     seeded = [
-        Request(f"s{n}", PROMPT[: 4 + n], 12, temperature=0.9, top_p=0.9, seed=n, ignore_eos=True) for n in range(4)
+        GenerationRequest(f"s{n}", PROMPT[: 4 + n], 12, temperature=0.9, top_p=0.9, seed=n, ignore_eos=True)
+        for n in range(4)
     ]
-    greedy = [Request(f"g{n}", PROMPT[n:], 3 + 4 * n, ignore_eos=True) for n in range(4)]
+    greedy = [GenerationRequest(f"g{n}", PROMPT[n:], 3 + 4 * n, ignore_eos=True) for n in range(4)]
 
-    def results(requests: list[Request], rows: int) -> dict[str, list[int]]:
+    def results(requests: list[GenerationRequest], rows: int) -> dict[str, list[int]]:
         engine = Engine(target, head, drafter=drafter, max_batch_size=rows, max_seq_len=64)  # type: ignore[arg-type]
         return {name: completion.token_ids for name, completion in engine.generate(requests).items()}
 
@@ -127,5 +128,5 @@ def test_a_seed_decides_alone(drafter: str | None, target: KimiModel, head_of: H
 
 
 def test_unseeded_requests_differ(target: KimiModel) -> None:
-    done = Engine(target).generate([Request(str(n), PROMPT, 10, temperature=1.0) for n in range(4)])
+    done = Engine(target).generate([GenerationRequest(str(n), PROMPT, 10, temperature=1.0) for n in range(4)])
     assert len({tuple(completion.token_ids) for completion in done.values()}) == 4

@@ -28,7 +28,7 @@ METRIC = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})?\s+(?
 
 
 @dataclass(frozen=True)
-class Server:
+class DetectedServer:
     """What answers at a URL. `kind` is one of reference, trtllm, vllm, sglang, unknown."""
 
     kind: str
@@ -52,7 +52,7 @@ class Counters:
 OWNERS = {"trtspec": "reference", "tensorrt_llm": "trtllm", "vllm": "vllm", "sglang": "sglang"}
 
 
-async def detect_server(client: httpx.AsyncClient, model: str | None = None) -> Server:
+async def detect_server(client: httpx.AsyncClient, model: str | None = None) -> DetectedServer:
     """Asks /v1/models for the owner, then /version and /metrics. Raises TrtspecError when nothing answers."""
     entry = await first_model(client)
     version = await _get_json(client, "/version")
@@ -62,10 +62,10 @@ async def detect_server(client: httpx.AsyncClient, model: str | None = None) -> 
         kind = "reference"
     if kind == "unknown" and "vllm:" in await _get_text(client, "/metrics"):
         kind = "vllm"
-    return Server(kind, model or str(entry["id"]), named.get("version"))
+    return DetectedServer(kind, model or str(entry["id"]), named.get("version"))
 
 
-async def read_counters(client: httpx.AsyncClient, server: Server) -> Counters | None:
+async def read_counters(client: httpx.AsyncClient, server: DetectedServer) -> Counters | None:
     """vLLM's speculation counters, or None where the server is another or does not speculate."""
     if server.kind != "vllm":
         return None
@@ -154,7 +154,7 @@ def all_counts(answers: Sequence[Answer]) -> list[TurnCounts]:
     return [counts for counts in found if counts is not None]
 
 
-async def sglang_counts(client: httpx.AsyncClient, server: Server, tokens: int) -> list[TurnCounts]:
+async def sglang_counts(client: httpx.AsyncClient, server: DetectedServer, tokens: int) -> list[TurnCounts]:
     """One entry from SGLang's running mean, or nothing where it is absent."""
     if server.kind != "sglang":
         return []

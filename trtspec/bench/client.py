@@ -31,7 +31,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class RequestSampling:
     """What is asked of every answer. `seed` is the base: answer i uses seed + i, so that sampled answers differ."""
 
     max_tokens: int = 256
@@ -109,7 +109,9 @@ def error_message(status: int, body: str) -> str:
     return f"HTTP {status}: {str(text)[:300]}"
 
 
-def request_body(endpoint: Endpoint, messages: list[dict[str, Any]], sampling: Sampling, index: int) -> dict[str, Any]:
+def request_body(
+    endpoint: Endpoint, messages: list[dict[str, Any]], sampling: RequestSampling, index: int
+) -> dict[str, Any]:
     """The body without streaming keys; for `completions` the messages' contents are joined as plain text."""
     body: dict[str, Any] = {
         "model": endpoint.model,

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from trtspec.bench.acceptance import TurnCounts, add_histograms
 from trtspec.bench.client import Answer
 from trtspec.bench.text_quality import judge_run
 from trtspec.errors import Problem, TrtspecError
-
-if TYPE_CHECKING:
-    from trtspec.bench.measure import Target, Workload
 
 ENOUGH_STEPS = 50
 ENOUGH_TURNS = 10
@@ -26,30 +22,6 @@ def refuse_all_failed(name: str, answers: Sequence[Answer]) -> None:
             f"all {len(answers)} requests to {name} failed; the first said: {answers[0].error}",
             "send one request by hand (curl URL/v1/models, then a chat completion) and look at the server's log",
         )
-
-
-def find_problems(name: str, target: Target, workload: Workload) -> list[Problem]:
-    """All findings on one endpoint, named by `where`."""
-    answers = target.answers()
-    counts = [count for level in target.counts.values() for count in level]
-    found = [
-        *failed_requests(name, answers),
-        *degenerate_output(name, answers),
-        *no_acceptance(name, target.server.kind, counts or target.category_counts),
-        *nothing_accepted(name, counts),
-        *forced_acceptance(name, counts, answers),
-    ]
-    if workload.extra_body.get("ignore_eos"):
-        found.append(
-            Problem(
-                "TS-BENCH-IGNORE-EOS",
-                "warning",
-                name,
-                "ignore_eos makes the model write past its own end: acceptance there is not that of real answers",
-                "measure acceptance without ignore_eos",
-            )
-        )
-    return found
 
 
 def failed_requests(name: str, answers: Sequence[Answer]) -> list[Problem]:

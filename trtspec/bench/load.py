@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from trtspec.bench.client import Answer, Endpoint, Sampling, request_body, stream_answer
+from trtspec.bench.client import Answer, Endpoint, RequestSampling, request_body, stream_answer
 from trtspec.bench.datasets import Question
 
 
@@ -31,7 +31,7 @@ async def closed_loop(
     client: httpx.AsyncClient,
     endpoint: Endpoint,
     questions: Sequence[Question],
-    sampling: Sampling,
+    sampling: RequestSampling,
     concurrency: int,
     on_answer: Callable[[Answer], None] | None = None,
 ) -> Round:
@@ -57,7 +57,7 @@ async def closed_loop(
 
 
 async def converse(
-    client: httpx.AsyncClient, endpoint: Endpoint, question: Question, sampling: Sampling, index: int
+    client: httpx.AsyncClient, endpoint: Endpoint, question: Question, sampling: RequestSampling, index: int
 ) -> list[Answer]:
     """All turns of one question, each with the model's own earlier answers; stops at the first error."""
     messages = list(question.opening)

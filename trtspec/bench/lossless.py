@@ -19,7 +19,7 @@ MARGIN = 2.0  # the largest of a few thousand differences is not the largest the
 
 
 @dataclass(frozen=True)
-class Divergence:
+class AnswerDivergence:
     """Where two greedy answers part first. Gaps in nats, None where a server gave no logprobs there."""
 
     question: str
@@ -32,7 +32,7 @@ class Divergence:
     verdict: str = ""
 
 
-def first_divergence(expected: Transcript, got: Transcript) -> Divergence | None:
+def first_divergence(expected: Transcript, got: Transcript) -> AnswerDivergence | None:
     """None when the answers are the same. Positions are tokens when both have them, else characters."""
     if expected.tokens is not None and got.tokens is not None:
         a, b = expected.tokens, got.tokens
@@ -40,7 +40,7 @@ def first_divergence(expected: Transcript, got: Transcript) -> Divergence | None
         if at == len(a) == len(b):
             return None
         left, right = _at(a, at), _at(b, at)
-        return Divergence(
+        return AnswerDivergence(
             expected.question, at, _text(left), _text(right), _gap(left), _gap(right), _same_pair(left, right)
         )
     if expected.text == got.text:
@@ -49,7 +49,7 @@ def first_divergence(expected: Transcript, got: Transcript) -> Divergence | None
     known = _token_at_character(expected.tokens, at), _token_at_character(got.tokens, at)
     texts = expected.text[at : at + 12], got.text[at : at + 12]
     # without the other side's tokens the pair cannot be compared; the gap of the one side still tells
-    return Divergence(expected.question, at, *texts, _gap(known[0]), _gap(known[1]), any(known))
+    return AnswerDivergence(expected.question, at, *texts, _gap(known[0]), _gap(known[1]), any(known))
 
 
 def rounding_differences(expected: Transcript, got: Transcript) -> Iterator[float]:
@@ -63,7 +63,7 @@ def rounding_differences(expected: Transcript, got: Transcript) -> Iterator[floa
             yield abs(a.gap - b.gap)
 
 
-def judge(divergence: Divergence, bound: float) -> str:
+def judge(divergence: AnswerDivergence, bound: float) -> str:
     """`near-tie`, `real`, or `unjudged` when neither server told its gaps."""
     gaps = [gap for gap in (divergence.gap_expected, divergence.gap_got) if gap is not None]
     if not gaps:

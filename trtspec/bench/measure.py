@@ -17,20 +17,21 @@ import httpx
 
 from trtspec.bench import adapters, findings
 from trtspec.bench.acceptance import TurnCounts, by_category, summarize
-from trtspec.bench.client import Answer, Endpoint, Sampling, new_client
+from trtspec.bench.client import Answer, Endpoint, RequestSampling, new_client
 from trtspec.bench.datasets import Dataset, Question, spread
 from trtspec.bench.load import Round, closed_loop, steady_rate, throughput, total_rate
 from trtspec.bench.text_quality import judge_run
+from trtspec.errors import Problem
 
 WARMUP_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Workload:
+class BenchWorkload:
     """What is asked. `samples[i]` questions (None = all) are asked at `concurrency[i]`, in `rounds` equal parts."""
 
     dataset: Dataset
-    sampling: Sampling
+    sampling: RequestSampling
     concurrency: tuple[int, ...]
     samples: tuple[int | None, ...]
     rounds: int = 1
@@ -65,13 +66,13 @@ class Workload:
 
 
 @dataclass
-class Target:
+class MeasuredEndpoint:
     """One endpoint under load and everything measured on it: rounds and acceptance counts per concurrency."""
 
     name: str
     client: httpx.AsyncClient
     endpoint: Endpoint
-    server: adapters.Server
+    server: adapters.DetectedServer
     rounds: dict[int, list[Round]] = field(default_factory=dict)
     counts: dict[int, list[TurnCounts]] = field(default_factory=dict)
     category_counts: list[TurnCounts] = field(default_factory=list)
@@ -82,7 +83,7 @@ class Target:
 
 async def measure(
     urls: dict[str, str],
-    workload: Workload,
+    workload: BenchWorkload,
     model: str | None = None,
     say: Callable[[str], None] = lambda text: None,
     on_answer: Callable[[Answer], None] | None = None,
@@ -98,7 +99,7 @@ async def measure(
             client = await stack.enter_async_context(new_client(url, max(workload.concurrency)))
             server = await adapters.detect_server(client, model)
             endpoint = Endpoint(url, server.model, workload.api, workload.extra_body)  # type: ignore[arg-type]
-            targets.append(Target(name, client, endpoint, server))
+            targets.append(MeasuredEndpoint(name, client, endpoint, server))
         for target in targets:
             await warm_up(target, workload)
         for level, concurrency in enumerate(workload.concurrency):
@@ -109,18 +110,18 @@ async def measure(
     return assemble(targets, workload), answer_records(targets)
 
 
-async def warm_up(target: Target, workload: Workload) -> None:
+async def warm_up(target: MeasuredEndpoint, workload: BenchWorkload) -> None:
     """Short answers at the highest concurrency, not counted: first-use costs are not what users see."""
     questions = [
         Question(q.id, q.category, q.turns[:1], q.opening) for q in workload.questions(0)[: max(workload.concurrency)]
     ]
-    short = Sampling(min(WARMUP_TOKENS, workload.sampling.max_tokens), workload.sampling.temperature)
+    short = RequestSampling(min(WARMUP_TOKENS, workload.sampling.max_tokens), workload.sampling.temperature)
     await closed_loop(target.client, target.endpoint, questions, short, max(workload.concurrency))
 
 
 async def run_level(
-    targets: Sequence[Target],
-    workload: Workload,
+    targets: Sequence[MeasuredEndpoint],
+    workload: BenchWorkload,
     level: int,
     concurrency: int,
     say: Callable[[str], None],
@@ -150,7 +151,7 @@ async def run_level(
             )
 
 
-async def count_outside(target: Target, workload: Workload) -> None:
+async def count_outside(target: MeasuredEndpoint, workload: BenchWorkload) -> None:
     """Categories for servers that only keep totals: vLLM once more, category by category; SGLang's running mean."""
     tokens = sum(answer.completion_tokens for answer in target.answers())
     if not any(target.counts.values()):
@@ -168,12 +169,12 @@ async def count_outside(target: Target, workload: Workload) -> None:
             target.category_counts.append(adapters.counts_between(before, after, category, produced))
 
 
-def assemble(targets: Sequence[Target], workload: Workload) -> dict[str, Any]:
+def assemble(targets: Sequence[MeasuredEndpoint], workload: BenchWorkload) -> dict[str, Any]:
     """results.json: the first endpoint at the top level, the others under `endpoints`, ratios under `interleaved`."""
     main = describe_target(targets[0])
     problems = [problem.to_dict() for problem in workload.dataset.problems]
     for target in targets:
-        problems += [p.to_dict() for p in findings.find_problems(target.name, target, workload)]
+        problems += [p.to_dict() for p in find_problems(target.name, target, workload)]
     return {
         "schema": 1,
         **main,
@@ -184,7 +185,31 @@ def assemble(targets: Sequence[Target], workload: Workload) -> dict[str, Any]:
     }
 
 
-def describe_target(target: Target) -> dict[str, Any]:
+def find_problems(name: str, target: MeasuredEndpoint, workload: BenchWorkload) -> list[Problem]:
+    """All findings on one endpoint, named by `where`."""
+    answers = target.answers()
+    counts = [count for level in target.counts.values() for count in level]
+    found = [
+        *findings.failed_requests(name, answers),
+        *findings.degenerate_output(name, answers),
+        *findings.no_acceptance(name, target.server.kind, counts or target.category_counts),
+        *findings.nothing_accepted(name, counts),
+        *findings.forced_acceptance(name, counts, answers),
+    ]
+    if workload.extra_body.get("ignore_eos"):
+        found.append(
+            Problem(
+                "TS-BENCH-IGNORE-EOS",
+                "warning",
+                name,
+                "ignore_eos makes the model write past its own end: acceptance there is not that of real answers",
+                "measure acceptance without ignore_eos",
+            )
+        )
+    return found
+
+
+def describe_target(target: MeasuredEndpoint) -> dict[str, Any]:
     """One endpoint: pooled acceptance over all concurrencies, by category, and one entry per concurrency."""
     pooled = [count for counts in target.counts.values() for count in counts]
     per_category = target.category_counts or pooled
@@ -209,7 +234,7 @@ def describe_target(target: Target) -> dict[str, Any]:
     }
 
 
-def interleaved(targets: Sequence[Target]) -> list[dict[str, Any]]:
+def interleaved(targets: Sequence[MeasuredEndpoint]) -> list[dict[str, Any]]:
     """Per concurrency: each endpoint's rate by round, and for every pair the ratio by round, its median and range."""
     levels = []
     for concurrency in targets[0].rounds:
@@ -241,7 +266,7 @@ def pair_ratio(of: str, over: str, rates: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def answer_records(targets: Sequence[Target]) -> list[dict[str, Any]]:
+def answer_records(targets: Sequence[MeasuredEndpoint]) -> list[dict[str, Any]]:
     """Every answer with its text, for answers.jsonl."""
     return [
         {

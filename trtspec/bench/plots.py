@@ -17,7 +17,7 @@ CSS = {INK: "currentColor", GRID: "var(--rule)"} | {color: f"var(--series-{i})" 
 
 
 @dataclass(frozen=True)
-class Series:
+class PlotSeries:
     """One colour of a plot: label -> (value, low, high); low and high may be None."""
 
     name: str
@@ -32,7 +32,7 @@ def available() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def grouped_bars(series: Sequence[Series], ylabel: str, baseline: float = 0.0, digits: int = 2) -> str:
+def grouped_bars(series: Sequence[PlotSeries], ylabel: str, baseline: float = 0.0, digits: int = 2) -> str:
     """Bars per label, one colour per series, with intervals where known and the value above each bar."""
     labels = list(dict.fromkeys(label for entry in series for label in entry.values))
     width = 0.8 / max(1, len(series))

@@ -9,7 +9,7 @@ from typing import Any
 import jinja2
 
 from trtspec.bench import plots, tables
-from trtspec.bench.plots import Series
+from trtspec.bench.plots import PlotSeries
 
 
 @cache
@@ -100,14 +100,14 @@ def category_plot(groups: dict[str, dict[str, Any]]) -> str:
             if entry["acceptance_length"] is not None
         }
         if values and group["drafted"] != 0:
-            series.append(Series(name, values, color))
+            series.append(PlotSeries(name, values, color))
     return plots.grouped_bars(series, "tokens per step", baseline=1.0) if series else ""
 
 
 def position_plot(groups: dict[str, dict[str, Any]]) -> str:
     """Cumulative acceptance by draft position; "" when no server gives a histogram."""
     series = [
-        Series(
+        PlotSeries(
             name, {f"position {k}": (share, None, None) for k, share in enumerate(group["cumulative"], start=1)}, color
         )
         for color, (name, group) in enumerate(groups.items())
@@ -125,5 +125,5 @@ def speed_plot(endpoints: list[dict[str, Any]]) -> str:
             rounds = level["rounds"]
             ends = (min(rounds), max(rounds)) if len(rounds) > 1 else (None, None)
             values[f"concurrency {level['concurrency']}"] = (level["throughput"]["tokens_per_s"], *ends)
-        series.append(Series(endpoint["name"], values, color))
+        series.append(PlotSeries(endpoint["name"], values, color))
     return plots.grouped_bars(series, "output tokens/s", digits=0)

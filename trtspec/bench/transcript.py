@@ -13,7 +13,7 @@ import httpx
 
 from trtspec.bench import adapters
 from trtspec.bench.acceptance import TurnCounts
-from trtspec.bench.client import Answer, Endpoint, Sampling, complete, new_client, request_body
+from trtspec.bench.client import Answer, Endpoint, RequestSampling, complete, new_client, request_body
 from trtspec.bench.datasets import Question
 from trtspec.errors import TrtspecError, UsageError
 
@@ -135,7 +135,7 @@ async def ask(
 ) -> tuple[Transcript, Answer] | None:
     """One greedy answer; None when the server refuses the request with logprobs."""
     messages = [*question.opening, {"role": "user", "content": question.turns[0]}]
-    body = request_body(endpoint, messages, Sampling(max_tokens, 0.0), 0)
+    body = request_body(endpoint, messages, RequestSampling(max_tokens, 0.0), 0)
     if logprobs:
         body |= {"logprobs": True, "top_logprobs": 2}
     try:
@@ -167,7 +167,7 @@ def read_token(entry: dict[str, Any]) -> Token:
 async def ask_tool(client: httpx.AsyncClient, endpoint: Endpoint) -> ToolReply:
     """One greedy request with a tool; a refusal is kept as `error`."""
     messages = [{"role": "user", "content": TOOL_QUESTION}]
-    body = request_body(endpoint, messages, Sampling(TOOL_TOKENS, 0.0), 0)
+    body = request_body(endpoint, messages, RequestSampling(TOOL_TOKENS, 0.0), 0)
     try:
         reply = await complete(client, endpoint, {**body, "tools": [TOOL], "tool_choice": "auto"})
     except TrtspecError as error:

@@ -19,8 +19,8 @@ from trtspec.cli.values import json_object, numbers
 from trtspec.errors import CheckFailed, MissingDependency, UsageError
 
 if TYPE_CHECKING:
-    from trtspec.bench.client import Sampling
-    from trtspec.bench.measure import Workload
+    from trtspec.bench.client import RequestSampling
+    from trtspec.bench.measure import BenchWorkload
 
 
 def bench(
@@ -62,13 +62,15 @@ def bench(
             "run bench once per draft length and use --compare",
         )
     from trtspec.bench import compare as comparison
-    from trtspec.bench.client import Sampling
+    from trtspec.bench.client import RequestSampling
 
     if output is not None:
         report.refuse_overwrite(output, force)
     old = comparison.read_results(compare) if compare else None
     rounds = rounds or (3 if against_url else 1)
-    work = workload(dataset, samples, concurrency, rounds, Sampling(max_tokens, temperature, seed), api, extra_body)
+    work = workload(
+        dataset, samples, concurrency, rounds, RequestSampling(max_tokens, temperature, seed), api, extra_body
+    )
     results, answers = run(endpoints(url, against_url or []), work, model)
     if old is not None:
         results["comparison"] = comparison.compare(results, old)
@@ -81,16 +83,16 @@ def bench(
 
 
 def workload(
-    dataset: str, samples: str, concurrency: str, rounds: int, sampling: Sampling, api: str, extra_body: str
-) -> Workload:
+    dataset: str, samples: str, concurrency: str, rounds: int, sampling: RequestSampling, api: str, extra_body: str
+) -> BenchWorkload:
     """What the options ask for; UsageError names the first option that cannot be."""
     from trtspec.bench.datasets import load_dataset
-    from trtspec.bench.measure import Workload
+    from trtspec.bench.measure import BenchWorkload
 
     if api not in ("chat", "completions"):
         raise UsageError(f"--api {api} is neither chat nor completions", "pass --api chat")
     levels = numbers(concurrency, "--concurrency")
-    return Workload(
+    return BenchWorkload(
         dataset=load_dataset(dataset),
         sampling=sampling,
         concurrency=tuple(levels),
@@ -101,7 +103,7 @@ def workload(
     )
 
 
-def run(urls: dict[str, str], work: Workload, model: str | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def run(urls: dict[str, str], work: BenchWorkload, model: str | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Runs the measurement and stamps it with versions and time."""
     import asyncio
 

@@ -25,7 +25,7 @@ POLL_SECONDS = 0.02
 
 
 @dataclass
-class Step:
+class DemoStep:
     """One command as it was run. `expected` and `seconds` in seconds."""
 
     stage: int
@@ -42,7 +42,7 @@ class Chain:
 
     directory: Path
     stages: int
-    steps: list[Step] = field(default_factory=list)
+    steps: list[DemoStep] = field(default_factory=list)
     stage: int = 0
     quiet: bool = False
 
@@ -65,7 +65,7 @@ class Chain:
         """As `run`, for any module of this interpreter."""
         shown = shlex.join(arguments)
         name = "trtspec" if module == "trtspec" else f"python -m {module}"
-        step = Step(self.stage, purpose, f"{name} {shown}", expected)
+        step = DemoStep(self.stage, purpose, f"{name} {shown}", expected)
         self.steps.append(step)
         self.say(f"    $ {step.command}")
         began = time.monotonic()
@@ -105,7 +105,7 @@ class Chain:
         command = ["serve", *arguments, "--host", "127.0.0.1", "--port", str(port)]
         self.say(f"    $ trtspec {shlex.join(command)} &")
         log = self.directory / "logs" / f"serve-{name}.log"
-        step = Step(self.stage, f"serve {name}", f"trtspec {shlex.join(command)}", 0)
+        step = DemoStep(self.stage, f"serve {name}", f"trtspec {shlex.join(command)}", 0)
         self.steps.append(step)
         began = time.monotonic()
         with log.open("wb") as stream:

@@ -25,7 +25,7 @@ def measure_acceptance(
 ) -> dict[str, Any]:
     """Greedy generation with the head on held-out prompts: acceptance length by category, acceptance by position."""
     from trtspec.checkpoint.tokenizer import KimiTokenizer
-    from trtspec.engine.engine import Engine, Request
+    from trtspec.engine.engine import Engine, GenerationRequest
     from trtspec.models.head_weights import load_head
     from trtspec.models.precision import dtype_name
     from trtspec.report import say
@@ -44,7 +44,7 @@ def measure_acceptance(
         max_seq_len=longest + draft_len,
         tokenizer=KimiTokenizer(target_dir),
     )
-    requests = [Request(sample.id, list(sample.tokens[: sample.prompt]), max_tokens) for sample in chosen]
+    requests = [GenerationRequest(sample.id, list(sample.tokens[: sample.prompt]), max_tokens) for sample in chosen]
     done = engine.generate(requests)
     categories = sorted({sample.category for sample in chosen if sample.category})
     groups = [("all", chosen)] + [(name, [s for s in chosen if s.category == name]) for name in categories]

@@ -17,7 +17,7 @@ DONE = "data: [DONE]\n\n"
 
 
 @dataclass
-class Answer:
+class CompletionAnswer:
     """What all parts of one response share. `top` is how many alternatives a logprobs entry lists."""
 
     tokenizer: KimiTokenizer
@@ -50,7 +50,7 @@ def usage(prompt_tokens: int, completions: list[Completion]) -> dict[str, int]:
     return {"prompt_tokens": prompt_tokens, "completion_tokens": made, "total_tokens": prompt_tokens + made}
 
 
-def body(answer: Answer, completions: list[Completion], prompt_tokens: int, thinking: bool) -> dict[str, Any]:
+def body(answer: CompletionAnswer, completions: list[Completion], prompt_tokens: int, thinking: bool) -> dict[str, Any]:
     """The response to a request that is not streamed."""
     choices = []
     for index, completion in enumerate(completions):
@@ -66,7 +66,7 @@ def body(answer: Answer, completions: list[Completion], prompt_tokens: int, thin
     return answer.head(streaming=False) | {"choices": choices, "usage": usage(prompt_tokens, completions)}
 
 
-def logprobs(answer: Answer, entries: list[TokenLogprobs]) -> dict[str, Any]:
+def logprobs(answer: CompletionAnswer, entries: list[TokenLogprobs]) -> dict[str, Any]:
     """Chat or completions form of the log-probabilities."""
     raw = answer.tokenizer.token_bytes
 
@@ -94,7 +94,7 @@ def logprobs(answer: Answer, entries: list[TokenLogprobs]) -> dict[str, Any]:
 class ChoiceStream:
     """Chunks of one streamed choice: one per engine step that made text, then one with the finish reason."""
 
-    def __init__(self, answer: Answer, index: int, thinking: bool) -> None:
+    def __init__(self, answer: CompletionAnswer, index: int, thinking: bool) -> None:
         self.answer = answer
         self.index = index
         self.parser = ReplyParser(thinking) if answer.chat else None
@@ -151,7 +151,7 @@ class ChoiceStream:
         return f'{self._prefix}{fragment},"logprobs":{scores},"finish_reason":null{self._suffix}'
 
 
-def usage_chunk(answer: Answer, prompt_tokens: int, completions: list[Completion]) -> str:
+def usage_chunk(answer: CompletionAnswer, prompt_tokens: int, completions: list[Completion]) -> str:
     """The last chunk of a stream with `stream_options.include_usage`."""
     value = answer.head(streaming=True) | {"choices": [], "usage": usage(prompt_tokens, completions)}
     return f"data: {json.dumps(value)}\n\n"

@@ -17,23 +17,22 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.answers import DONE, Answer, ChoiceStream, body, usage_chunk
+from trtspec.engine.answers import DONE, ChoiceStream, CompletionAnswer, body, usage_chunk
 from trtspec.engine.engine import Engine
 from trtspec.engine.metrics import prometheus_text
 from trtspec.engine.protocol import ApiError, ChatBody, CompletionBody, GenerationBody, parse_body
-from trtspec.engine.sequence import Completion, Output
-from trtspec.engine.sequence import Request as EngineRequest
-from trtspec.engine.worker import EngineFailed, Worker
+from trtspec.engine.sequence import Completion, GenerationRequest, Output
+from trtspec.engine.worker import EngineThreadDied, Worker
 from trtspec.errors import TrtspecError
 from trtspec.models.precision import dtype_name
 
 
 @dataclass(frozen=True)
-class Job:
+class ApiCall:
     """One API call: the engine requests behind its choices, and how to answer."""
 
-    answer: Answer
-    requests: list[EngineRequest]
+    answer: CompletionAnswer
+    requests: list[GenerationRequest]
     prompt_tokens: int
     thinking: bool = False
 
@@ -69,15 +68,17 @@ def create_app(engine: Engine, tokenizer: KimiTokenizer, served_model_name: str)
     return app
 
 
-def completion_job(asked: CompletionBody, tokenizer: KimiTokenizer, model: str) -> Job:
+def completion_job(asked: CompletionBody, tokenizer: KimiTokenizer, model: str) -> ApiCall:
     prompts = [tokenizer.encode(p) if isinstance(p, str) else p for p in asked.prompts]
-    answer = Answer(tokenizer, model, False, asked.logprobs is not None, asked.logprobs or 0, _with_usage(asked))
+    answer = CompletionAnswer(
+        tokenizer, model, False, asked.logprobs is not None, asked.logprobs or 0, _with_usage(asked)
+    )
     common = _engine_request(asked, asked.max_tokens, answer)
     requests = [_numbered(common, prompt, choice) for prompt in prompts for choice in range(asked.n)]
-    return Job(answer, requests, sum(map(len, prompts)))
+    return ApiCall(answer, requests, sum(map(len, prompts)))
 
 
-def chat_job(asked: ChatBody, tokenizer: KimiTokenizer, model: str, max_seq_len: int) -> Job:
+def chat_job(asked: ChatBody, tokenizer: KimiTokenizer, model: str, max_seq_len: int) -> ApiCall:
     variables = {"thinking": None, **asked.chat_template_kwargs}
     if taken := {"messages", "tools", "add_generation_prompt"} & variables.keys():
         raise ApiError(f"chat_template_kwargs cannot set {', '.join(sorted(taken))}", param="chat_template_kwargs")
@@ -86,18 +87,18 @@ def chat_job(asked: ChatBody, tokenizer: KimiTokenizer, model: str, max_seq_len:
     except TrtspecError as error:
         raise ApiError(error.message, param="messages") from None
     prompt = tokenizer.encode(text, allow_special=True)
-    answer = Answer(tokenizer, model, True, asked.logprobs, asked.top_logprobs, _with_usage(asked))
+    answer = CompletionAnswer(tokenizer, model, True, asked.logprobs, asked.top_logprobs, _with_usage(asked))
     limit = asked.max_completion_tokens or asked.max_tokens or max(1, max_seq_len - len(prompt))
     common = _engine_request(asked, limit, answer)
     end_of_turn = tokenizer.special_tokens.get("<|im_end|>")
     if end_of_turn is not None and not asked.ignore_eos:
         common = replace(common, stop_token_ids=(*common.stop_token_ids, end_of_turn))
     requests = [_numbered(common, prompt, choice) for choice in range(asked.n)]
-    return Job(answer, requests, len(prompt), thinking=text.rstrip().endswith("<think>"))
+    return ApiCall(answer, requests, len(prompt), thinking=text.rstrip().endswith("<think>"))
 
 
-def _engine_request(asked: GenerationBody, max_tokens: int, answer: Answer) -> EngineRequest:
-    return EngineRequest(
+def _engine_request(asked: GenerationBody, max_tokens: int, answer: CompletionAnswer) -> GenerationRequest:
+    return GenerationRequest(
         id="",
         prompt_ids=[],
         max_tokens=max_tokens,
@@ -112,13 +113,13 @@ def _engine_request(asked: GenerationBody, max_tokens: int, answer: Answer) -> E
     )
 
 
-def _numbered(common: EngineRequest, prompt: list[int], choice: int) -> EngineRequest:
+def _numbered(common: GenerationRequest, prompt: list[int], choice: int) -> GenerationRequest:
     """The request behind one choice; with a seed, each choice has its own."""
     seed = None if common.seed is None else common.seed + choice
     return replace(common, id=uuid.uuid4().hex, prompt_ids=prompt, seed=seed)
 
 
-async def _respond(job: Job, asked: GenerationBody, worker: Worker, request: Request) -> Response:
+async def _respond(job: ApiCall, asked: GenerationBody, worker: Worker, request: Request) -> Response:
     for engine_request in job.requests:
         try:
             worker.check(engine_request)
@@ -137,7 +138,7 @@ async def _respond(job: Job, asked: GenerationBody, worker: Worker, request: Req
     return JSONResponse(body(job.answer, completions, job.prompt_tokens, job.thinking))
 
 
-async def _collect(worker: Worker, request: EngineRequest) -> Completion:
+async def _collect(worker: Worker, request: GenerationRequest) -> Completion:
     completion = Completion(request.id)
     async for output in worker.run(request):
         completion.add(output)
@@ -161,7 +162,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _stream(job: Job, asked: GenerationBody, worker: Worker) -> AsyncIterator[str]:
+async def _stream(job: ApiCall, asked: GenerationBody, worker: Worker) -> AsyncIterator[str]:
     """Server-sent events of all choices, in the order in which the engine makes them."""
     streams = [ChoiceStream(job.answer, index, job.thinking) for index in range(len(job.requests))]
     for stream in streams:
@@ -171,7 +172,7 @@ async def _stream(job: Job, asked: GenerationBody, worker: Worker) -> AsyncItera
         async for index, output in _merged(worker, job.requests):
             if chunk := streams[index].push(output):
                 yield chunk
-    except EngineFailed as failure:
+    except EngineThreadDied as failure:
         yield f"data: {json.dumps(ApiError(str(failure), status=500).to_dict())}\n\n"
         return
     if job.answer.usage_in_stream:
@@ -179,19 +180,19 @@ async def _stream(job: Job, asked: GenerationBody, worker: Worker) -> AsyncItera
     yield DONE
 
 
-async def _merged(worker: Worker, requests: list[EngineRequest]) -> AsyncIterator[tuple[int, Output]]:
+async def _merged(worker: Worker, requests: list[GenerationRequest]) -> AsyncIterator[tuple[int, Output]]:
     """(choice, output) of several requests as they come."""
     if len(requests) == 1:
         async for output in worker.run(requests[0]):
             yield 0, output
         return
-    merged: asyncio.Queue[tuple[int, Output | EngineFailed]] = asyncio.Queue()
+    merged: asyncio.Queue[tuple[int, Output | EngineThreadDied]] = asyncio.Queue()
 
-    async def feed(index: int, request: EngineRequest) -> None:
+    async def feed(index: int, request: GenerationRequest) -> None:
         try:
             async for output in worker.run(request):
                 merged.put_nowait((index, output))
-        except EngineFailed as failure:
+        except EngineThreadDied as failure:
             merged.put_nowait((index, failure))
 
     tasks = [asyncio.create_task(feed(index, request)) for index, request in enumerate(requests)]
@@ -199,7 +200,7 @@ async def _merged(worker: Worker, requests: list[EngineRequest]) -> AsyncIterato
         open_choices = len(requests)
         while open_choices:
             index, item = await merged.get()
-            if isinstance(item, EngineFailed):
+            if isinstance(item, EngineThreadDied):
                 raise item
             open_choices -= item.finish_reason is not None
             yield index, item
@@ -240,10 +241,10 @@ def _add_status(app: FastAPI, worker: Worker, tokenizer: KimiTokenizer, served: 
     @app.get("/health_generate")
     async def health_generate() -> Response:
         """200 after a real generation of one token."""
-        request = EngineRequest(f"health-{uuid.uuid4().hex}", [tokenizer.eos_ids[0] if tokenizer.eos_ids else 0], 1)
+        request = GenerationRequest(f"health-{uuid.uuid4().hex}", [tokenizer.eos_ids[0] if tokenizer.eos_ids else 0], 1)
         try:
             await asyncio.wait_for(_collect(worker, request), timeout=60)
-        except (TimeoutError, EngineFailed):
+        except (TimeoutError, EngineThreadDied):
             return Response(status_code=500)
         return Response(status_code=200)
 
@@ -270,8 +271,8 @@ def _add_errors(app: FastAPI) -> None:
     async def api_error(_: Request, error: ApiError) -> JSONResponse:
         return JSONResponse(error.to_dict(), status_code=error.status)
 
-    @app.exception_handler(EngineFailed)
-    async def engine_failed(_: Request, error: EngineFailed) -> JSONResponse:
+    @app.exception_handler(EngineThreadDied)
+    async def engine_failed(_: Request, error: EngineThreadDied) -> JSONResponse:
         return JSONResponse(ApiError(str(error), status=500).to_dict(), status_code=500)
 
     @app.exception_handler(Exception)

@@ -11,7 +11,7 @@ from trtspec.engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
-class Sampling:
+class BatchSampling:
     """Parameters of the sampled rows of a batch. `rows` int64 [S]; temperature, top_p float32 [S]; top_k int64 [S]."""
 
     rows: Tensor
@@ -20,7 +20,7 @@ class Sampling:
     top_k: Tensor | None
 
     @staticmethod
-    def of(sequences: list[Sequence], device: torch.device) -> Sampling | None:
+    def of(sequences: list[Sequence], device: torch.device) -> BatchSampling | None:
         """None when every sequence is greedy."""
         picked = [(row, sequence.request) for row, sequence in enumerate(sequences) if sequence.sampled]
         if not picked:
@@ -28,19 +28,19 @@ class Sampling:
         requests = [request for _, request in picked]
         top_p = torch.tensor([r.top_p for r in requests], device=device) if any(r.top_p < 1 for r in requests) else None
         top_k = torch.tensor([r.top_k for r in requests], device=device) if any(r.top_k > 0 for r in requests) else None
-        return Sampling(
+        return BatchSampling(
             torch.tensor([row for row, _ in picked], device=device),
             torch.tensor([r.temperature for r in requests], dtype=torch.float32, device=device),
             top_p,
             top_k,
         )
 
-    def of_row(self, row: int) -> Sampling | None:
+    def of_row(self, row: int) -> BatchSampling | None:
         """The parameters of one row; None when it is greedy."""
         at = (self.rows == row).nonzero().squeeze(1)
         if not len(at):
             return None
-        return Sampling(
+        return BatchSampling(
             self.rows[at],
             self.temperature[at],
             None if self.top_p is None else self.top_p[at],
@@ -48,7 +48,7 @@ class Sampling:
         )
 
 
-class Batch:
+class DecodeBatch:
     """State of the decoding rows, compacted at the front.
 
     block int64 [rows, 1+k]: a row's last token and its drafts. start int64 [rows]: the last token's position.
@@ -66,7 +66,7 @@ class Batch:
         self.counts = torch.zeros(rows, dtype=torch.int64, device=device)
         self.uniform = torch.zeros(rows, 2 * draft_len + 1, device=device)
         self.draft_probs: Tensor | None = None
-        self.sampling: Sampling | None = None
+        self.sampling: BatchSampling | None = None
         self.row_index = torch.arange(rows, device=device)
 
     def __len__(self) -> int:
@@ -79,7 +79,7 @@ class Batch:
         self.block[row, 0] = token
         self.start[row] = len(sequence.request.prompt_ids)
         self.counts[row] = 0
-        self.sampling = Sampling.of(self.sequences, self.device)
+        self.sampling = BatchSampling.of(self.sequences, self.device)
         return row
 
     def remove(self, row: int) -> int:
@@ -91,7 +91,7 @@ class Batch:
             for tensor in [*state, self.draft_probs] if self.draft_probs is not None else state:
                 tensor[row] = tensor[last]
         self.sequences.pop()
-        self.sampling = Sampling.of(self.sequences, self.device)
+        self.sampling = BatchSampling.of(self.sequences, self.device)
         return last
 
     def refill_uniform(self) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from trtspec.engine.batch import Batch, Sampling
+from trtspec.engine.batch import BatchSampling, DecodeBatch
 from trtspec.engine.sampling import draw, probabilities
 from trtspec.engine.sequence import Sequence
 from trtspec.errors import MissingDependency
@@ -30,9 +30,11 @@ class Drafter(Protocol):
     draft_ids: Tensor | None
 
     def prompt(self, aux: Tensor | None, tokens: Tensor, start: Tensor, row: int) -> None: ...
-    def begin(self, batch: Batch, row: int) -> None: ...
-    def follow(self, batch: Batch, aux: Tensor | None, tokens: Tensor, start: Tensor, accepted: Tensor) -> None: ...
-    def propose(self, batch: Batch) -> None: ...
+    def begin(self, batch: DecodeBatch, row: int) -> None: ...
+    def follow(
+        self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, start: Tensor, accepted: Tensor
+    ) -> None: ...
+    def propose(self, batch: DecodeBatch) -> None: ...
     def move(self, source: int, target: int) -> None: ...
 
 
@@ -45,13 +47,13 @@ class NoDrafter:
     def prompt(self, aux: Tensor | None, tokens: Tensor, start: Tensor, row: int) -> None:
         pass
 
-    def begin(self, batch: Batch, row: int) -> None:
+    def begin(self, batch: DecodeBatch, row: int) -> None:
         pass
 
-    def follow(self, batch: Batch, aux: Tensor | None, tokens: Tensor, start: Tensor, accepted: Tensor) -> None:
+    def follow(self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, start: Tensor, accepted: Tensor) -> None:
         pass
 
-    def propose(self, batch: Batch) -> None:
+    def propose(self, batch: DecodeBatch) -> None:
         pass
 
     def move(self, source: int, target: int) -> None:
@@ -77,12 +79,12 @@ class Eagle3Drafter(NoDrafter):
         feedback, normed = self.head(self.head.fuse(aux), tokens, start, self.cache, row)
         self._last = feedback[:, -1:], normed[:, -1]
 
-    def begin(self, batch: Batch, row: int) -> None:
+    def begin(self, batch: DecodeBatch, row: int) -> None:
         assert self._last is not None
         sampling = None if batch.sampling is None else batch.sampling.of_row(row)
         self._chain(batch, *self._last, row, 1, sampling)
 
-    def follow(self, batch: Batch, aux: Tensor | None, tokens: Tensor, start: Tensor, accepted: Tensor) -> None:
+    def follow(self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, start: Tensor, accepted: Tensor) -> None:
         assert aux is not None
         known = int(accepted.max()) + 1  # states after a rejected draft belong to no text
         feedback, normed = self.head(self.head.fuse(aux[:, :known]), tokens[:, :known], start, self.cache)
@@ -93,7 +95,9 @@ class Eagle3Drafter(NoDrafter):
     def move(self, source: int, target: int) -> None:
         self.cache.move(source, target)
 
-    def _chain(self, batch: Batch, x: Tensor, normed: Tensor, row: int, count: int, sampling: Sampling | None) -> None:
+    def _chain(
+        self, batch: DecodeBatch, x: Tensor, normed: Tensor, row: int, count: int, sampling: BatchSampling | None
+    ) -> None:
         """Writes drafts for batch rows [row, row+count); x [count, 1, H] and normed [count, H] are the last true row's.
 
         A draft step's own row stands at the position of the token before its draft. `sampling` holds the rows that draw
@@ -128,7 +132,7 @@ class PromptLookupDrafter(NoDrafter):
             ) from None
         self._lookup: Any = PromptLookupCandidateGenerator(num_output_tokens=draft_len, max_length=2**31)
 
-    def propose(self, batch: Batch) -> None:
+    def propose(self, batch: DecodeBatch) -> None:
         for row, sequence in enumerate(batch.sequences):
             found = self._candidates(sequence)
             batch.counts[row] = len(found)

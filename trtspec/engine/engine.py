@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.batch import Batch
+from trtspec.engine.batch import DecodeBatch
 from trtspec.engine.drafters import Drafter, DrafterName, Eagle3Drafter, NoDrafter, PromptLookupDrafter
 from trtspec.engine.sampling import draw, probabilities
-from trtspec.engine.sequence import Completion, Output, Request, Sequence, TokenLogprobs
+from trtspec.engine.sequence import Completion, GenerationRequest, Output, Sequence, TokenLogprobs
 from trtspec.engine.stats import Iteration, Totals
 from trtspec.engine.verify import accept_greedy, accept_sampled
 from trtspec.errors import UsageError
@@ -66,7 +66,7 @@ class Engine:
         cache_len = max_seq_len + self.draft_len  # drafts of a row that is nearly full reach beyond its end
         self.cache = target.new_cache(max_batch_size, cache_len)
         self.drafter = make_drafter(drafter, head, target, self.draft_len, max_batch_size, cache_len)
-        self.batch = Batch(max_batch_size, self.draft_len, self.device)
+        self.batch = DecodeBatch(max_batch_size, self.draft_len, self.device)
         self.waiting: deque[Sequence] = deque()
         self.prefilling: Sequence | None = None
         self.cancelled: set[str] = set()
@@ -74,7 +74,7 @@ class Engine:
         self.totals = Totals(histogram=[0] * (self.draft_len + 1))
         self.iteration: Iteration | None = None
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: GenerationRequest) -> None:
         """Queues a request. Raises UsageError for one that can never run."""
         check_request(request, self.max_seq_len, self.target.spec.vocab_size, self.tokenizer is not None)
         self.submitted += 1
@@ -115,7 +115,7 @@ class Engine:
         )
         return outputs
 
-    def generate(self, requests: list[Request]) -> dict[str, Completion]:
+    def generate(self, requests: list[GenerationRequest]) -> dict[str, Completion]:
         """Runs the requests to their end, in slots that are refilled as they become free."""
         completions = {request.id: Completion(request.id) for request in requests}
         for request in requests:
@@ -287,7 +287,7 @@ def make_drafter(
     return Eagle3Drafter(head, target, rows, max_len)
 
 
-def check_request(request: Request, max_seq_len: int, vocab_size: int, has_tokenizer: bool) -> None:
+def check_request(request: GenerationRequest, max_seq_len: int, vocab_size: int, has_tokenizer: bool) -> None:
     """Raises UsageError for a request that cannot run in an engine of this size."""
     length = len(request.prompt_ids)
     if not length:

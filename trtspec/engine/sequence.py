@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """What to generate. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
 
     `stop` strings need an engine with a tokenizer and are not part of the output. `logprobs` is how many alternatives
@@ -118,7 +118,7 @@ class Sequence:
 
     def __init__(
         self,
-        request: Request,
+        request: GenerationRequest,
         *,
         draft_len: int,
         max_seq_len: int,

@@ -19,7 +19,7 @@ from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.app import create_app
 from trtspec.engine.drafters import DrafterName
 from trtspec.engine.engine import Engine
-from trtspec.engine.sequence import Request
+from trtspec.engine.sequence import GenerationRequest
 from trtspec.engine.stats import Totals
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.models.head_weights import load_head
@@ -71,7 +71,7 @@ def run(
     config = uvicorn.Config(
         create_app(engine, tokenizer, name), log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS, lifespan="on"
     )
-    server = Server(config, f"trtspec: serving {name} on http://{host}:{listener.getsockname()[1]} ({how})")
+    server = AnnouncingServer(config, f"trtspec: serving {name} on http://{host}:{listener.getsockname()[1]} ({how})")
     server.run(sockets=[listener])
     if server.ended_by == signal.SIGINT:
         raise KeyboardInterrupt
@@ -112,7 +112,7 @@ def build_engine(
 
 def warm_up(engine: Engine) -> None:
     """One short generation, so that the first request does not pay for tables and lazy initialisation."""
-    engine.generate([Request("warm-up", [0] * 8, max_tokens=2 + engine.draft_len, ignore_eos=True)])
+    engine.generate([GenerationRequest("warm-up", [0] * 8, max_tokens=2 + engine.draft_len, ignore_eos=True)])
     engine.totals = Totals(histogram=[0] * (engine.draft_len + 1))
     engine.iteration = None
 
@@ -145,7 +145,7 @@ def bind(host: str, port: int) -> socket.socket:
         ) from None
 
 
-class Server(uvicorn.Server):
+class AnnouncingServer(uvicorn.Server):
     """uvicorn, announcing itself when ready, and remembering which signal ended it instead of raising it again."""
 
     def __init__(self, config: uvicorn.Config, ready: str) -> None:

@@ -12,12 +12,12 @@ from queue import SimpleQueue
 from typing import Any
 
 from trtspec.engine.engine import Engine, check_request
-from trtspec.engine.sequence import Output, Request
+from trtspec.engine.sequence import GenerationRequest, Output
 
 ITERATIONS_KEPT = 1000
 
 
-class EngineFailed(Exception):
+class EngineThreadDied(Exception):
     """The engine thread died; the server answers 500 and is unhealthy from then on."""
 
 
@@ -48,25 +48,25 @@ class Worker:
     def healthy(self) -> bool:
         return self.failure is None and self._thread.is_alive()
 
-    def check(self, request: Request) -> None:
+    def check(self, request: GenerationRequest) -> None:
         """Raises UsageError for a request that the engine would refuse."""
         engine = self.engine
         check_request(request, engine.max_seq_len, engine.target.spec.vocab_size, engine.tokenizer is not None)
 
-    async def run(self, request: Request) -> AsyncIterator[Output]:
-        """Outputs of a request as they come. Leaving the loop early cancels it. Raises EngineFailed."""
+    async def run(self, request: GenerationRequest) -> AsyncIterator[Output]:
+        """Outputs of a request as they come. Leaving the loop early cancels it. Raises EngineThreadDied."""
         self.check(request)
         outputs: asyncio.Queue[Output | None] = asyncio.Queue()
         self._outputs[request.id] = outputs
         if not self.healthy:
-            raise EngineFailed("the engine stopped")
+            raise EngineThreadDied("the engine stopped")
         self._commands.put(lambda: self.engine.submit(request))
         finished = False
         try:
             while not finished:
                 output = await outputs.get()
                 if output is None:
-                    raise EngineFailed("the engine stopped")
+                    raise EngineThreadDied("the engine stopped")
                 finished = output.finish_reason is not None
                 yield output
         finally:
