@@ -23,7 +23,7 @@ LEVEL = {
     "quant": 4,
     "checkpoint": 3,
     "data_files": 2,
-    "specs": 1, "report": 1, "records": 1,
+    "specs": 1, "report": 1, "records": 1, "yaml_files": 1,
     "formats": 0, "errors": 0, "__init__": 0,
 }  # fmt: skip
 TORCH_FREE = (

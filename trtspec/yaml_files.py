@@ -22,6 +22,7 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 MOST_BYTES = 2**20  # an engine file has a few thousand
 MOST_VALUES = 50_000  # with every alias written out; an inline expert placement of 61 layers has 25,000
 MOST_LEVELS = 64
+MOST_KEY = 1000  # characters of one key
 MOST_DIGITS = 400  # of one number; more than any float has
 MOST_SHOWN = 200  # characters of a message that quotes the file
 STDIN = "-"
@@ -85,7 +86,7 @@ class Composed:
 
 @dataclass(slots=True)
 class _Open:
-    """A collection that has not ended: the count of values before it, its anchor, and a key that waits for its value."""
+    """A collection that has not ended: the count of values before it, its anchor, a key that waits for its value."""
 
     node: Node
     before: int
@@ -112,12 +113,13 @@ def load_file(path: str | Path) -> Any:
     try:
         return construct(compose(text).root)
     except YamlError as error:
-        raise UsageError(f"{path}:{error.line} is not valid YAML: {error.message}", "correct that line") from None
+        message = f"{path}:{error.line} is not valid YAML: {error.message}"
+        raise UsageError(message, "correct that line", "TS-ERROR-YAML") from None
 
 
 def _unreadable(path: str | Path, reason: str) -> UsageError:
     remedy = "pass a YAML file, or `-` for standard input"
-    return UsageError(f"{path} cannot be read: {reason}", remedy)
+    return UsageError(f"{path} cannot be read: {reason}", remedy, "TS-ERROR-FILE")
 
 
 def _stdin() -> bytes:
@@ -199,7 +201,7 @@ class _Composer:
     def _error(self, event: Any, message: str, beyond: bool = False) -> YamlError:
         return YamlError(message, event.start_mark.line + 1, event.start_mark.column + 1, beyond)
 
-    def _scalar(self, event: yaml.ScalarEvent) -> None:
+    def _scalar(self, event: Any) -> None:
         tag = event.tag
         if tag is None or tag == "!":
             tag = self.loader.resolve(yaml.ScalarNode, event.value, event.implicit)
@@ -240,7 +242,7 @@ class _Composer:
         if anchor is not None:
             self.anchors[anchor] = found
 
-    def _alias(self, event: yaml.AliasEvent) -> None:
+    def _alias(self, event: Any) -> None:
         if event.anchor not in self.anchors:
             raise self._error(event, f"the alias {event.anchor!r} is not defined above")
         found = self.anchors[event.anchor]
@@ -249,8 +251,8 @@ class _Composer:
         node, weight = found
         first, last = event.start_mark, event.end_mark
         self.scalars.append((first.index, last.index))
-        place = {"start": first.index, "end": last.index, "line": first.line, "column": first.column}
-        self._add(event, replace(node, **place, alias=True), weight)
+        here = replace(node, start=first.index, end=last.index, line=first.line, column=first.column, alias=True)
+        self._add(event, here, weight)
 
     def _add(self, event: Any, node: Node, weight: int) -> None:
         self.count += weight
@@ -311,6 +313,8 @@ def _pairs(node: Node, constructor: Any) -> list[Pair]:
             for source in reversed(sources):
                 merged += [replace(pair, merged=True) for pair in _pairs(source, constructor)]
             continue
+        if len(key_node.text) > MOST_KEY:
+            raise YamlError(f"a key of more than {MOST_KEY} characters", key_node.line + 1, key_node.column + 1, True)
         key = key_node.text if key_node.tag == VALUE else _construct(key_node, constructor)
         _construct(value_node, constructor)
         own.append(Pair(key, key_node, value_node, False))

@@ -57,9 +57,9 @@ def lint(
     mended: list[Finding] = []
     if fix:
         corrected, mended = mend(text, deployment)
-        if corrected != text:
-            write_atomic(file, corrected)
-        text = corrected
+        if corrected.text != text:
+            write_atomic(file, corrected.text)
+        text = corrected.text
     findings = find(text, deployment)
     if verdict is not None:
         verdict = _judged(text, None) if mended else verdict
@@ -79,7 +79,9 @@ def _judged(text: str, asked: str | None) -> Verdict:
     from trtspec.trtllm.lint.installed import judge
     from trtspec.trtllm.schema import parse_version
 
-    verdict = judge(text)
+    from trtspec.trtllm.document import Document
+
+    verdict = judge(Document.parse(text))
     if asked and parse_version(asked) != Version(verdict.version):
         message = f"TensorRT-LLM {verdict.version} is installed, not {asked}"
         raise UsageError(message, "leave out one of the two options")

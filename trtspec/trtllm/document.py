@@ -43,6 +43,11 @@ class Entry:
     def name(self) -> str:
         return self.key_node.text
 
+    @property
+    def parent(self) -> str:
+        """Path of the mapping that it stands in."""
+        return self.path[: -len(segment(self.key_node))].removesuffix(".")
+
 
 @dataclass(frozen=True)
 class Document:
@@ -181,7 +186,7 @@ def same(one: Any, other: Any) -> bool:
 
 @dataclass(frozen=True)
 class Edit:
-    """`text` is the edited file and `value` what it must mean; `added` is the path that was not there before."""
+    """`text` is the edited file and `value` what it must mean; `added` is a path that nothing stood in for before."""
 
     text: str
     value: Any
@@ -199,7 +204,7 @@ def rename_key(document: Document, path: str, name: str) -> Edit:
     place.clear()
     place.update(renamed)
     text = document.text[: entry.key_node.start] + scalar(name) + document.text[entry.key_node.end :]
-    return Edit(text, value, f"{path.rpartition('.')[0]}.{name}".lstrip("."))
+    return Edit(text, value)
 
 
 def set_value(document: Document, path: str, value: Any) -> Edit:
@@ -216,7 +221,7 @@ def delete_key(document: Document, path: str) -> Edit:
     parent = _inside(meaning, entry.keys[:-1])
     del parent[entry.keys[-1]]
     if not parent and len(entry.keys) > 1:  # a block mapping without keys would be null
-        owner = document.entries[path.rpartition(".")[0]]
+        owner = document.entries[entry.parent]
         if not _is_flow(document, entry):
             return Edit(_with_value(document, owner, "{}"), meaning)
     return Edit(_without(document, entry), meaning)
@@ -248,10 +253,10 @@ def add_key(document: Document, path: str, value: Any, comment: str = "") -> Edi
 
 
 def move_key(document: Document, path: str, to: str) -> Edit:
-    """Renames in place where the parent stays, else takes the key out and adds it where it belongs, with its comment."""
-    if path.rpartition(".")[0] == to.rpartition(".")[0]:
-        return rename_key(document, path, to.rpartition(".")[2])
+    """Renames in place where the parent stays, else takes the key out and adds it with its comment where it belongs."""
     entry = _own(document, path)
+    if entry.parent == to.rpartition(".")[0]:
+        return rename_key(document, path, to.rpartition(".")[2])
     along, cut = "", document
     behind = [place for place in document.comments if place[0] >= entry.value_node.end]
     line_end = _line_end(document.text, entry.value_node.end)
@@ -264,7 +269,7 @@ def move_key(document: Document, path: str, to: str) -> Edit:
     if not same(between.value or {}, taken.value):
         raise CannotEdit(f"{path} cannot be taken out")
     edit = add_key(between, to, entry.value, along)
-    return Edit(edit.text, edit.value, to)
+    return Edit(edit.text, edit.value)
 
 
 def _own(document: Document, path: str) -> Entry:
@@ -286,7 +291,7 @@ def _inside(value: Any, keys: Any) -> Any:
 
 def _is_flow(document: Document, entry: Entry) -> bool:
     """Whether the pair stands in brackets."""
-    parent = document.entries.get(entry.path.removesuffix(segment(entry.key_node)).removesuffix("."))
+    parent = document.entries.get(entry.parent)
     node = parent.value_node if parent else document.root
     return node is not None and node.style == "flow"
 

@@ -16,7 +16,7 @@ from trtspec.trtllm.schema import Schema, schema_for
 
 
 def deployment_of(
-    text: str,
+    document: Document | str,
     *,
     version: str | None,
     target: str | None,
@@ -29,8 +29,9 @@ def deployment_of(
 
     A head or target that only the file names is used where it can be found. Raises UsageError for an unknown GPU.
     """
-    written = parse_intent(text)
-    document = Document.parse(text)
+    if isinstance(document, str):
+        document = Document.parse(document)
+    written = parse_intent(document.text)
     named_head = head_in(document)
     target_name = target or (written.target if written and findable(written.target) else None)
     head_name = head or (named_head if named_head and findable(named_head) else None)

@@ -57,7 +57,7 @@ def engine_importable() -> bool:
     return importlib.util.find_spec(PACKAGE) is not None
 
 
-def judge(text: str, timeout: float = 600.0) -> Verdict:
+def judge(document: Document, timeout: float = 600.0) -> Verdict:
     """Raises MissingDependency where the engine is not importable, TrtspecError when it does not answer."""
     if not engine_importable():
         remedy = "run this inside NVIDIA's TensorRT-LLM image, or leave --installed out"
@@ -65,7 +65,7 @@ def judge(text: str, timeout: float = 600.0) -> Verdict:
     code = JUDGE.replace("MARK", repr(MARK))
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code], input=text, capture_output=True, text=True, timeout=timeout, check=False
+            [sys.executable, "-c", code], input=document.text, capture_output=True, text=True, timeout=timeout, check=False
         )
     except subprocess.TimeoutExpired:
         raise TrtspecError(f"{PACKAGE} did not answer within {timeout:.0f} s", "leave --installed out") from None
@@ -74,16 +74,16 @@ def judge(text: str, timeout: float = 600.0) -> Verdict:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise TrtspecError(f"the installed {PACKAGE} failed while it judged the file: {last}", "leave --installed out")
     answer = json.loads(line.removeprefix(MARK))
-    document = Document.parse(text)
     return Verdict(answer["version"], tuple(_finding(document, item) for item in answer["errors"]))
 
 
-def engine_problems(text: str, file: str) -> list[Problem]:
+def engine_problems(document: Document | str, file: str) -> list[Problem]:
     """What a launch learns from the engine's classes; nothing where it cannot be imported by this interpreter."""
     if not engine_importable():
         return []
     try:
-        return [finding.problem(file) for finding in judge(text).findings]
+        parsed = Document.parse(document) if isinstance(document, str) else document
+        return [finding.problem(file) for finding in judge(parsed).findings]
     except TrtspecError as error:
         return [Problem("TS-SERVE-ENGINE-SILENT", "warning", PACKAGE, error.message, "start anyway and read its log")]
 
@@ -91,7 +91,7 @@ def engine_problems(text: str, file: str) -> list[Problem]:
 def _finding(document: Document, item: dict[str, Any]) -> Finding:
     key = _key(document, item["loc"])
     message = f"the installed engine's own class says: {item['message']}"
-    return Finding("TS-LINT-ENGINE-REFUSES", "error", key, message, "mend this key", document.line(key))
+    return Finding("TS-LINT-ENGINE-REFUSES", "error", key, message, "correct this key", document.line(key))
 
 
 def _key(document: Document, parts: list[str]) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from trtspec.errors import Severity
-from trtspec.trtllm.document import Document, Entry, add_key, delete_key, rename_key, scalar, set_value
+from trtspec.trtllm.document import Document, Entry, delete_key, move_key, scalar, set_value
 from trtspec.trtllm.lint.finding import Deployment, Finding, Fix
 from trtspec.trtllm.lint.values import check_value
 from trtspec.trtllm.schema import DISCRIMINATORS, LINES, Field, Removed, Schema, line_fields, removed_in
@@ -19,6 +20,8 @@ VALUE_CODES = {
     "range": "TS-LINT-OUT-OF-RANGE",
     "lax": "TS-LINT-CONVERTED-VALUE",
 }
+MOST_EXPLAINED = 200  # unknown keys for which a near name is looked up
+MOST_COMPARED = 100  # characters of a value that is compared with the allowed ones
 
 
 def check_keys(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -54,16 +57,17 @@ def _duplicates(document: Document) -> Iterator[Finding]:
 
 
 def _judge(document: Document, schema: Schema) -> Iterator[Finding]:
-    unknown: list[str] = []
+    unknown: set[str] = set()
     for path, entry in document.entries.items():
-        if any(path.startswith(f"{parent}.") for parent in unknown):
+        if entry.parent in unknown:
+            unknown.add(path)  # the parent's finding covers it
             continue
         field = schema.fields.get(path)
         if field is not None:
             yield from _known(document, schema, entry, field)
             continue
-        unknown.append(path)
-        finding = _unknown(document, schema, entry)
+        finding = _unknown(schema, entry, explain=len(unknown) < MOST_EXPLAINED)
+        unknown.add(path)
         if finding is not None:
             yield finding
 
@@ -83,8 +87,8 @@ def _known(document: Document, schema: Schema, entry: Entry, field: Field) -> It
     kind = document.get(f"{top}.{DISCRIMINATORS.get(top)}")
     if field.variants and isinstance(kind, str) and kind not in field.variants:
         message = f"{DISCRIMINATORS[top]} {kind} has no key {entry.name} (only {', '.join(field.variants)})"
-        remedy = f"remove {entry.name}"
-        yield Finding("TS-LINT-WRONG-VARIANT", "error", path, message, remedy, line, partial(delete_key, path=path))
+        remedy = f"remove {entry.name}, or choose another {DISCRIMINATORS[top]}"
+        yield Finding("TS-LINT-WRONG-VARIANT", "error", path, message, remedy, line)
     verdict = check_value(field, entry.value)
     if verdict is not None:
         yield _bad_value(schema, entry, field, verdict)
@@ -93,16 +97,18 @@ def _known(document: Document, schema: Schema, entry: Entry, field: Field) -> It
 def _bad_value(schema: Schema, entry: Entry, field: Field, verdict: tuple[str, str]) -> Finding:
     kind, message = verdict
     remedy, fix = f"{field.path} takes a value as in {_example(field)}", None
+    severity: Severity = "info" if kind == "lax" else "error"
     if kind == "lax":
-        return Finding(VALUE_CODES[kind], "info", entry.path, message, "write the value itself", entry.line)
-    if kind == "value":
-        near = _nearest_value(entry.value, field)
+        remedy = "write the value itself"
+    elif kind == "value":
         lines = [line for line in LINES if entry.value in line_fields(line, entry.path, "allowed")]
         if lines:
             message += f" in {schema.version}; the lines {', '.join(lines)} have it"
+        near, certain = _nearest_value(entry.value, field)
         if near is not None:
-            remedy, fix = f"write {near}", partial(set_value, path=entry.path, value=near)
-    return Finding(VALUE_CODES[kind], "error", entry.path, message, remedy, entry.line, fix)
+            remedy = f"write {near}" if certain else f"did you mean {near}?"
+            fix = partial(set_value, path=entry.path, value=near) if certain else None
+    return Finding(VALUE_CODES[kind], severity, entry.path, message, remedy, entry.line, fix, on_value=True)
 
 
 def _example(field: Field) -> str:
@@ -113,78 +119,91 @@ def _example(field: Field) -> str:
     return f"`{field.path.rpartition('.')[2]}: {scalar(sample)}`"
 
 
-def _nearest_value(value: Any, field: Field) -> Any:
-    if not isinstance(value, str):
-        return None
+def _nearest_value(value: Any, field: Field) -> tuple[Any, bool]:
+    """The allowed value that was probably meant, and whether only its case or underscores differ."""
+    if not isinstance(value, str) or len(value) > MOST_COMPARED:
+        return None, False
     by_plain = {str(item).lower().replace("_", ""): item for item in field.allowed}
     plain = value.lower().replace("_", "")
     near = difflib.get_close_matches(plain, list(by_plain), n=1, cutoff=0.75)
-    return by_plain[near[0]] if near else None
+    return (by_plain[near[0]], near[0] == plain) if near else (None, False)
 
 
-def _unknown(document: Document, schema: Schema, entry: Entry) -> Finding | None:
-    parent, _, name = entry.path.rpartition(".")
+def _unknown(schema: Schema, entry: Entry, explain: bool) -> Finding | None:
+    """`explain`: look for what was meant, which takes a while."""
+    parent, name = entry.parent, entry.name
     owner = schema.fields.get(parent) if parent else None
     if owner is not None and not owner.is_object:
         return None  # a free mapping, or a wrong type that is already reported
     if entry.path in schema.removed:
-        return _removed(document, schema, entry, schema.removed[entry.path])
+        return _removed(schema, entry, schema.removed[entry.path])
     siblings = schema.children(parent)
-    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)
+    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7) if explain else []
     if owner is not None and owner.open and not near:
         if not siblings:
             return None
         message = f"the keys of {parent} are not all known for {schema.version}; {name} is not among those that are"
         return Finding("TS-LINT-KEY-UNCERTAIN", "warning", entry.path, message, "check it on the engine", entry.line)
-    return _refused(schema, entry, parent, near[0] if near else "")
+    if "." in name:
+        return _dotted(schema, entry)
+    return _refused(schema, entry, near[0] if near else "", explain)
 
 
-def _refused(schema: Schema, entry: Entry, parent: str, near: str) -> Finding:
-    place = parent or "the top level"
+def _dotted(schema: Schema, entry: Entry) -> Finding:
+    """A key such as `moe_config.backend`, which many tools take for a path and the engine for a name."""
+    to = f"{entry.parent}.{entry.name}".lstrip(".")
+    message = f"the engine takes {entry.name} for the name of one key, which {entry.parent or 'the top level'} lacks"
+    first, _, rest = entry.name.partition(".")
+    remedy = f"nest it: `{first}: {{{rest}: ...}}`" if to in schema.fields else f"remove {entry.name}"
+    fix = _moving(schema, entry, to)
+    return Finding("TS-LINT-DOTTED-KEY", "error", entry.path, message, remedy, entry.line, fix)
+
+
+def _refused(schema: Schema, entry: Entry, near: str, explain: bool) -> Finding:
+    place = entry.parent or "the top level"
     message = f"TensorRT-LLM {schema.version} refuses unknown keys, and {place} has no key {entry.name}"
     later = [line for line in LINES if entry.path in line_fields(line)]
     old = next((path for path, to in _renames_after(schema.line) if to == entry.path and path in schema.fields), None)
     if later:
         message += f" (the lines {', '.join(later)} have it)"
-    elsewhere = [path for path in schema.fields if path.rpartition(".")[2] == entry.name]
+    elsewhere = [path for path in schema.fields if path.rpartition(".")[2] == entry.name] if explain else []
     fix: Fix | None = None
     if old is not None:
-        leaf = old.rpartition(".")[2]
-        remedy, fix = f"here it is called {leaf}", partial(rename_key, path=entry.path, name=leaf)
+        remedy, fix = f"here it is called {old}", _moving(schema, entry, old)
     elif near and not later:
-        remedy, fix = f"did you mean {near}?", partial(rename_key, path=entry.path, name=near)
+        remedy = f"did you mean {near}?"
     elif elsewhere:
         remedy = f"did you mean {elsewhere[0]}?"
-        fix = partial(_move, path=entry.path, to=elsewhere[0]) if len(elsewhere) == 1 else None
     else:
-        remedy, fix = f"remove {entry.name}", partial(delete_key, path=entry.path)
+        remedy = f"remove {entry.name}"
     return Finding("TS-LINT-UNKNOWN-KEY", "error", entry.path, message, remedy, entry.line, fix)
 
 
+@functools.cache
 def _renames_after(line: str) -> list[tuple[str, str]]:
     later = LINES[LINES.index(line) + 1 :]
     return [(r.path, r.renamed_to) for name in later for r in removed_in(name) if r.renamed_to is not None]
 
 
-def _removed(document: Document, schema: Schema, entry: Entry, gone: Removed) -> Finding:
+def _removed(schema: Schema, entry: Entry, gone: Removed) -> Finding:
     note = f"; {gone.note}" if gone.note else ""
     if gone.renamed_to is None:
         message = f"{entry.path} does not exist in {schema.version} (last: {gone.last}){note}"
         severity: Severity = "error"
         if entry.value in gone.tolerated:
             message, severity = f"{message}; some releases ignore it with a warning, others refuse it", "warning"
-        fix: Fix = partial(delete_key, path=entry.path)
+        # what a mapping holds may be wanted under other names
+        fix: Fix | None = None if isinstance(entry.value, dict) else partial(delete_key, path=entry.path)
         return Finding("TS-LINT-REMOVED-KEY", severity, entry.path, message, f"remove {entry.name}", entry.line, fix)
     message = f"{entry.path} is called {gone.renamed_to} in {schema.version}{note}"
     keeps_meaning = "length became a rate" not in gone.note and not isinstance(entry.value, dict)
-    move = partial(_move, path=entry.path, to=gone.renamed_to) if keeps_meaning else None
-    remedy = f"write {gone.renamed_to}"
-    return Finding("TS-LINT-RENAMED-KEY", "error", entry.path, message, remedy, entry.line, move)
+    fix = _moving(schema, entry, gone.renamed_to) if keeps_meaning else None
+    return Finding("TS-LINT-RENAMED-KEY", "error", entry.path, message, f"write {gone.renamed_to}", entry.line, fix)
 
 
-def _move(document: Document, path: str, to: str) -> str:
-    """Renames in place where the parent stays, else takes the line out and adds it where it belongs."""
-    if path.rpartition(".")[0] == to.rpartition(".")[0]:
-        return rename_key(document, path, to.rpartition(".")[2])
-    value = document.entries[path].value
-    return add_key(Document.parse(delete_key(document, path)), to, value)
+def _moving(schema: Schema, entry: Entry, to: str) -> Fix | None:
+    """The fix that moves a key with its value; None where the value would mean something else there."""
+    field = schema.fields.get(to)
+    if field is None or check_value(field, entry.value) is not None:
+        return None
+    return partial(move_key, path=entry.path, to=to)

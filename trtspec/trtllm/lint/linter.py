@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from packaging.version import Version
+from pydantic_core import ValidationError
 
-from trtspec.trtllm.document import Document
+from trtspec.trtllm.document import CannotEdit, Document, same
 from trtspec.trtllm.lint.combinations import check_combinations
 from trtspec.trtllm.lint.engine import check_engine
 from trtspec.trtllm.lint.finding import Deployment, Finding
@@ -14,30 +17,53 @@ from trtspec.trtllm.lint.keys import check_keys
 from trtspec.trtllm.lint.machine import check_machine
 from trtspec.trtllm.lint.model import check_model
 from trtspec.trtllm.lint.speculation import check_speculation
-from trtspec.trtllm.schema import newest_known
+from trtspec.trtllm.lint.values import as_engine
+from trtspec.trtllm.schema import Schema, newest_known
 
-RULES = (check_keys, check_speculation, check_model, check_engine, check_combinations, check_machine)
+RULES = (check_speculation, check_model, check_engine, check_combinations, check_machine)
 FRONT_KEYS = {"context_servers", "generation_servers"}
 ORDER = {"error": 0, "warning": 1, "info": 2}
-MOST_FIXES = 100  # far above any real file; a fix that brings its own problem back would otherwise never end
+# a mapping with such a key may hold under that name what a rule misses, so nothing is added to it
+UNSETTLED = {"TS-LINT-UNKNOWN-KEY", "TS-LINT-RENAMED-KEY", "TS-LINT-REMOVED-KEY", "TS-LINT-DOTTED-KEY"}
 
 
-def lint(text: str, deployment: Deployment) -> list[Finding]:
-    """Every finding about `text`, errors first, then by line."""
-    document = Document.parse(text)
+def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
+    """Every finding about a file, errors first, then by line. Keys and values are judged as they are written; all other
+    rules see the values that the engine makes of them."""
+    if isinstance(document, str):
+        document = Document.parse(document)
     if document.error:
-        return [Finding("TS-LINT-SYNTAX", "error", "", document.error, "mend the YAML", document.error_line)]
-    if document.value is None:
-        document = Document(text, {})
-    if not isinstance(document.value, dict):
+        code = "TS-LINT-LIMIT" if document.beyond_limits else "TS-LINT-SYNTAX"
+        remedy = "no engine file is like this" if document.beyond_limits else "correct the YAML"
+        line, column = document.error_line, document.error_column
+        return [Finding(code, "error", "", document.error, remedy, line, column=column)]
+    if document.value is not None and not isinstance(document.value, dict):
         message = f"the file holds {type(document.value).__name__}, not a mapping of options"
         return [Finding("TS-LINT-SYNTAX", "error", "", message, "write `key: value` lines", 1)]
-    if FRONT_KEYS & set(document.value):
+    if FRONT_KEYS & set(document.value or {}):
         message = "this is the front of disaggregated servers, which has no engine settings to judge"
         remedy = "check it with `trtspec serve TARGET --disaggregated FILE --dry-run`"
         return [Finding("TS-LINT-FRONT-FILE", "info", "", message, remedy)]
-    found = [*_version(deployment), *(finding for rule in RULES for finding in rule(document, deployment))]
-    return sorted(found, key=lambda f: (ORDER[f.severity], f.line or 0, f.key, f.code))
+    found = [*_version(deployment), *check_keys(document, deployment)]
+    seen = as_the_engine_sees_it(document, deployment.schema)
+    found += [finding for rule in RULES for finding in rule(seen, deployment)]
+    placed = [finding.placed(document) for finding in found]
+    return sorted(placed, key=lambda f: (ORDER[f.severity], f.line or 0, f.key, f.code))
+
+
+def as_the_engine_sees_it(document: Document, schema: Schema) -> Document:
+    """With every value as the engine converts it; what it refuses stays as it is written."""
+
+    def convert(path: str, value: Any) -> Any:
+        field = schema.fields.get(path)
+        if field is None:
+            return value
+        try:
+            return as_engine(field, value)
+        except ValidationError:
+            return value
+
+    return document.converted(convert)
 
 
 def _version(deployment: Deployment) -> Iterator[Finding]:
@@ -50,13 +76,49 @@ def _version(deployment: Deployment) -> Iterator[Finding]:
         yield Finding("TS-LINT-VERSION-NEWER", "warning", "", message, "judged as 1.0")
 
 
-def fix(text: str, deployment: Deployment) -> tuple[str, list[Finding]]:
-    """The text with every fixable error and warning mended, and what was mended in that order."""
-    mended: list[Finding] = []
-    for _ in range(MOST_FIXES):
-        finding = next((f for f in lint(text, deployment) if f.fix is not None and f.severity != "info"), None)
-        if finding is None or finding.fix is None:
-            break
-        text = finding.fix(Document.parse(text))
-        mended.append(finding)
-    return text, mended
+def fix(document: Document | str, deployment: Deployment) -> tuple[Document, list[Finding]]:
+    """The corrected document, and what was corrected in that order. Every fix that would not make the file better, or
+    would touch anything else, is left out; so a second run changes nothing."""
+    if isinstance(document, str):
+        document = Document.parse(document)
+    findings, corrected = lint(document, deployment), []
+    while True:
+        for finding in findings:
+            better = _corrected(document, findings, finding, deployment)
+            if better is not None:
+                document, findings = better
+                corrected.append(finding)
+                break
+        else:
+            return document, corrected
+
+
+def _corrected(
+    document: Document, findings: list[Finding], finding: Finding, deployment: Deployment
+) -> tuple[Document, list[Finding]] | None:
+    """The document after one fix, with its findings; None where there is none or it is not an improvement."""
+    if finding.fix is None or finding.severity == "info":
+        return None
+    try:
+        edit = finding.fix(document)
+    except CannotEdit:
+        return None
+    unsettled = {document.entries[f.key].parent for f in findings if f.code in UNSETTLED and document.has(f.key)}
+    if edit.added is not None and edit.added.rpartition(".")[0] in unsettled:
+        return None
+    after = Document.parse(edit.text, document.name)
+    if after.error or not same(after.value or {}, edit.value or {}) or document.comment_texts - after.comment_texts:
+        return None
+    found = lint(after, deployment)
+    return (after, found) if _better(findings, found) else None
+
+
+def _better(before: list[Finding], after: list[Finding]) -> bool:
+    """Fewer errors and no other ones; or the same errors, with fewer warnings and no other ones."""
+    for severity in ("error", "warning"):
+        old, new = (Counter((f.code, f.key) for f in found if f.severity == severity) for found in (before, after))
+        if new - old:
+            return False
+        if old - new:
+            return True
+    return False
