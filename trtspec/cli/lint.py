@@ -76,10 +76,9 @@ def _judged(text: str, asked: str | None) -> Verdict:
     from packaging.version import Version
 
     from trtspec.errors import UsageError
+    from trtspec.trtllm.document import Document
     from trtspec.trtllm.lint.installed import judge
     from trtspec.trtllm.schema import parse_version
-
-    from trtspec.trtllm.document import Document
 
     verdict = judge(Document.parse(text))
     if asked and parse_version(asked) != Version(verdict.version):

@@ -65,7 +65,12 @@ def judge(document: Document, timeout: float = 600.0) -> Verdict:
     code = JUDGE.replace("MARK", repr(MARK))
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code], input=document.text, capture_output=True, text=True, timeout=timeout, check=False
+            [sys.executable, "-c", code],
+            input=document.text,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise TrtspecError(f"{PACKAGE} did not answer within {timeout:.0f} s", "leave --installed out") from None
