@@ -75,12 +75,12 @@ def test_a_location_inside_a_union_is_the_key_of_the_file(tmp_path: Path) -> Non
 
 def test_without_the_engine_the_status_is_4(tmp_path: Path) -> None:
     status, found = lint(GOOD, tmp_path, engine=False)
-    assert status == 4 and "tensorrt_llm" in found["error"]
+    assert status == 4 and "tensorrt_llm" in found["error"]["message"]
 
 
 def test_another_version_than_the_installed_one_is_a_usage_error(tmp_path: Path) -> None:
     status, found = lint(GOOD, tmp_path, "--trtllm-version", "1.2.1")
-    assert status == 2 and "1.4.0rc1 is installed" in found["error"]
+    assert status == 2 and "1.4.0rc1 is installed" in found["error"]["message"]
 
 
 @pytest.fixture(scope="module")
