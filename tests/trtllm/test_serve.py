@@ -123,14 +123,14 @@ def test_build_config_refuses_to_overwrite_and_dry_run_writes_nothing(tmp_path: 
 
 def test_lint_command_reports_and_fixes(tmp_path: Path) -> None:
     file = tmp_path / "c.yml"
-    file.write_text("max_batch_sise: 8\n")
+    file.write_text("kv_cache_dtype: fp8\n")
     answer = trtspec("lint", str(file), "--trtllm-version", "1.4.0rc1", "--json")
     report = json.loads(answer.stdout)
     assert answer.returncode == 3 and report["ok"] is False and report["version"] == "1.4.0rc1"
     problem = report["problems"][0]
     assert {"code", "severity", "where", "message", "remedy", "line"} <= set(problem) and problem["line"] == 1
     mended = trtspec("lint", str(file), "--trtllm-version", "1.4.0rc1", "--fix")
-    assert mended.returncode == 0 and file.read_text() == "max_batch_size: 8\n"
+    assert mended.returncode == 0 and file.read_text() == "kv_cache_config:\n  dtype: fp8\n"
 
 
 def test_lint_judges_a_written_file_without_more_words(tmp_path: Path) -> None:
