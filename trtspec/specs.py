@@ -1,7 +1,7 @@
 """Frozen, torch-free records of a target model, a draft head, a quantization and a GPU.
 
 A `ModelSpec` is read from a Hugging Face `config.json` by `ModelSpec.from_config`; a `HeadSpec` is made by
-`trtspec.checkpoint.heads.dialects`, which looks at the tensors first and believes the config second.
+`trtspec.checkpoint.heads.read`, which looks at the tensors first and believes the config second.
 """
 
 from __future__ import annotations

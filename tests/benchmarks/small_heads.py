@@ -18,8 +18,9 @@ from trtspec.engine.sequence import GenerationRequest
 from trtspec.heads.data.samples import draft_vocabulary, read_samples
 from trtspec.heads.training import module as train
 from trtspec.heads.training.features import Features, compute_features, dumps_of, write_dumps
-from trtspec.heads.training.loop import CurvePoint, Result, train_head
+from trtspec.heads.training.loop import Result, train_head
 from trtspec.heads.training.options import TrainOptions, new_head_spec
+from trtspec.heads.training.state import CurvePoint
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.weights import load_target

@@ -7,8 +7,8 @@ from typing import Any
 
 from trtspec.checkpoint.detect import detect, target_spec
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.heads import dialects
 from trtspec.checkpoint.heads.kind import no_eagle3_head
+from trtspec.checkpoint.heads.read import read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
 from trtspec.checkpoint.heads.values import value_problems
 from trtspec.checkpoint.hub import Resolved
@@ -48,7 +48,7 @@ def _from_disk(resolved: Resolved, all_values: bool) -> dict[str, Any]:
     if other_draft:
         return report | dict.fromkeys(HEAD_KEYS) | {"problems": [wrong]}
     if report["kind"] == "head":
-        head, problems = dialects.read_head(checkpoint)
+        head, problems = read_head(checkpoint)
         problems += value_problems(checkpoint, canonical_names(checkpoint.tensors), everything=all_values)
         return report | head_facts(head, checkpoint.config) | {"problems": problems}
     spec = target_spec(checkpoint)

@@ -58,12 +58,15 @@ class Resolved:
     def head_spec(self) -> HeadSpec:
         """From the tensors where the checkpoint is here, else from the known config."""
         from trtspec.checkpoint.headers import Checkpoint
-        from trtspec.checkpoint.heads import dialects
+        from trtspec.checkpoint.heads.dialects import DIALECTS
+        from trtspec.checkpoint.heads.read import head_spec, head_spec_from_config
 
         if self.path is not None and any(self.path.glob("*.safetensors")):
-            return dialects.head_spec(Checkpoint.open(self.path))
-        owns = (self.known or {}).get("owns")
-        return dialects.head_spec_from_config(self.config(), dialect=(self.known or {}).get("dialect"), owns=owns)
+            return head_spec(Checkpoint.open(self.path))
+        known = self.known or {}
+        return head_spec_from_config(
+            self.config(), dialect=DIALECTS.get(known.get("dialect", "")), owns=known.get("owns")
+        )
 
 
 def resolve(name_or_path: str, *, allow_download: bool = True) -> Resolved:

@@ -72,8 +72,8 @@ def compare(
 def compare_pair(resolved: Resolved, other: Resolved, report: dict[str, Any]) -> dict[str, Any]:
     """A head against its target; a head that is none has nothing to compare."""
     from trtspec.checkpoint.headers import Checkpoint
-    from trtspec.checkpoint.heads.dialects import read_head
     from trtspec.checkpoint.heads.pairing import config_problems, pair_problems, tensor_parallel_sizes, yarn_problems
+    from trtspec.checkpoint.heads.read import read_head
     from trtspec.checkpoint.heads.shapes import canonical_names
     from trtspec.checkpoint.heads.values import embedding_problems
 

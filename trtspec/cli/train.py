@@ -17,10 +17,10 @@ from trtspec.report import print_json, say
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trtspec.heads.training.loop import CurvePoint
     from trtspec.heads.training.options import TrainingRecipe, TrainOptions
     from trtspec.heads.training.plan import TrainingPlan
     from trtspec.heads.training.processes import World
+    from trtspec.heads.training.state import CurvePoint
     from trtspec.models.kimi import KimiModel
 
 ACCEPTANCE_PROMPTS = 48

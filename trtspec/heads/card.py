@@ -5,9 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from trtspec.checkpoint.heads.engines import LICENCE, NEEDED_BY, TITLES, readable, serving_commands, table
-from trtspec.heads.convert.rules import NAMES
+from trtspec.checkpoint.heads.dialects import DIALECTS, OPTIONS
+from trtspec.checkpoint.heads.engines import ENGINES
 from trtspec.specs import HeadSpec
+
+LICENCE = (
+    "The head is derived from the target's answers and states, so the target's licence applies to it: for Kimi-K2 "
+    "models a Modified MIT licence (products above 100 million monthly users or 20 million US dollars of monthly "
+    'revenue must display "Kimi K2"). For a target quantized and published by NVIDIA, the NVIDIA Open Model License '
+    "too."
+)
 
 
 def model_card(spec: HeadSpec, provenance: dict[str, Any]) -> str:
@@ -45,19 +52,19 @@ def _what(spec: HeadSpec, provenance: dict[str, Any]) -> str:
 def _serving(spec: HeadSpec, target: str) -> str:
     """For each engine the command that serves this head, after the conversion where the engine misreads this layout."""
     parts, layers = [], list(spec.aux_layers or ())
-    for engine, title in TITLES.items():
+    for name, engine in ENGINES.items():
         commands, head, layout = [], "HEAD", spec
-        if not readable(spec, engine):
-            commands.append(serving_commands(spec, head, target, layers)[engine])
-            head, layout = f"HEAD-{engine}", replace(spec, dialect=engine)
-        commands.append(serving_commands(layout, head, target, layers)[engine])
-        parts.append(f"{title}, `HEAD` being this directory:\n\n```sh\n" + "\n".join(commands) + "\n```")
+        if not DIALECTS[spec.dialect].served_by(engine, spec.aux_layers):
+            commands.append(serving_commands(spec, head, target, layers)[name])
+            head, layout = f"HEAD-{name}", replace(spec, dialect=OPTIONS[name].name)
+        commands.append(serving_commands(layout, head, target, layers)[name])
+        parts.append(f"{engine.title}, `HEAD` being this directory:\n\n```sh\n" + "\n".join(commands) + "\n```")
     parts.append(
         f"`trtspec build-config {target} --head HEAD` writes TensorRT-LLM's YAML for one version and checks it, and "
         f"`trtspec serve {target} --head HEAD --config extra-llm-api-config.yml` launches the pair."
     )
-    if needed := NEEDED_BY[spec.eagle]:
-        parts.append(needed)
+    if spec.eagle == "3.1":
+        parts.append(needed_by_eagle31())
     return "\n\n".join(parts)
 
 
@@ -116,8 +123,8 @@ def conversion_card(spec: HeadSpec, result: dict[str, Any], record: dict[str, An
     target = source["target"] or "its target"
     layers = ", ".join(map(str, spec.aux_layers)) if spec.aux_layers else "the engine's default"
     rows = [
-        ("converted from", f"{source['head']} ({NAMES[source['dialect']]})"),
-        ("layout", NAMES[spec.dialect]),
+        ("converted from", f"{source['head']} ({DIALECTS[source['dialect']].title})"),
+        ("layout", DIALECTS[spec.dialect].title),
         ("version", f"EAGLE-{spec.eagle}"),
         ("attention", spec.attention.upper()),
         ("parameters", f"{result['parameters']:,} in {result['tensors']} tensors, {result['bytes_out']:,} bytes"),
@@ -128,13 +135,13 @@ def conversion_card(spec: HeadSpec, result: dict[str, Any], record: dict[str, An
         ("lm_head", "its own" if spec.has_lm_head else "the target's"),
     ]
     parts = [f"# Eagle3 draft head for {target}", table(("", ""), rows), "## Serve"]
-    parts += [f"{TITLES[engine]}:\n\n```sh\n{command}\n```" for engine, command in result["serve"].items()]
+    parts += [f"{ENGINES[engine].title}:\n\n```sh\n{command}\n```" for engine, command in result["serve"].items()]
     parts.append(
         "`trtspec build-config TARGET --head HEAD` writes TensorRT-LLM's YAML for one version and checks it, "
         "`eagle3_layers_to_capture` included."
     )
-    if needed := NEEDED_BY[spec.eagle]:
-        parts.append(needed)
+    if spec.eagle == "3.1":
+        parts.append(needed_by_eagle31())
     parts += ["## Weights", "Conversion renames and copies: no weight was changed. SHA-256 by tensor: provenance.json."]
     parts += ["## Measured", _measured_before(source), "## Licence", LICENCE]
     return "\n\n".join(parts) + "\n"
@@ -150,3 +157,32 @@ def _measured_before(source: dict[str, Any]) -> str:
         f"temperature {measured['temperature']:g}, {measured['prompts']} held-out prompts: {lengths}. "
         "Acceptance length = 1 + accepted drafts / verification steps."
     )
+
+
+def serving_commands(spec: HeadSpec, head: str, target: str | None, capture: list[int] | None) -> dict[str, str]:
+    """A shell command (and YAML) for each engine; for a layout that an engine misreads, the conversion that it needs.
+
+    `capture` holds the layer outputs that TensorRT-LLM must be told, or None where its default is right or unknown.
+    """
+    dialect, commands = DIALECTS[spec.dialect], {}
+    for name, engine in ENGINES.items():
+        if dialect.served_by(engine, spec.aux_layers):
+            commands[name] = engine.command(head, target or "<target>", engine.tensor_parallel, capture)
+        else:
+            convert = f"trtspec convert {head} -o {head}-{name} --to {name}"
+            commands[name] = f"{convert}    # {engine.title} misreads this layout"
+    return commands
+
+
+def needed_by_eagle31() -> str:
+    versions = ", ".join(engine.eagle31 for engine in ENGINES.values())
+    return (
+        f"EAGLE-3.1 needs engines that read `fc_norm` and `norm_output`: {versions}. An older engine computes another "
+        "function and accepts little."
+    )
+
+
+def table(head: tuple[Any, ...], rows: list[tuple[Any, ...]]) -> str:
+    """Markdown."""
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)

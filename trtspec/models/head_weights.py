@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.heads.dialects import read_head
 from trtspec.checkpoint.heads.pairing import pair_problems
+from trtspec.checkpoint.heads.read import read_head
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError
 from trtspec.models.eagle3 import Eagle3Head

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from tests.tiny import make_head, make_target
 from trtspec.checkpoint.detect import target_spec
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.heads.dialects import head_spec, head_spec_from_config, read_head
+from trtspec.checkpoint.heads.dialects import DIALECTS
 from trtspec.checkpoint.heads.pairing import pair_problems, tensor_parallel_sizes
+from trtspec.checkpoint.heads.read import head_spec, head_spec_from_config, read_head
 from trtspec.errors import TrtspecError
 from trtspec.specs import HeadSpec, ModelSpec
 
@@ -170,7 +171,7 @@ def test_a_noted_dialect_wins_where_files_cannot_tell(tmp_path: Path, target: Pa
     assert head_spec(Checkpoint.open(path)).aux_layers == (3, 4, 6)
     (path / "provenance.json").write_text('{"command": "convert", "dialect": "torchspec"}')  # names say otherwise
     assert head_spec(Checkpoint.open(path)).dialect == "sglang"
-    assert read_head(Checkpoint.open(path), "modelopt")[0].aux_layers == (3, 4, 6)
+    assert read_head(Checkpoint.open(path), DIALECTS["modelopt"])[0].aux_layers == (3, 4, 6)
 
 
 def set_key(key: str, value: Any) -> Change:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from tests.heads.convert.foreign_heads import DIALECTS, IDS, expressible, write_head
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.heads.dialects import read_head
+from trtspec.checkpoint.heads.read import read_head
 from trtspec.checkpoint.hub import resolve
 from trtspec.heads.convert.conversion import Options, convert_head
 from trtspec.models.head_weights import load_head

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
-from trtspec.checkpoint.heads.dialects import read_head
+from trtspec.checkpoint.heads.read import read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
 from trtspec.errors import Problem
 

@@ -1,13 +1,18 @@
-"""config.json of a head in each dialect, from the canonical record and the source's keys that say nothing of it."""
+"""config.json of a head: which keys hold what, and how each project writes them from the canonical record.
+
+A writer takes the sizes that all layouts share, the record, the layer ids as its dialect counts them, and the target
+(which only speculators stores); it returns the whole file. `dialects` says which writer is whose.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from trtspec.checkpoint.heads.dialects import IDS_KEY, flat_config
 from trtspec.specs import HeadSpec, ModelSpec, RopeSpec
 
+IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 # keys that the writers below make anew; the others of the source are carried over
 MADE = {
     "architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -25,101 +30,97 @@ DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 SPECULATORS_VERSION = "0.9.0"  # whose config classes the written files are tested with
 
 
-def write_config(
-    source: dict[str, Any], spec: HeadSpec, dialect: str, dtype: str, verifier: tuple[str | None, list[str]]
-) -> dict[str, Any]:
-    """config.json for `dialect`. `dtype` is the safetensors code of the weights; `verifier` the target's name and
-    architectures, which only speculators stores."""
-    flat = flat_config(source)
-    carried = {key: value for key, value in flat.items() if key not in MADE | LEFT_OUT}
-    sizes = (
-        architecture_config(spec)
-        | rope_config(spec.rope)
-        | {"tie_word_embeddings": False, "torch_dtype": DTYPES[dtype]}
-    )
-    if dialect == "speculators":
-        return _speculators(sizes | carried, spec, verifier)
-    return class_config(spec) | sizes | carried | _width(spec) | WRITERS[dialect](spec)
+@dataclass(frozen=True)
+class Verifier:
+    """The target that a head was made for, as far as it is known."""
+
+    name: str | None = None
+    architectures: tuple[str, ...] = ()
 
 
-def sglang_ids(layers: tuple[int, ...]) -> list[int]:
-    """SGLang takes ids that start with 1 for layer outputs and all others for the number of layers that ran."""
-    return list(layers) if layers[0] == 1 else [layer + 1 for layer in layers]
+Writer = Callable[[dict[str, Any], HeadSpec, "list[int] | None", Verifier], dict[str, Any]]
 
 
-def _width(spec: HeadSpec) -> dict[str, Any]:
-    """Present only where it differs: three servers test for the key's presence."""
+def flat_config(config: dict[str, Any]) -> dict[str, Any]:
+    """speculators keeps the dimensions in transformer_layer_config; everyone else at the top."""
+    return {**(config.get("transformer_layer_config") or {}), **config}
+
+
+def stored_ids(config: dict[str, Any]) -> tuple[int, ...]:
+    """Layer ids as written, wherever they stand; () when the checkpoint does not say."""
+    ids = config.get(IDS_KEY) or (config.get("eagle_config") or {}).get(IDS_KEY) or ()
+    return tuple(int(number) for number in ids)
+
+
+def shared_config(source: dict[str, Any], spec: HeadSpec, dtype: str) -> dict[str, Any]:
+    """What every layout says alike: sizes, rope, dtype (a safetensors code), and the source's keys that are not of a
+    head."""
+    carried = {key: value for key, value in flat_config(source).items() if key not in MADE | LEFT_OUT}
+    stored = {"tie_word_embeddings": False, "torch_dtype": DTYPES[dtype]}
+    return architecture_config(spec) | rope_config(spec.rope) | stored | carried
+
+
+def _flat(shared: dict[str, Any], spec: HeadSpec) -> dict[str, Any]:
+    """Class names first; the target's width only where it differs, since three servers test for the key's presence."""
     different = spec.target_hidden_size != spec.hidden_size
-    return {"target_hidden_size": spec.target_hidden_size} if different else {}
+    return class_config(spec) | shared | ({"target_hidden_size": spec.target_hidden_size} if different else {})
 
 
 def _norms(spec: HeadSpec) -> dict[str, Any]:
     flags = {"fc_norm": spec.fc_norm, "norm_output": spec.norm_output}
-    return flags if spec.eagle == "3.1" else {}
+    return flags if spec.fc_norm or spec.norm_output else {}
 
 
 def _nested(ids: list[int] | None, **more: Any) -> dict[str, Any]:
     return {"eagle_config": ({} if ids is None else {IDS_KEY: ids}) | {"use_aux_hidden_state": True} | more}
 
 
-def _outputs(spec: HeadSpec) -> list[int] | None:
-    return None if spec.aux_layers is None else list(spec.aux_layers)
+def write_modelopt(shared: dict[str, Any], spec: HeadSpec, ids: list[int] | None, _: Verifier) -> dict[str, Any]:
+    flags = _modelopt_flags() | ({"norm_before_fc": True} if spec.norm_before_fc else {})
+    return _flat(shared, spec) | {"num_aux_hidden_states": spec.num_aux} | _norms(spec) | _nested(ids, **flags)
 
 
-def _inputs(spec: HeadSpec) -> list[int] | None:
-    return None if spec.aux_layers is None else [layer + 1 for layer in spec.aux_layers]
+def _modelopt_flags() -> dict[str, Any]:
+    more = {"next_layer_regular": True, "parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1}
+    return dict.fromkeys(EAGLE_FLAGS, True) | {"use_mtp_layernorm": False} | more
 
 
-def _modelopt(spec: HeadSpec) -> dict[str, Any]:
-    flags = {"use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1}
-    if spec.norm_before_fc:
-        flags["norm_before_fc"] = True
-    more = dict.fromkeys(EAGLE_FLAGS, True) | flags | {"parallel_draft_heads_num_layers": 1}
-    return {"num_aux_hidden_states": spec.num_aux} | _norms(spec) | _nested(_outputs(spec), **more)
-
-
-def _vllm(spec: HeadSpec) -> dict[str, Any]:
-    """Ids at the top, which every version reads, and nested, which newer ones do; both count the layers that ran."""
+def write_vllm(shared: dict[str, Any], spec: HeadSpec, ids: list[int] | None, _: Verifier) -> dict[str, Any]:
+    """Ids at the top, which every version reads, and nested, which newer ones do."""
     flags = {name: True for name in ("norm_before_fc", "norm_before_residual") if getattr(spec, name)}
     nested = {"norm_before_fc": True} if spec.norm_before_fc else {}
-    ids = _inputs(spec)
-    top = {} if ids is None else {IDS_KEY: ids}
-    return {"num_aux_hidden_states": spec.num_aux} | top | _norms(spec) | flags | _nested(ids, **nested)
+    top = {"num_aux_hidden_states": spec.num_aux} | ({} if ids is None else {IDS_KEY: ids})
+    return _flat(shared, spec) | top | _norms(spec) | flags | _nested(ids, **nested)
 
 
-def _sglang(spec: HeadSpec) -> dict[str, Any]:
+def write_sglang(shared: dict[str, Any], spec: HeadSpec, ids: list[int] | None, _: Verifier) -> dict[str, Any]:
     nested = {"norm_before_fc": True} if spec.norm_before_fc else {}
-    ids = None if spec.aux_layers is None else sglang_ids(spec.aux_layers)
     borrows = {} if spec.has_lm_head else {"draft_vocab_size": None}  # null: lm_head comes from the target
-    return {"num_aux_hidden_states": spec.num_aux} | borrows | _norms(spec) | _nested(ids, **nested)
+    top = {"num_aux_hidden_states": spec.num_aux} | borrows
+    return _flat(shared, spec) | top | _norms(spec) | _nested(ids, **nested)
 
 
-def _torchspec(spec: HeadSpec) -> dict[str, Any]:
+def write_torchspec(shared: dict[str, Any], spec: HeadSpec, ids: list[int] | None, _: Verifier) -> dict[str, Any]:
     flags = dict.fromkeys(EAGLE_FLAGS, True) | {"use_mtp_layernorm": False}
-    return {"num_aux_hidden_states": spec.num_aux} | _norms(spec) | _nested(_outputs(spec), **flags)
+    return _flat(shared, spec) | {"num_aux_hidden_states": spec.num_aux} | _norms(spec) | _nested(ids, **flags)
 
 
-def _specforge(spec: HeadSpec) -> dict[str, Any]:
+def write_specforge(shared: dict[str, Any], spec: HeadSpec, ids: list[int] | None, _: Verifier) -> dict[str, Any]:
     """Without fc_norm no norm_output is written: both meanings that SpecForge gave its absence are plain EAGLE-3."""
-    return _norms(spec) | _nested(_outputs(spec))
+    return _flat(shared, spec) | _norms(spec) | _nested(ids)
 
 
-def _safeailab(spec: HeadSpec) -> dict[str, Any]:
-    return {"architectures": ["LlamaForCausalLM"]}
+def write_safeailab(shared: dict[str, Any], spec: HeadSpec, ids: list[int] | None, _: Verifier) -> dict[str, Any]:
+    return _flat(shared, spec) | {"architectures": ["LlamaForCausalLM"]}
 
 
-WRITERS: dict[str, Callable[[HeadSpec], dict[str, Any]]] = {
-    "modelopt": _modelopt, "vllm": _vllm, "sglang": _sglang, "torchspec": _torchspec, "specforge": _specforge,
-    "safeailab": _safeailab,
-}  # fmt: skip
-
-
-def _speculators(layer: dict[str, Any], spec: HeadSpec, verifier: tuple[str | None, list[str]]) -> dict[str, Any]:
+def write_speculators(
+    shared: dict[str, Any], spec: HeadSpec, ids: list[int] | None, verifier: Verifier
+) -> dict[str, Any]:
     """The layer's sizes stand in transformer_layer_config; every flag is written, because defaults differ by reader."""
-    dtype, tied = layer.pop("torch_dtype"), layer.pop("tie_word_embeddings")
+    layer = {key: value for key, value in shared.items() if key not in ("torch_dtype", "tie_word_embeddings")}
     del layer["draft_vocab_size"]
     proposal = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    ids = _inputs(spec)
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -128,7 +129,7 @@ def _speculators(layer: dict[str, Any], spec: HeadSpec, verifier: tuple[str | No
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": verifier[0], "architectures": verifier[1]},
+            "verifier": {"name_or_path": verifier.name, "architectures": list(verifier.architectures)},
         },
         "transformer_layer_config": {"model_type": "llama"} | layer,
         "draft_vocab_size": spec.draft_vocab_size,
@@ -137,8 +138,8 @@ def _speculators(layer: dict[str, Any], spec: HeadSpec, verifier: tuple[str | No
         "fc_norm": spec.fc_norm,
         "norm_output": spec.norm_output,
         "embed_requires_grad": False,
-        "tie_word_embeddings": tied,
-        "torch_dtype": dtype,
+        "tie_word_embeddings": shared["tie_word_embeddings"],
+        "torch_dtype": shared["torch_dtype"],
     } | ({} if ids is None else {IDS_KEY: ids})
 
 
@@ -206,32 +207,21 @@ def rope_config(rope: RopeSpec) -> dict[str, Any]:
 
 
 def head_config(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:
-    """config.json in ModelOpt's layout. `target_hidden_size` is absent on purpose: servers test for its presence."""
-    config: dict[str, Any] = {
+    """config.json of a new head in ModelOpt's layout."""
+    eos = target.eos_token_ids
+    ids = list(spec.aux_layers or target.default_aux_layers)
+    return {
         **class_config(spec),
         **architecture_config(spec),
         **rope_config(spec.rope),
         "bos_token_id": target.bos_token_id,
-        "eos_token_id": list(target.eos_token_ids)
-        if len(target.eos_token_ids) > 1
-        else (target.eos_token_ids or (None,))[0],
+        "eos_token_id": list(eos) if len(eos) > 1 else (eos or (None,))[0],
         "pad_token_id": target.pad_token_id,
         "initializer_range": 0.02,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "use_cache": True,
         "num_aux_hidden_states": spec.num_aux,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": list(spec.aux_layers or target.default_aux_layers),
-            "use_aux_hidden_state": True,
-            "use_input_layernorm_in_first_layer": True,
-            "use_last_layernorm": True,
-            "use_mtp_layernorm": False,
-            "next_layer_regular": True,
-            "parallel_draft_step": 1,
-            "parallel_draft_heads_num_layers": 1,
-        },
+        **_nested(ids, **_modelopt_flags()),
+        **_norms(spec),
     }
-    if spec.fc_norm or spec.norm_output:
-        config |= {"fc_norm": spec.fc_norm, "norm_output": spec.norm_output}
-    return config

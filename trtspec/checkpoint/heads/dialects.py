@@ -1,77 +1,226 @@
-"""The dialects Eagle3 heads are stored in, and the one canonical record (HeadSpec) that all of them become.
+"""The dialects that Eagle3 heads are stored in, one complete row each. Everything that differs between them is asked
+of the row; no other file knows a dialect by its name.
 
-Tensors are believed first: widths, ranks, the draft vocabulary and the presence of norms follow from shapes. The config
-supplies what no tensor shows (layer ids, rope, feedback). Where the two disagree, `read_head` reports a problem.
+Layer ids have two conventions. One counts layer outputs from 0 (ModelOpt, TensorRT-LLM, SpecForge, TorchSpec); the
+other counts the layers that already ran, one more (SafeAILab, vLLM, speculators). SGLang takes ids that start with 1
+for the first and all others for the second. `HeadSpec.aux_layers` always holds outputs.
 
-Layer ids have two conventions. A counts layer outputs from 0 (ModelOpt, TensorRT-LLM, SpecForge, TorchSpec); B counts
-the layers that already ran, so B = A + 1 (SafeAILab, vLLM, speculators). HeadSpec.aux_layers is always A.
+To add a dialect: a row here, and a writer in `config` where none of those there fits.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.heads.kind import no_eagle3_head
-from trtspec.checkpoint.heads.shapes import canonical_names, layer_prefix, measure
-from trtspec.errors import Problem, TrtspecError
-from trtspec.specs import HeadSpec, RopeSpec
+from trtspec.checkpoint.heads import config as layout
+from trtspec.checkpoint.heads.engines import Engine
+from trtspec.checkpoint.heads.shapes import layer_prefix
 
-IDS_KEY = "eagle_aux_hidden_state_layer_ids"
-MODELOPT_KEYS = ("next_layer_regular", "parallel_draft_step")  # in every export since 0.40; TorchSpec writes neither
+Counting = Literal["outputs", "layers run", "by first id"]
+Feature = Literal[
+    "mla", "mla without yarn", "yarn", "fc_norm", "norm_output", "norm_output alone", "norm_before_fc",
+    "norm_before_fc with mla", "two norms before fc", "norm_before_residual", "number of states", "final state",
+    "first layer", "head size", "other width",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Traces:
+    """What a head's config.json and tensor names (without `model.`) show of the project that wrote them."""
+
+    config: dict[str, Any]
+    names: frozenset[str]
+
+    @property
+    def midlayer(self) -> bool:
+        return any(name.startswith("midlayer.") for name in self.names)
+
+    @property
+    def embedding(self) -> bool:
+        return "embed_tokens.weight" in self.names
+
+    @property
+    def modelopt_keys(self) -> bool:
+        """Of every ModelOpt export since 0.40; TorchSpec writes neither."""
+        eagle = self.config.get("eagle_config") or {}
+        return "next_layer_regular" in eagle or "parallel_draft_step" in eagle
+
+    @property
+    def mla_class(self) -> bool:
+        return self.config.get("model_type") == "kimi_k2"
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return layout.stored_ids(self.config)
+
+
+@dataclass(frozen=True)
+class InjectedRope:
+    """YaRN that an exporter writes whatever the head was trained with."""
+
+    writer: str
+    factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class FixedRopeBase:
+    """A YaRN base of MLA heads that a trainer uses whatever rope_theta says."""
+
+    trainer: str
+    theta: float
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one project writes a head. `ids` is where the layer ids stand and how they count."""
+    """How one project writes, reads and trains heads.
+
+    Files: `prefix` of the decoder layer's tensors; `counts`, how layer ids count, and `stores_ids`, whether they are
+    stored at all; `d2t` and `t2d`, when the vocabulary maps are written; `embed_tokens`, whether its own writer stores
+    the embedding; `write`, its config.json.
+    Readers: `option` of `trtspec convert --to`; `uses_embedding`, whether they draft with the stored embedding;
+    `needs_lm_head`, whether they cannot borrow the target's; `read_by`, the engines that serve it as it is;
+    `expresses`, what it can say of a head; `eagle31` and `since`, the versions from which it can.
+    Meaning: `norm_before_residual` where the key is absent; `norm_output_since`, the date from which `norm_output`
+    without fc_norm means EAGLE-3.1's feedback ("": always); `injected_rope`, `fixed_rope_base`, `double_norm` (the
+    versions that train with one norm too many): what its files may say wrongly.
+    Detection: the rows are asked in the order of `rank`, and the first whose `wrote` says yes is the one.
+    """
 
     name: str
-    prefix: str
-    ids: Literal["nested-A", "nested-first-id", "top-B", "none"]
-    embed_tokens: bool
-    t2d: Literal["always", "pruned", "never"]
+    title: str
+    option: str
+    prefix: Literal["layers.0.", "midlayer."]
+    counts: Counting
+    write: layout.Writer
+    wrote: Callable[[Traces], bool]
+    rank: int
+    expresses: frozenset[Feature]
+    read_by: tuple[str, ...] = ()
+    stores_ids: bool = True
+    d2t: Literal["always", "pruned"] = "pruned"
+    t2d: Literal["always", "pruned", "never"] = "never"
+    embed_tokens: bool = False
+    uses_embedding: bool = True
+    trains_embedding: bool = False
+    needs_lm_head: bool = False
+    eagle31: str = ""
+    since: dict[Feature, str] = field(default_factory=dict)
+    norm_before_residual: bool = False
+    norm_output_since: str = ""
+    injected_rope: InjectedRope | None = None
+    fixed_rope_base: FixedRopeBase | None = None
+    double_norm: str = ""
+
+    def outputs(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Stored layer ids as layer outputs counted from 0."""
+        ran = self.counts == "layers run" or (self.counts == "by first id" and min(ids) != 1)
+        return tuple(number - 1 for number in ids) if ran else ids
+
+    def ids(self, outputs: tuple[int, ...] | None) -> list[int] | None:
+        """Layer outputs as this dialect stores them; None when they are not known."""
+        if outputs is None:
+            return None
+        ran = self.counts == "layers run" or (self.counts == "by first id" and outputs[0] != 1)
+        return [layer + 1 for layer in outputs] if ran else list(outputs)
+
+    def served_by(self, engine: Engine, outputs: tuple[int, ...] | None) -> bool:
+        """Whether `engine` computes a head from this layout as it is, layer ids included."""
+        misread = engine.guesses_ids and self.counts == "outputs" and bool(outputs) and outputs[0] != 1  # type: ignore[index]
+        return engine.name in self.read_by and not misread
 
 
-DIALECTS = {
-    dialect.name: dialect
-    for dialect in (
-        Dialect("modelopt", "layers.0.", "nested-A", embed_tokens=False, t2d="never"),
-        Dialect("torchspec", "midlayer.", "nested-A", embed_tokens=True, t2d="pruned"),
-        Dialect("specforge", "midlayer.", "nested-A", embed_tokens=True, t2d="always"),
-        Dialect("safeailab", "midlayer.", "none", embed_tokens=False, t2d="pruned"),
-        Dialect("vllm", "layers.0.", "top-B", embed_tokens=True, t2d="never"),
-        Dialect("speculators", "layers.0.", "top-B", embed_tokens=True, t2d="pruned"),
-        Dialect("sglang", "layers.0.", "nested-first-id", embed_tokens=False, t2d="never"),
-    )
-}
+def _modelopt(traces: Traces) -> bool:
+    other = traces.embedding if traces.midlayer else layout.IDS_KEY in traces.config
+    return traces.modelopt_keys and not other
 
 
-def detect_dialect(config: dict[str, Any], names: set[str]) -> str:
+def _vllm(traces: Traces) -> bool:
+    """TorchSpec's export for vLLM counts too, where its class made it add one to the ids."""
+    shifted = traces.embedding and traces.mla_class and min(traces.ids, default=1) != 1
+    return not traces.midlayer and (layout.IDS_KEY in traces.config or shifted)
+
+
+def _safeailab(traces: Traces) -> bool:
+    return traces.midlayer and (traces.config.get("architectures") or [""])[0] == "LlamaForCausalLM"
+
+
+def _specforge(traces: Traces) -> bool:
+    torchspec = "_torchspec_version" in traces.config or traces.mla_class
+    return traces.midlayer and "t2d" in traces.names and not torchspec
+
+
+_LLAMA: frozenset[Feature] = frozenset({"yarn", "fc_norm", "norm_output", "head size", "first layer"})
+_SERVED: frozenset[Feature] = _LLAMA | {"mla", "norm_output alone", "number of states", "other width"}
+
+# in the order in which they are offered
+_ROWS = (
+    Dialect(
+        "modelopt", "TensorRT-LLM (ModelOpt's layout)", "trtllm", "layers.0.", "outputs",
+        layout.write_modelopt, _modelopt, rank=3,
+        expresses=_SERVED | {"norm_before_fc", "norm_before_fc with mla", "final state"},
+        read_by=("trtllm", "sglang"), uses_embedding=False,
+        eagle31="TensorRT-LLM from its change of June 2026 (1.3 line)",
+        injected_rope=InjectedRope("ModelOpt 0.44+", 32.0, 2048), double_norm="ModelOpt 0.41 to 0.47",
+    ),
+    Dialect(
+        "vllm", "vLLM", "vllm", "layers.0.", "layers run",
+        layout.write_vllm, _vllm, rank=4,
+        expresses=_SERVED | {"norm_before_fc", "two norms before fc", "norm_before_residual"},
+        read_by=("vllm", "trtllm", "sglang"), embed_tokens=True, eagle31="vLLM 0.22.0",
+    ),
+    Dialect(
+        "sglang", "SGLang", "sglang", "layers.0.", "by first id",
+        layout.write_sglang, lambda traces: bool(traces.ids), rank=6,
+        expresses=_SERVED - {"first layer"} | {"mla without yarn", "norm_before_fc"},
+        read_by=("sglang", "trtllm"), uses_embedding=False, eagle31="SGLang of 2026-06",
+        since={"norm_before_fc": "an SGLang with its change 32334"},
+    ),
+    Dialect(
+        "speculators", "speculators", "speculators", "layers.0.", "layers run",
+        layout.write_speculators, rank=0,
+        wrote=lambda traces: bool({"transformer_layer_config", "speculators_model_type"} & traces.config.keys()),
+        expresses=_LLAMA | {"norm_output alone", "norm_before_fc", "norm_before_residual", "number of states"},
+        read_by=("vllm",), t2d="pruned", embed_tokens=True, needs_lm_head=True, norm_before_residual=True,
+        eagle31="speculators that knows fc_norm, served by vLLM 0.22.0",
+    ),
+    Dialect(
+        "torchspec", "TorchSpec", "torchspec", "midlayer.", "outputs",
+        layout.write_torchspec, lambda traces: traces.midlayer or traces.embedding, rank=5,
+        expresses=_SERVED | {"mla without yarn"},
+        read_by=("sglang", "trtllm"), t2d="pruned", embed_tokens=True, trains_embedding=True, needs_lm_head=True,
+        eagle31="TorchSpec after its change 97",
+        fixed_rope_base=FixedRopeBase("TorchSpec (at least to 2026-04-28)", 10000.0),
+    ),
+    Dialect(
+        "specforge", "SpecForge", "specforge", "midlayer.", "outputs",
+        layout.write_specforge, _specforge, rank=2,
+        expresses=_LLAMA | {"other width"},
+        read_by=("sglang", "trtllm"), d2t="always", t2d="always", embed_tokens=True, needs_lm_head=True,
+        eagle31="SpecForge after its change 879 (2026-09-15)", norm_output_since="2026-09-15",
+    ),
+    Dialect(
+        "safeailab", "SafeAILab's EAGLE", "safeailab", "midlayer.", "outputs",
+        layout.write_safeailab, _safeailab, rank=1,
+        expresses=frozenset({"other width"}),
+        stores_ids=False, t2d="pruned", uses_embedding=False, needs_lm_head=True,
+    ),
+)  # fmt: skip
+DIALECTS = {row.name: row for row in _ROWS}
+OPTIONS = {row.option: row for row in _ROWS} | DIALECTS  # by the name that `trtspec convert` takes, or their own
+DEFAULT = DIALECTS["modelopt"]  # what names and keys do not tell, and what `trtspec train` writes
+
+
+def detect_dialect(config: dict[str, Any], names: set[str]) -> Dialect:
     """The dialect by the tensor names (unprefixed by `model.`) and the keys that only one writer leaves behind."""
-    architecture = (config.get("architectures") or [""])[0]
-    eagle = config.get("eagle_config") or {}
-    midlayer = any(name.startswith("midlayer.") for name in names)
-    if "transformer_layer_config" in config or "speculators_model_type" in config:
-        return "speculators"
-    if midlayer and architecture == "LlamaForCausalLM":
-        return "safeailab"
-    modelopt = any(key in eagle for key in MODELOPT_KEYS)
-    torchspec = "_torchspec_version" in config or config.get("model_type") == "kimi_k2"
-    if midlayer and "t2d" in names and not torchspec:
-        return "specforge"
-    if midlayer:
-        return "modelopt" if modelopt and "embed_tokens.weight" not in names else "torchspec"
-    if IDS_KEY in config:
-        return "vllm"
-    if modelopt:
-        return "modelopt"
-    if "embed_tokens.weight" in names:  # TorchSpec's export for vLLM; for kimi_k2 it adds one to the ids
-        counts_inputs = config.get("model_type") == "kimi_k2" and min(stored_ids(config), default=1) != 1
-        return "vllm" if counts_inputs else "torchspec"
-    return "sglang" if eagle.get(IDS_KEY) else "modelopt"
+    traces = Traces(config, frozenset(names))
+    ranked = sorted(DIALECTS.values(), key=lambda row: row.rank)
+    return next((row for row in ranked if row.wrote(traces)), DEFAULT)
 
 
 def recorded(path: Path) -> dict[str, Any]:
@@ -83,123 +232,12 @@ def recorded(path: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def dialect_of(checkpoint: Checkpoint) -> str:
+def dialect_of(checkpoint: Checkpoint) -> Dialect:
     """The dialect that `trtspec convert` noted, as long as the tensor names fit it; else the detected one.
 
     Some dialects cannot be told apart by names and keys alone, and then count layers differently.
     """
     noted = DIALECTS.get(str(recorded(checkpoint.path).get("dialect")))
     if noted is not None and noted.prefix == layer_prefix(checkpoint.tensors):
-        return noted.name
+        return noted
     return detect_dialect(checkpoint.config, {name.removeprefix("model.") for name in checkpoint.tensors})
-
-
-def head_spec(checkpoint: Checkpoint) -> HeadSpec:
-    """The canonical record of a head; raises TrtspecError at the first error that `read_head` finds."""
-    spec, problems = read_head(checkpoint)
-    for problem in problems:
-        if problem.severity == "error":
-            raise TrtspecError(f"{checkpoint.path}: {problem.message} [{problem.code}]", problem.remedy)
-    return spec
-
-
-def read_head(checkpoint: Checkpoint, dialect: str | None = None) -> tuple[HeadSpec, list[Problem]]:
-    """The canonical record with every problem found in the checkpoint on its own (not against a target).
-
-    `dialect` overrides detection. Raises TrtspecError for what is no Eagle3 head at all.
-    """
-    from trtspec.checkpoint.heads.problems import head_problems
-
-    wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
-    if wrong is not None:
-        raise TrtspecError(f"{checkpoint.path}: {wrong.message} [{wrong.code}]", wrong.remedy)
-    tensors = canonical_names(checkpoint.tensors)
-    declared = head_spec_from_config(checkpoint.config, dialect=dialect or dialect_of(checkpoint))
-    measured, problems = measure(tensors, declared, flat_config(checkpoint.config))
-    spec = replace(declared, **measured, layer_prefix=layer_prefix(checkpoint.tensors))
-    spec = replace(spec, eagle="3.1" if spec.fc_norm or spec.norm_output else "3")
-    return spec, problems + head_problems(checkpoint, tensors, spec)
-
-
-def flat_config(config: dict[str, Any]) -> dict[str, Any]:
-    """speculators keeps the dimensions in transformer_layer_config; everyone else at the top."""
-    return {**(config.get("transformer_layer_config") or {}), **config}
-
-
-def head_spec_from_config(
-    config: dict[str, Any], *, dialect: str | None = None, owns: dict[str, bool] | None = None
-) -> HeadSpec:
-    """HeadSpec from config.json alone, for heads known only by id. `owns` tells which tensors the file holds."""
-    flat = flat_config(config)
-    owns = owns or {}
-    try:
-        hidden, heads = int(flat["hidden_size"]), int(flat["num_attention_heads"])
-        vocab = int(flat["vocab_size"])
-        inner = int(flat["intermediate_size"])
-    except KeyError as missing:
-        raise TrtspecError(
-            f"the head's config.json has no key {missing}", "fetch the head's config.json again"
-        ) from None
-    dialect = dialect or detect_dialect(config, set())
-    mla = bool(flat.get("kv_lora_rank"))
-    aux = aux_layers(config, dialect)
-    spec = HeadSpec(
-        eagle="3",
-        attention="mla" if mla else "mha",
-        dialect=dialect,
-        hidden_size=hidden,
-        target_hidden_size=int(flat.get("target_hidden_size") or hidden),
-        intermediate_size=inner,
-        num_attention_heads=heads,
-        num_key_value_heads=int(flat.get("num_key_value_heads") or heads),
-        head_dim=int(flat.get("head_dim") or hidden // heads),
-        vocab_size=vocab,
-        draft_vocab_size=int(flat.get("draft_vocab_size") or vocab),
-        rms_norm_eps=float(flat.get("rms_norm_eps", 1e-6)),
-        rope=RopeSpec.from_config(flat),
-        num_aux=len(aux) if aux else int(flat.get("num_aux_hidden_states") or 3),
-        aux_layers=aux,
-        max_position_embeddings=int(flat.get("max_position_embeddings") or 4096),
-        has_lm_head=owns.get("lm_head", True),
-        has_embed_tokens=owns.get("embed_tokens", False),
-        has_d2t=owns.get("d2t", False),
-        layer_prefix=DIALECTS[dialect].prefix,
-        **_flags(config, dialect),
-    )
-    if mla:
-        ranks = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        values: dict[str, Any] = {rank: int(flat.get(rank) or 0) for rank in ranks}
-        spec = replace(spec, **values, head_dim=values["qk_nope_head_dim"] + values["qk_rope_head_dim"])
-    return replace(spec, eagle="3.1" if spec.fc_norm or spec.norm_output else "3")
-
-
-def _flags(config: dict[str, Any], dialect: str) -> dict[str, bool]:
-    """Flags that change the function. The same key has another meaning or default in two dialects, see the comments."""
-    eagle = config.get("eagle_config") or {}
-    fc_norm = bool(config.get("fc_norm"))
-    norm_output = bool(config.get("norm_output") or config.get("post_norm") or eagle.get("return_hidden_post_norm"))
-    if dialect == "specforge" and not fc_norm:
-        norm_output = False  # before SpecForge PR 879 `norm_output: true` named plain EAGLE-3
-    residual_default = dialect == "speculators"  # vLLM's translation of a speculators head that lacks the key
-    return {
-        "fc_norm": fc_norm,
-        "norm_output": norm_output,
-        "norm_before_fc": bool(eagle.get("norm_before_fc") or config.get("norm_before_fc")),
-        "norm_before_residual": bool(config.get("norm_before_residual", residual_default)),
-    }
-
-
-def stored_ids(config: dict[str, Any]) -> tuple[int, ...]:
-    """Layer ids as written, wherever they stand; () when the checkpoint does not say."""
-    ids = config.get(IDS_KEY) or (config.get("eagle_config") or {}).get(IDS_KEY) or ()
-    return tuple(int(number) for number in ids)
-
-
-def aux_layers(config: dict[str, Any], dialect: str) -> tuple[int, ...] | None:
-    """Layer outputs (0-based) that the head was trained on, or None when the checkpoint does not say."""
-    ids = stored_ids(config)
-    if not ids:
-        return None
-    convention = DIALECTS[dialect].ids
-    counts_inputs = convention == "top-B" or (convention == "nested-first-id" and min(ids) != 1)
-    return tuple(number - 1 for number in ids) if counts_inputs else ids

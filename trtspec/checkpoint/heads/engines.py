@@ -1,71 +1,37 @@
-"""How each engine serves a head, and what every model card says alike: versions needed, licence, tables."""
+"""The engines that serve Eagle3 heads, one row each: what they need and the command that starts them with a head."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from trtspec.specs import HeadSpec
-
-LICENCE = (
-    "The head is derived from the target's answers and states, so the target's licence applies to it: for Kimi-K2 "
-    "models a Modified MIT licence (products above 100 million monthly users or 20 million US dollars of monthly "
-    'revenue must display "Kimi K2"). For a target quantized and published by NVIDIA, the NVIDIA Open Model License '
-    "too."
-)
-NEEDED_BY = {
-    "3": "",
-    "3.1": "EAGLE-3.1 needs engines that read `fc_norm` and `norm_output`: vLLM 0.22.0 or newer, TensorRT-LLM with "
-    "the EAGLE-3.1 change of June 2026. An older engine computes another function and accepts little.",
-}
-# which engines read a layout as it is, layer ids included; TensorRT-LLM takes ids from its YAML only
-READERS = {
-    "modelopt": ("trtllm", "sglang"), "vllm": ("vllm", "trtllm", "sglang"), "sglang": ("sglang", "trtllm"),
-    "speculators": ("vllm",), "torchspec": ("sglang", "trtllm"), "specforge": ("sglang", "trtllm"), "safeailab": (),
-}  # fmt: skip
-TITLES = {"trtllm": "TensorRT-LLM", "vllm": "vLLM", "sglang": "SGLang"}
 DRAFT_LEN = 3
-TENSOR_PARALLEL = {"trtllm": 4, "vllm": 8, "sglang": 8}
+Command = Callable[[str, str, int, "list[int] | None"], str]
 
 
-def serving_commands(spec: HeadSpec, head: str, target: str | None, capture: list[int] | None) -> dict[str, str]:
-    """A shell command (and YAML) for each engine; for a layout that an engine misreads, the conversion that it needs.
+@dataclass(frozen=True)
+class Engine:
+    """`command` takes the head, the target, the tensor-parallel size and the layer outputs that TensorRT-LLM must be
+    told (None where its default is right or unknown).
 
-    `capture` holds the layer outputs that TensorRT-LLM must be told, or None where its default is right or unknown.
+    `guesses_ids`: layer ids that start with 1 are taken for layer outputs, all others for the number of layers that
+    ran. `eagle31`: the first version that computes EAGLE-3.1's two norms.
     """
-    model = target or "<target>"
-    return {engine: _command(engine, spec, head, model, capture) for engine in TITLES}
+
+    name: str
+    title: str
+    tensor_parallel: int
+    eagle31: str
+    command: Command
+    guesses_ids: bool = False
 
 
-def readable(spec: HeadSpec, engine: str) -> bool:
-    """Whether `engine` computes this head from this layout; SGLang counts ids that start with another number than 1
-    from one, so that ModelOpt-like layouts with such ids need its own."""
-    if engine not in READERS[spec.dialect]:
-        return False
-    counts_outputs = spec.dialect in ("modelopt", "torchspec", "specforge")
-    return not (engine == "sglang" and counts_outputs and spec.aux_layers and spec.aux_layers[0] != 1)
-
-
-def _command(engine: str, spec: HeadSpec, head: str, model: str, capture: list[int] | None) -> str:
-    if not readable(spec, engine):
-        return f"trtspec convert {head} -o {head}-{engine} --to {engine}    # {TITLES[engine]} misreads this layout"
-    size = TENSOR_PARALLEL[engine]
-    if engine == "vllm":
-        settings = {"model": head, "method": "eagle3", "num_speculative_tokens": DRAFT_LEN}
-        return (
-            f"vllm serve {model} --tensor-parallel-size {size} "
-            f"--speculative-config '{json.dumps(settings)}' --trust-remote-code"
-        )
-    if engine == "sglang":
-        return (
-            f"python -m sglang.launch_server --model-path {model} --tp-size {size} --trust-remote-code "
-            f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {head} "
-            f"--speculative-num-steps {DRAFT_LEN} --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
-        )
+def _trtllm(head: str, target: str, tensor_parallel: int, capture: list[int] | None) -> str:
     return (
         f"cat > extra-llm-api-config.yml <<'END'\n{engine_yaml(head, capture)}END\n"
-        f"trtllm-serve {model} --host 0.0.0.0 --port 8000 --backend pytorch --max_batch_size 32 "
-        f"--max_num_tokens 8192 --max_seq_len 8192 --tp_size {size} "
+        f"trtllm-serve {target} --host 0.0.0.0 --port 8000 --backend pytorch --max_batch_size 32 "
+        f"--max_num_tokens 8192 --max_seq_len 8192 --tp_size {tensor_parallel} "
         "--extra_llm_api_options extra-llm-api-config.yml"
     )
 
@@ -79,7 +45,27 @@ def engine_yaml(head: str, capture: list[int] | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table(head: tuple[Any, ...], rows: list[tuple[Any, ...]]) -> str:
-    """Markdown."""
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+def _vllm(head: str, target: str, tensor_parallel: int, _: list[int] | None) -> str:
+    settings = {"model": head, "method": "eagle3", "num_speculative_tokens": DRAFT_LEN}
+    return (
+        f"vllm serve {target} --tensor-parallel-size {tensor_parallel} "
+        f"--speculative-config '{json.dumps(settings)}' --trust-remote-code"
+    )
+
+
+def _sglang(head: str, target: str, tensor_parallel: int, _: list[int] | None) -> str:
+    return (
+        f"python -m sglang.launch_server --model-path {target} --tp-size {tensor_parallel} --trust-remote-code "
+        f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {head} "
+        f"--speculative-num-steps {DRAFT_LEN} --speculative-eagle-topk 1 --speculative-num-draft-tokens {DRAFT_LEN + 1}"
+    )
+
+
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        Engine("trtllm", "TensorRT-LLM", 4, "TensorRT-LLM with the EAGLE-3.1 change of June 2026", _trtllm),
+        Engine("vllm", "vLLM", 8, "vLLM 0.22.0 or newer", _vllm),
+        Engine("sglang", "SGLang", 8, "SGLang of June 2026 or newer", _sglang, guesses_ids=True),
+    )
+}

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
+from trtspec.checkpoint.heads.config import DTYPES, IDS_KEY, flat_config
+from trtspec.checkpoint.heads.dialects import DIALECTS, recorded
 from trtspec.checkpoint.heads.shapes import REMEDY, required_names
 from trtspec.checkpoint.heads.values import FLOATS, read_values, vocabulary_values
 from trtspec.errors import Problem
 from trtspec.specs import HeadSpec
 
-CONFIG_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 OPTIONAL = ("lm_head.weight", "embed_tokens.weight", "d2t", "t2d", "input_norm.weight")
 KEEP_DRAFT = "convert the head again with its draft vocabulary, or train it with the full one"
 
@@ -62,9 +63,8 @@ def _layout(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSp
 
 def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
     """Ids that start at 2 under a key that counts from 0: either a deliberate choice, or counted one too far."""
-    key = "eagle_aux_hidden_state_layer_ids"
-    nested = (config.get("eagle_config") or {}).get(key)
-    if not nested or key in config or min(nested) != 2:
+    nested = (config.get("eagle_config") or {}).get(IDS_KEY)
+    if not nested or IDS_KEY in config or min(nested) != 2:
         return []
     message = (
         f"eagle_config lists layers {list(nested)}: layer outputs if counted from 0 (ModelOpt, TensorRT-LLM), "
@@ -88,11 +88,13 @@ def _function(config: dict[str, Any], tensors: dict[str, TensorInfo], spec: Head
             message += "; config.json does not say so, vLLM assumes it for a speculators head"
         remedy = "serve it with vLLM, or train a head with norm_before_residual=false"
         problems.append(Problem("TS-HEAD-NORM-RESIDUAL", "error", "norm_before_residual", message, remedy))
-    if spec.dialect == "specforge" and config.get("norm_output") is not None:
-        message = "SpecForge changed what norm_output means on 2026-09-15; read here as " + (
-            "EAGLE-3.1 feedback" if spec.norm_output else "plain EAGLE-3"
+    dialect = DIALECTS[spec.dialect]
+    if dialect.norm_output_since and config.get("norm_output") is not None:
+        meaning = "EAGLE-3.1 feedback" if spec.norm_output else "plain EAGLE-3"
+        message = (
+            f"{dialect.title} changed what norm_output means on {dialect.norm_output_since}; read here as {meaning}"
         )
-        remedy = "check the SpecForge version that trained the head"
+        remedy = f"check the {dialect.title} version that trained the head"
         problems.append(Problem("TS-HEAD-NORM-OUTPUT", "warning", "config.json:norm_output", message, remedy))
     if spec.fc_norm and any(f"fc_norm.{index}.weight" not in tensors for index in range(spec.num_aux)):
         message = f"fc_norm needs one weight for each of the {spec.num_aux} captured states"
@@ -127,7 +129,7 @@ def _storage(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> list[Pro
         message = "config.json carries a quantization_config, the target's it seems; engines would apply it to the head"
         problems.append(Problem("TS-HEAD-QUANT-CONFIG", "error", "config.json", message, "remove the key"))
     stated = config.get("torch_dtype") or config.get("dtype")
-    stored = CONFIG_DTYPES.get(tensors["fc.weight"].dtype) if "fc.weight" in tensors else None
+    stored = DTYPES.get(tensors["fc.weight"].dtype) if "fc.weight" in tensors else None
     if stated and stored and str(stated).removeprefix("torch.") != stored:
         message = f"config.json says {stated}, the weights are {stored}; engines cast to what the config says"
         remedy = f'set `torch_dtype: "{stored}"`'
@@ -138,28 +140,33 @@ def _storage(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> list[Pro
 def _rope(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
     problems = []
     rope = spec.rope
-    injected = spec.dialect == "modelopt" and rope.rope_type == "yarn"
-    if injected and (rope.factor, rope.original_max_position_embeddings) == (32.0, 2048):
-        message = "YaRN with factor 32 over 2048 is what ModelOpt 0.44+ writes into an export trained with plain rope"
+    dialect, yarn = DIALECTS[spec.dialect], rope.rope_type == "yarn"
+    injected, fixed = dialect.injected_rope, dialect.fixed_rope_base
+    written = (rope.factor, rope.original_max_position_embeddings)
+    if injected and yarn and written == (injected.factor, injected.original_max_position_embeddings):
+        message = (
+            f"YaRN with factor {injected.factor:g} over {injected.original_max_position_embeddings} is what "
+            f"{injected.writer} writes into an export trained with plain rope"
+        )
         remedy = "if the head was trained with plain rope, set `rope_scaling: null`"
         problems.append(Problem("TS-HEAD-ROPE-INJECTED", "warning", "config.json:rope_scaling", message, remedy))
-    flat = {**(config.get("transformer_layer_config") or {}), **config}
+    flat = flat_config(config)
     if flat.get("rope_theta") is None:
         message = f"no rope_theta at the top level, where TensorRT-LLM reads it; it falls to 10000, not {rope.theta:g}"
         severity = "error" if rope.theta != 10000 else "warning"
         remedy = f"add `rope_theta: {rope.theta:g}`"
         problems.append(Problem("TS-HEAD-ROPE-THETA", severity, "config.json", message, remedy))  # type: ignore[arg-type]
-    if spec.attention == "mla" and rope.rope_type != "yarn":
+    if spec.attention == "mla" and not yarn:
         message = "an MLA head without YaRN; TensorRT-LLM computes YaRN for every MLA draft"
         problems.append(Problem("TS-HEAD-ROPE-MLA", "error", "config.json:rope_scaling", message, REMEDY))
-    if spec.attention == "mha" and rope.rope_type == "yarn" and not injected:
+    if spec.attention == "mha" and yarn and not injected:
         problems.append(_llama_yarn(flat, spec))
-    if spec.dialect == "torchspec" and spec.attention == "mla" and rope.rope_type == "yarn" and rope.theta != 10000:
+    if fixed and spec.attention == "mla" and yarn and rope.theta != fixed.theta:
         message = (
-            f"TorchSpec (at least to 2026-04-28) computes an MLA head's YaRN with base 10000 whatever rope_theta says; "
+            f"{fixed.trainer} computes an MLA head's YaRN with base {fixed.theta:g} whatever rope_theta says; "
             f"the file says {rope.theta:g}"
         )
-        remedy = "measure acceptance at both bases; `trtspec convert --rope-theta 10000` writes the other"
+        remedy = f"measure acceptance at both bases; `trtspec convert --rope-theta {fixed.theta:g}` writes the other"
         problems.append(Problem("TS-HEAD-ROPE-TORCHSPEC", "warning", "config.json:rope_theta", message, remedy))
     return problems
 
@@ -179,15 +186,16 @@ def _llama_yarn(flat: dict[str, Any], spec: HeadSpec) -> Problem:
 
 
 def _double_norm(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
-    """ModelOpt 0.41 to 0.47 trains LN(LN(x; input_layernorm); hidden_norm); engines compute LN(x; hidden_norm)."""
+    """Some trainers compute LN(LN(x; input_layernorm); hidden_norm); engines compute LN(x; hidden_norm)."""
+    trainer = DIALECTS[spec.dialect].double_norm
     gain = tensors.get("layer.input_layernorm.weight")
-    if spec.dialect != "modelopt" or gain is None or gain.dtype not in FLOATS or _trained_here(checkpoint.path):
+    if not trainer or gain is None or gain.dtype not in FLOATS or _trained_here(checkpoint.path):
         return []
     spread = float(np.std(read_values(checkpoint, gain)))
     if spread < 1e-3:
         return []
     message = (
-        f"if ModelOpt 0.41 to 0.47 trained this head with its own layers, training normalised the state twice and no "
+        f"if {trainer} trained this head with its own layers, training normalised the state twice and no "
         f"engine does; the input_layernorm gain spreads by {spread:.3f}, and the cost grows with it"
     )
     remedy = "measure acceptance with `trtspec bench`; heads from `trtspec train` are not affected"
@@ -196,8 +204,6 @@ def _double_norm(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: H
 
 def _trained_here(path: Path) -> bool:
     """Whether `trtspec train` made the head, also when `trtspec convert` rewrote it since."""
-    from trtspec.checkpoint.heads.dialects import recorded
-
     record = recorded(path)
     while record.get("command") == "convert":
         record = (record.get("source") or {}).get("provenance") or {}

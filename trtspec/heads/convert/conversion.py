@@ -18,18 +18,18 @@ from typing import Any
 
 from trtspec.checkpoint.describe import head_facts
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
-from trtspec.checkpoint.heads.config import write_config
-from trtspec.checkpoint.heads.dialects import read_head, recorded
-from trtspec.checkpoint.heads.engines import serving_commands
+from trtspec.checkpoint.heads.config import Verifier, shared_config
+from trtspec.checkpoint.heads.dialects import OPTIONS, Dialect, recorded
 from trtspec.checkpoint.heads.kind import no_eagle3_head
 from trtspec.checkpoint.heads.pairing import pair_problems
+from trtspec.checkpoint.heads.read import read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
 from trtspec.checkpoint.heads.values import value_problems
 from trtspec.checkpoint.hub import Resolved
 from trtspec.errors import Problem, UsageError, has_errors
-from trtspec.heads.card import conversion_card
+from trtspec.heads.card import conversion_card, serving_commands
 from trtspec.heads.convert.pickles import opened
-from trtspec.heads.convert.rules import CURED, DEPENDS, DESTINATIONS, cautions, refusals
+from trtspec.heads.convert.rules import CURED, DEPENDS, cautions, refusals
 from trtspec.heads.convert.tensors import (
     Choice,
     Lender,
@@ -47,7 +47,7 @@ OWN_FILES = ("config.json", "provenance.json", "README.md", "LICENSE", "model.sa
 
 @dataclass(frozen=True)
 class Options:
-    """`to` and `from_` are names of trtspec.heads.convert.rules.DESTINATIONS; `from_` None detects."""
+    """`to` and `from_` are names of trtspec.checkpoint.heads.dialects.OPTIONS; `from_` None detects."""
 
     to: str
     from_: str | None = None
@@ -93,7 +93,7 @@ class ConversionPlan:
 
     source: Checkpoint
     path: Path
-    dialect: str
+    dialect: Dialect
     found: HeadSpec  # as read
     spec: HeadSpec  # as written
     entries: dict[str, OutputTensor]
@@ -102,8 +102,8 @@ class ConversionPlan:
 
 
 def _plan(checkpoint: Checkpoint, path: Path, options: Options, target: Resolved | None) -> ConversionPlan:
-    found, problems = read_head(checkpoint, DESTINATIONS[options.from_] if options.from_ else None)
-    dialect = DESTINATIONS[options.to]
+    found, problems = read_head(checkpoint, OPTIONS[options.from_] if options.from_ else None)
+    dialect = OPTIONS[options.to]
     model = target.target_spec() if target is not None else None
     spec, problems = found, _left(checkpoint, found, problems)
     if options.rope_theta is not None:
@@ -122,9 +122,9 @@ def _plan(checkpoint: Checkpoint, path: Path, options: Options, target: Resolved
     if not has_errors(problems):
         problems += cautions(spec, dialect)
         spec = with_ownership(spec, dialect, entries)
-        verifier = (target.name if target else None, (target.config().get("architectures") or []) if target else [])
-        dtype = next(entry.dtype for name, entry in entries.items() if name == "fc.weight")
-        config = write_config(checkpoint.config, spec, dialect, dtype, verifier)
+        verifier = Verifier(target.name, tuple(target.config().get("architectures") or ())) if target else Verifier()
+        shared = shared_config(checkpoint.config, spec, entries["fc.weight"].dtype)
+        config = dialect.write(shared, spec, dialect.ids(spec.aux_layers), verifier)
     return ConversionPlan(checkpoint, path, dialect, found, spec, entries, config, problems)
 
 
@@ -205,7 +205,7 @@ def _write(
         origin |= {"provenance": recorded(plan.path) or None, "target": target.name if target else None}
         chosen = {"to": options.to, "from": options.from_, "lm_head": options.lm_head,
                   "embed_tokens": options.embed_tokens, "rope_theta": options.rope_theta}  # fmt: skip
-        record = provenance("convert", origin, chosen, dialect=plan.dialect, tensors=digests)
+        record = provenance("convert", origin, chosen, dialect=plan.dialect.name, tensors=digests)
         write_json(partial / "provenance.json", record)
         write_atomic(partial / "README.md", conversion_card(plan.spec, result, record))
         for licence in sorted(plan.path.glob("LICENSE*")):

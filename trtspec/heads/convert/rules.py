@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trtspec.checkpoint.heads.dialects import DIALECTS, Dialect, Feature
 from trtspec.errors import Problem
 from trtspec.specs import HeadSpec, ModelSpec
-
-NAMES = {
-    "modelopt": "TensorRT-LLM (ModelOpt's layout)", "vllm": "vLLM", "sglang": "SGLang", "speculators": "speculators",
-    "torchspec": "TorchSpec", "specforge": "SpecForge", "safeailab": "SafeAILab's EAGLE",
-}  # fmt: skip
-DESTINATIONS = {"trtllm": "modelopt"} | {name: name for name in NAMES}
 
 # problems of the source that conversion itself mends, and those that only matter to some destinations
 CURED = {
@@ -22,83 +17,82 @@ DEPENDS = {"TS-HEAD-NORM-RESIDUAL", "TS-HEAD-ROPE-MLA"}
 
 
 @dataclass(frozen=True)
-class Feature:
-    """A property of some heads: who can express it, what to say to the others."""
+class Limit:
+    """What to say of a dialect that cannot express a property of a head."""
 
     code: str
     where: str
-    expressed_by: tuple[str, ...]
     reason: str
 
 
-FEATURES = {
-    "mla": Feature(
-        "TS-CONVERT-MLA", "attention", ("modelopt", "vllm", "sglang", "torchspec"),
+LIMITS: dict[Feature, Limit] = {
+    "mla": Limit(
+        "TS-CONVERT-MLA", "attention",
         "has no latent (MLA) attention for a draft layer",
     ),
-    "mla without yarn": Feature(
-        "TS-CONVERT-ROPE", "rope_scaling", ("sglang", "torchspec"),
+    "mla without yarn": Limit(
+        "TS-CONVERT-ROPE", "rope_scaling",
         "computes YaRN for every MLA draft, and this head was trained with plain rope",
     ),
-    "yarn": Feature(
-        "TS-CONVERT-ROPE", "rope_scaling", ("modelopt", "vllm", "sglang", "speculators", "torchspec", "specforge"),
+    "yarn": Limit(
+        "TS-CONVERT-ROPE", "rope_scaling",
         "knows linear and dynamic rope scaling only, and this head was trained with YaRN",
     ),
-    "fc_norm": Feature(
-        "TS-CONVERT-NORMS", "fc_norm", ("modelopt", "vllm", "sglang", "speculators", "torchspec", "specforge"),
+    "fc_norm": Limit(
+        "TS-CONVERT-NORMS", "fc_norm",
         "does not normalise the captured states (EAGLE-3.1's fc_norm); no weights can make up for it",
     ),
-    "norm_output": Feature(
-        "TS-CONVERT-NORMS", "norm_output", ("modelopt", "vllm", "sglang", "speculators", "torchspec", "specforge"),
+    "norm_output": Limit(
+        "TS-CONVERT-NORMS", "norm_output",
         "feeds back the state before its norm, and this EAGLE-3.1 head was trained on the state after it",
     ),
-    "norm_output alone": Feature(
-        "TS-CONVERT-NORMS", "norm_output", ("modelopt", "vllm", "sglang", "speculators", "torchspec"),
+    "norm_output alone": Limit(
+        "TS-CONVERT-NORMS", "norm_output",
         "gave norm_output two meanings, which only a head with fc_norm tells apart",
     ),
-    "norm_before_fc": Feature(
-        "TS-CONVERT-NORMS", "norm_before_fc", ("modelopt", "vllm", "sglang", "speculators"),
+    "norm_before_fc": Limit(
+        "TS-CONVERT-NORMS", "norm_before_fc",
         "has no norm over the concatenated states (norm_before_fc)",
     ),
-    "norm_before_fc with mla": Feature(
-        "TS-CONVERT-NORMS", "norm_before_fc", ("modelopt",),
+    "norm_before_fc with mla": Limit(
+        "TS-CONVERT-NORMS", "norm_before_fc",
         "applies norm_before_fc in its Llama draft only, not in the MLA one",
     ),
-    "two norms before fc": Feature(
-        "TS-CONVERT-NORMS", "norm_before_fc", ("vllm",),
+    "two norms before fc": Limit(
+        "TS-CONVERT-NORMS", "norm_before_fc",
         "applies one norm before fc, and this head has two (norm_before_fc and fc_norm)",
     ),
-    "norm_before_residual": Feature(
-        "TS-CONVERT-NORMS", "norm_before_residual", ("vllm", "speculators"),
+    "norm_before_residual": Limit(
+        "TS-CONVERT-NORMS", "norm_before_residual",
         "adds attention to the state itself, and this head was trained to add it to the normalised state; neither "
         "hidden_norm nor fc can express that",
     ),
-    "number of states": Feature(
-        "TS-CONVERT-LAYERS", "fc.weight", ("modelopt", "vllm", "sglang", "speculators", "torchspec"),
+    "number of states": Limit(
+        "TS-CONVERT-LAYERS", "fc.weight",
         "fuses exactly three captured states",
     ),
-    "final state": Feature(
-        "TS-CONVERT-LAYERS", "layer ids", ("modelopt",), "cannot capture the state after the target's final norm (-1)",
+    "final state": Limit(
+        "TS-CONVERT-LAYERS", "layer ids", "cannot capture the state after the target's final norm (-1)",
     ),
-    "first layer": Feature(
-        "TS-CONVERT-LAYERS", "layer ids", ("modelopt", "vllm", "speculators", "torchspec", "specforge"),
+    "first layer": Limit(
+        "TS-CONVERT-LAYERS", "layer ids",
         "takes ids that start at 1 for layer outputs, so that a head on the output of layer 0 is read one layer late",
     ),
-    "head size": Feature(
-        "TS-CONVERT-SHAPE", "head_dim", ("modelopt", "vllm", "sglang", "speculators", "torchspec", "specforge"),
+    "head size": Limit(
+        "TS-CONVERT-SHAPE", "head_dim",
         "fixes the size of an attention head to hidden_size / heads, and this head's differs",
     ),
-    "other width": Feature(
-        "TS-CONVERT-SHAPE", "target_hidden_size", ("modelopt", "vllm", "sglang", "torchspec", "specforge", "safeailab"),
+    "other width": Limit(
+        "TS-CONVERT-SHAPE", "target_hidden_size",
         "builds fc for states of the head's own width, and this target's is another",
     ),
 }  # fmt: skip
 
 
-def features(spec: HeadSpec) -> list[str]:
-    """The entries of FEATURES that this head needs."""
+def features(spec: HeadSpec) -> list[Feature]:
+    """What a dialect must be able to express for this head."""
     mla, yarn, layers = spec.attention == "mla", spec.rope.rope_type == "yarn", spec.aux_layers or ()
-    needs = {
+    needs: dict[Feature, bool] = {
         "mla": mla,
         "mla without yarn": mla and not yarn,
         "yarn": yarn,
@@ -118,55 +112,43 @@ def features(spec: HeadSpec) -> list[str]:
     return [name for name, needed in needs.items() if needed]
 
 
-def refusals(spec: HeadSpec, dialect: str, target: ModelSpec | None) -> list[Problem]:
+def refusals(spec: HeadSpec, dialect: Dialect, target: ModelSpec | None) -> list[Problem]:
     """An error for each property of the head that `dialect` cannot express, with who can; [] when all is expressed."""
     needed = features(spec)
-    problems = []
-    for name in needed:
-        feature = FEATURES[name]
-        if dialect in feature.expressed_by:
-            continue
-        able = [other for other in feature.expressed_by if all(other in FEATURES[need].expressed_by for need in needed)]
-        remedy = f"convert to {' or '.join(map(_option, able))}" if able else "serve the head as it is"
-        message = f"{NAMES[dialect]} {feature.reason}"
-        problems.append(Problem(feature.code, "error", feature.where, message, remedy))
-    return problems + (_implied_layers(spec, target) if dialect == "safeailab" else [])
+    able = [row.option for row in DIALECTS.values() if row.expresses.issuperset(needed)]
+    remedy = f"convert to {' or '.join(able)}" if able else "serve the head as it is"
+    problems = [
+        Problem(limit.code, "error", limit.where, f"{dialect.title} {limit.reason}", remedy)
+        for limit in (LIMITS[name] for name in needed if name not in dialect.expresses)
+    ]
+    return problems + ([] if dialect.stores_ids else _implied_layers(spec, dialect, target))
 
 
-def _option(dialect: str) -> str:
-    return "trtllm" if dialect == "modelopt" else dialect
-
-
-def _implied_layers(spec: HeadSpec, target: ModelSpec | None) -> list[Problem]:
-    """SafeAILab's code captures the default layers; its checkpoints hold no ids."""
+def _implied_layers(spec: HeadSpec, dialect: Dialect, target: ModelSpec | None) -> list[Problem]:
+    """A project whose checkpoints hold no ids captures the default layers."""
     if spec.aux_layers is None or (target is not None and spec.aux_layers == target.default_aux_layers):
         return []
     where, code = "layer ids", "TS-CONVERT-LAYERS"
     if target is None:
-        message = f"SafeAILab's EAGLE stores no layer ids; whether {list(spec.aux_layers)} are its own is not known"
+        message = f"{dialect.title} stores no layer ids; whether {list(spec.aux_layers)} are its own is not known"
         return [Problem(code, "error", where, message, "pass --target, so that its default layers are known")]
-    message = f"SafeAILab's EAGLE always captures {list(target.default_aux_layers)}, not {list(spec.aux_layers)}"
+    message = f"{dialect.title} always captures {list(target.default_aux_layers)}, not {list(spec.aux_layers)}"
     return [Problem(code, "error", where, message, "convert to another dialect")]
 
 
-def cautions(spec: HeadSpec, dialect: str) -> list[Problem]:
+def cautions(spec: HeadSpec, dialect: Dialect) -> list[Problem]:
     """What works, but not with every version of the destination."""
     problems = []
     if spec.eagle == "3.1":
-        since = {
-            "modelopt": "TensorRT-LLM from its change of June 2026 (1.3 line)", "vllm": "vLLM 0.22.0",
-            "sglang": "SGLang of 2026-06", "speculators": "speculators that knows fc_norm, served by vLLM 0.22.0",
-            "torchspec": "TorchSpec after its change 97", "specforge": "SpecForge after its change 879 (2026-09-15)",
-        }[dialect]  # fmt: skip
-        message = f"EAGLE-3.1 needs {since}; an older one computes another function and accepts little"
+        message = f"EAGLE-3.1 needs {dialect.eagle31}; an older one computes another function and accepts little"
         problems.append(Problem("TS-CONVERT-VERSION", "info", "fc_norm, norm_output", message, "check the version"))
-    if spec.norm_before_fc and dialect == "sglang":
-        message = "norm_before_fc needs an SGLang with its change 32334"
-        problems.append(Problem("TS-CONVERT-VERSION", "info", "norm_before_fc", message, "check the version"))
-    if dialect == "torchspec" and spec.attention == "mla" and spec.rope.theta != 10000:
-        message = (
-            f"TorchSpec (at least to 2026-04-28) would train this head on with YaRN base 10000, not {spec.rope.theta:g}"
-        )
+    for feature in features(spec):
+        if feature in dialect.since:
+            message = f"{feature} needs {dialect.since[feature]}"
+            problems.append(Problem("TS-CONVERT-VERSION", "info", feature, message, "check the version"))
+    fixed = dialect.fixed_rope_base
+    if fixed and spec.attention == "mla" and spec.rope.theta != fixed.theta:
+        message = f"{fixed.trainer} would train this head on with YaRN base {fixed.theta:g}, not {spec.rope.theta:g}"
         remedy = "fix its rope before training on; serving is not affected"
         problems.append(Problem("TS-CONVERT-THETA", "warning", "rope_theta", message, remedy))
     return problems

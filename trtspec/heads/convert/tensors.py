@@ -12,22 +12,18 @@ import numpy as np
 import torch
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
-from trtspec.checkpoint.heads.dialects import DIALECTS
+from trtspec.checkpoint.heads.dialects import Dialect
 from trtspec.checkpoint.heads.problems import OPTIONAL
 from trtspec.checkpoint.heads.shapes import canonical_names, required_names
 from trtspec.checkpoint.heads.values import EXPONENTS, count_not_finite, not_finite, read_values
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.writer import ShardFile
 from trtspec.errors import CheckFailed, Problem
-from trtspec.heads.convert.rules import NAMES
 from trtspec.specs import HeadSpec, ModelSpec
 
 Choice = Literal["auto", "keep", "drop", "target"]
 PIECE = 1 << 20  # bytes in flight; they stay in the cache while they are hashed and looked at
 REBUILT = ("d2t", "t2d")
-# dialects whose readers cannot do without an lm_head in the file, and those whose readers use the target's embedding
-NEED_LM_HEAD = ("speculators", "torchspec", "specforge", "safeailab")
-IGNORE_EMBEDDING = ("modelopt", "sglang", "safeailab")
 
 
 @dataclass(frozen=True)
@@ -64,10 +60,10 @@ class OutputTensor:
 
 
 def plan_tensors(
-    source: Checkpoint, spec: HeadSpec, dialect: str, lender: Lender | None, lm_head: Choice, embed: Choice
+    source: Checkpoint, spec: HeadSpec, dialect: Dialect, lender: Lender | None, lm_head: Choice, embed: Choice
 ) -> tuple[dict[str, OutputTensor], list[Problem]]:
     """Names in the destination -> where their bytes come from; with every reason why the plan cannot be carried out."""
-    tensors, prefix = canonical_names(source.tensors), DIALECTS[dialect].prefix
+    tensors, prefix = canonical_names(source.tensors), dialect.prefix
     entries, problems = {}, list[Problem]()
     norms = [f"fc_norm.{index}.weight" for index in range(spec.num_aux)] if spec.fc_norm else []
     norms += ["input_norm.weight"] if spec.norm_before_fc else []
@@ -78,7 +74,7 @@ def plan_tensors(
     known = {*required_names(spec.attention), *norms, *OPTIONAL}
     unknown = [name for name in tensors if name not in known and not name.endswith("rotary_emb.inv_freq")]
     if unknown:
-        message = f"{len(unknown)} tensors have no place in {NAMES[dialect]}, first {unknown[0]}"
+        message = f"{len(unknown)} tensors have no place in {dialect.title}, first {unknown[0]}"
         remedy = "ask the head's author what they do; a head that works without them can be saved without them"
         problems.append(Problem("TS-CONVERT-TENSORS", "error", unknown[0], message, remedy))
     for name, choose, choice in (("lm_head.weight", _lm_head, lm_head), ("embed_tokens.weight", _embedding, embed)):
@@ -100,17 +96,18 @@ def vocabulary_targets(source: Checkpoint, tensors: dict[str, TensorInfo]) -> np
     return np.flatnonzero(read_values(source, tensors["t2d"])) if "t2d" in tensors else None
 
 
-def _maps(source: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec, dialect: str) -> dict[str, OutputTensor]:
+def _maps(
+    source: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec, dialect: Dialect
+) -> dict[str, OutputTensor]:
     """d2t int64 [Vd] and t2d bool [V], made anew: t2d follows from d2t and an unpruned map is the identity."""
     pruned = spec.draft_vocab_size != spec.vocab_size
-    kind = DIALECTS[dialect].t2d
-    if not pruned and kind != "always":
+    if not pruned and dialect.d2t != "always":
         return {}
     targets = vocabulary_targets(source, tensors) if pruned else np.arange(spec.vocab_size)
     if targets is None:
         return {}
     entries = {"d2t": OutputTensor.made(targets - np.arange(len(targets)))}
-    if kind != "never":
+    if dialect.t2d != "never":
         mask = np.zeros(spec.vocab_size, dtype=bool)
         mask[targets] = True
         entries["t2d"] = OutputTensor.made(mask)
@@ -118,40 +115,40 @@ def _maps(source: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec, di
 
 
 def _lm_head(
-    spec: HeadSpec, dialect: str, own: OutputTensor | None, lent: OutputTensor | None, choice: Choice
+    spec: HeadSpec, dialect: Dialect, own: OutputTensor | None, lent: OutputTensor | None, choice: Choice
 ) -> tuple[OutputTensor | None, list[Problem]]:
     where, code = "lm_head.weight", "TS-CONVERT-LM-HEAD"
     pruned = spec.draft_vocab_size != spec.vocab_size
-    if choice == "target" or (choice == "auto" and own is None and dialect in NEED_LM_HEAD):
+    if choice == "target" or (choice == "auto" and own is None and dialect.needs_lm_head):
         if pruned:
             message = "the target's lm_head has a row for each of its tokens, and this head drafts from fewer"
             return own, [Problem(code, "error", where, message, "keep the head's own: --lm-head keep")]
         if lent is None:
-            message = f"{NAMES[dialect]} needs an lm_head, and the target's weights to borrow it from are not here"
+            message = f"{dialect.title} needs an lm_head, and the target's weights to borrow it from are not here"
             return own, [Problem(code, "error", where, message, "pass --target DIR with the target's weights")]
         return lent, _misfit(lent, (spec.vocab_size, spec.hidden_size), where, code)
     if choice == "drop" and own is not None:
-        if pruned or dialect in NEED_LM_HEAD:
-            reason = "a pruned head has rows of its own" if pruned else f"{NAMES[dialect]} never takes the target's"
+        if pruned or dialect.needs_lm_head:
+            reason = "a pruned head has rows of its own" if pruned else f"{dialect.title} never takes the target's"
             return own, [Problem(code, "error", where, f"lm_head cannot be left out: {reason}", "use --lm-head keep")]
         return None, _lost(own, lent, where, code, "lm_head")
     return own, []
 
 
 def _embedding(
-    spec: HeadSpec, dialect: str, own: OutputTensor | None, lent: OutputTensor | None, choice: Choice
+    spec: HeadSpec, dialect: Dialect, own: OutputTensor | None, lent: OutputTensor | None, choice: Choice
 ) -> tuple[OutputTensor | None, list[Problem]]:
     """auto: what the dialect's own writer does, without losing an embedding that is not the target's."""
     where, code = "embed_tokens.weight", "TS-CONVERT-EMBED"
     borrowed = spec.target_hidden_size == spec.hidden_size  # else every reader needs the head's own
-    ignored = dialect in IGNORE_EMBEDDING and borrowed
-    if choice == "target" or (choice == "auto" and own is None and DIALECTS[dialect].embed_tokens and lent is not None):
+    ignored = borrowed and not dialect.uses_embedding
+    if choice == "target" or (choice == "auto" and own is None and dialect.embed_tokens and lent is not None):
         if lent is None:
             message = "the target's weights to borrow the embedding from are not here"
             return own, [Problem(code, "error", where, message, "pass --target DIR with the target's weights")]
         return lent, _misfit(lent, (spec.vocab_size, spec.hidden_size), where, code)
     if own is None:
-        needed = not borrowed or dialect == "torchspec"
+        needed = not borrowed or dialect.trains_embedding
         message = "the head has no embedding of its own; training goes on from the target's, serving shares it"
         found = [Problem(code, "info", where, message, "pass --target DIR to write the target's")] if needed else []
         return None, found
@@ -160,11 +157,11 @@ def _embedding(
     if choice == "keep" or not ignored:
         return own, []
     if lent is None:
-        message = f"{NAMES[dialect]} drafts with the target's embedding; whether the head's is the same is not known"
+        message = f"{dialect.title} drafts with the target's embedding; whether the head's is the same is not known"
         return own, [Problem(code, "warning", where, message, "pass --target DIR to compare them")]
     if same_bytes(own, lent):
         return None, []
-    message = f"the head's embedding is not the target's, and {NAMES[dialect]} drafts with the target's"
+    message = f"the head's embedding is not the target's, and {dialect.title} drafts with the target's"
     remedy = "convert to vllm, which uses the head's, or accept the loss with --embed-tokens drop"
     return own, [Problem(code, "error", where, message, remedy)]
 
@@ -245,12 +242,12 @@ def write_tensors(
     return record
 
 
-def with_ownership(spec: HeadSpec, dialect: str, entries: dict[str, OutputTensor]) -> HeadSpec:
+def with_ownership(spec: HeadSpec, dialect: Dialect, entries: dict[str, OutputTensor]) -> HeadSpec:
     """The record of the head that is written: its dialect, prefix, and which tensors it holds."""
     return replace(
         spec,
-        dialect=dialect,
-        layer_prefix=DIALECTS[dialect].prefix,
+        dialect=dialect.name,
+        layer_prefix=dialect.prefix,
         has_lm_head="lm_head.weight" in entries,
         has_embed_tokens="embed_tokens.weight" in entries,
         has_d2t="d2t" in entries,

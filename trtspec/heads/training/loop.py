@@ -20,23 +20,11 @@ from trtspec.heads.training.module import Objective, TrainingModule, head_parame
 from trtspec.heads.training.options import TrainOptions
 from trtspec.heads.training.plan import steps_of
 from trtspec.heads.training.processes import World
-from trtspec.heads.training.state import Curve, load_state, save_state, state_tensors
+from trtspec.heads.training.state import Curve, CurvePoint, load_state, save_state, state_tensors
 
 EVALUATIONS = 10  # held-out points of the learning curve
 MAX_HELD_OUT = 64  # sequences per evaluation
 ALONE = World()
-
-
-@dataclass
-class CurvePoint:
-    """One step of the curve; `accuracy` is the top-1 agreement with the target per training-time-test step."""
-
-    step: int
-    total: int
-    loss: float
-    accuracy: list[float]
-    tokens_per_second: float
-    held_out: dict[str, Any] | None = None  # the evaluation after this step, when one is due
 
 
 @dataclass
@@ -166,6 +154,6 @@ class Stepper:
         batch = collate(self.features, mine or indices[:1], self.options.answer_only, self.device)
         if not mine:
             batch.loss_mask.zero_()  # fewer rows than processes: take part without counting
-        with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
+        with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.options.dtype == torch.bfloat16):
             loss, accuracy = self.objective(batch.tokens, batch.hidden, batch.aux, batch.loss_mask)
         return loss, accuracy, float(batch.loss_mask.sum())

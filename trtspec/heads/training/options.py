@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
+from trtspec.checkpoint.heads.dialects import DEFAULT
 from trtspec.errors import UsageError
 from trtspec.specs import Attention, HeadSpec, ModelSpec, RopeSpec
 
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # of --config's `precision`
 WORK_NAME = ".trtspec"  # in the output directory, while a run is not finished
 MAX_KV_HEADS = 8  # of a new MHA head: splits over 8 GPUs, an eighth of the KV cache of 64 heads
 PEAK_LR_TIMES_WIDTH = 0.5  # the learning rate falls with width: 2e-3 at 256, 7e-5 at Kimi's 7168
@@ -47,6 +52,13 @@ class TrainOptions:
     def peak_lr(self, hidden_size: int) -> float:
         return self.lr if self.lr is not None else min(2e-3, PEAK_LR_TIMES_WIDTH / hidden_size)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the target's frozen ends are kept in and the step computes in; `precision` must not be `auto`."""
+        import torch
+
+        return getattr(torch, DTYPES[self.precision])
+
     def for_device(self, device: str) -> TrainOptions:
         """The same options with `auto` precision settled for this device, so that records and resumes name it."""
         from trtspec.models.precision import has_native_bf16
@@ -65,7 +77,7 @@ class TrainOptions:
         wrong = [
             (self.attention in ("mha", "mla"), "attention", "mha or mla"),
             (self.eagle in ("3", "3.1"), "eagle", "3 or 3.1"),
-            (self.precision in ("auto", "bf16", "fp32"), "precision", "auto, bf16 or fp32"),
+            (self.precision in ("auto", *DTYPES), "precision", "auto, bf16 or fp32"),
             (1 <= self.ttt_steps <= 16, "ttt_steps", "1 to 16"),
             (self.epochs >= 1, "epochs", "1 or more"),
             (self.steps is None or self.steps >= 1, "steps", "1 or more"),
@@ -163,7 +175,7 @@ def new_head_spec(
     return HeadSpec(
         eagle=eagle,
         attention=attention,
-        dialect="modelopt",
+        dialect=DEFAULT.name,
         hidden_size=target.hidden_size,
         target_hidden_size=target.hidden_size,
         intermediate_size=intermediate_size or target.intermediate_size,

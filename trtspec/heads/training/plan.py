@@ -125,8 +125,7 @@ def estimated_seconds(plan: TrainingPlan, options: TrainOptions) -> float:
     matrix multiplication timed here. States of the target are not counted."""
     per_pass = plan.tokens * 6 * plan.parameters * options.ttt_steps
     passes = plan.steps * options.batch_size / max(1, len(plan.samples))
-    dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
-    left, right = torch.ones(1024, 512, dtype=dtype), torch.ones(512, 1024, dtype=dtype)
+    left, right = (torch.ones(shape, dtype=options.dtype) for shape in ((1024, 512), (512, 1024)))
     torch.mm(left, right)
     began, rounds = time.perf_counter(), 10
     for _ in range(rounds):

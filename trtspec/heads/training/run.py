@@ -22,11 +22,11 @@ from trtspec.heads.training import module as train
 from trtspec.heads.training.features import Features, compute_features, empty_features, write_dumps
 from trtspec.heads.training.features_server import ServedFeatures, is_served, served_model, server_urls
 from trtspec.heads.training.features_stream import is_streamed, refuse_several, stream_features
-from trtspec.heads.training.loop import ALONE, CurvePoint, Result, train_head
+from trtspec.heads.training.loop import ALONE, Result, train_head
 from trtspec.heads.training.options import WORK_NAME, TrainOptions
 from trtspec.heads.training.plan import TrainingPlan
 from trtspec.heads.training.processes import World
-from trtspec.heads.training.state import write_head, write_record
+from trtspec.heads.training.state import CurvePoint, write_head, write_record
 from trtspec.models.stream import LayerStream
 from trtspec.report import file_sha256, provenance
 from trtspec.specs import HeadSpec, ModelSpec
@@ -164,13 +164,12 @@ def _fresh_module(
 ) -> train.TrainingModule:
     """ModelOpt's module with the head's initial weights, which depend on the seed alone."""
     torch.manual_seed(options.seed)
-    frozen = torch.bfloat16 if options.precision == "bf16" else torch.float32
     device = model.embed.weight.device
     return train.build(
         spec,
         model.spec,
-        model.embed.weight.to(device, frozen),
-        model.lm_head.weight.to(device, frozen),
+        model.embed.weight.to(device, options.dtype),
+        model.lm_head.weight.to(device, options.dtype),
         ttt_steps=options.ttt_steps,
         target_ids=None if ids is None else torch.tensor(ids, device=device),
         total=world.sum,

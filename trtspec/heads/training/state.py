@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -20,12 +21,21 @@ from trtspec.heads.training.processes import like
 from trtspec.report import write_atomic, write_json
 from trtspec.specs import HeadSpec, ModelSpec
 
-if TYPE_CHECKING:
-    from trtspec.heads.training.loop import CurvePoint
-
 STATE_NAME = "state.safetensors"
 RESTART = "pass --restart to begin anew, or repeat the command as it was"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class CurvePoint:
+    """One step of the curve; `accuracy` is the top-1 agreement with the target per training-time-test step."""
+
+    step: int
+    total: int
+    loss: float
+    accuracy: list[float]
+    tokens_per_second: float
+    held_out: dict[str, Any] | None = None  # the evaluation after this step, when one is due
 
 
 class Curve:

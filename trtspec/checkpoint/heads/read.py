@@ -1,0 +1,112 @@
+"""The one canonical record (HeadSpec) that a head of any dialect becomes.
+
+Tensors are believed first: widths, ranks, the draft vocabulary and the presence of norms follow from shapes. The config
+supplies what no tensor shows (layer ids, rope, feedback). Where the two disagree, `read_head` reports a problem.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.heads.config import flat_config, stored_ids
+from trtspec.checkpoint.heads.dialects import Dialect, detect_dialect, dialect_of
+from trtspec.checkpoint.heads.kind import no_eagle3_head
+from trtspec.checkpoint.heads.problems import head_problems
+from trtspec.checkpoint.heads.shapes import canonical_names, layer_prefix, measure
+from trtspec.errors import Problem, TrtspecError
+from trtspec.specs import HeadSpec, RopeSpec
+
+
+def head_spec(checkpoint: Checkpoint) -> HeadSpec:
+    """The canonical record of a head; raises TrtspecError at the first error that `read_head` finds."""
+    spec, problems = read_head(checkpoint)
+    for problem in problems:
+        if problem.severity == "error":
+            raise TrtspecError(f"{checkpoint.path}: {problem.message} [{problem.code}]", problem.remedy)
+    return spec
+
+
+def read_head(checkpoint: Checkpoint, dialect: Dialect | None = None) -> tuple[HeadSpec, list[Problem]]:
+    """The canonical record with every problem found in the checkpoint on its own (not against a target).
+
+    `dialect` overrides detection. Raises TrtspecError for what is no Eagle3 head at all.
+    """
+    wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
+    if wrong is not None:
+        raise TrtspecError(f"{checkpoint.path}: {wrong.message} [{wrong.code}]", wrong.remedy)
+    tensors = canonical_names(checkpoint.tensors)
+    declared = head_spec_from_config(checkpoint.config, dialect=dialect or dialect_of(checkpoint))
+    measured, problems = measure(tensors, declared, flat_config(checkpoint.config))
+    spec = replace(declared, **measured, layer_prefix=layer_prefix(checkpoint.tensors))
+    spec = replace(spec, eagle="3.1" if spec.fc_norm or spec.norm_output else "3")
+    return spec, problems + head_problems(checkpoint, tensors, spec)
+
+
+def head_spec_from_config(
+    config: dict[str, Any], *, dialect: Dialect | None = None, owns: dict[str, bool] | None = None
+) -> HeadSpec:
+    """HeadSpec from config.json alone, for heads known only by id. `owns` tells which tensors the file holds."""
+    flat = flat_config(config)
+    owns = owns or {}
+    try:
+        hidden, heads = int(flat["hidden_size"]), int(flat["num_attention_heads"])
+        vocab = int(flat["vocab_size"])
+        inner = int(flat["intermediate_size"])
+    except KeyError as missing:
+        raise TrtspecError(
+            f"the head's config.json has no key {missing}", "fetch the head's config.json again"
+        ) from None
+    dialect = dialect or detect_dialect(config, set())
+    mla = bool(flat.get("kv_lora_rank"))
+    aux = aux_layers(config, dialect)
+    spec = HeadSpec(
+        eagle="3",
+        attention="mla" if mla else "mha",
+        dialect=dialect.name,
+        hidden_size=hidden,
+        target_hidden_size=int(flat.get("target_hidden_size") or hidden),
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=int(flat.get("num_key_value_heads") or heads),
+        head_dim=int(flat.get("head_dim") or hidden // heads),
+        vocab_size=vocab,
+        draft_vocab_size=int(flat.get("draft_vocab_size") or vocab),
+        rms_norm_eps=float(flat.get("rms_norm_eps", 1e-6)),
+        rope=RopeSpec.from_config(flat),
+        num_aux=len(aux) if aux else int(flat.get("num_aux_hidden_states") or 3),
+        aux_layers=aux,
+        max_position_embeddings=int(flat.get("max_position_embeddings") or 4096),
+        has_lm_head=owns.get("lm_head", True),
+        has_embed_tokens=owns.get("embed_tokens", False),
+        has_d2t=owns.get("d2t", False),
+        layer_prefix=dialect.prefix,
+        **_flags(config, dialect),
+    )
+    if mla:
+        ranks = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        values: dict[str, Any] = {rank: int(flat.get(rank) or 0) for rank in ranks}
+        spec = replace(spec, **values, head_dim=values["qk_nope_head_dim"] + values["qk_rope_head_dim"])
+    return replace(spec, eagle="3.1" if spec.fc_norm or spec.norm_output else "3")
+
+
+def _flags(config: dict[str, Any], dialect: Dialect) -> dict[str, bool]:
+    """Flags that change the function. The same key has another meaning or default in two dialects."""
+    eagle = config.get("eagle_config") or {}
+    fc_norm = bool(config.get("fc_norm"))
+    norm_output = bool(config.get("norm_output") or config.get("post_norm") or eagle.get("return_hidden_post_norm"))
+    if dialect.norm_output_since and not fc_norm:
+        norm_output = False  # before that date the key named plain EAGLE-3
+    return {
+        "fc_norm": fc_norm,
+        "norm_output": norm_output,
+        "norm_before_fc": bool(eagle.get("norm_before_fc") or config.get("norm_before_fc")),
+        "norm_before_residual": bool(config.get("norm_before_residual", dialect.norm_before_residual)),
+    }
+
+
+def aux_layers(config: dict[str, Any], dialect: Dialect) -> tuple[int, ...] | None:
+    """Layer outputs (0-based) that the head was trained on, or None when the checkpoint does not say."""
+    ids = stored_ids(config)
+    return dialect.outputs(ids) if ids else None
