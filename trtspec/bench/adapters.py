@@ -28,12 +28,40 @@ METRIC = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})?\s+(?
 
 
 @dataclass(frozen=True)
+class ServerKind:
+    """One kind of server: its `owned_by` in /v1/models, the prefix of its names in /metrics, the prefix of its
+    speculation counters there, and the paths at which it tells its mean acceptance length since its start."""
+
+    name: str
+    owner: str
+    metrics: str = ""
+    counters: str = ""
+    mean_paths: tuple[str, ...] = ()
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        ServerKind("reference", "trtspec"),
+        ServerKind("trtllm", "tensorrt_llm"),
+        ServerKind("vllm", "vllm", metrics="vllm:", counters="vllm:spec_decode_num_"),
+        ServerKind("sglang", "sglang", mean_paths=("/server_info", "/get_server_info")),  # the second is the older one
+    )
+}
+UNKNOWN = ServerKind("unknown", "")
+
+
+@dataclass(frozen=True)
 class DetectedServer:
-    """What answers at a URL. `kind` is one of reference, trtllm, vllm, sglang, unknown."""
+    """What answers at a URL. `kind` is one of KINDS, or unknown."""
 
     kind: str
     model: str
     version: str | None = None
+
+    @property
+    def row(self) -> ServerKind:
+        return KINDS.get(self.kind, UNKNOWN)
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, "model": self.model, "version": self.version}
@@ -49,36 +77,35 @@ class Counters:
     per_position: dict[int, int] = field(default_factory=dict)
 
 
-OWNERS = {"trtspec": "reference", "tensorrt_llm": "trtllm", "vllm": "vllm", "sglang": "sglang"}
-
-
 async def detect_server(client: httpx.AsyncClient, model: str | None = None) -> DetectedServer:
     """Asks /v1/models for the owner, then /version and /metrics. Raises TrtspecError when nothing answers."""
     entry = await first_model(client)
     version = await _get_json(client, "/version")
     named = version if isinstance(version, dict) else {}
-    kind = OWNERS.get(str(entry.get("owned_by", "")).lower(), "unknown")
+    owner = str(entry.get("owned_by", "")).lower()
+    kind = next((kind for kind in KINDS.values() if kind.owner == owner), UNKNOWN)
     if named.get("backend") == "reference" or "trtspec" in named:
-        kind = "reference"
-    if kind == "unknown" and "vllm:" in await _get_text(client, "/metrics"):
-        kind = "vllm"
-    return DetectedServer(kind, model or str(entry["id"]), named.get("version"))
+        kind = KINDS["reference"]
+    if kind is UNKNOWN:
+        metrics = await _get_text(client, "/metrics")
+        kind = next((kind for kind in KINDS.values() if kind.metrics and kind.metrics in metrics), UNKNOWN)
+    return DetectedServer(kind.name, model or str(entry["id"]), named.get("version"))
 
 
 async def read_counters(client: httpx.AsyncClient, server: DetectedServer) -> Counters | None:
-    """vLLM's speculation counters, or None where the server is another or does not speculate."""
-    if server.kind != "vllm":
+    """The server's speculation counters, or None where it has none or does not speculate."""
+    if not server.row.counters:
         return None
-    return parse_counters(await _get_text(client, "/metrics"))
+    return parse_counters(await _get_text(client, "/metrics"), server.row.counters)
 
 
-def parse_counters(text: str) -> Counters | None:
+def parse_counters(text: str, prefix: str = KINDS["vllm"].counters) -> Counters | None:
     """Sums the counters over all label sets (engines); the `_total` suffix is optional, as clients differ."""
     sums: dict[str, float] = {}
     positions: dict[int, int] = {}
     for line in text.splitlines():
         match = METRIC.match(line)
-        if not match or not match["name"].startswith("vllm:spec_decode_num_"):
+        if not match or not match["name"].startswith(prefix):
             continue
         name = match["name"].removesuffix("_total")
         if name.endswith("_per_pos"):
@@ -88,12 +115,12 @@ def parse_counters(text: str) -> Counters | None:
                 positions[index] = positions.get(index, 0) + int(float(match["value"]))
         else:
             sums[name] = sums.get(name, 0.0) + float(match["value"])
-    if "vllm:spec_decode_num_drafts" not in sums:
+    if f"{prefix}drafts" not in sums:
         return None
     return Counters(
-        steps=int(sums["vllm:spec_decode_num_drafts"]),
-        drafted=int(sums.get("vllm:spec_decode_num_draft_tokens", 0)),
-        accepted=int(sums.get("vllm:spec_decode_num_accepted_tokens", 0)),
+        steps=int(sums[f"{prefix}drafts"]),
+        drafted=int(sums.get(f"{prefix}draft_tokens", 0)),
+        accepted=int(sums.get(f"{prefix}accepted_tokens", 0)),
         per_position=positions,
     )
 
@@ -154,12 +181,11 @@ def all_counts(answers: Sequence[Answer]) -> list[TurnCounts]:
     return [counts for counts in found if counts is not None]
 
 
-async def sglang_counts(client: httpx.AsyncClient, server: DetectedServer, tokens: int) -> list[TurnCounts]:
-    """One entry from SGLang's running mean, or nothing where it is absent."""
-    if server.kind != "sglang":
-        return []
-    # the older path is /get_server_info
-    info = await _get_json(client, "/server_info") or await _get_json(client, "/get_server_info")
+async def running_mean(client: httpx.AsyncClient, server: DetectedServer, tokens: int) -> list[TurnCounts]:
+    """One entry from the mean that the server keeps since its start, or nothing where it keeps none."""
+    info: Any = None
+    for path in server.row.mean_paths:
+        info = info or await _get_json(client, path)
     states = info.get("internal_states") if isinstance(info, dict) else None
     length = states[0].get("avg_spec_accept_length") if states else None
     if not length or not tokens:

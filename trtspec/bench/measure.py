@@ -155,7 +155,7 @@ async def count_outside(target: MeasuredEndpoint, workload: BenchWorkload) -> No
     """Categories for servers that only keep totals: vLLM once more, category by category; SGLang's running mean."""
     tokens = sum(answer.completion_tokens for answer in target.answers())
     if not any(target.counts.values()):
-        target.category_counts += await adapters.sglang_counts(target.client, target.server, tokens)
+        target.category_counts += await adapters.running_mean(target.client, target.server, tokens)
     if not any(c.source == adapters.FROM_COUNTERS for counts in target.counts.values() for c in counts):
         return
     questions = workload.questions(0)
