@@ -99,9 +99,9 @@ def choose_version(asked: str | None, target: ModelSpec | None, head: HeadSpec |
 
 def head_in(document: Document) -> str | None:
     """The head that a file names."""
-    from trtspec.trtllm.lint.speculation import MODEL_KEYS
+    from trtspec.trtllm.speculation import head_in
 
-    return next((str(document.get(key)) for key in MODEL_KEYS if document.get(key)), None)
+    return head_in(document)
 
 
 def findable(name: str) -> bool:

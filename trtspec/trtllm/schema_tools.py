@@ -17,7 +17,7 @@ import yaml
 
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.report import write_atomic
-from trtspec.trtllm.schema import LINES, Entries, line_of, merged
+from trtspec.trtllm.schema import LINES, Entries, line_of, merged, newest_known
 
 Entry = dict[str, Any]
 ORDER = (
@@ -30,10 +30,9 @@ COMPARED = tuple(name for name in ORDER if name not in BY_HAND)
 HEADER = """\
 line: "{line}"
 label: "{label}"
-{inherits}versions: {{from: {version}, newest: {version}}}
+{inherits}versions: {{from: {version}, {begins}seen: {version}, newest: {version}}}
 sources:
   - "the classes of tensorrt_llm {version}, read where it is installed"
-precedence: cli  # who wins when YAML and a typed option name one setting
 """
 
 
@@ -88,7 +87,7 @@ def installed_entries(package: str) -> tuple[Entries, str]:
         raise MissingDependency(f"{package} cannot be imported here ({error})", remedy) from None
     kind = getattr(module, "TorchLlmArgs", None) or module.LlmArgs
     serve = importlib.import_module(f"{package}.commands.serve").main.commands["serve"]
-    return (fields_of(kind), {}, options_of(serve)), engine.__version__
+    return (fields_of(kind), {}, options_of(serve), {}), engine.__version__
 
 
 def as_file(entries: Entries, version: str, line: str, inherits: str | None) -> str:
@@ -103,6 +102,7 @@ def as_file(entries: Entries, version: str, line: str, inherits: str | None) -> 
     text = HEADER.format(
         line=line, label=f"{line}, read from {version}", version=version,
         inherits=f'inherits: "{inherits}"\n' if inherits else "",
+        begins=f"begins: {{after: {newest_known()}, by: {version}}}, " if inherits else "",
     )  # fmt: skip
     for title, part in (("fields", fields), ("removed", removed), ("options", options)):
         text += f"{title}:{'' if part else ' {}'}\n" + "".join(f"  {key}: {flow(part[key])}\n" for key in sorted(part))

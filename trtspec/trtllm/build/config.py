@@ -16,8 +16,8 @@ from trtspec.trtllm.document import Document, scalar
 from trtspec.trtllm.intent import Intent
 from trtspec.trtllm.lint.finding import Deployment, Finding
 from trtspec.trtllm.lint.linter import lint
-from trtspec.trtllm.lint.speculation import SPEC
 from trtspec.trtllm.schema import schema_for
+from trtspec.trtllm.speculation import SPEC
 
 OPTION_ONLY = {
     "tensor_parallel_size": "--tp-size",

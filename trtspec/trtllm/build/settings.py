@@ -8,9 +8,9 @@ from typing import Any
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.intent import Intent
 from trtspec.trtllm.lint.model import CAPTURE, expected_layers
-from trtspec.trtllm.lint.speculation import SPEC
 from trtspec.trtllm.releases import gate
 from trtspec.trtllm.schema import Schema
+from trtspec.trtllm.speculation import SPEC, eagle3
 
 NVLINK_DOMAIN = ("gb200", "gb300")
 
@@ -27,7 +27,14 @@ class Choice:
 def choices(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSpec | None) -> list[Choice]:
     """In the order in which they are written."""
     found = _speculation(intent, schema, target, head) if head is not None and intent.head else []
-    found += [*_experts(target), *_graphs(intent), *_parallel(intent), *_cache(intent), *_transfer(intent, schema)]
+    found += [
+        *_experts(target),
+        *_graphs(intent),
+        *_parallel(intent),
+        *_cache(intent),
+        *_prefixes(intent, schema, head),
+    ]
+    found += _transfer(intent, schema)
     mended = gate("fp8_kv_chunked_prefill").state(schema.version) == "yes" or head is None
     if intent.seq_len > intent.tokens and mended and intent.role != "generation":
         reason = "prompts longer than max_num_tokens are refused without it"
@@ -37,7 +44,7 @@ def choices(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSpec | 
 
 def _speculation(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSpec) -> list[Choice]:
     found = [
-        Choice(f"{SPEC}.decoding_type", "Eagle", "the one spelling of Eagle3 that every version takes"),
+        Choice(f"{SPEC}.decoding_type", eagle3().spellings[0], "the one spelling of Eagle3 that every version takes"),
         Choice(f"{SPEC}.max_draft_len", intent.draft_len, "tokens drafted per step"),
         Choice(f"{SPEC}.speculative_model_dir", intent.head, "the head; this spelling parses in every version"),
     ]
@@ -46,11 +53,11 @@ def _speculation(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSp
         default = ", ".join(map(str, layers[1]))
         reason = f"the head was trained on these; the engine would take {default}"
         found.append(Choice(CAPTURE, list(layers[0]), reason))
-    key = f"{SPEC}.allow_advanced_sampling"
-    needed = gate("sampled_speculation")
-    if key in schema.fields and needed.state(schema.version) != "yes":
+    asked = schema.behaviour("sampled_speculation")
+    name = asked.values.get("asked_by") or asked.otherwise.get("asked_by")
+    if name is not None and f"{SPEC}.{name}" in schema.fields:
         reason = "else temperature is ignored; no effect where that is mended"
-        found.append(Choice(key, True, reason))
+        found.append(Choice(f"{SPEC}.{name}", True, reason))
     return found
 
 
@@ -101,13 +108,22 @@ def _cache(intent: Intent) -> list[Choice]:
     return found
 
 
+def _prefixes(intent: Intent, schema: Schema, head: HeadSpec | None) -> list[Choice]:
+    """With attention DP, and between servers, the draft's cache is part of the target's."""
+    blind = schema.behaviour("prefix_reuse_blinds_draft")
+    if head is None or not intent.head or intent.attention_dp or intent.role or not (blind or blind.otherwise):
+        return []
+    reason = "a reused prefix is hidden from the draft; turn it on where repeated prompts outweigh drafts"
+    return [Choice("kv_cache_config.enable_block_reuse", False, reason)]
+
+
 def _transfer(intent: Intent, schema: Schema) -> list[Choice]:
     if intent.role not in ("context", "generation"):
         return []
     key = "cache_transceiver_config"
-    nixl = schema.line not in ("1.0", "1.1", "1.2")
+    default = schema.behaviour("kv_transfer_default")
     reason = "hands caches over between the servers; the same on both sides"
     return [
-        Choice(f"{key}.backend", "NIXL" if nixl else "UCX", reason),
+        Choice(f"{key}.backend", default.values["backend"], reason),
         Choice(f"{key}.max_tokens_in_buffer", intent.seq_len, "the longest request, so that its cache goes over whole"),
     ]

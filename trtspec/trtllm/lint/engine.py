@@ -9,7 +9,8 @@ from typing import Any
 
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 from trtspec.trtllm.lint.finding import Deployment, Finding
-from trtspec.trtllm.lint.speculation import draft_length, kind
+from trtspec.trtllm.schema import UNKNOWN
+from trtspec.trtllm.speculation import decoding_type, draft_length, step_tokens
 
 FORCED_ACCEPTANCE = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 SIZES = ("max_batch_size", "max_num_tokens", "max_seq_len")
@@ -38,13 +39,14 @@ def _double_settings(document: Document, deployment: Deployment) -> Iterator[Fin
     """Who wins flipped between versions, so a setting that stands in both places is always an error."""
     for key in deployment.argv:
         if document.has(key):
-            winner = "the file" if deployment.schema.precedence == "yaml" else "the option"
-            message = f"{key} stands in the file and on the command line; in {deployment.version} {winner} wins, "
-            message += "in other versions the other"
+            winner = {"yaml": "the file wins", UNKNOWN: "it is not known which wins"}
+            who = winner.get(deployment.schema.precedence, "the option wins")
+            message = f"{key} stands in the file and on the command line; in {deployment.version} {who}, in other "
+            message += "versions the other"
             fix = partial(delete_key, path=key)
             yield _at(document, "TS-LINT-SET-TWICE", "error", key, message, f"remove {key} from the file", fix)
     nested = document.get("build_config")
-    if isinstance(nested, dict) and deployment.schema.line in ("1.2", "1.3"):
+    if isinstance(nested, dict) and deployment.schema.behaviour("build_config").get("dropped") in (True, UNKNOWN):
         message = "build_config is dropped for the pytorch backend: what stands in it is silently lost"
         yield _at(document, "TS-LINT-NO-EFFECT", "error", "build_config", message, "move its keys to the top level")
 
@@ -52,12 +54,12 @@ def _double_settings(document: Document, deployment: Deployment) -> Iterator[Fin
 def _token_budget(document: Document, deployment: Deployment) -> Iterator[Finding]:
     batch = deployment.setting(document, "max_batch_size")
     tokens = deployment.setting(document, "max_num_tokens", 8192)
-    draft = draft_length(document)
-    if _whole(batch) and _whole(tokens) and tokens < batch * (draft + 1):
-        message = f"max_num_tokens {tokens} does not hold one step of a full batch: {batch} x ({draft} + 1)"
-        mendable = draft and document.has("max_num_tokens")
-        fix = partial(set_value, path="max_num_tokens", value=batch * (draft + 1)) if mendable else None
-        remedy = f"at least {batch * (draft + 1)}"
+    draft, step = draft_length(document), step_tokens(document)
+    if _whole(batch) and _whole(tokens) and tokens < batch * step:
+        message = f"max_num_tokens {tokens} does not hold one step of a full batch: {batch} x {step}"
+        fixable = draft and document.has("max_num_tokens")
+        fix = partial(set_value, path="max_num_tokens", value=batch * step) if fixable else None
+        remedy = f"at least {batch * step}"
         yield _at(document, "TS-LINT-TOKEN-BUDGET", "warning", "max_num_tokens", message, remedy, fix)
     length = deployment.setting(document, "max_seq_len")
     limit = deployment.target.max_position_embeddings if deployment.target else None
@@ -83,7 +85,7 @@ def _cuda_graphs(document: Document, deployment: Deployment) -> Iterator[Finding
         yield _at(document, "TS-LINT-GRAPH-SIZES", "error", f"{key}.max_batch_size", message, remedy, fix)
     batch = deployment.setting(document, "max_batch_size")
     if document.has(key) and document.get(key) is None:
-        if batch and kind(document):
+        if batch and decoding_type(document):
             message = "CUDA graphs are off: at small batches a step then costs several times its kernels"
             yield _at(document, "TS-LINT-GRAPHS-OFF", "info", key, message, "right for a prefill-only server")
         return
@@ -128,22 +130,9 @@ def _moe(document: Document, deployment: Deployment) -> Iterator[Finding]:
 
 
 def _transfer(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    key = "cache_transceiver_config"
-    backend, runtime = document.get(f"{key}.backend"), document.get(f"{key}.transceiver_runtime")
-    if runtime == "PYTHON" and backend not in (None, "NIXL", "DEFAULT"):
-        message = f"the PYTHON transceiver works with NIXL only, not with {backend}"
-        fix = partial(set_value, path=f"{key}.backend", value="NIXL")
-        yield _at(document, "TS-LINT-TRANSCEIVER", "error", f"{key}.transceiver_runtime", message, "use NIXL", fix)
-    if document.get(f"{key}.enable_pipelined_transfer") is True and (runtime == "CPP" or backend not in (None, "NIXL")):
-        message = "pipelined transfer needs the PYTHON runtime and NIXL"
-        yield _at(document, "TS-LINT-TRANSCEIVER", "error", f"{key}.enable_pipelined_transfer", message, "turn it off")
-    timeout = f"{key}.kv_transfer_timeout_ms"
-    if runtime == "PYTHON" and document.has(timeout) and document.get(timeout) is None:
-        message = "the PYTHON transceiver needs a finite kv_transfer_timeout_ms"
-        fix = partial(delete_key, path=timeout)
-        yield _at(document, "TS-LINT-TRANSCEIVER", "error", timeout, message, "remove it: the default is 60000", fix)
+    key, backend = "cache_transceiver_config", document.get("cache_transceiver_config.backend")
     yield from _transfer_buffer(document, deployment)
-    if backend and deployment.head is not None and kind(document) is None:
+    if backend and deployment.head is not None and decoding_type(document) is None:
         message = "this looks like one side of a disaggregated server; both sides need the same speculative_config, "
         message += "because the KV layout depends on it"
         yield _at(document, "TS-LINT-DISAGGREGATED-NO-HEAD", "error", key, message, "add speculative_config here too")

@@ -57,6 +57,7 @@ def _duplicates(document: Document) -> Iterator[Finding]:
 
 
 def _judge(document: Document, schema: Schema) -> Iterator[Finding]:
+    yield from _missing(document, schema)
     unknown: set[str] = set()
     for path, entry in document.entries.items():
         if entry.parent in unknown:
@@ -72,10 +73,27 @@ def _judge(document: Document, schema: Schema) -> Iterator[Finding]:
             yield finding
 
 
+def _missing(document: Document, schema: Schema) -> Iterator[Finding]:
+    """Keys without which the engine refuses the object that they belong to."""
+    for path, field in schema.fields.items():
+        parent, _, name = path.rpartition(".")
+        if not field.required or not parent or not isinstance(document.get(parent), dict) or document.has(path):
+            continue
+        telling = DISCRIMINATORS.get(parent)
+        kind = document.get(f"{parent}.{telling}") if telling else None
+        # a missing decoding_type has a rule of its own
+        if field.required_of(kind) and path != "speculative_config.decoding_type" and schema.certain(field.since):
+            message = f"{parent} needs {name}" + (f" with {telling} {kind}" if kind is not None else "")
+            line = document.line(parent)
+            yield Finding("TS-LINT-MISSING-KEY", "error", path, message, f"write {_example(field)}", line)
+
+
 def _known(document: Document, schema: Schema, entry: Entry, field: Field) -> Iterator[Finding]:
     path, line = entry.path, entry.line
-    if not schema.certain(field.since) and field.since is not None:
-        message = f"not known whether {schema.version} has {path}: it came {field.since.interval} (lines)"
+    came = None if schema.certain(field.since) else field.since
+    if came is not None or field.until is not None:
+        change = f"came {came.interval}" if came else f"went {field.until.interval}" if field.until else ""
+        message = f"not known whether {schema.version} has {path}: it {change}"
         yield Finding(
             "TS-LINT-KEY-UNCERTAIN", "warning", path, message, "leave it out unless you have seen it work", line
         )
@@ -90,8 +108,18 @@ def _known(document: Document, schema: Schema, entry: Entry, field: Field) -> It
         remedy = f"remove {entry.name}, or choose another {DISCRIMINATORS[top]}"
         yield Finding("TS-LINT-WRONG-VARIANT", "error", path, message, remedy, line)
     verdict = check_value(field, entry.value)
-    if verdict is not None:
+    if field.otherwise is not None and field.changed is not None and _fits(verdict) != _fits(
+        check_value(field.otherwise, entry.value)
+    ):  # fmt: skip
+        message = f"not known whether {schema.version} takes {entry.value!r}: {path} changed {field.changed.interval}"
+        remedy = "write a value that both sides of the interval take"
+        yield Finding("TS-LINT-VERSION-UNCERTAIN", "warning", path, message, remedy, line)
+    elif verdict is not None:
         yield _bad_value(schema, entry, field, verdict)
+
+
+def _fits(verdict: Any) -> bool:
+    return verdict is None or verdict[0] == "lax"
 
 
 def _bad_value(schema: Schema, entry: Entry, field: Field, verdict: tuple[str, str]) -> Finding:
@@ -196,7 +224,7 @@ def _removed(schema: Schema, entry: Entry, gone: Removed) -> Finding:
         fix: Fix | None = None if isinstance(entry.value, dict) else partial(delete_key, path=entry.path)
         return Finding("TS-LINT-REMOVED-KEY", severity, entry.path, message, f"remove {entry.name}", entry.line, fix)
     message = f"{entry.path} is called {gone.renamed_to} in {schema.version}{note}"
-    keeps_meaning = "length became a rate" not in gone.note and not isinstance(entry.value, dict)
+    keeps_meaning = gone.same_value and not isinstance(entry.value, dict)
     fix = _moving(schema, entry, gone.renamed_to) if keeps_meaning else None
     return Finding("TS-LINT-RENAMED-KEY", "error", entry.path, message, f"write {gone.renamed_to}", entry.line, fix)
 

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from packaging.version import Version
 from pydantic_core import ValidationError
 
 from trtspec.trtllm.document import CannotEdit, Document, same
@@ -17,10 +16,11 @@ from trtspec.trtllm.lint.keys import check_keys
 from trtspec.trtllm.lint.machine import check_machine
 from trtspec.trtllm.lint.model import check_model
 from trtspec.trtllm.lint.speculation import check_speculation
+from trtspec.trtllm.lint.traps import check_traps
 from trtspec.trtllm.lint.values import as_engine
 from trtspec.trtllm.schema import Schema, newest_known
 
-RULES = (check_speculation, check_model, check_engine, check_combinations, check_machine)
+RULES = (check_speculation, check_model, check_engine, check_combinations, check_machine, check_traps)
 FRONT_KEYS = {"context_servers", "generation_servers"}
 ORDER = {"error": 0, "warning": 1, "info": 2}
 # a mapping with such a key may hold under that name what a rule misses, so nothing is added to it
@@ -71,9 +71,10 @@ def _version(deployment: Deployment) -> Iterator[Finding]:
     if deployment.schema.version > newest:
         message = f"TensorRT-LLM {deployment.version} is newer than the newest version known here, {newest}"
         yield Finding("TS-LINT-VERSION-NEWER", "warning", "", message, "judged as the newest known line")
-    if deployment.schema.line == "1.0" and deployment.schema.version >= Version("1.0.1"):
-        message = f"no release {deployment.version} is known"
-        yield Finding("TS-LINT-VERSION-NEWER", "warning", "", message, "judged as 1.0")
+    last = deployment.schema.last
+    if last is not None and deployment.schema.version > last:
+        message = f"no release {deployment.version} is known; the last of its line is {last}"
+        yield Finding("TS-LINT-VERSION-NEWER", "warning", "", message, f"judged as {last}")
 
 
 def fix(document: Document | str, deployment: Deployment) -> tuple[Document, list[Finding]]:

@@ -9,8 +9,8 @@ from typing import Any
 from trtspec.checkpoint.known import known
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.lint.finding import Deployment, Finding
-from trtspec.trtllm.lint.speculation import EAGLE, SPEC, kind
 from trtspec.trtllm.releases import family
+from trtspec.trtllm.speculation import SPEC, eagle3, method_of
 
 BLACKWELL = (10, 0)
 WORKSTATION = 12  # SM120 and SM121
@@ -41,7 +41,7 @@ def _gpu(document: Document, deployment: Deployment, gpu: str) -> Iterator[Findi
             f"compute capability {gpu} has no FP4 tensor cores; this engine runs NVFP4 weights from 10.0 (B200) on"
         )
         yield _at(document, "TS-LINT-GPU-NVFP4", "error", "", message, "serve on Blackwell, or an FP8 checkpoint here")
-    if found[0] == WORKSTATION and kind(document) in EAGLE:
+    if found[0] == WORKSTATION and method_of(document) is eagle3():
         message = f"Eagle3 heads on compute capability {gpu} answered gibberish (TensorRT-LLM issue 11125, 1.2.0rc8)"
         remedy = "use B200, GB200, B300 or GB300, or no head"
         yield _at(document, "TS-LINT-GPU-EAGLE", "error", SPEC, message, remedy)

@@ -11,10 +11,11 @@ from trtspec.checkpoint.known import known
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 from trtspec.trtllm.lint.finding import Deployment, Finding
-from trtspec.trtllm.lint.speculation import EAGLE, MODEL_KEYS, SPEC, kind
 from trtspec.trtllm.releases import family, gate, reports
+from trtspec.trtllm.schema import LINES, line_fields
+from trtspec.trtllm.speculation import MODEL_KEYS, SPEC, decoding_type, eagle3, method_of
 
-CAPTURE = f"{SPEC}.eagle3_layers_to_capture"
+CAPTURE = eagle3().capture_key
 
 
 def check_model(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -37,12 +38,13 @@ def _at(
 
 
 def _gated(
-    document: Document, deployment: Deployment, name: str, code: str, key: str, remedy: str
+    document: Document, deployment: Deployment, name: str, code: str, key: str, otherwise: str = ""
 ) -> Iterator[Finding]:
     needed = gate(name)
     state = needed.state(deployment.schema.version)
     if state == "yes":
         return
+    remedy = f"use {needed.by} or later" + otherwise
     if state == "no":
         message = f"TensorRT-LLM {deployment.version} is too old for this: {needed.what} ({needed.interval})"
         yield _at(document, code, "error", key, message, remedy)
@@ -53,23 +55,18 @@ def _gated(
 
 def _target_gates(document: Document, deployment: Deployment, target: ModelSpec) -> Iterator[Finding]:
     if family(target) == "kimi_k25":
-        yield from _gated(document, deployment, "kimi_k25", "TS-LINT-MODEL-TOO-NEW", "", "use 1.3.0rc20 or later")
+        yield from _gated(document, deployment, "kimi_k25", "TS-LINT-MODEL-TOO-NEW", "")
         if document.get("guided_decoding_backend"):
-            remedy = "use 1.3.0rc22 or later, or leave guided_decoding_backend out"
-            key = "guided_decoding_backend"
+            remedy, key = ", or leave guided_decoding_backend out", "guided_decoding_backend"
             yield from _gated(document, deployment, "kimi_k25_guided", "TS-LINT-GUIDED-KIMI", key, remedy)
     if target.quant.format == "nvfp4":
-        yield from _gated(document, deployment, "kimi_nvfp4", "TS-LINT-MODEL-TOO-NEW", "", "use 1.2.1 or later")
+        yield from _gated(document, deployment, "kimi_nvfp4", "TS-LINT-MODEL-TOO-NEW", "")
     if target.quant.format == "int4":
         message = "TensorRT-LLM does not load Kimi's native INT4 weights (reported for 1.2.0rc5; no later support seen)"
         yield _at(document, "TS-LINT-INT4-TARGET", "error", "", message, "run `trtspec quantize` to NVFP4")
     if target.quant.format == "nvfp4" and not any("self_attn" in item for item in target.quant.exclude):
         message = "the checkpoint quantizes attention; kv_b_proj in NVFP4 crashes the loader"
         yield _at(document, "TS-LINT-ATTENTION-QUANTIZED", "error", "", message, "quantize with a published policy")
-    if kind(document) == "MTP":
-        message = "Kimi-K2 checkpoints have no MTP layers (num_nextn_predict_layers is 0)"
-        remedy = "use an Eagle3 head: `decoding_type: Eagle`"
-        yield _at(document, "TS-LINT-MTP-KIMI", "error", f"{SPEC}.decoding_type", message, remedy)
     if target.remote_code and document.get("trust_remote_code") is False:
         message = "Kimi's tokenizer and config classes are code of the checkpoint; without trust the load fails"
         fix = partial(delete_key, path="trust_remote_code")
@@ -101,13 +98,13 @@ def _parser(document: Document, deployment: Deployment, target: ModelSpec) -> It
 
 
 def _head_gates(document: Document, deployment: Deployment, head: HeadSpec) -> Iterator[Finding]:
-    if kind(document) not in EAGLE:
+    if method_of(document) is not eagle3():
         return
     if head.attention == "mla":
-        remedy = "use 1.3.0rc20 or later, or an MHA head"
+        remedy = ", or an MHA head"
         yield from _gated(document, deployment, "mla_head", "TS-LINT-MLA-HEAD-OLD-ENGINE", SPEC, remedy)
     if head.eagle == "3.1":
-        remedy = "use 1.3.0rc22 or later; older ones ignore fc_norm and only acceptance shows it"
+        remedy = "; older ones ignore fc_norm and only acceptance shows it"
         yield from _gated(document, deployment, "eagle31", "TS-LINT-EAGLE31-OLD-ENGINE", SPEC, remedy)
         if head.attention == "mla":
             message = "the change that brought EAGLE-3.1 lists Kimi's 3.1 MLA head as not tested"
@@ -116,24 +113,23 @@ def _head_gates(document: Document, deployment: Deployment, head: HeadSpec) -> I
         message = "the head's residual is the normalised state; this engine computes the plain one, without a word"
         yield _at(document, "TS-LINT-HEAD-FUNCTION", "error", SPEC, message, "train one without norm_before_residual")
     if head.layer_prefix == "layers.0.":
-        remedy = "use 1.3.0rc20 or later, or `trtspec convert` the head"
+        remedy = ", or `trtspec convert` the head"
         yield from _gated(document, deployment, "head_layers_prefix", "TS-LINT-HEAD-NAMES-OLD-ENGINE", SPEC, remedy)
     fp8_kv = deployment.target is not None and deployment.target.quant.kv_cache == "fp8"
     if fp8_kv and deployment.setting(document, "enable_chunked_prefill") is True:
-        key = "enable_chunked_prefill"
-        remedy = "leave chunked prefill off, or use 1.2.0 or later"
+        key, remedy = "enable_chunked_prefill", ", or leave chunked prefill off"
         yield from _gated(document, deployment, "fp8_kv_chunked_prefill", "TS-LINT-FP8-KV-CHUNKED", key, remedy)
 
 
 def _reported(document: Document, deployment: Deployment, target: ModelSpec, head: HeadSpec) -> Iterator[Finding]:
-    for report in reports(deployment.schema.version, target, head) if kind(document) in EAGLE else ():
+    for report in reports(deployment.schema.version, target, head) if method_of(document) is eagle3() else ():
         message = f"{report['what']} on {report['version']} ({report['source']})"
         yield _at(document, "TS-LINT-REPORTED", "warning", SPEC, message, report["remedy"])
 
 
 def _head_use(document: Document, deployment: Deployment) -> Iterator[Finding]:
     written = next((document.get(key) for key in MODEL_KEYS if document.get(key)), None)
-    if kind(document) is None:
+    if decoding_type(document) is None:
         message = f"the head {deployment.head_name} is given and the file does not use it"
         yield _at(document, "TS-LINT-HEAD-UNUSED", "warning", "", message, "add speculative_config, or drop --head")
     elif written and deployment.head_name and str(written) != deployment.head_name:
@@ -142,7 +138,7 @@ def _head_use(document: Document, deployment: Deployment) -> Iterator[Finding]:
         yield _at(document, "TS-LINT-HEAD-DIFFERS", "warning", key, message, "name one head in both")
     head = deployment.head
     shared = head is not None and head.has_embed_tokens and head.target_hidden_size == head.hidden_size
-    if shared and deployment.target is not None and kind(document) in EAGLE:
+    if shared and deployment.target is not None and method_of(document) is eagle3():
         message = "the engine shares the target's embedding and ignores the head's own copy"
         yield _at(document, "TS-LINT-HEAD-EMBEDDING", "info", SPEC, message, "harmless unless it was fine-tuned")
 
@@ -157,7 +153,8 @@ def expected_layers(target: ModelSpec | None, head: HeadSpec) -> tuple[tuple[int
 
 def _capture_layers(document: Document, deployment: Deployment, head: HeadSpec) -> Iterator[Finding]:
     layers = expected_layers(deployment.target, head)
-    if layers is None or kind(document) not in EAGLE:
+    method = method_of(document)
+    if layers is None or method is None or not method.reads_target:
         return
     wanted, default = layers
     written = document.get(CAPTURE)
@@ -170,7 +167,7 @@ def _capture_layers(document: Document, deployment: Deployment, head: HeadSpec) 
                 f"the head was trained on layers {trained} and TensorRT-LLM {deployment.version} can only capture "
             )
             message += ", ".join(map(str, default))
-            yield _at(document, "TS-LINT-CAPTURE-LAYERS-FIXED", "error", SPEC, message, "use 1.1.0 or later")
+            yield _at(document, "TS-LINT-CAPTURE-LAYERS-FIXED", "error", SPEC, message, _first_with_capture())
             return
         message = f"the head was trained on layers {trained}; the engine does not read that from the head and takes "
         message += f"{', '.join(map(str, default))}: acceptance near 0 on a healthy server"
@@ -184,6 +181,11 @@ def _capture_layers(document: Document, deployment: Deployment, head: HeadSpec) 
         fix = partial(set_value, path=CAPTURE, value=list(wanted))
         remedy = f"write [{trained}]"
         yield _at(document, "TS-LINT-CAPTURE-LAYERS-WRONG", "error", CAPTURE, message, remedy, fix)
+
+
+def _first_with_capture() -> str:
+    line = next(line for line in LINES if CAPTURE in line_fields(line))
+    return f"use {line}.0 or later"
 
 
 def _pair(document: Document, deployment: Deployment, head: HeadSpec) -> Iterator[Finding]:

@@ -1,4 +1,5 @@
-"""Rules about speculative_config itself: what must be there, what excludes what, and what changed its meaning."""
+"""Rules about speculative_config itself: what its method needs, and what the release does with a schedule, a tree or a
+second engine."""
 
 from __future__ import annotations
 
@@ -8,138 +9,189 @@ from typing import Any
 
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 from trtspec.trtllm.lint.finding import Deployment, Finding
-from trtspec.trtllm.releases import gate
+from trtspec.trtllm.schema import UNKNOWN, Behaviour
+from trtspec.trtllm.speculation import LENGTH, MODEL_KEYS, SPEC, SpeculationMethod, decoding_type, eagle3, method_of
 
-SPEC = "speculative_config"
-EAGLE = ("Eagle", "Eagle3")
-MODEL_KEYS = (f"{SPEC}.speculative_model_dir", f"{SPEC}.speculative_model")
-
-
-def kind(document: Document) -> str | None:
-    value = document.get(f"{SPEC}.decoding_type")
-    return value if isinstance(value, str) else None
-
-
-def draft_length(document: Document) -> int:
-    """Draft tokens per step that the file asks for; 0 without speculation."""
-    value = document.get(f"{SPEC}.max_draft_len")
-    return value if isinstance(value, int) and not isinstance(value, bool) and kind(document) else 0
+SCHEDULE, CONCURRENCY = f"{SPEC}.draft_len_schedule", f"{SPEC}.max_concurrency"
+ENDS_AT_ZERO = "TS-LINT-SCHEDULE-ENDS-AT-ZERO"
 
 
 def check_speculation(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    if isinstance(document.get(SPEC), dict) and kind(document) is None:
-        message = "speculative_config has no decoding_type"
-        yield _finding(document, "TS-LINT-NO-DECODING-TYPE", "error", SPEC, message, "add `decoding_type: Eagle`")
-    if kind(document) in EAGLE:
-        yield from _required(document)
-        yield from _eagle_modes(document, deployment)
+    method = method_of(document)
+    if isinstance(document.get(SPEC), dict) and decoding_type(document) is None:
+        message, remedy = "speculative_config has no decoding_type", f"add `decoding_type: {eagle3().spellings[0]}`"
+        yield _at(document, "TS-LINT-NO-DECODING-TYPE", "error", SPEC, message, remedy)
+    if method is not None:
+        yield from _required(document, method)
+        yield from _two_names(document)
+        yield from _for_kimi(document, deployment, method)
+        yield from _trees(document, method)
+        yield from _two_models(document, deployment)
+        yield from _sampling(document, deployment, method)
     yield from _schedule(document, deployment)
     yield from _switch_off(document)
-    yield from _sampling(document, deployment)
     yield from _backend(document)
 
 
-def _finding(
+def _at(
     document: Document, code: str, severity: Any, key: str, message: str, remedy: str = "", fix: Any = None
 ) -> Finding:
     return Finding(code, severity, key, message, remedy, document.line(key), fix)
 
 
-def _required(document: Document) -> Iterator[Finding]:
-    if not any(document.get(key) for key in MODEL_KEYS):
-        message = "an Eagle head is asked for and none is named: the engine stops with `Draft model must be provided`"
-        remedy = "add `speculative_model_dir: <head>`"
-        yield _finding(document, "TS-LINT-EAGLE-NO-HEAD", "error", SPEC, message, remedy)
-    key = f"{SPEC}.max_draft_len"
-    if document.get(key) in (None, 0):
-        message = "max_draft_len must be above 0 for Eagle"
-        change = set_value if document.has(key) else add_key
-        fix = partial(change, path=key, value=3)
-        yield _finding(document, "TS-LINT-EAGLE-NO-DRAFT-LEN", "error", key, message, "write `max_draft_len: 3`", fix)
-    key = f"{SPEC}.num_eagle_layers"
-    if document.has(key):
-        message = "num_eagle_layers is overwritten by max_draft_len; it belongs to the TensorRT-engine backend"
-        fix = partial(delete_key, path=key)
-        yield _finding(document, "TS-LINT-NO-EFFECT", "warning", key, message, "remove it", fix)
+def _required(document: Document, method: SpeculationMethod) -> Iterator[Finding]:
+    eagle = method is eagle3()
+    if method.draft_required and not any(document.get(key) for key in MODEL_KEYS):
+        code = "TS-LINT-EAGLE-NO-HEAD" if eagle else "TS-LINT-NO-DRAFT-MODEL"
+        message = f"{method.name} is asked for and none is named: the engine stops with `Draft model must be provided`"
+        yield _at(document, code, "error", SPEC, message, "add `speculative_model_dir: <draft>`")
+    if method.length_required and document.get(LENGTH) in (None, 0):
+        code = "TS-LINT-EAGLE-NO-DRAFT-LEN" if eagle else "TS-LINT-NO-DRAFT-LENGTH"
+        fix = partial(set_value if document.has(LENGTH) else add_key, path=LENGTH, value=3)
+        message = f"max_draft_len must be above 0 for {decoding_type(document)}"
+        yield _at(document, code, "error", LENGTH, message, "write `max_draft_len: 3`", fix)
+    if method.python_only is not None:
+        message = f"{decoding_type(document)} needs {method.python_only}, a Python object, which no file can hold"
+        yield _at(document, "TS-LINT-NO-DRAFT-MODEL", "error", SPEC, message, "use another decoding_type")
+
+
+def _two_names(document: Document) -> Iterator[Finding]:
     if all(document.has(key) for key in MODEL_KEYS):
         message = "speculative_model and speculative_model_dir are two names of one setting"
         remedy = "keep speculative_model_dir, which every version takes"
         fix = partial(delete_key, path=MODEL_KEYS[1])
-        yield _finding(document, "TS-LINT-DUPLICATE-KEY", "error", MODEL_KEYS[1], message, remedy, fix)
-
-
-def _eagle_modes(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    key = f"{SPEC}.eagle3_one_model"
-    if document.get(key) is False:
+        yield _at(document, "TS-LINT-DUPLICATE-KEY", "error", MODEL_KEYS[1], message, remedy, fix)
+    key = f"{SPEC}.num_eagle_layers"
+    if document.has(key):
+        message = "num_eagle_layers is overwritten by max_draft_len; it belongs to the TensorRT-engine backend"
         fix = partial(delete_key, path=key)
-        mla = deployment.head is not None and deployment.head.attention == "mla"
-        if mla:
-            # the newest classes ignore the key; which release was the first to do so is not known
-            ignored = deployment.schema.line == "1.4"
-            message = "two-model mode has no class for an MLA head: `Unknown architecture for AutoModelForCausalLM`"
-            message += "; later releases ignore the key and use one model" if ignored else ""
-            severity = "warning" if ignored else "error"
-            yield _finding(document, "TS-LINT-MLA-TWO-MODEL", severity, key, message, "remove eagle3_one_model", fix)
-        else:
-            message = "two-model mode is deprecated, loses accuracy on long prompts in some releases and the overlap"
-            remedy = "remove eagle3_one_model: one model is the default"
-            yield _finding(document, "TS-LINT-TWO-MODEL", "warning", key, f"{message} scheduler", remedy, fix)
-    key = f"{SPEC}.use_dynamic_tree"
-    if document.get(key) is True:
-        message = "dynamic trees are not supported for targets with latent attention, which every Kimi-K2 has"
-        fix = partial(delete_key, path=key)
-        yield _finding(document, "TS-LINT-DYNAMIC-TREE", "error", key, message, f"remove {key}", fix)
-        if document.get(f"{SPEC}.eagle_choices"):
-            message = "eagle_choices and use_dynamic_tree exclude each other"
-            yield _finding(
-                document, "TS-LINT-EXCLUSIVE-KEYS", "error", f"{SPEC}.eagle_choices", message, "keep neither"
-            )
+        yield _at(document, "TS-LINT-NO-EFFECT", "warning", key, message, "remove it", fix)
     key = f"{SPEC}.eagle3_model_arch"
     if document.get(key) == "mistral_large3":
         message = "mistral_large3 names another head class; llama3 covers the MHA and MLA heads of Kimi"
         fix = partial(delete_key, path=key)
-        yield _finding(document, "TS-LINT-HEAD-ARCH", "error", key, message, "remove eagle3_model_arch", fix)
+        yield _at(document, "TS-LINT-HEAD-ARCH", "error", key, message, "remove eagle3_model_arch", fix)
+
+
+def _for_kimi(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
+    if deployment.target is None or method.kimi["runs"] == "yes":
+        return
+    key, why = f"{SPEC}.decoding_type", method.kimi["why"]
+    remedy = f"use an Eagle3 head: `decoding_type: {eagle3().spellings[0]}`"
+    if method.kimi["runs"] == "no":
+        yield _at(document, method.kimi["code"], "error", key, why, remedy)
+    else:
+        message = f"{method.name} with a Kimi: {why}"
+        yield _at(document, "TS-LINT-UNTESTED", "warning", key, message, "measure it with `trtspec bench` first")
+
+
+def _trees(document: Document, method: SpeculationMethod) -> Iterator[Finding]:
+    """Dynamic trees; a width alone switches them on."""
+    tree, width = f"{SPEC}.use_dynamic_tree", f"{SPEC}.dynamic_tree_max_topK"
+    topk, longest = document.get(width), document.get(LENGTH)
+    key = tree if is_true(document.get(tree)) else width if isinstance(topk, int) else None
+    if key is None or not method.trees:
+        return
+    message = "dynamic trees are not supported for targets with latent attention, which every Kimi-K2 has"
+    yield _at(document, "TS-LINT-DYNAMIC-TREE", "error", key, message, f"remove {key}", partial(delete_key, path=key))
+    total = document.get(f"{SPEC}.max_total_draft_tokens")
+    if isinstance(topk, int) and topk <= 0:
+        message = f"dynamic_tree_max_topK must be above 0, not {topk}"
+        yield _at(document, "TS-LINT-OUT-OF-RANGE", "error", width, message, "remove it")
+    elif all(isinstance(item, int) for item in (topk, longest, total)) and not longest <= total <= topk * longest:
+        message = f"max_total_draft_tokens {total} must lie between max_draft_len {longest} and {topk * longest}"
+        place = f"{SPEC}.max_total_draft_tokens"
+        yield _at(document, "TS-LINT-COMBINATION", "error", place, message, "leave it out")
+
+
+def is_true(value: Any) -> bool:
+    """As pydantic reads a truth value from YAML."""
+    return value is True or (value == 1 and not isinstance(value, bool)) or (
+        isinstance(value, str) and value.lower() in ("true", "yes", "on", "t", "y", "1")
+    )  # fmt: skip
+
+
+def _two_models(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    two = deployment.schema.behaviour("two_model")
+    key = f"{SPEC}.{two.get('key')}"
+    if document.get(key) is not False:
+        return
+    fix = partial(delete_key, path=key)
+    ignored = two.get("ignored")
+    if deployment.head is not None and deployment.head.attention == "mla":
+        message = "two-model mode has no class for an MLA head: `Unknown architecture for AutoModelForCausalLM`"
+        # which release was the first to ignore the key is not known
+        message += "; later releases ignore the key and use one model" if ignored is True else ""
+        severity = "warning" if ignored is True else "error"
+        yield _at(document, "TS-LINT-MLA-TWO-MODEL", severity, key, message, "remove eagle3_one_model", fix)
+        return
+    message = "two-model mode is deprecated, loses accuracy on long prompts in some releases and the overlap scheduler"
+    remedy = "remove eagle3_one_model: one model is the default"
+    yield _at(document, "TS-LINT-TWO-MODEL", "warning", key, message, remedy, fix)
+
+
+def schedule_of(document: Document) -> dict[int, Any] | None:
+    """The schedule with its keys as the engine reads them: text that is a whole number counts as one."""
+    written = document.get(SCHEDULE)
+    if not isinstance(written, dict):
+        return None
+    read = {number: _whole(value) for key, value in written.items() if (number := _whole(key)) is not None}
+    return read if len(read) == len(written) else None
+
+
+def _whole(value: Any) -> int | None:
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, int):
+        return value
+    text = value.strip() if isinstance(value, str) else ""
+    return int(text) if text.lstrip("+-").isdigit() else None
 
 
 def _schedule(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    key, concurrency = f"{SPEC}.draft_len_schedule", f"{SPEC}.max_concurrency"
-    schedule = document.get(key)
-    upper_bounds = deployment.schema.line in ("1.3", "1.4")
-    if document.get(concurrency) and upper_bounds:
+    if document.get(CONCURRENCY) and deployment.schema.behaviour("max_concurrency").get("ends_at_zero") is True:
         message = "above max_concurrency the draft length is 0, and acceptance may stay collapsed after a burst"
-        yield _finding(document, "TS-LINT-SCHEDULE-ENDS-AT-ZERO", "warning", concurrency, message, "leave it out")
-        if schedule:
-            message = "max_concurrency and draft_len_schedule exclude each other"
-            yield _finding(document, "TS-LINT-EXCLUSIVE-KEYS", "error", concurrency, message, "keep one of the two")
-    if not isinstance(schedule, dict) or not schedule or not all(isinstance(k, int) for k in schedule):
+        yield _at(document, ENDS_AT_ZERO, "warning", CONCURRENCY, message, "leave it out")
+    schedule, meaning = schedule_of(document), deployment.schema.behaviour("draft_len_schedule")
+    if schedule is None or not (meaning or meaning.otherwise):
         return
-    if deployment.schema.neighbour is not None and {deployment.schema.line, deployment.schema.neighbour.line} == {
-        "1.2",
-        "1.3",
-    }:
+    if not schedule:
+        message = "the engine's class refuses an empty draft_len_schedule"
+        fix = partial(delete_key, path=SCHEDULE)
+        yield _at(document, "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, "remove it", fix)
+        return
+    if meaning.get("bounds") is UNKNOWN:
         message = "the keys turned from lower bounds into upper bounds of the batch size, and it is not known whether "
-        message += f"{deployment.version} is before or after ({deployment.schema.boundary})"
-        yield _finding(document, "TS-LINT-SCHEDULE-MEANING", "error", key, message, f"remove {key}")
+        message += f"{deployment.version} is before or after ({meaning.interval})"
+        yield _at(document, "TS-LINT-SCHEDULE-MEANING", "error", SCHEDULE, message, f"remove {SCHEDULE}")
         return
-    yield from _schedule_values(document, schedule, upper_bounds)
+    yield from _schedule_values(document, schedule, meaning)
 
 
-def _schedule_values(document: Document, schedule: dict[int, int], upper_bounds: bool) -> Iterator[Finding]:
-    key, longest = f"{SPEC}.draft_len_schedule", document.get(f"{SPEC}.max_draft_len")
-    lengths = [length for length in schedule.values() if isinstance(length, int)]
-    if min(schedule) < 1 or min(lengths, default=0) < 0 or (isinstance(longest, int) and max(lengths) > longest):
+def _schedule_values(document: Document, schedule: dict[int, Any], meaning: Behaviour) -> Iterator[Finding]:
+    longest = _whole(document.get(LENGTH))
+    lengths = [length for length in schedule.values() if length is not None]
+    if min(schedule) < 1 or min(lengths, default=0) < 0 or (longest is not None and max(lengths, default=0) > longest):
         message = f"batch sizes start at 1 and draft lengths lie between 0 and max_draft_len ({longest})"
-        yield _finding(document, "TS-LINT-BAD-SCHEDULE", "error", key, message, "mend the entries out of range")
-    first = schedule[min(schedule)] if upper_bounds else schedule.get(1)
-    if first != longest:
-        wanted = "the smallest key" if upper_bounds else "key 1"
+        yield _at(document, "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, "correct the entries out of range")
+    smallest = meaning.get("first") == "smallest"
+    wanted = "the smallest key" if smallest else f"key {meaning.get('first')}"
+    first = schedule.get(min(schedule) if smallest else meaning.get("first"))
+    if longest is not None and first != longest:
         message = f"{wanted} must have the value of max_draft_len ({longest}), not {first}"
-        yield _finding(document, "TS-LINT-BAD-SCHEDULE", "error", key, message, f"write {wanted}: {longest}")
-    if upper_bounds or schedule[max(schedule)] == 0:
+        yield _at(document, "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, f"write {wanted}: {longest}")
+    if reaches_zero(document, schedule, meaning):
         message = "large batches draft nothing, and acceptance may stay collapsed after the burst"
-        remedy = "leave the schedule out, or let its last key cover max_batch_size with a value of 1 or more"
-        if not upper_bounds or max(schedule) < (document.get("max_batch_size") or 2048) or 0 in schedule.values():
-            yield _finding(document, "TS-LINT-SCHEDULE-ENDS-AT-ZERO", "warning", key, message, remedy)
+        remedy = "leave the schedule out"
+        if meaning.get("beyond") == "zero":
+            remedy += ", or let its last key cover max_batch_size with a value of 1 or more"
+        yield _at(document, ENDS_AT_ZERO, "warning", SCHEDULE, message, remedy)
+
+
+def reaches_zero(document: Document, schedule: dict[int, Any], meaning: Behaviour) -> bool:
+    """Whether some batch that the server may run drafts nothing."""
+    beyond = meaning.get("beyond") == "zero" and max(schedule) < (_whole(document.get("max_batch_size")) or 2048)
+    return beyond or 0 in schedule.values()
 
 
 def _switch_off(document: Document) -> Iterator[Finding]:
@@ -149,36 +201,34 @@ def _switch_off(document: Document) -> Iterator[Finding]:
             message = f"once acceptance falls below {name}, speculation stays off until the server is restarted"
             fix = partial(delete_key, path=key)
             remedy = "leave it out, and watch acceptance from outside"
-            yield _finding(document, "TS-LINT-SWITCHES-OFF", "warning", key, message, remedy, fix)
+            yield _at(document, "TS-LINT-SWITCHES-OFF", "warning", key, message, remedy, fix)
 
 
-def _sampling(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    """One-model speculation that ignores temperature: decisive in the 1.2 line, nothing in the later ones."""
-    key = f"{SPEC}.allow_advanced_sampling"
-    needed = gate("sampled_speculation")
-    state = needed.state(deployment.schema.version)
-    known = key in deployment.schema.fields
-    if kind(document) in EAGLE and known and state != "yes" and document.get(key) is not True:
-        message = "without allow_advanced_sampling one-model speculation decodes greedily whatever a request asks"
-        if state == "unknown":
-            message += f" (mended {needed.interval}; not known for {deployment.version})"
-        change = set_value if document.has(key) else add_key
-        fix = partial(change, path=key, value=True)
-        remedy = "add `allow_advanced_sampling: true`"
-        yield _finding(document, "TS-LINT-GREEDY-ONLY", "warning", key, message, remedy, fix)
+def _sampling(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
+    """One engine that drafts and samples may ignore temperature unless a key asks for sampling."""
+    asked = deployment.schema.behaviour("sampled_speculation")
+    name = asked.values.get("asked_by") or asked.otherwise.get("asked_by")
+    key = f"{SPEC}.{name}"
+    if not method.one_model or name is None or key not in deployment.schema.fields or document.get(key) is True:
+        return
+    message = f"without {name} one-model speculation decodes greedily whatever a request asks"
+    if asked.interval:
+        message += f" (changed {asked.interval}; not known for {deployment.version})"
+    fix = partial(set_value if document.has(key) else add_key, path=key, value=True)
+    yield _at(document, "TS-LINT-GREEDY-ONLY", "warning", key, message, f"add `{name}: true`", fix)
 
 
 def _backend(document: Document) -> Iterator[Finding]:
+    if decoding_type(document) is None:
+        return
     value = document.get("backend")
-    if kind(document) and value in ("tensorrt", "trt", "_autodeploy"):
+    if value in ("tensorrt", "trt", "_autodeploy"):
         message = f"backend {value} does not run Eagle3 heads on Blackwell"
         fix = partial(delete_key, path="backend")
-        yield _finding(document, "TS-LINT-BACKEND", "error", "backend", message, "use the pytorch backend", fix)
-    if kind(document) and (document.get("max_beam_width") or 1) > 1:
+        yield _at(document, "TS-LINT-BACKEND", "error", "backend", message, "use the pytorch backend", fix)
+    if (_whole(document.get("max_beam_width")) or 1) > 1:
         message = "nobody has examined beam search together with speculation"
-        yield _finding(document, "TS-LINT-UNTESTED", "warning", "max_beam_width", message, "leave it at 1")
-    if kind(document) and (document.get("pipeline_parallel_size") or 1) > 1:
+        yield _at(document, "TS-LINT-UNTESTED", "warning", "max_beam_width", message, "leave it at 1")
+    if (_whole(document.get("pipeline_parallel_size")) or 1) > 1:
         message = "no published recipe runs an Eagle3 head with pipeline parallelism"
-        yield _finding(
-            document, "TS-LINT-UNTESTED", "warning", "pipeline_parallel_size", message, "use tensor parallel"
-        )
+        yield _at(document, "TS-LINT-UNTESTED", "warning", "pipeline_parallel_size", message, "use tensor parallel")
