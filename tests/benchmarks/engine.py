@@ -23,7 +23,7 @@ import torch
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.drafters import DrafterName
-from trtspec.engine.engine import Engine
+from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.sequence import GenerationRequest
 from trtspec.engine.server import thread_count
 from trtspec.models.decoding import prepare_for_decoding
@@ -58,7 +58,9 @@ def main() -> None:
 
     def engine(drafter: DrafterName | None, concurrency: int) -> Engine:
         drafting = head if drafter == "eagle3" else None
-        return Engine(target, drafting, drafter=drafter, draft_len=options.draft_len, max_batch_size=concurrency)
+        return Engine(
+            target, drafting, EngineOptions(drafter=drafter, draft_len=options.draft_len, max_batch_size=concurrency)
+        )
 
     for temperature in options.temperature:
         requests = read_requests(options, temperature)
@@ -164,7 +166,7 @@ def transformers_speed(options: argparse.Namespace, dtype: torch.dtype, requests
     speeds: dict[str, list[float]] = {"plain engine": [], "generate": [], "generate, prompt lookup": []}
     for request in requests[: 2 * options.rounds]:
         began = time.perf_counter()
-        tokens = Engine(target, max_batch_size=1).generate([request])[request.id].token_ids
+        tokens = Engine(target, options=EngineOptions(max_batch_size=1)).generate([request])[request.id].token_ids
         speeds["plain engine"].append(len(tokens) / (time.perf_counter() - began))
         for name, lookup in (
             ("generate", {}),

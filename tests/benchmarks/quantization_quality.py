@@ -30,7 +30,7 @@ from tests.tiny_formats import INT4_CONFIG
 from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
-from trtspec.engine.engine import Engine
+from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.sequence import GenerationRequest
 from trtspec.models.head_weights import load_head
 from trtspec.models.kimi import KimiModel
@@ -187,7 +187,7 @@ def acceptance(model: KimiModel, texts: list[Text], options: argparse.Namespace)
     """1 + accepted drafts per step, pooled over the prompts, greedy."""
     head = load_head(HEAD, model, dtype=torch.float32)
     sizes = {"max_batch_size": 8, "max_seq_len": 256 + options.tokens + DRAFTS + 8}
-    engine = Engine(model, head, drafter="eagle3", draft_len=DRAFTS, **sizes)  # type: ignore[arg-type]
+    engine = Engine(model, head, EngineOptions(drafter="eagle3", draft_len=DRAFTS, **sizes))  # type: ignore[arg-type]
     requests = [
         GenerationRequest(str(i), prompt, options.tokens) for i, (prompt, _, _) in enumerate(texts[: options.prompts])
     ]

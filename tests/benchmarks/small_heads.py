@@ -13,7 +13,7 @@ import torch
 from trtspec.bench.acceptance import TurnCounts, bootstrap_interval
 from trtspec.bench.text_quality import mean_distinct_ratio
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.engine import Engine
+from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.sequence import GenerationRequest
 from trtspec.heads.data.samples import draft_vocabulary, read_samples
 from trtspec.heads.training import module as train
@@ -90,10 +90,11 @@ class Workshop:
     ) -> dict[str, Any]:
         """Free-running generation; 95 % interval over prompts and the distinct 4-grams of the answers."""
         longest = max(map(len, prompts)) + max_tokens
-        engine = Engine(
-            self.target, head, drafter="eagle3", draft_len=draft_len, max_batch_size=BATCH_ROWS,
-            max_seq_len=longest + draft_len, tokenizer=self.tokenizer,
+        sizes = EngineOptions(
+            drafter="eagle3", draft_len=draft_len, max_batch_size=BATCH_ROWS,
+            max_seq_len=longest + draft_len,
         )  # fmt: skip
+        engine = Engine(self.target, head, sizes, self.tokenizer)
         done = engine.generate(
             [
                 GenerationRequest(str(i), ids, max_tokens, temperature=temperature, seed=i)

@@ -5,21 +5,20 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from trtspec.engine.server import run
+from trtspec.engine.server import ServerOptions, run
 
 if __name__ == "__main__":
     target, head, port, *options = sys.argv[1:]
     extra = dict(option.split("=") for option in options)
     sizes = {key: int(value) for key, value in extra.items() if value.isdigit()}
     try:
-        run(
-            Path(target),
-            None if head == "-" else Path(head),
+        settings = ServerOptions(
             host="127.0.0.1",
             port=int(port),
             dtype="float32",
             served_model_name="tiny-kimi",
             **sizes,  # type: ignore[arg-type]
         )
+        run(Path(target), None if head == "-" else Path(head), settings)
     except KeyboardInterrupt:
         sys.exit(130)

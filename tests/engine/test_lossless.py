@@ -12,7 +12,7 @@ from tests.engine.conftest import HEAD_KINDS, greedy_by_definition, token_ids
 from tests.engine.oracle import OracleDrafter, Proposal
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.drafters import Eagle3Drafter
-from trtspec.engine.engine import Engine
+from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.sequence import GenerationRequest
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
@@ -24,7 +24,7 @@ HeadOf = Callable[[tuple[str, str, int | None]], Eagle3Head]
 def test_plain_engine_computes_the_definition(
     rows: int, target: KimiModel, requests: list[GenerationRequest], expected: dict[str, list[int]]
 ) -> None:
-    assert token_ids(Engine(target, max_batch_size=rows).generate(requests)) == expected
+    assert token_ids(Engine(target, options=EngineOptions(max_batch_size=rows)).generate(requests)) == expected
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)
@@ -37,7 +37,7 @@ def test_every_head_kind(
     requests: list[GenerationRequest],
     expected: dict[str, list[int]],
 ) -> None:
-    engine = Engine(target, head_of(kind), drafter="eagle3", max_batch_size=rows, max_seq_len=128)
+    engine = Engine(target, head_of(kind), EngineOptions(drafter="eagle3", max_batch_size=rows, max_seq_len=128))
     some = requests[: 2 + rows]
     assert token_ids(engine.generate(some)) == {request.id: expected[request.id] for request in some}
     assert engine.totals.drafted > 0
@@ -56,11 +56,7 @@ def test_every_acceptance_pattern(
     engine = Engine(
         target,
         head_of(("mla", "3", None)),
-        drafter="eagle3",
-        draft_len=draft_len,
-        max_batch_size=rows,
-        max_seq_len=128,
-        prefill_tokens=16,
+        EngineOptions(drafter="eagle3", draft_len=draft_len, max_batch_size=rows, max_seq_len=128, prefill_tokens=16),
     )
     assert isinstance(engine.drafter, Eagle3Drafter)
     engine.drafter = OracleDrafter(engine.drafter, expected)
@@ -72,7 +68,9 @@ def test_batch_of_64(
     target: KimiModel, head_of: HeadOf, requests: list[GenerationRequest], expected: dict[str, list[int]]
 ) -> None:
     copies = [replace(request, id=f"{copy}:{request.id}") for copy in range(8) for request in requests][:96]
-    engine = Engine(target, head_of(("mla", "3.1", None)), drafter="eagle3", max_batch_size=64, max_seq_len=128)
+    engine = Engine(
+        target, head_of(("mla", "3.1", None)), EngineOptions(drafter="eagle3", max_batch_size=64, max_seq_len=128)
+    )
     for name, tokens in token_ids(engine.generate(copies)).items():
         assert tokens == expected[name.partition(":")[2]]
 
@@ -81,7 +79,7 @@ def test_batch_of_64(
 def test_prompt_lookup(
     rows: int, target: KimiModel, requests: list[GenerationRequest], expected: dict[str, list[int]]
 ) -> None:
-    engine = Engine(target, drafter="prompt-lookup", max_batch_size=rows)
+    engine = Engine(target, options=EngineOptions(drafter="prompt-lookup", max_batch_size=rows))
     assert token_ids(engine.generate(requests)) == expected
     assert engine.totals.accepted > 0
 
@@ -96,7 +94,7 @@ def test_drafts_are_those_of_a_head_without_cache(
 ) -> None:
     """After accepted and rejected drafts, moved rows and chunked prefill, the head proposes from the true text."""
     head = head_of(kind)
-    engine = Engine(target, head, drafter="eagle3", max_batch_size=4, max_seq_len=128, prefill_tokens=16)
+    engine = Engine(target, head, EngineOptions(drafter="eagle3", max_batch_size=4, max_seq_len=128, prefill_tokens=16))
     assert isinstance(engine.drafter, Eagle3Drafter)
     oracle = OracleDrafter(engine.drafter, expected)
     engine.drafter = oracle
@@ -137,7 +135,9 @@ def test_context_end(drafting: bool, target: KimiModel, head_of: HeadOf) -> None
     """A request that fills max_seq_len to the last position ends there with the right tokens."""
     request = GenerationRequest("end", list(range(40)), max_tokens=1000, ignore_eos=True)
     engine = Engine(
-        target, head_of(("mha", "3", None)), drafter="eagle3" if drafting else None, max_batch_size=2, max_seq_len=64
+        target,
+        head_of(("mha", "3", None)),
+        EngineOptions(drafter="eagle3" if drafting else None, max_batch_size=2, max_seq_len=64),
     )
     expected = greedy_by_definition(target, replace(request, max_tokens=24))
     if drafting:
@@ -153,7 +153,7 @@ def test_end_token_inside_the_drafts(target: KimiModel, head_of: HeadOf) -> None
     free = greedy_by_definition(target, GenerationRequest("e", list(range(9)), 12, ignore_eos=True))
     end = free[4]
     cut = free[: free.index(end) + 1]
-    engine = Engine(target, head_of(("mha", "3", None)), drafter="eagle3", draft_len=6, max_batch_size=1)
+    engine = Engine(target, head_of(("mha", "3", None)), EngineOptions(drafter="eagle3", draft_len=6, max_batch_size=1))
     assert isinstance(engine.drafter, Eagle3Drafter)
     engine.drafter = OracleDrafter(engine.drafter, {"e": free}, hit=1.0)
     completion = engine.generate([GenerationRequest("e", list(range(9)), 12, stop_token_ids=(end,))])["e"]
@@ -176,9 +176,7 @@ def test_stop_strings(drafting: bool, target: KimiModel, head_of: HeadOf, tokeni
     engine = Engine(
         target,
         head_of(("mha", "3", None)),
-        drafter="eagle3" if drafting else None,
-        max_batch_size=8,
-        max_seq_len=128,
+        EngineOptions(drafter="eagle3" if drafting else None, max_batch_size=8, max_seq_len=128),
         tokenizer=tokenizer,
     )
     if drafting:
@@ -197,7 +195,7 @@ def test_cancel_and_refill(
     target: KimiModel, requests: list[GenerationRequest], expected: dict[str, list[int]]
 ) -> None:
     """Cancelling a waiting, a prefilling and a decoding request leaves the others' tokens as they are."""
-    engine = Engine(target, max_batch_size=3, prefill_tokens=8)
+    engine = Engine(target, options=EngineOptions(max_batch_size=3, prefill_tokens=8))
     for request in requests:
         engine.submit(request)
     got: dict[str, list[int]] = {request.id: [] for request in requests}
@@ -220,7 +218,9 @@ def test_cancel_and_refill(
 def test_statistics_add_up(
     target: KimiModel, head_of: HeadOf, requests: list[GenerationRequest], expected: dict[str, list[int]]
 ) -> None:
-    engine = Engine(target, head_of(("mla", "3", None)), drafter="eagle3", max_batch_size=4, max_seq_len=128)
+    engine = Engine(
+        target, head_of(("mla", "3", None)), EngineOptions(drafter="eagle3", max_batch_size=4, max_seq_len=128)
+    )
     assert isinstance(engine.drafter, Eagle3Drafter)
     engine.drafter = OracleDrafter(engine.drafter, expected)
     for completion in engine.generate(requests).values():

@@ -18,7 +18,7 @@ import torch
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
-from trtspec.engine.engine import Engine
+from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.near_ties import first_divergence, rounding_at
 from trtspec.engine.sequence import Completion, GenerationRequest
 from trtspec.models.eagle3 import Eagle3Head
@@ -94,10 +94,12 @@ def generate(
     engine = Engine(
         target,
         head,
-        drafter="eagle3" if head else None,
-        max_batch_size=rows,
-        max_seq_len=PROMPT_TOKENS + NEW_TOKENS + 8,
-        record_gaps=True,
+        EngineOptions(
+            drafter="eagle3" if head else None,
+            max_batch_size=rows,
+            max_seq_len=PROMPT_TOKENS + NEW_TOKENS + 8,
+            record_gaps=True,
+        ),
     )
     return engine.generate(requests), engine
 

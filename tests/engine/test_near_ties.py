@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.engine.oracle import OracleDrafter
 from trtspec.data_files import kimi_nano_dir
 from trtspec.engine.drafters import Eagle3Drafter
-from trtspec.engine.engine import Engine
+from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.near_ties import Divergence, Rounding, first_divergence, rounding_at, spacing
 from trtspec.engine.sequence import Completion, GenerationRequest, Output, Sequence
 from trtspec.models.eagle3 import Eagle3Head
@@ -31,14 +31,11 @@ def half(target_dir: Path) -> KimiModel:
 
 def test_bf16_divergences_are_near_ties(half: KimiModel, head_of: HeadOf, requests: list[GenerationRequest]) -> None:
     wanted = [replace(request, max_tokens=16, ignore_eos=True) for request in requests[:8]]
-    plain = Engine(half, max_batch_size=1, record_gaps=True).generate(wanted)
+    plain = Engine(half, options=EngineOptions(max_batch_size=1, record_gaps=True)).generate(wanted)
     engine = Engine(
         half,
         copy.deepcopy(head_of(("mha", "3", None))).to(torch.bfloat16),
-        drafter="eagle3",
-        max_batch_size=4,
-        max_seq_len=128,
-        record_gaps=True,
+        EngineOptions(drafter="eagle3", max_batch_size=4, max_seq_len=128, record_gaps=True),
     )
     assert all(rounding.explains(divergence) for divergence, rounding in judged(half, wanted, plain, engine))
 
@@ -71,7 +68,7 @@ def test_a_tie_within_rounding_is_a_near_tie_and_a_wider_one_is_not(requests: li
     """
     target = load_target(kimi_nano_dir(), dtype=torch.float32)
     request = replace(requests[0], max_tokens=8, ignore_eos=True)
-    plain = Engine(target, record_gaps=True).generate([request])[request.id]
+    plain = Engine(target, options=EngineOptions(record_gaps=True)).generate([request])[request.id]
     context = torch.tensor([request.prompt_ids + plain.token_ids[:5]])
     state = target(context).hidden[0, -1]
     token, other = plain.token_ids[5], (plain.token_ids[5] + 1) % 512
@@ -123,9 +120,11 @@ def test_a_slightly_wrong_engine_is_judged_real(
     mutant: type[Engine], target: KimiModel, head_of: HeadOf, requests: list[GenerationRequest]
 ) -> None:
     wanted = [replace(request, max_tokens=16, ignore_eos=True) for request in requests[:12]]
-    plain = Engine(target, max_batch_size=4, record_gaps=True).generate(wanted)
+    plain = Engine(target, options=EngineOptions(max_batch_size=4, record_gaps=True)).generate(wanted)
     engine = mutant(
-        target, head_of(("mha", "3", None)), drafter="eagle3", max_batch_size=4, max_seq_len=128, record_gaps=True
+        target,
+        head_of(("mha", "3", None)),
+        EngineOptions(drafter="eagle3", max_batch_size=4, max_seq_len=128, record_gaps=True),
     )
     found = judged(target, wanted, plain, engine)
     assert found, "the mutation changed nothing"
@@ -138,9 +137,9 @@ def test_a_wrong_engine_is_found_in_bfloat16_too(
 ) -> None:
     """One spacing of bfloat16 is let pass, which is far less than these do."""
     wanted = [replace(request, max_tokens=16, ignore_eos=True) for request in requests[:12]]
-    plain = Engine(half, max_batch_size=4, record_gaps=True).generate(wanted)
+    plain = Engine(half, options=EngineOptions(max_batch_size=4, record_gaps=True)).generate(wanted)
     head = copy.deepcopy(head_of(("mha", "3", None))).to(torch.bfloat16)
-    engine = mutant(half, head, drafter="eagle3", max_batch_size=4, max_seq_len=128, record_gaps=True)
+    engine = mutant(half, head, EngineOptions(drafter="eagle3", max_batch_size=4, max_seq_len=128, record_gaps=True))
     found = judged(half, wanted, plain, engine)
     assert found, "the mutation changed nothing"
     assert not any(rounding.explains(divergence) for divergence, rounding in found), found
@@ -158,7 +157,7 @@ def test_spacing_is_the_distance_to_the_next_number(dtype: torch.dtype) -> None:
 def test_a_token_that_nobody_wanted_is_no_near_tie(target: KimiModel, requests: list[GenerationRequest]) -> None:
     """The best two tokens may be close; what was emitted must be one of them."""
     request = replace(requests[0], max_tokens=12, ignore_eos=True)
-    plain = Engine(target, record_gaps=True).generate([request])[request.id]
+    plain = Engine(target, options=EngineOptions(record_gaps=True)).generate([request])[request.id]
     closest = min(range(12), key=lambda index: plain.gaps[index])
     wrong = Completion("w", list(plain.token_ids), gaps=[0.0] * 12)
     wrong.token_ids[closest] = (wrong.token_ids[closest] + 1) % 512
@@ -179,9 +178,11 @@ def test_gaps_are_those_of_the_emitted_tokens(
     target: KimiModel, head_of: HeadOf, requests: list[GenerationRequest], expected: dict[str, list[int]]
 ) -> None:
     """One gap per token, the same with and without drafts."""
-    plain = Engine(target, record_gaps=True).generate(requests)
+    plain = Engine(target, options=EngineOptions(record_gaps=True)).generate(requests)
     engine = Engine(
-        target, head_of(("mla", "3", None)), drafter="eagle3", max_batch_size=4, max_seq_len=128, record_gaps=True
+        target,
+        head_of(("mla", "3", None)),
+        EngineOptions(drafter="eagle3", max_batch_size=4, max_seq_len=128, record_gaps=True),
     )
     assert isinstance(engine.drafter, Eagle3Drafter)
     engine.drafter = OracleDrafter(engine.drafter, expected)
@@ -195,7 +196,9 @@ def test_logprobs_are_the_models(
 ) -> None:
     """Each emitted token's log-probability equals the one from running its whole prefix through the model."""
     wanted = [replace(request, logprobs=3) for request in requests[:6]]
-    engine = Engine(target, head_of(("mla", "3", None)), drafter="eagle3", max_batch_size=4, max_seq_len=128)
+    engine = Engine(
+        target, head_of(("mla", "3", None)), EngineOptions(drafter="eagle3", max_batch_size=4, max_seq_len=128)
+    )
     assert isinstance(engine.drafter, Eagle3Drafter)
     engine.drafter = OracleDrafter(engine.drafter, expected)
     for request in wanted:

@@ -12,7 +12,7 @@ import torch
 from scipy.stats import chi2_contingency, chisquare
 from torch import nn
 
-from trtspec.engine.engine import Engine
+from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.sequence import GenerationRequest
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
@@ -46,7 +46,9 @@ def head_for(small: KimiModel, head: Eagle3Head, draft_ids: list[int] | None) ->
 
 def outcomes(small: KimiModel, head: Eagle3Head | None, drafter: str | None, seed: int) -> Counter:
     """Counts of the three tokens after the prompt, over independent requests."""
-    engine = Engine(small, head, drafter=drafter, max_batch_size=64, max_seq_len=16, draft_len=2, seed=seed)  # type: ignore[arg-type]
+    engine = Engine(
+        small, head, EngineOptions(drafter=drafter, max_batch_size=64, max_seq_len=16, draft_len=2, seed=seed)
+    )  # type: ignore[arg-type]
     wanted = [GenerationRequest(str(n), PROMPT, 3, temperature=1.2) for n in range(RUNS)]
     done = engine.generate(wanted)
     if drafter:
@@ -115,7 +117,7 @@ def test_a_seed_decides_alone(drafter: str | None, target: KimiModel, head_of: H
     greedy = [GenerationRequest(f"g{n}", PROMPT[n:], 3 + 4 * n, ignore_eos=True) for n in range(4)]
 
     def results(requests: list[GenerationRequest], rows: int) -> dict[str, list[int]]:
-        engine = Engine(target, head, drafter=drafter, max_batch_size=rows, max_seq_len=64)  # type: ignore[arg-type]
+        engine = Engine(target, head, EngineOptions(drafter=drafter, max_batch_size=rows, max_seq_len=64))  # type: ignore[arg-type]
         return {name: completion.token_ids for name, completion in engine.generate(requests).items()}
 
     mixed = results([r for pair in zip(greedy, seeded, strict=True) for r in pair], 5)

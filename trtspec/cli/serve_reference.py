@@ -57,7 +57,7 @@ def launch_reference(request: ReferenceRequest) -> None:
 
     drafter = request.drafter()
     try:
-        from trtspec.engine.server import run
+        from trtspec.engine.server import ServerOptions, run
     except ModuleNotFoundError as missing:
         raise MissingDependency(
             f"the reference backend needs {missing.name}", "pip install 'trtspec[reference]'"
@@ -72,13 +72,15 @@ def launch_reference(request: ReferenceRequest) -> None:
     run(
         target.path,
         head.path if head else None,
-        host=request.host,
-        port=request.port,
-        dtype=request.dtype,
-        device=request.device,
-        drafter=drafter,
-        served_model_name=request.served_model_name or target.hub_id,
-        **sizes,
+        ServerOptions(
+            host=request.host,
+            port=request.port,
+            dtype=request.dtype,
+            device=request.device,
+            drafter=drafter,  # type: ignore[arg-type]
+            served_model_name=request.served_model_name or target.hub_id,
+            **sizes,
+        ),
     )
 
 

@@ -25,7 +25,7 @@ def measure_acceptance(
 ) -> dict[str, Any]:
     """Greedy generation with the head on held-out prompts: acceptance length by category, acceptance by position."""
     from trtspec.checkpoint.tokenizer import KimiTokenizer
-    from trtspec.engine.engine import Engine, GenerationRequest
+    from trtspec.engine.engine import Engine, EngineOptions, GenerationRequest
     from trtspec.models.head_weights import load_head
     from trtspec.models.precision import dtype_name
     from trtspec.report import say
@@ -38,10 +38,7 @@ def measure_acceptance(
     engine = Engine(
         model,
         head,
-        drafter="eagle3",
-        draft_len=draft_len,
-        max_batch_size=8,
-        max_seq_len=longest + draft_len,
+        EngineOptions(drafter="eagle3", draft_len=draft_len, max_batch_size=8, max_seq_len=longest + draft_len),
         tokenizer=KimiTokenizer(target_dir),
     )
     requests = [GenerationRequest(sample.id, list(sample.tokens[: sample.prompt]), max_tokens) for sample in chosen]

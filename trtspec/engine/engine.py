@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,36 +32,43 @@ if TYPE_CHECKING:
 PREFILL_TOKENS = 512  # per step, so that a long prompt does not stall the rows that decode
 
 
-class Engine:
-    """Generates for many requests at once; not thread-safe: one thread submits, cancels and steps.
+@dataclass(frozen=True)
+class EngineOptions:
+    """`draft_len` drafts are verified per round (0 without a drafter). `max_seq_len` bounds prompt plus output, in
+    tokens; `prefill_tokens` the share of a prompt that one step takes. `record_gaps` keeps, per emitted token, how far
+    the best logit was ahead of the second."""
 
-    `draft_len` drafts are verified per round (0 without a drafter). `max_seq_len` bounds prompt plus output. A
-    `tokenizer` gives the outputs their text and is needed for stop strings. `record_gaps` keeps, per emitted token, how
-    far the best logit was ahead of the second.
-    """
+    drafter: DrafterName | None = None
+    draft_len: int = 3
+    max_batch_size: int = 16
+    max_seq_len: int = 2048
+    seed: int = 0
+    record_gaps: bool = False
+    prefill_tokens: int = PREFILL_TOKENS
+
+
+class Engine:
+    """Generates for many requests at once; not thread-safe: one thread submits, cancels and steps. A `tokenizer` gives
+    the outputs their text and is needed for stop strings."""
 
     def __init__(
         self,
         target: KimiModel,
         head: Eagle3Head | None = None,
-        *,
-        drafter: DrafterName | None = None,
-        draft_len: int = 3,
-        max_batch_size: int = 16,
-        max_seq_len: int = 2048,
-        seed: int = 0,
+        options: EngineOptions | None = None,
         tokenizer: KimiTokenizer | None = None,
-        record_gaps: bool = False,
-        prefill_tokens: int = PREFILL_TOKENS,
     ) -> None:
+        options = options or EngineOptions()
+        drafter, max_batch_size, max_seq_len = options.drafter, options.max_batch_size, options.max_seq_len
         prepare_for_decoding(target)
         if head is not None:
             prepare_for_decoding(head)
         self.target = target
         self.tokenizer = tokenizer
         self.max_seq_len, self.max_batch_size = max_seq_len, max_batch_size
-        self.draft_len = draft_len if drafter else 0
-        self.seed, self.record_gaps, self.prefill_tokens = seed, record_gaps, prefill_tokens
+        self.draft_len = options.draft_len if drafter else 0
+        self.seed, self.record_gaps = options.seed, options.record_gaps
+        self.prefill_tokens = options.prefill_tokens
         self.eos_ids = tokenizer.eos_ids if tokenizer else target.spec.eos_token_ids
         self.device = target.embed.weight.device
         cache_len = max_seq_len + self.draft_len  # drafts of a row that is nearly full reach beyond its end

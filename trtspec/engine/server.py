@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -18,7 +19,7 @@ import uvicorn
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.app import create_app
 from trtspec.engine.drafters import DrafterName
-from trtspec.engine.engine import Engine
+from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.sequence import GenerationRequest
 from trtspec.engine.stats import Totals
 from trtspec.errors import TrtspecError, UsageError
@@ -32,82 +33,65 @@ SHARED_PRODUCTS_HIDDEN = 1024  # below, a step on one thread is faster than on t
 GRACE_SECONDS = 30
 
 
-def run(
-    target: Path,
-    head: Path | None,
-    *,
-    host: str,
-    port: int,
-    dtype: str = "auto",
-    draft_len: int = 3,
-    drafter: str | None = None,
-    max_batch_size: int = 16,
-    max_seq_len: int | None = None,
-    served_model_name: str | None = None,
-    device: str = "cpu",
-) -> None:
+@dataclass(frozen=True)
+class ServerOptions:
+    """`dtype` auto is bfloat16 where the device computes it natively, else float32; the ready line names the choice.
+    `drafter` None is eagle3 with a head. `max_seq_len` None: the target's own maximum, at most 4096."""
+
+    host: str = "localhost"
+    port: int = 8000
+    dtype: str = "auto"
+    device: str = "cpu"
+    drafter: DrafterName | None = None
+    draft_len: int = 3
+    max_batch_size: int = 16
+    max_seq_len: int | None = None
+    served_model_name: str | None = None
+
+
+def run(target: Path, head: Path | None, options: ServerOptions) -> None:
     """Serves until SIGTERM (returns) or SIGINT (raises KeyboardInterrupt); requests in flight are finished first.
 
-    `dtype` auto is bfloat16 where the device computes it natively, else float32; the ready line names the choice.
-    `drafter` is eagle3 (the default with a head) or prompt-lookup. `max_seq_len` defaults to the target's own
-    maximum, at most 4096. Raises TrtspecError when something does not load or the port is taken.
+    Raises TrtspecError when something does not load or the port is taken.
     """
-    listener = bind(host, port)  # before the weights: a taken port should not cost a load
-    engine, tokenizer = build_engine(
-        target,
-        head,
-        dtype=dtype,
-        draft_len=draft_len,
-        drafter=drafter,
-        max_batch_size=max_batch_size,
-        max_seq_len=max_seq_len,
-        device=device,
-    )
+    listener = bind(options.host, options.port)  # before the weights: a taken port should not cost a load
+    engine, tokenizer = build_engine(target, head, options)
     torch.set_num_threads(thread_count(engine.target.spec.hidden_size))
     warm_up(engine)
-    name = served_model_name or target.resolve().name
-    how = f"drafter {drafter or 'eagle3'}, draft length {engine.draft_len}" if engine.draft_len else "no speculation"
+    name = options.served_model_name or target.resolve().name
+    how = (
+        f"drafter {options.drafter or 'eagle3'}, draft length {engine.draft_len}"
+        if engine.draft_len
+        else "no speculation"
+    )
     how = f"{dtype_name(engine.target.dtype)}, {how}"
     config = uvicorn.Config(
         create_app(engine, tokenizer, name), log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS, lifespan="on"
     )
-    server = AnnouncingServer(config, f"trtspec: serving {name} on http://{host}:{listener.getsockname()[1]} ({how})")
+    server = AnnouncingServer(
+        config, f"trtspec: serving {name} on http://{options.host}:{listener.getsockname()[1]} ({how})"
+    )
     server.run(sockets=[listener])
     if server.ended_by == signal.SIGINT:
         raise KeyboardInterrupt
 
 
-def build_engine(
-    target: Path,
-    head: Path | None = None,
-    *,
-    dtype: str = "auto",
-    draft_len: int = 3,
-    drafter: str | None = None,
-    max_batch_size: int = 16,
-    max_seq_len: int | None = None,
-    device: str = "cpu",
-    seed: int = 0,
-) -> tuple[Engine, KimiTokenizer]:
+def build_engine(target: Path, head: Path | None, options: ServerOptions) -> tuple[Engine, KimiTokenizer]:
     """Loads checkpoint directories into an engine with its tokenizer."""
+    dtype, device = options.dtype, options.device
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", "use --dtype auto")
     compute: torch.dtype = default_dtype(device) if dtype == "auto" else getattr(torch, dtype)
     tokenizer = KimiTokenizer(target)
     model = load_target(target, dtype=compute, device=device)
     draft_head = None if head is None else load_head(head, model, dtype=compute, device=device)
-    name: DrafterName | None = drafter or ("eagle3" if head else None)  # type: ignore[assignment]
-    engine = Engine(
-        model,
-        draft_head,
-        drafter=name,
-        draft_len=draft_len,
-        max_batch_size=max_batch_size,
-        max_seq_len=max_seq_len or min(model.spec.max_position_embeddings, DEFAULT_MAX_SEQ_LEN),
-        seed=seed,
-        tokenizer=tokenizer,
+    sizes = EngineOptions(
+        drafter=options.drafter or ("eagle3" if head else None),
+        draft_len=options.draft_len,
+        max_batch_size=options.max_batch_size,
+        max_seq_len=options.max_seq_len or min(model.spec.max_position_embeddings, DEFAULT_MAX_SEQ_LEN),
     )
-    return engine, tokenizer
+    return Engine(model, draft_head, sizes, tokenizer), tokenizer
 
 
 def warm_up(engine: Engine) -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trtspec.models.cache import LatentCache
-from trtspec.models.layers import MLP, AttentionStep, LatentAttention, Linear, RMSNorm, rope_tables
+from trtspec.models.layers import MLP, AttentionStep, CacheRows, LatentAttention, Linear, RMSNorm, rope_tables
 from trtspec.specs import HeadSpec
 
 HeadCache = LatentCache  # one layer; the width is the latent's (MLA) or that of K and V together (MHA)
@@ -120,9 +120,7 @@ class Eagle3Head(nn.Module):
             self._rope(cache.max_len if cache else length),
             self.spec.attention == "mla",
             x.dtype,
-            cached=cache is not None,
-            max_len=cache.max_len if cache else 0,
-            row=row,
+            CacheRows(row, cache.max_len) if cache else None,
         )
         step.at(cache.layer(0) if cache else None)
         inputs = torch.cat((self.input_layernorm(self.embed(tokens)), self.hidden_norm(x)), -1)
@@ -149,17 +147,7 @@ class Eagle3Head(nn.Module):
 
 
 def _latent_attention(spec: HeadSpec) -> LatentAttention:
-    attention = LatentAttention(
-        input_size=2 * spec.hidden_size,
-        hidden_size=spec.hidden_size,
-        num_heads=spec.num_attention_heads,
-        q_lora_rank=spec.q_lora_rank,
-        kv_lora_rank=spec.kv_lora_rank,
-        qk_nope_head_dim=spec.qk_nope_head_dim,
-        qk_rope_head_dim=spec.qk_rope_head_dim,
-        v_head_dim=spec.v_head_dim,
-        rope=spec.rope,
-    )
+    attention = LatentAttention(spec, 2 * spec.hidden_size)
     # A head is what servers compute: TensorRT-LLM and vLLM give the latent norms the config's eps, not the class's.
     attention.q_a_layernorm.eps = attention.kv_a_layernorm.eps = spec.rms_norm_eps
     return attention

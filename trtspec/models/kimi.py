@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trtspec.models.cache import LatentCache
-from trtspec.models.layers import MLP, AttentionStep, LatentAttention, Linear, RMSNorm, rope_tables
+from trtspec.models.layers import MLP, AttentionStep, CacheRows, LatentAttention, Linear, RMSNorm, rope_tables
 from trtspec.models.moe import MoE
 from trtspec.specs import ModelSpec
 
@@ -26,17 +26,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, spec: ModelSpec, index: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.self_attn = LatentAttention(
-            input_size=spec.hidden_size,
-            hidden_size=spec.hidden_size,
-            num_heads=spec.num_attention_heads,
-            q_lora_rank=spec.q_lora_rank,
-            kv_lora_rank=spec.kv_lora_rank,
-            qk_nope_head_dim=spec.qk_nope_head_dim,
-            qk_rope_head_dim=spec.qk_rope_head_dim,
-            v_head_dim=spec.v_head_dim,
-            rope=spec.rope,
-        )
+        self.self_attn = LatentAttention(spec, spec.hidden_size)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         dense = index < spec.first_k_dense_replace
         self.mlp: nn.Module = MLP(spec.hidden_size, spec.intermediate_size) if dense else MoE(spec)
@@ -102,9 +92,7 @@ class KimiModel(nn.Module):
             tables,
             True,
             self.dtype,
-            cached=cache is not None,
-            max_len=cache.max_len if cache else 0,
-            row=row,
+            CacheRows(row, cache.max_len) if cache else None,
         )
         x = self.embed(tokens)
         captured = []

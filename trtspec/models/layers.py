@@ -6,13 +6,14 @@ Shapes: B batch, T tokens of this call, S cached positions, H hidden, N heads, C
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trtspec.models.packed import PackedWeight
-from trtspec.specs import RopeSpec
+from trtspec.specs import HeadSpec, ModelSpec, RopeSpec
 
 # The published DeepSeek-V3 / Kimi definition gives its two latent norms this epsilon, not config.rms_norm_eps.
 LATENT_NORM_EPS = 1e-6
@@ -127,31 +128,21 @@ class LatentAttention(nn.Module):
     q_a_proj and kv_a_proj_with_mqa share their input and are one matrix here, `qkv_a_proj`.
     """
 
-    def __init__(
-        self,
-        *,
-        input_size: int,
-        hidden_size: int,
-        num_heads: int,
-        q_lora_rank: int,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        rope: RopeSpec,
-    ) -> None:
+    def __init__(self, spec: ModelSpec | HeadSpec, input_size: int) -> None:
+        """`spec` gives ranks, head sizes and rope; the input may be wider than its hidden_size, which is the output."""
         super().__init__()
-        self.num_heads = num_heads
-        self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
-        self.nope, self.rope_dim, self.v_head_dim = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
-        self.qkv_a_proj = Linear(input_size, q_lora_rank + kv_lora_rank + qk_rope_head_dim)
-        self.q_a_layernorm = RMSNorm(q_lora_rank, LATENT_NORM_EPS)
-        self.q_b_proj = Linear(q_lora_rank, num_heads * (qk_nope_head_dim + qk_rope_head_dim))
-        self.kv_a_layernorm = RMSNorm(kv_lora_rank, LATENT_NORM_EPS)
-        self.kv_b_proj = Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim))
+        heads, rope = spec.num_attention_heads, spec.rope
+        self.num_heads = heads
+        self.q_lora_rank, self.kv_lora_rank = spec.q_lora_rank, spec.kv_lora_rank
+        self.nope, self.rope_dim, self.v_head_dim = spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim
+        self.qkv_a_proj = Linear(input_size, self.q_lora_rank + self.kv_lora_rank + self.rope_dim)
+        self.q_a_layernorm = RMSNorm(self.q_lora_rank, LATENT_NORM_EPS)
+        self.q_b_proj = Linear(self.q_lora_rank, heads * (self.nope + self.rope_dim))
+        self.kv_a_layernorm = RMSNorm(self.kv_lora_rank, LATENT_NORM_EPS)
+        self.kv_b_proj = Linear(self.kv_lora_rank, heads * (self.nope + self.v_head_dim))
         self.kv_b_proj.used_in_parts = True
-        self.o_proj = Linear(num_heads * v_head_dim, hidden_size)
-        self.scale = (qk_nope_head_dim + qk_rope_head_dim) ** -0.5
+        self.o_proj = Linear(heads * self.v_head_dim, spec.hidden_size)
+        self.scale = (self.nope + self.rope_dim) ** -0.5
         if rope.rope_type == "yarn" and rope.mscale_all_dim:
             self.scale *= yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
 
@@ -179,6 +170,13 @@ class LatentAttention(nn.Module):
         return self.o_proj(values.transpose(0, 1).reshape(batch, tokens, -1))
 
 
+class CacheRows(NamedTuple):
+    """Where a call's rows lie in a cache: the first of them, and the positions that each row has room for."""
+
+    first: int
+    max_len: int
+
+
 class AttentionStep:
     """Positions, rotary tables, mask and cache rows of one forward call; built once, shared by all layers.
 
@@ -194,10 +192,7 @@ class AttentionStep:
         tables: tuple[Tensor, Tensor],
         interleaved: bool,
         dtype: torch.dtype,
-        *,
-        cached: bool,
-        max_len: int = 0,
-        row: int = 0,
+        cached: CacheRows | None = None,
     ) -> None:
         device = tables[0].device
         if start is None:
@@ -214,8 +209,9 @@ class AttentionStep:
         self.blocked = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
         self.masks: dict[int, Tensor] = {}
         self.layer: Tensor | None = None
-        if cached:
-            rows = torch.arange(row, row + batch, device=device).unsqueeze(1) * max_len
+        if cached is not None:
+            row = cached.first
+            rows = torch.arange(row, row + batch, device=device).unsqueeze(1) * cached.max_len
             self.slots = (rows + positions).flatten()
             self.rows = slice(row, row + batch)
 

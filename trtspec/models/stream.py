@@ -174,7 +174,7 @@ class LayerStream:
         """Positions and mask of a plain causal forward; the last shape's are kept, for runs of equal batches."""
         if self._step is None or self._step[0] != shape:
             batch, length = shape
-            self._step = shape, AttentionStep(batch, length, None, self._rope(length), True, self.dtype, cached=False)
+            self._step = shape, AttentionStep(batch, length, None, self._rope(length), True, self.dtype)
         return self._step[1]
 
     def _rope(self, length: int) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from fastapi import FastAPI, Request, Response
 from nixl._api import nixl_agent, nixl_agent_config
 
 from trtspec.engine.app import create_app
-from trtspec.engine.server import build_engine
+from trtspec.engine.server import ServerOptions, build_engine
 
 SLOTS, LONGEST = 16, 128
 
@@ -98,7 +98,7 @@ def main() -> None:
     torch.set_num_threads(1)
     directory, port, sidecar_port = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     layers = tuple(map(int, sys.argv[4].split(",")))
-    engine, tokenizer = build_engine(directory, dtype="float32", max_seq_len=LONGEST + 8)
+    engine, tokenizer = build_engine(directory, None, ServerOptions(dtype="float32", max_seq_len=LONGEST + 8))
     pool = Pool(len(layers), engine.target.spec.hidden_size, getattr(torch, sys.argv[5]))
     listen = {"host": "127.0.0.1", "log_level": "warning"}
     threading.Thread(
