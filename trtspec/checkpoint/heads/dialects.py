@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads import config as layout
-from trtspec.checkpoint.heads.engines import Engine
+from trtspec.checkpoint.heads.engines import HeadEngine
 from trtspec.checkpoint.heads.shapes import layer_prefix
 
 Counting = Literal["outputs", "layers run", "by first id"]
@@ -129,7 +129,7 @@ class Dialect:
         ran = self.counts == "layers run" or (self.counts == "by first id" and outputs[0] != 1)
         return [layer + 1 for layer in outputs] if ran else list(outputs)
 
-    def served_by(self, engine: Engine, outputs: tuple[int, ...] | None) -> bool:
+    def served_by(self, engine: HeadEngine, outputs: tuple[int, ...] | None) -> bool:
         """Whether `engine` computes a head from this layout as it is, layer ids included."""
         misread = engine.guesses_ids and self.counts == "outputs" and bool(outputs) and outputs[0] != 1  # type: ignore[index]
         return engine.name in self.read_by and not misread

@@ -11,7 +11,7 @@ Command = Callable[[str, str, int, "list[int] | None"], str]
 
 
 @dataclass(frozen=True)
-class Engine:
+class HeadEngine:
     """`command` takes the head, the target, the tensor-parallel size and the layer outputs that TensorRT-LLM must be
     told (None where its default is right or unknown).
 
@@ -64,8 +64,8 @@ def _sglang(head: str, target: str, tensor_parallel: int, _: list[int] | None) -
 ENGINES = {
     engine.name: engine
     for engine in (
-        Engine("trtllm", "TensorRT-LLM", 4, "TensorRT-LLM with the EAGLE-3.1 change of June 2026", _trtllm),
-        Engine("vllm", "vLLM", 8, "vLLM 0.22.0 or newer", _vllm),
-        Engine("sglang", "SGLang", 8, "SGLang of June 2026 or newer", _sglang, guesses_ids=True),
+        HeadEngine("trtllm", "TensorRT-LLM", 4, "TensorRT-LLM with the EAGLE-3.1 change of June 2026", _trtllm),
+        HeadEngine("vllm", "vLLM", 8, "vLLM 0.22.0 or newer", _vllm),
+        HeadEngine("sglang", "SGLang", 8, "SGLang of June 2026 or newer", _sglang, guesses_ids=True),
     )
 }

@@ -62,7 +62,7 @@ def _speculation(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSp
 
 
 def _experts(target: ModelSpec) -> list[Choice]:
-    if target.quant.format != "nvfp4":
+    if not target.quant.format.is_fp4:
         return []
     reason = "AUTO takes CUTLASS for Kimi-K2, about 3x slower per layer at batch 1 on B200"
     return [Choice("moe_config.backend", "TRTLLM", reason)]

@@ -102,7 +102,7 @@ def _cuda_graphs(document: Document, deployment: Deployment) -> Iterator[Finding
 def _moe(document: Document, deployment: Deployment) -> Iterator[Finding]:
     key, target = "moe_config.backend", deployment.target
     value = document.get(key, "AUTO")
-    if target is not None and target.quant.format == "nvfp4" and value == "AUTO":
+    if target is not None and target.quant.format.is_fp4 and value == "AUTO":
         message = (
             "AUTO takes the CUTLASS kernels for Kimi-K2, about three times slower per layer than TRTLLM at batch 1"
         )
@@ -110,7 +110,7 @@ def _moe(document: Document, deployment: Deployment) -> Iterator[Finding]:
         remedy = "name it: `moe_config: {backend: TRTLLM}`"
         yield _at(document, "TS-LINT-MOE-AUTO", "warning", key, message, remedy, fix)
     combine = "moe_config.use_low_precision_moe_combine"
-    if target is not None and target.quant.format != "nvfp4" and document.get(combine) is True:
+    if target is not None and not target.quant.format.is_fp4 and document.get(combine) is True:
         message = f"low-precision combine is for NVFP4 weights; these are {target.quant.format}"
         yield _at(document, "TS-LINT-COMBINATION", "error", combine, message, f"remove {combine}")
     balancer = document.get("moe_config.load_balancer")

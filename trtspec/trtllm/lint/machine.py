@@ -36,7 +36,7 @@ def capability(gpu: str) -> tuple[int, int]:
 
 def _gpu(document: Document, deployment: Deployment, gpu: str) -> Iterator[Finding]:
     found = capability(gpu)
-    if deployment.target is not None and deployment.target.quant.format == "nvfp4" and found < BLACKWELL:
+    if deployment.target is not None and deployment.target.quant.format.is_fp4 and found < BLACKWELL:
         message = (
             f"compute capability {gpu} has no FP4 tensor cores; this engine runs NVFP4 weights from 10.0 (B200) on"
         )

@@ -59,12 +59,12 @@ def _target_gates(document: Document, deployment: Deployment, target: ModelSpec)
         if document.get("guided_decoding_backend"):
             remedy, key = ", or leave guided_decoding_backend out", "guided_decoding_backend"
             yield from _gated(document, deployment, "kimi_k25_guided", "TS-LINT-GUIDED-KIMI", key, remedy)
-    if target.quant.format == "nvfp4":
+    if target.quant.format.is_fp4:
         yield from _gated(document, deployment, "kimi_nvfp4", "TS-LINT-MODEL-TOO-NEW", "")
-    if target.quant.format == "int4":
+    if target.quant.format.is_grouped_integer:
         message = "TensorRT-LLM does not load Kimi's native INT4 weights (reported for 1.2.0rc5; no later support seen)"
         yield _at(document, "TS-LINT-INT4-TARGET", "error", "", message, "run `trtspec quantize` to NVFP4")
-    if target.quant.format == "nvfp4" and not any("self_attn" in item for item in target.quant.exclude):
+    if target.quant.format.is_fp4 and not any("self_attn" in item for item in target.quant.exclude):
         message = "the checkpoint quantizes attention; kv_b_proj in NVFP4 crashes the loader"
         yield _at(document, "TS-LINT-ATTENTION-QUANTIZED", "error", "", message, "quantize with a published policy")
     if target.remote_code and document.get("trust_remote_code") is False:
