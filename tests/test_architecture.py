@@ -18,12 +18,12 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAG
 # a room may import rooms with a smaller number, and itself
 LEVEL = {
     "cli": 7,
-    "engine": 6, "heads": 6, "calibrate": 6, "trtllm": 6, "bench": 6, "nano": 6,
+    "engine": 6, "heads": 6, "calibrate": 6, "inspection": 6, "trtllm": 6, "bench": 6, "nano": 6,
     "models": 5, "planning": 5, "launch": 5,
     "quant": 4,
     "checkpoint": 3,
     "data_files": 2,
-    "specs": 1, "report": 1, "records": 1, "yaml_files": 1,
+    "progress": 2, "specs": 1, "report": 1, "records": 1, "yaml_files": 1,
     "formats": 0, "errors": 0, "__init__": 0,
 }  # fmt: skip
 TORCH_FREE = (
@@ -35,6 +35,7 @@ TORCH_FREE = (
     "specs",
     "records",
     "report",
+    "progress",
     "errors",
     "data_files",
     "bench",

@@ -36,8 +36,7 @@ from trtspec.models.stream import LayerStream, States
 from trtspec.quant.conversion import fingerprint
 from trtspec.quant.modelopt import InputObserver
 from trtspec.quant.policy import Policy
-from trtspec.quant.workers import peak_rss
-from trtspec.report import file_sha256, package_versions, provenance, refuse_overwrite, write_json
+from trtspec.report import existing, file_sha256, package_versions, peak_rss, provenance, refuse_overwrite, write_json
 
 FORMAT_VERSION = 1  # raised when the same options would give other scales
 JOURNAL_NAME = "journal.jsonl"
@@ -118,7 +117,7 @@ def calibrate_checkpoint(
     calibration = prepare(source, data, output, policy, options or CalibrationOptions())
     with calibration.stream:
         if dry_run:
-            return _estimate(calibration)
+            return _estimate(calibration) | {"resumes": _begun(calibration, force) and not restart}
         if not restart and not force and _is_finished(calibration):
             return _result(calibration, _provenance(output)["layers"], calibration.stream.num_layers, start)
         _claim(calibration, force)
@@ -318,13 +317,21 @@ def _resume(states: States, journal: Journal, total: int) -> int:
     return 0
 
 
-def _claim(calibration: Calibration, force: bool) -> None:
-    """Refuses what cannot be written, before the first layer is read."""
-    output, begun = calibration.output, (calibration.work / JOURNAL_NAME).exists()
+def _begun(calibration: Calibration, force: bool) -> bool:
+    """Whether an earlier run is resumed, or finished already. Raises UsageError for an output that is in the way."""
+    output = calibration.output
     if output.is_dir():
         raise UsageError(f"{output} is a directory", "pass a file name, for example -o scales.safetensors")
-    if not begun:
-        refuse_overwrite(output, force)
+    if (calibration.work / JOURNAL_NAME).exists() or (not force and _is_finished(calibration)):
+        return True
+    refuse_overwrite(output, force)
+    return False
+
+
+def _claim(calibration: Calibration, force: bool) -> None:
+    """Refuses what cannot be written, before the first layer is read."""
+    output = calibration.output
+    _begun(calibration, force)
     try:
         calibration.work.mkdir(parents=True, exist_ok=True)
         probe = calibration.work / f".{os.getpid()}.partial"
@@ -427,9 +434,6 @@ def _estimate(calibration: Calibration) -> dict[str, Any]:
     stream, states = calibration.stream, calibration.states()
     layer = max(stream.layer_bytes(index) for index in {0, stream.num_layers - 1})
     linears = sum(calibration.policy.quantizes(module) for module in _linears(stream))
-    place = calibration.output.resolve().parent
-    while not place.exists():
-        place = place.parent
     return _sizes(calibration) | {
         "linears": linears,
         "layer_bytes": layer,
@@ -438,7 +442,7 @@ def _estimate(calibration: Calibration) -> dict[str, Any]:
         "load_ahead": stream.load_ahead,
         "memory_bytes_estimate": (1 + stream.load_ahead) * layer + (states.bytes if states.in_memory else 0),
         "disk_bytes": 2 * states.bytes,
-        "free_bytes": shutil.disk_usage(place).free,
+        "free_bytes": shutil.disk_usage(existing(calibration.output.parent)).free,
         "bytes_read": stream.checkpoint.bytes,
         "dry_run": True,
     }

@@ -133,19 +133,28 @@ def narrow(options: Any, chosen: Mode, modes: Sequence[Mode], *, selecting: Iter
     because an image sets its variables for every mode. `selecting` are the fields that chose the mode.
     """
     used = {field.name for field in dataclasses.fields(chosen.record)}
-    command, _, typed = _typed.get() or ("", type(options), {})
     for field in dataclasses.fields(options):
-        if field.name in used or field.name in selecting or field.name not in given(options):
-            continue
-        flag = flag_of(type(options), field.name)
-        if typed.get(field.name) == "variable":
-            note(f"{variable(command, flag)} is not used by {chosen.name}")
+        if field.name in used or field.name in selecting:
             continue
         others = [mode.how for mode in modes if field.name in {item.name for item in dataclasses.fields(mode.record)}]
         remedy = f"leave it out, or use {' or '.join(others)}" if others else "leave it out"
-        raise UsageError(f"{flag} is not used by {chosen.name}", remedy)
+        refuse_unused(options, (field.name,), f"by {chosen.name}", remedy)
     shared = used & {field.name for field in dataclasses.fields(options)}
     return chosen.record(**{name: getattr(options, name) for name in shared})
+
+
+def refuse_unused(options: Any, names: Iterable[str], where: str, remedy: str = "leave it out") -> None:
+    """Raises UsageError for the first of these fields that was typed, and notes those that come from the environment:
+    "--force is not used `where`", for example "without --output"."""
+    command, _, typed = _typed.get() or ("", type(options), {})
+    for name in names:
+        if name not in given(options):
+            continue
+        flag = flag_of(type(options), name)
+        if typed.get(name) == "variable":
+            note(f"{variable(command, flag)} is not used {where}")
+        else:
+            raise UsageError(f"{flag} is not used {where}", remedy)
 
 
 def note(text: str) -> None:

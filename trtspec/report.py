@@ -61,6 +61,28 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def existing(path: Path) -> Path:
+    """`path`, else the nearest directory above it that exists: where its free space is."""
+    path = path.resolve()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def peak_rss() -> int:
+    """The largest resident set of this process so far, in bytes.
+
+    Linux's ru_maxrss also remembers the process that started this one; VmHWM does not.
+    """
+    import resource
+
+    status = Path("/proc/self/status")
+    if status.is_file():
+        return 1024 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 def package_versions() -> dict[str, str]:
     """Versions of the packages that decide results, without importing them."""
     from importlib import metadata  # here, because it takes as long to import as a torch-free command to answer

@@ -8,14 +8,13 @@ import stat
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from trtspec.cli.app import app
+from tests.command_line import Done, trtspec
 from trtspec.cli.doctor import FORCED, package_state
 
 
-def run(**environment: str) -> Result:
-    return CliRunner().invoke(app, ["doctor", "--json"], env=environment)
+def run(**environment: str) -> Done:
+    return trtspec("doctor", "--json", **environment)
 
 
 def stand_in(directory: Path, line: str) -> str:
@@ -29,7 +28,7 @@ def stand_in(directory: Path, line: str) -> str:
 def test_this_environment_is_whole() -> None:
     done = run()
     report = json.loads(done.stdout)
-    assert done.exit_code == 0
+    assert done.status == 0
     assert report["commands"]["train"]["ready"]
     assert report["packages"]["nvidia-modelopt"].startswith("0.47")
     assert report["problems"] == []
@@ -54,13 +53,13 @@ def test_gpus_come_from_nvidia_smi(tmp_path: Path) -> None:
 def test_a_gpu_without_fp4_is_a_warning(tmp_path: Path) -> None:
     done = run(PATH=stand_in(tmp_path, "NVIDIA H200, 143771 MiB, 570.12, 9.0"))
     assert [problem["code"] for problem in json.loads(done.stdout)["problems"]] == ["TS-DOCTOR-NO-FP4"]
-    assert done.exit_code == 0
+    assert done.status == 0
 
 
 def test_forced_acceptance_is_an_error() -> None:
     done = run(**{FORCED: "2"})
     assert [problem["code"] for problem in json.loads(done.stdout)["problems"]] == ["TS-DOCTOR-FORCED-ACCEPTANCE"]
-    assert done.exit_code == 3
+    assert done.status == 3
 
 
 def test_the_token_is_never_printed() -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner, Result
 
+from tests.command_line import Done, trtspec
 from tests.tiny import make_head, make_target
-from trtspec.cli.app import app
 
 TARGET_KEYS = {
     "kind", "family", "model_type", "architecture", "format", "parameters", "bytes", "shards", "problems",
@@ -18,8 +17,8 @@ TARGET_KEYS = {
 HEAD_KEYS = TARGET_KEYS | {"eagle", "attention", "dialect", "aux_layers", "draft_vocab_size"}
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["inspect", *map(str, arguments)], env={"COLUMNS": "160"})
+def run(*arguments: object) -> Done:
+    return trtspec("inspect", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def head(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
 def test_target_contract(target: Path) -> None:
     done = run(target, "--json")
     report = json.loads(done.stdout)
-    assert done.exit_code == 0
+    assert done.status == 0
     assert set(report) >= TARGET_KEYS
     assert (report["kind"], report["format"], report["shards"]) == ("target", "bf16", 2)
     assert report["parameters"] == 406536
@@ -62,14 +61,14 @@ def test_an_error_exits_with_3_and_still_prints_the_report(tmp_path: Path, targe
     del tensors["d2t"]
     save_file(tensors, path / "model.safetensors")
     done = run(path, "--json")
-    assert done.exit_code == 3
+    assert done.status == 3
     assert "TS-HEAD-D2T-MISSING" in [problem["code"] for problem in json.loads(done.stdout)["problems"]]
 
 
 def test_a_published_pair_offline() -> None:
     done = run("nvidia/Kimi-K2.6-Eagle3", "--against", "nvidia/Kimi-K2.6-NVFP4", "--json")
     report = json.loads(done.stdout)
-    assert done.exit_code == 0
+    assert done.status == 0
     assert (report["attention"], report["aux_layers"], report["source"]) == ("mla", [1, 29, 57], "catalogue")
     assert report["problems"] == []
     other = json.loads(run("nvidia/Kimi-K2.5-Eagle3", "--against", "nvidia/Kimi-K2.6-NVFP4", "--json").stdout)
@@ -78,17 +77,17 @@ def test_a_published_pair_offline() -> None:
 
 def test_a_target_against_a_head_is_turned_around(head: Path, target: Path) -> None:
     done = run(target, "--against", head)
-    assert done.exit_code != 0
-    assert "turn them around" in str(done.exception.remedy)  # type: ignore[union-attr]
+    assert done.status == 2
+    assert "turn them around" in done.stderr
 
 
 def test_a_quantized_checkpoint_is_re_read_against_its_source(tmp_path: Path, target: Path) -> None:
     """End to end with the real quantizer; then one weight of the result is exchanged for another of its shape."""
-    made = CliRunner().invoke(app, ["quantize", str(target), "-o", str(tmp_path / "nvfp4")])
-    assert made.exit_code == 0, made.output
+    made = trtspec("quantize", target, "-o", tmp_path / "nvfp4")
+    assert made.status == 0, made.stderr
     done = run(tmp_path / "nvfp4", "--against", target, "--sample", 0, "--json")
     report = json.loads(done.stdout)
-    assert done.exit_code == 0
+    assert done.status == 0
     assert (report["format"], report["problems"]) == ("nvfp4", [])
     assert report["comparison"]["compared"] == report["comparison"]["tensors"]
     shard = next(path for path in sorted((tmp_path / "nvfp4").glob("*.safetensors")))
@@ -96,4 +95,4 @@ def test_a_quantized_checkpoint_is_re_read_against_its_source(tmp_path: Path, ta
     names = [name for name, tensor in tensors.items() if name.endswith("up_proj.weight") and tensor.element_size() == 1]
     tensors[names[0]] = tensors[names[1]].clone()
     save_file(tensors, shard, {"format": "pt"})
-    assert run(tmp_path / "nvfp4", "--against", target, "--sample", 0).exit_code == 3
+    assert run(tmp_path / "nvfp4", "--against", target, "--sample", 0).status == 3

@@ -46,8 +46,8 @@ def test_dry_run_then_inspect_against(tmp_path):
     ("options", "status", "text"),
     [
         (["--policy", "k9"], 2, "neither one of k2.5"),
-        (["--kv-cache", "int8"], 2, "--kv-cache int8 is not one of fp8, none"),
-        (["--engine", "magic"], 2, "not one of stream, modelopt"),
+        (["--kv-cache", "int8"], 2, "'--kv-cache': 'int8' is not one of 'fp8', 'none'"),
+        (["--engine", "magic"], 2, "'--engine': 'magic' is not one of 'stream', 'modelopt'"),
         (["--input-scales", "missing.json"], 2, "missing.json is not a file"),
     ],
 )

@@ -59,8 +59,9 @@ class LazyCommand(TyperCommand):
         function = getattr(import_module(f"trtspec.cli.{module}"), module)
         epilog = f"Options can also be set as {variable(module, '')}<OPTION>."
         hints = typing.get_type_hints(function)
-        if "options" in hints:
-            return click_command(str(self.name), hints["options"], function, epilog=epilog)
+        record = hints.get("options") or hints.get("command")
+        if record is not None:
+            return click_command(str(self.name), record, function, epilog=epilog)
         variables = f"TRTSPEC_{module.upper()}"  # TRTSPEC_SERVE_PORT=8001 is `serve --port 8001`
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         single.command(self.name, epilog=epilog, context_settings={"auto_envvar_prefix": variables})(function)
@@ -139,7 +140,8 @@ def main() -> None:
             sys.exit(error.exit_code)
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "trtspec"
-        _fail(UsageError(error.format_message().rstrip("."), f"see `{command} --help`"))
+        message = error.format_message().rstrip(".").replace(": Value error, ", ": ")  # pydantic's words
+        _fail(UsageError(message, f"see `{command} --help`"))
     except ModuleNotFoundError as error:
         _fail(_missing(error.name or ""))
     except (KeyboardInterrupt, typer.Abort):

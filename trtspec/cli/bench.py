@@ -3,103 +3,100 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from trtspec import report
 from trtspec.cli.options import ForceOption, JsonOption
 from trtspec.cli.values import json_object, numbers
-from trtspec.errors import CheckFailed, MissingDependency, UsageError
+from trtspec.errors import CheckFailed, UsageError
+from trtspec.records import refuse_unused
 
 if TYPE_CHECKING:
-    from trtspec.bench.client import RequestSampling
     from trtspec.bench.measure import BenchWorkload
 
 
-def bench(
-    url: Annotated[str, typer.Argument(help="An OpenAI-like endpoint, as URL or NAME=URL.", show_default=False)],
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    url: Annotated[str, typer.Argument(help="OpenAI-compatible endpoint, as URL or NAME=URL.", show_default=False)]
     output: Annotated[
-        Path | None, typer.Option("--output", "--output-dir", "-o", help="Directory for results.json and report.html.")
-    ] = None,
+        Path | None,
+        typer.Option("--output", "--output-dir", "-o", help="Directory for results, answers and the HTML report."),
+    ] = None
     dataset: Annotated[
-        str, typer.Option(help="A .jsonl of turns, messages or prompt; nano = the shipped ones.")
-    ] = "nano",
-    samples: Annotated[str, typer.Option(help="Questions asked: one number, or one per concurrency; 0 = all.")] = "0",
-    concurrency: Annotated[str, typer.Option(help="Conversations in flight, one measurement each.")] = "1,4,16",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Answer i is sampled with seed + i.")] = 0,
+        str, typer.Option(help="Questions: a .jsonl of turns, messages or prompts, or nano for the built-in set.")
+    ] = "nano"
+    samples: Annotated[
+        str, typer.Option(help="Questions to ask: one number, or one per concurrency; 0 asks all of them.")
+    ] = "0"
+    concurrency: Annotated[
+        str, typer.Option(help="Numbers of parallel conversations; each is measured separately.")
+    ] = "1,4,16"
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 256
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0
+    seed: Annotated[int, typer.Option(help="Base random seed: answer i uses seed + i.")] = 0
     against_url: Annotated[
-        list[str] | None, typer.Option(help="NAME=URL of an endpoint measured in alternating rounds; repeatable.")
-    ] = None,
+        tuple[str, ...],
+        typer.Option(help="NAME=URL of a further endpoint, measured in alternating rounds; repeatable."),
+    ] = ()
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Parts the questions are split in; default 1, or 3 with --against-url.")
-    ] = None,
-    compare: Annotated[Path | None, typer.Option(help="Results of an earlier run to set this one against.")] = None,
-    api: Annotated[str, typer.Option(help="chat or completions (raw prompts, no chat template).")] = "chat",
-    model: Annotated[str | None, typer.Option(help="Model name; default: the first of /v1/models.")] = None,
-    extra_body: Annotated[str, typer.Option(help="JSON object merged into every request.")] = "{}",
-    choose_draft: Annotated[
-        bool, typer.Option("--choose-draft", help="Recommend a draft length (not built yet).")
-    ] = False,
-    force: ForceOption = False,
-    json_output: JsonOption = False,
-) -> None:
-    """Measures acceptance by category, throughput and latency by concurrency, of any OpenAI-like endpoint.
+        int | None,
+        typer.Option(min=1, help="Rounds that the questions are divided into.", show_default="1; 3 with --against-url"),
+    ] = None
+    compare: Annotated[Path | None, typer.Option(help="Results of an earlier run to compare this one with.")] = None
+    api: Annotated[
+        Literal["chat", "completions"], typer.Option(help="completions sends raw prompts, without a chat template.")
+    ] = "chat"
+    model: Annotated[str | None, typer.Option(help="Model name.", show_default="the first one the server lists")] = None
+    extra_body: Annotated[str, typer.Option(help="JSON object merged into every request.")] = "{}"
+    force: ForceOption = False
+    json_: JsonOption = False
 
-    Acceptance needs a server that tells: trtspec's reference backend, trtllm-serve, vLLM, SGLang.
+
+def bench(options: BenchOptions) -> None:
+    """Measure acceptance by category, and throughput and latency by concurrency, of any OpenAI-compatible endpoint.
+
+    Acceptance is available from trtspec's reference backend, trtllm-serve, vLLM and SGLang. Values that a server does
+    not report are null.
     """
-    if choose_draft:
-        raise MissingDependency(
-            "`bench --choose-draft` is not built yet in this version",
-            "run bench once per draft length and use --compare",
-        )
     from trtspec.bench import compare as comparison
-    from trtspec.bench.client import RequestSampling
 
-    if output is not None:
-        report.refuse_overwrite(output, force)
-    old = comparison.read_results(compare) if compare else None
-    rounds = rounds or (3 if against_url else 1)
-    work = workload(
-        dataset, samples, concurrency, rounds, RequestSampling(max_tokens, temperature, seed), api, extra_body
-    )
-    results, answers = run(endpoints(url, against_url or []), work, model)
+    if options.output is None:
+        refuse_unused(options, ["force"], "without --output")
+    else:
+        report.refuse_overwrite(options.output, options.force)
+    old = comparison.read_results(options.compare) if options.compare else None
+    results, answers = run(endpoints(options.url, options.against_url), workload(options), options.model)
     if old is not None:
         results["comparison"] = comparison.compare(results, old)
         results["problems"] += results["comparison"]["problems"]
-    if output is not None:
-        write(output, results, answers)
-    show(results, json_output)
+    if options.output is not None:
+        write(options.output, results, answers)
+    show(results, options.json_)
     if any(problem["severity"] == "error" for problem in results["problems"]):
-        raise CheckFailed("the measurement is not sound: see the problems above", "fix them and run bench again")
+        raise CheckFailed("the measurement is not valid: see the problems above", "fix them and run bench again")
 
 
-def workload(
-    dataset: str, samples: str, concurrency: str, rounds: int, sampling: RequestSampling, api: str, extra_body: str
-) -> BenchWorkload:
+def workload(options: BenchOptions) -> BenchWorkload:
     """What the options ask for; UsageError names the first option that cannot be."""
+    from trtspec.bench.client import RequestSampling
     from trtspec.bench.datasets import load_dataset
     from trtspec.bench.measure import BenchWorkload
 
-    if api not in ("chat", "completions"):
-        raise UsageError(f"--api {api} is neither chat nor completions", "pass --api chat")
-    levels = numbers(concurrency, "--concurrency")
+    levels = numbers(options.concurrency, "--concurrency")
     return BenchWorkload(
-        dataset=load_dataset(dataset),
-        sampling=sampling,
+        dataset=load_dataset(options.dataset),
+        sampling=RequestSampling(options.max_tokens, options.temperature, options.seed),
         concurrency=tuple(levels),
-        samples=samples_per_level(samples, len(levels)),
-        rounds=rounds,
-        api=api,
-        extra_body=json_object(extra_body, "--extra-body"),
+        samples=samples_per_level(options.samples, len(levels)),
+        rounds=options.rounds or (3 if options.against_url else 1),
+        api=options.api,
+        extra_body=json_object(options.extra_body, "--extra-body"),
     )
 
 
@@ -108,33 +105,12 @@ def run(urls: dict[str, str], work: BenchWorkload, model: str | None) -> tuple[d
     import asyncio
 
     from trtspec.bench import measure
+    from trtspec.progress import progress_bar
 
-    with progress(len(urls) * work.turns()) as (say, advance):
-        results, answers = asyncio.run(measure.measure(urls, work, model, say, lambda answer: advance()))
+    with progress_bar("asking", len(urls) * work.turns(), "answers") as bar:
+        results, answers = asyncio.run(measure.measure(urls, work, model, bar.say, lambda answer: bar.advance(1)))
     stamp = report.provenance("bench", {"endpoints": urls}, work.describe())
     return {**results, "created": stamp["created"], "versions": stamp["versions"]}, answers
-
-
-@contextmanager
-def progress(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    """(say, advance): lines above a bar of `total` answers on a terminal; lines alone, or nothing, elsewhere."""
-    if not sys.stderr.isatty() or os.environ.get("TRTSPEC_QUIET") == "1":
-        yield report.say, lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn("answers"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda text: bar.console.print(text, markup=False, highlight=False), lambda: bar.advance(task)
 
 
 def write(directory: Path, results: dict[str, Any], answers: list[dict[str, Any]]) -> None:
@@ -163,7 +139,7 @@ def show(results: dict[str, Any], json_output: bool) -> None:
     tables.print_tables(found, [tables.quality_line(results), *problems])
 
 
-def endpoints(url: str, others: list[str]) -> dict[str, str]:
+def endpoints(url: str, others: Sequence[str]) -> dict[str, str]:
     """NAME -> base URL; the first is the one the results are about."""
     from trtspec.bench.client import base_url
 

@@ -2,74 +2,79 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from trtspec.cli.options import DryRunOption, ForceOption, JsonOption, PolicyOption, SourceArgument
-from trtspec.cli.progress import progress
+from trtspec.cli.options import DryRunOption, ForceOption, JsonOption, PolicyOption, RestartOption, SourceArgument
 from trtspec.cli.values import policy_of, source_directory
 
 GIB = 2**30
 
 
-def calibrate(
-    source: SourceArgument,
-    data: Annotated[Path, typer.Argument(help="Texts: jsonl of text, messages or prompts, or plain text lines.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The safetensors file of input scales.")],
-    samples: Annotated[int, typer.Option(min=1, help="Texts to run, from the beginning of DATA.")] = 512,
-    seq_len: Annotated[int, typer.Option(min=2, help="Tokens at which a text is cut.")] = 512,
-    policy: PolicyOption = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions:
+    source: SourceArgument
+    data: Annotated[Path, typer.Argument(help="Texts: jsonl with text, messages or prompts, or plain text lines.")]
+    output: Annotated[Path, typer.Option("--output", "-o", help="Safetensors file for the input scales.")]
+    samples: Annotated[int, typer.Option(min=1, help="Number of texts to run, from the start of DATA.")] = 512
+    seq_len: Annotated[int, typer.Option(min=2, help="Truncate each text to this many tokens.")] = 512
+    policy: PolicyOption = None
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu"
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"],
-        typer.Option(help="Compute type; auto: bfloat16 where the device multiplies it natively."),
-    ] = "auto",
+        typer.Option(help="Compute type. auto: bfloat16 where the device multiplies it natively, else float32."),
+    ] = "auto"
     states_memory: Annotated[
-        float | None, typer.Option(min=0, help="GiB of hidden states kept in memory [half of what is free].")
-    ] = None,
+        float | None,
+        typer.Option(min=0, help="GiB of hidden states to keep in memory.", show_default="half of the free memory"),
+    ] = None
     load_ahead: Annotated[
         bool | None,
         typer.Option(
             "--load-ahead/--one-layer",
-            help="Decode the next layer while one computes, in the memory of both [where four layers fit].",
+            help="Prefetch the next layer while the current one runs (needs memory for two layers).",
+            show_default="prefetch where four layers fit",
         ),
-    ] = None,
-    dry_run: DryRunOption = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Forget an interrupted run, begin anew.")] = False,
-    force: ForceOption = False,
-    json_output: JsonOption = False,
-) -> None:
+    ] = None
+    dry_run: DryRunOption = False
+    restart: RestartOption = False
+    force: ForceOption = False
+    json_: JsonOption = False
+
+
+def calibrate(options: CalibrateOptions) -> None:
     """Measure activation scales with ModelOpt's quantizers, one decoder layer in memory at a time.
 
-    The texts pass one layer after the other, so a model of any size is calibrated on one machine; a killed run goes on
-    with the layer that it stopped in. Pass the file on: `trtspec quantize SRC -o OUT --input-scales FILE`.
+    Texts are processed layer by layer, so one machine calibrates a model of any size. An interrupted run resumes with
+    the layer it stopped in. Use the result with `trtspec quantize SRC -o OUT --input-scales FILE`.
     """
     from trtspec.report import print_json
 
-    path = source_directory(source)
+    path = source_directory(options.source)
     import torch  # only now: it takes seconds
 
     from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint
+    from trtspec.progress import progress_bar
 
-    chosen = policy_of(policy, source, path)
-    options = CalibrationOptions(
-        samples=samples,
-        seq_len=seq_len,
-        device=device,
-        dtype=None if dtype == "auto" else getattr(torch, dtype),
-        states_budget=None if states_memory is None else states_memory * GIB,
-        load_ahead=load_ahead,
+    policy = policy_of(options.policy, options.source, path)
+    chosen = CalibrationOptions(
+        samples=options.samples,
+        seq_len=options.seq_len,
+        device=options.device,
+        dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
+        states_budget=None if options.states_memory is None else options.states_memory * GIB,
+        load_ahead=options.load_ahead,
     )
-    with progress("calibrating", "layers") as show:
-        result = calibrate_checkpoint(
-            path, data, output, chosen, options, dry_run=dry_run, restart=restart, force=force, progress=show
-        )
-    if json_output:
+    again = {"dry_run": options.dry_run, "restart": options.restart, "force": options.force}
+    with progress_bar("calibrating", unit="layers") as bar:
+        result = calibrate_checkpoint(path, options.data, options.output, policy, chosen, **again, progress=bar.show)
+    if options.json_:
         print_json(result)
     else:
-        _show(result, source)
+        _show(result, options.source)
 
 
 def _show(result: dict[str, Any], source: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,55 +11,117 @@ import typer
 from trtspec import report
 from trtspec.cli.options import ForceOption, JsonOption
 from trtspec.errors import CheckFailed, UsageError
+from trtspec.records import Mode, narrow, refuse_unused
 
 MARKS = {"pass": "pass   ", "fail": "FAIL   ", "skipped": "skipped"}
 
 
-def check(
-    url: Annotated[str, typer.Argument(help="The endpoint under test.", show_default=False)],
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    url: Annotated[str, typer.Argument(help="Endpoint to check.", show_default=False)]
     record: Annotated[
-        Path | None, typer.Option(help="Keep the greedy answers here, to compare another server with.")
-    ] = None,
+        Path | None, typer.Option(help="Save the greedy answers to this file, as a baseline for another server.")
+    ] = None
     against: Annotated[
-        str | None, typer.Option(help="The same model without speculation: its URL, or a file of --record.")
-    ] = None,
-    min_acceptance: Annotated[float | None, typer.Option(help="Lowest acceptance length that passes.")] = None,
-    dataset: Annotated[str, typer.Option(help="Prompts, as for bench; a recording brings its own.")] = "nano",
-    samples: Annotated[int, typer.Option(min=1, help="Prompts asked.")] = 40,
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="Longest answer, in tokens; a recording brings its own.")
-    ] = 128,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 4,
+        str | None,
+        typer.Option(help="Baseline, the same model without speculation: its URL, or a file written by --record."),
+    ] = None
+    min_acceptance: Annotated[float | None, typer.Option(help="Minimum acceptance length.")] = None
+    dataset: Annotated[str, typer.Option(help="Prompts, as for bench; a recording brings its own.")] = "nano"
+    samples: Annotated[int, typer.Option(min=1, help="Number of prompts; a recording brings its own.")] = 40
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer; a recording brings its own.")] = 128
+    concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of requests in flight.")] = 4
     near_tie: Annotated[
         float,
-        typer.Option(min=0.0, help="Ceiling in nats on the measured rounding bound below which a divergence is a tie."),
-    ] = 0.5,
-    model: Annotated[str | None, typer.Option(help="Model name; default: the first of /v1/models.")] = None,
-    force: ForceOption = False,
-    json_output: JsonOption = False,
-) -> None:
-    """The gate: is speculation lossless, is the output sane, do tool calls live, is acceptance above the floor?
+        typer.Option(
+            min=0.0,
+            help="Upper limit, in nats, of the measured rounding bound below which a divergence counts as a tie.",
+        ),
+    ] = 0.5
+    model: Annotated[str | None, typer.Option(help="Model name.", show_default="the first one the server lists")] = None
+    force: ForceOption = False
+    json_: JsonOption = False
 
-    Record the plain server first, then check the speculating one against the recording. Exit status 3 on a failure.
+
+@dataclass(frozen=True, kw_only=True)
+class CheckAlone:
+    url: str
+    record: Path | None
+    min_acceptance: float | None
+    dataset: str
+    samples: int
+    max_tokens: int
+    concurrency: int
+    model: str | None
+    force: bool
+    json_: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckAgainstServer(CheckAlone):
+    against: str
+    near_tie: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckAgainstRecording:
+    """Prompts and lengths are the recording's."""
+
+    url: str
+    record: Path | None
+    against: str
+    min_acceptance: float | None
+    concurrency: int
+    near_tie: float
+    model: str | None
+    force: bool
+    json_: bool
+
+
+ALONE = Mode("`check` without --against", CheckAlone, "`check` without --against")
+SERVER = Mode("--against URL", CheckAgainstServer, "--against URL")
+RECORDING = Mode("--against FILE", CheckAgainstRecording, "--against FILE")
+MODES = (ALONE, SERVER, RECORDING)
+
+
+def check(options: CheckOptions) -> None:
+    """Check that output matches the baseline, tool calls work, and acceptance meets the minimum.
+
+    Record the plain server first, then check the speculating one against the recording. Exits with status 3 when a
+    check fails.
     """
     from trtspec.bench.check import run_checks
 
-    if record is not None:
-        report.refuse_overwrite(record, force)
-    got, expected = collect(url, against, dataset, samples, max_tokens, concurrency, model)
-    if record is not None:
-        report.write_json(record, {**got.to_dict(), **_stamp(url)})
-        report.say(f"recorded {len(got.transcripts)} answers in {record}")
-    verdict = run_checks(got, expected, min_acceptance, near_tie)
-    show(verdict, json_output)
+    used = narrow(options, _mode(options), MODES)
+    if options.record is None:
+        refuse_unused(options, ["force"], "without --record")
+    else:
+        report.refuse_overwrite(options.record, options.force)
+    got, expected = collect(used)
+    if options.record is not None:
+        report.write_json(options.record, {**got.to_dict(), **_stamp(options.url)})
+        report.say(f"recorded {len(got.transcripts)} answers in {options.record}")
+    verdict = run_checks(got, expected, options.min_acceptance, options.near_tie)
+    show(verdict, options.json_)
     if not verdict["ok"]:
         failed = ", ".join(entry["name"] for entry in verdict["results"] if entry["status"] == "fail")
-        raise CheckFailed(f"{url} failed: {failed}", "trtspec check ... --json shows every divergence")
+        raise CheckFailed(f"{options.url} failed: {failed}", "trtspec check ... --json shows every divergence")
 
 
-def collect(
-    url: str, against: str | None, dataset: str, samples: int, max_tokens: int, concurrency: int, model: str | None
-) -> tuple[Any, Any]:
+def _mode(options: CheckOptions) -> Mode:
+    if options.against is None:
+        return ALONE
+    if "://" in options.against:
+        return SERVER
+    if not Path(options.against).is_file():
+        raise UsageError(
+            f"--against {options.against} is neither a file nor a URL",
+            "pass a file written by --record, or http://HOST:PORT",
+        )
+    return RECORDING
+
+
+def collect(options: CheckAlone | CheckAgainstServer | CheckAgainstRecording) -> tuple[Any, Any]:
     """The recording of `url`, and the one it is compared with (read, or made now) or None."""
     import asyncio
 
@@ -68,24 +131,21 @@ def collect(
     from trtspec.bench.transcript import record as ask_server
 
     expected = None
-    if against is not None and "://" not in against:
-        if not Path(against).is_file():
-            raise UsageError(
-                f"--against {against} is neither a file nor a URL", "pass a file of --record, or http://HOST:PORT"
-            )
-        expected = read_recording(Path(against))
+    if isinstance(options, CheckAgainstRecording):
+        expected = read_recording(Path(options.against))
         max_tokens = expected.max_tokens
         questions = [
             Question(t.question, t.category, (t.messages[-1]["content"],), tuple(t.messages[:-1]))
             for t in expected.transcripts
         ]
     else:
-        questions = list(load_dataset(dataset, samples).questions)
-    report.say(f"asking {url} {len(questions)} prompts at temperature 0")
-    got = asyncio.run(ask_server(base_url(url), questions, max_tokens, concurrency, model))
-    if against is not None and expected is None:
-        report.say(f"asking {against} the same")
-        expected = asyncio.run(ask_server(base_url(against), questions, max_tokens, concurrency))
+        questions, max_tokens = list(load_dataset(options.dataset, options.samples).questions), options.max_tokens
+    report.say(f"asking {options.url} {len(questions)} prompts at temperature 0")
+    url = base_url(options.url)
+    got = asyncio.run(ask_server(url, questions, max_tokens, options.concurrency, options.model))
+    if isinstance(options, CheckAgainstServer):
+        report.say(f"asking {options.against} the same")
+        expected = asyncio.run(ask_server(base_url(options.against), questions, max_tokens, options.concurrency))
     return got, expected
 
 

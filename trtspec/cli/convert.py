@@ -3,62 +3,80 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from trtspec.cli.options import DryRunOption, ForceOption, JsonOption
-from trtspec.cli.progress import progress
-from trtspec.errors import Problem, has_errors
+from trtspec.errors import CheckFailed, Problem, has_errors
 
 Dialect = Literal["trtllm", "vllm", "sglang", "speculators", "torchspec", "specforge", "safeailab"]
 Choice = Literal["auto", "keep", "drop", "target"]
 
 
-def convert(
-    head: Annotated[str, typer.Argument(help="The Eagle3 head: a directory or a hub id.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the converted head.")],
-    to: Annotated[Dialect, typer.Option(help="Whose layout to write; trtllm is ModelOpt's.")],
-    from_: Annotated[
-        Dialect | None, typer.Option("--from", help="Whose layout the head has. Default: detected.")
-    ] = None,
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    head: Annotated[str, typer.Argument(help="Eagle3 head: a directory or a hub id.")]
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the converted head.")]
+    to: Annotated[Dialect, typer.Option(help="Layout to write; trtllm is ModelOpt's layout.")]
+    from_: Annotated[Dialect | None, typer.Option("--from", help="Layout of HEAD.", show_default="detected")] = None
     target: Annotated[
         str | None,
-        typer.Option(help="The head's target: to check the pair, and to borrow from if its weights are here."),
-    ] = None,
+        typer.Option(
+            help="Target model of the head. Checks the pair; supplies shared weights if they are stored here."
+        ),
+    ] = None
     lm_head: Annotated[
-        Choice, typer.Option(help="auto: the head's own, else the target's where the layout needs one.")
-    ] = "auto",
+        Choice,
+        typer.Option(
+            help="Which lm_head to write. auto: the head's own, else the target's where the layout needs one."
+        ),
+    ] = "auto"
     embed_tokens: Annotated[
-        Choice, typer.Option(help="auto: as the layout has it, without losing an embedding that is not the target's.")
-    ] = "auto",
+        Choice,
+        typer.Option(
+            help="Which embedding to write. auto: as in the layout, but keep one that differs from the target's."
+        ),
+    ] = "auto"
     rope_theta: Annotated[
-        float | None, typer.Option(min=1, help="The rope base that the head was trained with, if config.json is wrong.")
-    ] = None,
-    dry_run: DryRunOption = False,
-    force: ForceOption = False,
-    json_output: JsonOption = False,
-) -> None:
+        float | None, typer.Option(min=1, help="RoPE base the head was trained with, if its config.json is wrong.")
+    ] = None
+    dry_run: DryRunOption = False
+    force: ForceOption = False
+    json_: JsonOption = False
+
+
+def convert(options: ConvertOptions) -> None:
     """Rewrite an Eagle3 head from one project's layout to another's.
 
-    Weights pass through unchanged. What the destination cannot express is refused with the reason, exit status 3.
+    Weights pass through unchanged. A conversion that would lose something is refused with the reason, exit status 3.
     """
     from trtspec.checkpoint.hub import resolve
     from trtspec.heads.convert.conversion import Options, convert_head
+    from trtspec.progress import progress_bar
     from trtspec.report import print_json
 
-    options = Options(to, from_, lm_head, embed_tokens, rope_theta, dry_run, force)
-    pair = resolve(target, allow_download=False) if target is not None else None
-    with progress("converting") as show:
-        result = convert_head(resolve(head), output, options, pair, show)
+    chosen = Options(
+        to=options.to,
+        from_=options.from_,
+        lm_head=options.lm_head,
+        embed_tokens=options.embed_tokens,
+        rope_theta=options.rope_theta,
+        dry_run=options.dry_run,
+        force=options.force,
+    )
+    pair = resolve(options.target, allow_download=False) if options.target is not None else None
+    with progress_bar("converting") as bar:
+        result = convert_head(resolve(options.head), options.output, chosen, pair, bar.show)
     problems: list[Problem] = result["problems"]
-    if json_output:
+    if options.json_:
         print_json(result | {"problems": [problem.to_dict() for problem in problems]})
     else:
-        _show(result, output)
+        _show(result, options.output)
     if has_errors(problems):
-        raise typer.Exit(3)
+        raise CheckFailed(f"{options.head} was not converted to {options.to}", "follow the remedy of each error above")
 
 
 def _show(result: dict[str, Any], output: Path) -> None:
@@ -73,7 +91,7 @@ def _show(result: dict[str, Any], output: Path) -> None:
         out(f"{result['attention'].upper()}, {result['tensors']} tensors, {result['parameters']:,} parameters, ")
         out(f"{result['bytes_out']:,} bytes in {result['seconds']} s\n")
         layers = result["aux_layers"]
-        out(f"captured layer outputs (0-based): {layers if layers else 'not said; engines take their default'}\n")
+        out(f"captured layer outputs (0-based): {layers if layers else 'not recorded; engines use their default'}\n")
         if result["eagle3_layers_to_capture"]:
             out("TensorRT-LLM needs in its YAML, under speculative_config (build-config writes it):\n")
             out(f"    eagle3_layers_to_capture: {result['eagle3_layers_to_capture']}\n")

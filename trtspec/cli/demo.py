@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -26,40 +27,44 @@ NEEDED = {
 }
 
 
-def demo(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for everything the chain makes.")] = Path(
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for everything the demo writes.")] = Path(
         "trtspec-demo"
-    ),
-    port: Annotated[int, typer.Option(min=1, max=65000, help="First of four ports on 127.0.0.1.")] = 8310,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: the chain in about five minutes.")] = False,
-    force: ForceOption = False,
-) -> None:
-    """Run the whole chain on a small Kimi-shaped model on this CPU, and write a report.
+    )
+    port: Annotated[int, typer.Option(min=1, max=65000, help="First of four consecutive ports on 127.0.0.1.")] = 8310
+    quick: Annotated[bool, typer.Option("--quick", help="Use small sizes; takes about five minutes.")] = False
+    force: ForceOption = False
 
-    Every stage is an ordinary trtspec command, printed before it runs: inspect, quantize, synthesize, train,
+
+def demo(options: DemoOptions) -> None:
+    """Run the whole workflow on a small Kimi-shaped model on this CPU, and write a report.
+
+    Each stage is an ordinary trtspec command, printed before it runs: inspect, quantize, synthesize, train,
     build-config, lint, serve, bench, check. Takes about twelve minutes on two cores.
     """
     from trtspec.cli.demo_process import Chain, duration, free_ports
     from trtspec.cli.demo_stages import FULL, PORTS, QUICK, STAGES, Demo, run_stages
 
+    output = options.output
     preflight()
-    prepare(output, force)
-    free_ports(port, PORTS)
-    sizes = QUICK if quick else FULL
+    prepare(output, options.force)
+    free_ports(options.port, PORTS)
+    sizes = QUICK if options.quick else FULL
     chain = Chain(output, STAGES, quiet=report_quiet())
     chain.say(f"trtspec demo: {STAGES} stages, about {duration(sum(sizes.seconds.values()))} on two cores, in {output}")
-    stamp = report.provenance("demo", {"target": str(data_files.kimi_nano_dir())}, {"quick": quick})
-    data: dict[str, Any] = {"quick": quick, "bench": {}, "checks": [], "machine": machine()}
+    stamp = report.provenance("demo", {"target": str(data_files.kimi_nano_dir())}, {"quick": options.quick})
+    data: dict[str, Any] = {"quick": options.quick, "bench": {}, "checks": [], "machine": machine()}
     began = time.monotonic()
     with termination_as_interrupt():
-        run_stages(Demo(chain, output, port, sizes, data))
+        run_stages(Demo(chain, output, options.port, sizes, data))
     data |= {"created": stamp["created"], "versions": stamp["versions"], "steps": chain.to_dicts()}
     data["seconds"] = time.monotonic() - began
     finish(output, data)
     chain.say(f"\n{duration(data['seconds'])} in all. Report: {(output / 'report.html').resolve()}")
     failed = [entry["title"] for entry in data["checks"] if entry["gate"] and not entry["verdict"]["ok"]]
     if failed:
-        raise CheckFailed(f"the chain ran to its end, but check failed: {', '.join(failed)}", "see the report")
+        raise CheckFailed(f"the demo ran to its end, but check failed: {', '.join(failed)}", "see the report")
 
 
 def preflight() -> None:

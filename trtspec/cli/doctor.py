@@ -1,4 +1,4 @@
-"""`trtspec doctor`: what is installed, what each command lacks, and what on this machine will bite."""
+"""`trtspec doctor`: what is installed, what each command lacks, and what to expect of this machine."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import os
 import platform
 import shutil
 import subprocess
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from trtspec.cli.options import JsonOption
-from trtspec.errors import Problem, has_errors
+from trtspec.errors import CheckFailed, Problem, has_errors
 
 # the extras of the package that a command needs beyond the base installation
 NEEDS = {
@@ -36,22 +35,26 @@ FORCED = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 GPU_FIELDS = ("name", "memory.total", "driver_version", "compute_cap")
 
 
-def doctor(json_output: JsonOption = False) -> None:
-    """Say what is installed, what is missing for which command, and what this machine has.
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    json_: JsonOption = False
 
-    Nothing heavy is imported and nothing is changed. Exit status 3 when something is broken, not when an optional
-    part is merely absent.
+
+def doctor(options: DoctorOptions) -> None:
+    """Report what is installed, what is missing for which command, and what hardware this machine has.
+
+    Changes nothing. Exits with status 3 when something is broken, not when an optional part is absent.
     """
     from trtspec.report import print_json
 
     report = examine()
     problems: list[Problem] = report["problems"]
-    if json_output:
+    if options.json_:
         print_json(report | {"problems": [problem.to_dict() for problem in problems]})
     else:
         show(report)
     if has_errors(problems):
-        raise typer.Exit(3)
+        raise CheckFailed("this installation or machine has errors", "follow the remedy of each above")
 
 
 def examine() -> dict[str, Any]:
@@ -142,12 +145,12 @@ def disk_state() -> dict[str, int]:
     """Free bytes where outputs, the hub cache and shared memory lie."""
     from huggingface_hub import constants
 
+    from trtspec.report import existing
+
     places = {"here": Path.cwd(), "hub_cache": Path(constants.HF_HUB_CACHE), "shared_memory": Path("/dev/shm")}
     free = {}
     for name, place in places.items():
-        while not place.exists():
-            place = place.parent
-        free[name] = shutil.disk_usage(place).free
+        free[name] = shutil.disk_usage(existing(place)).free
     return free
 
 

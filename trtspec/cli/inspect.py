@@ -2,125 +2,116 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
 
 from trtspec.cli.options import JsonOption
-from trtspec.errors import Problem, UsageError, has_errors
-
-if TYPE_CHECKING:
-    from trtspec.checkpoint.hub import Resolved
+from trtspec.errors import CheckFailed, Problem, has_errors
+from trtspec.records import Mode, given, narrow, refuse_unused
 
 
-def inspect(
-    path: Annotated[str, typer.Argument(help="A checkpoint directory or hub id: a target or an Eagle3 head.")],
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    path: Annotated[str, typer.Argument(help="Target or Eagle3 head: a checkpoint directory or a hub id.")]
     against: Annotated[
         str | None,
-        typer.Option(help="For a head: its target. For a quantized or converted checkpoint: its source, re-read."),
-    ] = None,
+        typer.Option(
+            help="For a head, its target. For a quantized or converted checkpoint, the source to re-read it against."
+        ),
+    ] = None
     sample: Annotated[
         int,
         typer.Option(
-            min=0, help="With --against SOURCE: how many tensors to decode and compare; 0: all, and all of a head."
+            min=0,
+            help="Number of tensors to decode and compare with the source; 0 compares all. "
+            "For a head, only 0 applies: check every value instead of a sample.",
         ),
-    ] = 64,
+    ] = 64
     modelopt: Annotated[
-        bool, typer.Option("--modelopt", help="With --against SOURCE: also compare the bytes with ModelOpt's packing.")
-    ] = False,
-    json_output: JsonOption = False,
-) -> None:
-    """Say what a target or head checkpoint is and what is wrong with it.
+        bool, typer.Option("--modelopt", help="Also compare the packed bytes with ModelOpt's own packing.")
+    ] = False
+    json_: JsonOption = False
 
-    Reads headers, configs and samples of a head's values, so it takes no longer for a terabyte than for a megabyte;
-    --against also reads tensors. A published model that is not on this machine is answered from the catalogue. Exit
-    status 3 when an error is found.
+
+@dataclass(frozen=True, kw_only=True)
+class InspectTarget:
+    path: str
+    json_: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectHead:
+    path: str
+    sample: int
+    json_: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectPair:
+    """A head against its target, or against the head that it was converted from."""
+
+    path: str
+    against: str
+    sample: int
+    json_: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectDerived:
+    """A target against the checkpoint that it was made from."""
+
+    path: str
+    against: str
+    sample: int
+    modelopt: bool
+    json_: bool
+
+
+TARGET = Mode("`inspect TARGET`", InspectTarget, "`inspect TARGET`")
+HEAD = Mode("`inspect HEAD`", InspectHead, "`inspect HEAD`")
+PAIR = Mode("`inspect HEAD --against ...`", InspectPair, "`inspect HEAD --against TARGET`")
+DERIVED = Mode("`inspect TARGET --against SOURCE`", InspectDerived, "`inspect TARGET --against SOURCE`")
+MODES = (TARGET, HEAD, PAIR, DERIVED)
+
+
+def inspect(options: InspectOptions) -> None:
+    """Report what a target or head checkpoint is and what is wrong with it.
+
+    Reads headers, configs and samples of a head's values, so a terabyte takes no longer than a megabyte; --against
+    also reads tensors. Published models that are not on this machine are answered from the built-in catalogue. Exits
+    with status 3 when it finds an error.
     """
     from trtspec.checkpoint.describe import describe
     from trtspec.checkpoint.hub import resolve
+    from trtspec.inspection import compare
     from trtspec.report import print_json
 
-    resolved = resolve(path, allow_download=False)
-    report = describe(resolved, all_values=sample == 0)
-    if against is not None:
-        report |= compare(resolved, resolve(against, allow_download=False), report, sample, modelopt)
-    problems: list[Problem] = report["problems"]
-    if json_output:
-        print_json(report | {"problems": [problem.to_dict() for problem in problems]})
+    resolved = resolve(options.path, allow_download=False)
+    found = describe(resolved, all_values=options.sample == 0)
+    narrow(options, _mode(options, found["kind"]), MODES)
+    if options.against is not None:
+        other = resolve(options.against, allow_download=False)
+        found |= compare(resolved, other, found, options.sample, options.modelopt)
+    problems: list[Problem] = found["problems"]
+    if options.json_:
+        print_json(found | {"problems": [problem.to_dict() for problem in problems]})
     else:
-        show(path, report)
+        show(options.path, found)
     if has_errors(problems):
-        raise typer.Exit(3)
+        errors = sum(problem.severity == "error" for problem in problems)
+        raise CheckFailed(f"{options.path} has {errors} error{'s' * (errors != 1)}", "follow the remedy of each above")
 
 
-def compare(
-    resolved: Resolved, other: Resolved, report: dict[str, Any], sample: int, modelopt: bool = False
-) -> dict[str, Any]:
-    """The additional keys of --against; `problems` holds the old and the new ones."""
-    if report["kind"] == "head" and other.kind == "target":
-        return compare_pair(resolved, other, report)
-    if report["kind"] != other.kind:
-        raise UsageError(
-            f"{resolved.name} is a target and {other.name} a head", "turn them around: inspect HEAD --against TARGET"
-        )
-    if report["kind"] == "head" and report["attention"]:
-        return compare_derived_head(resolved, other, report)
-    return compare_tensors(resolved, other, report, sample, modelopt)
-
-
-def compare_pair(resolved: Resolved, other: Resolved, report: dict[str, Any]) -> dict[str, Any]:
-    """A head against its target; a head that is none has nothing to compare."""
-    from trtspec.checkpoint.headers import Checkpoint
-    from trtspec.checkpoint.heads.pairing import config_problems, pair_problems, tensor_parallel_sizes, yarn_problems
-    from trtspec.checkpoint.heads.read import read_head
-    from trtspec.checkpoint.heads.shapes import canonical_names
-    from trtspec.checkpoint.heads.values import embedding_problems
-
-    if report["attention"] is None:
-        return {"against": other.name}
-    target = other.target_spec()
-    checkpoint = Checkpoint.open(resolved.path) if report["source"] == "files" and resolved.path else None
-    head = read_head(checkpoint)[0] if checkpoint is not None else resolved.head_spec()
-    found = pair_problems(head, target, head_id=resolved.hub_id, target_id=other.hub_id)
-    found += config_problems(resolved.config(), other.config())
-    found += yarn_problems(head, target) if checkpoint is not None else []
-    own = canonical_names(checkpoint.tensors).get("embed_tokens.weight") if checkpoint is not None else None
-    if checkpoint is not None and own and other.path and any(other.path.glob("*.safetensors")):
-        found += embedding_problems(checkpoint, own, Checkpoint.open(other.path), target)
-    sizes = tensor_parallel_sizes(head)
-    return {"against": other.name, "tensor_parallel_sizes": sizes, "problems": report["problems"] + found}
-
-
-def compare_derived_head(resolved: Resolved, source: Resolved, report: dict[str, Any]) -> dict[str, Any]:
-    """A converted head against the head it was made from, all bytes."""
-    from trtspec.checkpoint.headers import Checkpoint
-    from trtspec.checkpoint.heads.compare import compare_heads
-
-    result = compare_heads(Checkpoint.open(local(resolved)), Checkpoint.open(local(source)))
-    return {"against": source.name, "problems": report["problems"] + result.pop("problems"), "comparison": result}
-
-
-def compare_tensors(
-    resolved: Resolved, source: Resolved, report: dict[str, Any], sample: int, modelopt: bool = False
-) -> dict[str, Any]:
-    """A derived checkpoint against its source, tensor by tensor."""
-    from trtspec.quant.modelopt import packed_by_modelopt
-    from trtspec.quant.verify import compare as compare_checkpoints
-
-    packs_as = packed_by_modelopt if modelopt else None
-    result = compare_checkpoints(local(resolved), local(source), sample, packs_as)
-    problems = [entry if isinstance(entry, Problem) else Problem(**entry) for entry in result.pop("problems")]
-    return {"against": source.name, "comparison": result, "problems": report["problems"] + problems}
-
-
-def local(resolved: Resolved) -> Path:
-    if resolved.path is None:
-        raise UsageError(
-            f"comparing tensors needs {resolved.name} on this machine",
-            f"run `hf download {resolved.hub_id}` and pass its directory",
-        )
-    return resolved.path
+def _mode(options: InspectOptions, kind: str) -> Mode:
+    """Raises UsageError for a sample of a head, whose values are sampled or read whole."""
+    if kind == "target":
+        return TARGET if options.against is None else DERIVED
+    if options.sample != 0 and "sample" in given(options):
+        mode = HEAD if options.against is None else PAIR
+        refuse_unused(options, ["sample"], f"by {mode.name}, except --sample 0")
+    return HEAD if options.against is None else PAIR
 
 
 def show(name: str, report: dict[str, Any]) -> None:

@@ -3,103 +3,184 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Literal
 
-from trtspec.cli import quantize_options as opt
-from trtspec.cli.options import DryRunOption, ForceOption, JsonOption, PolicyOption, SourceArgument
-from trtspec.cli.progress import progress
+import typer
+
+from trtspec.cli.options import DryRunOption, ForceOption, JsonOption, PolicyOption, RestartOption, SourceArgument
 from trtspec.cli.values import policy_of, source_directory
 from trtspec.errors import UsageError
+from trtspec.records import Mode, narrow, refuse_unused
 
-if TYPE_CHECKING:
-    pass
+KvCache = Literal["fp8", "none"]
+WeightScales = Literal["max", "mse"]
 
 
-def quantize(
-    source: SourceArgument,
-    output: opt.OutputOption,
-    policy: PolicyOption = None,
-    kv_cache: opt.KvCacheOption = "fp8",
-    input_scales: opt.InputScalesOption = "one",
-    weight_scales: opt.WeightScalesOption = "max",
-    workers: opt.WorkersOption = 0,
-    device: opt.DeviceOption = "cpu",
-    shard: opt.ShardOption = None,
-    merge: opt.MergeOption = False,
-    engine: opt.EngineOption = "stream",
-    dry_run: DryRunOption = False,
-    restart: opt.RestartOption = False,
-    force: ForceOption = False,
-    json_output: JsonOption = False,
-) -> None:
-    """Convert BF16, FP8-block or INT4 weights to NVFP4, keeping the hub's names and files.
+@dataclass(frozen=True, kw_only=True)
+class QuantizeOptions:
+    source: SourceArgument
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the NVFP4 checkpoint.")]
+    policy: PolicyOption = None
+    kv_cache: Annotated[
+        KvCache, typer.Option(help="fp8: declare an FP8 KV cache (a cast, no scales). none: let the engine decide.")
+    ] = "fp8"
+    input_scales: Annotated[
+        str,
+        typer.Option(help="Activation scales: `one` for 1.0 everywhere, or the file written by `trtspec calibrate`."),
+    ] = "one"
+    weight_scales: Annotated[
+        WeightScales, typer.Option(help="Block scales. max: as ModelOpt exports them. mse: least squared error.")
+    ] = "max"
+    workers: Annotated[int, typer.Option(min=0, help="Worker processes; 0 starts one per core for a large source.")] = 0
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N. A GPU writes the same bytes, faster.")] = "cpu"
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            help="i/n, counted from 0: convert only part i of n, so that n machines share one output directory."
+        ),
+    ] = None
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Check that all parts are complete, then write index, card and configs.")
+    ] = False
+    engine: Annotated[
+        Literal["stream", "modelopt"],
+        typer.Option(help="stream: shard by shard in bounded memory. modelopt: ModelOpt's whole-model PTQ and export."),
+    ] = "stream"
+    dry_run: DryRunOption = False
+    restart: RestartOption = False
+    force: ForceOption = False
+    json_: JsonOption = False
 
-    Works shard by shard in bounded memory, and continues after a kill when it is run again.
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeWhole:
+    """One machine, shard by shard."""
+
+    source: str
+    output: Path
+    policy: str | None
+    kv_cache: KvCache
+    input_scales: str
+    weight_scales: WeightScales
+    workers: int
+    device: str
+    dry_run: bool
+    restart: bool
+    force: bool
+    json_: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizePart(QuantizeWhole):
+    """One of several machines."""
+
+    shard: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeMerge:
+    """Once all parts are complete. The options that decide bytes must be those of the parts."""
+
+    source: str
+    output: Path
+    policy: str | None
+    kv_cache: KvCache
+    input_scales: str
+    weight_scales: WeightScales
+    json_: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeByModelOpt:
+    """The whole model in memory, one process."""
+
+    source: str
+    output: Path
+    policy: str | None
+    kv_cache: KvCache
+    input_scales: str
+    dry_run: bool
+    restart: bool
+    force: bool
+    json_: bool
+
+
+WHOLE = Mode("the streaming engine", QuantizeWhole, "--engine stream")
+PART = Mode("--shard", QuantizePart, "--shard i/n")
+MERGE = Mode("--merge", QuantizeMerge, "--merge")
+MODELOPT = Mode("--engine modelopt", QuantizeByModelOpt, "--engine modelopt")
+MODES = (WHOLE, PART, MERGE, MODELOPT)
+
+
+def quantize(options: QuantizeOptions) -> None:
+    """Convert BF16, FP8-block or INT4 weights to NVFP4, keeping the names and files of the hub.
+
+    Works shard by shard in bounded memory; after an interruption, the same command resumes.
 
     The bytes equal those of ModelOpt's export for the same scales.
     """
+    from trtspec.progress import progress_bar
     from trtspec.report import print_json
 
-    _check_choice("--kv-cache", kv_cache, ("fp8", "none"))
-    _check_choice("--engine", engine, ("stream", "modelopt"))
-    _check_choice("--weight-scales", weight_scales, ("max", "mse"))
-    special = _special(engine, weight_scales, device, shard, merge)
-    path = source_directory(source)
-    chosen = policy_of(policy, source, path)
-    convert: Callable[..., dict[str, Any]] = _engine(engine)
-    with progress("quantizing") as show:
-        result = convert(
-            path,
-            output,
-            chosen,
-            kv_cache=None if kv_cache == "none" else kv_cache,
-            input_scales=None if input_scales == "one" else Path(input_scales),
-            workers=workers,
-            dry_run=dry_run,
-            restart=restart,
-            force=force,
-            progress=show,
-            **special,
-        )
-    if json_output:
+    used = narrow(options, _mode(options), MODES, selecting=("engine", "shard", "merge"))
+    with progress_bar("quantizing") as bar:
+        result = run(used, bar.show)
+    if options.json_:
         print_json(result)
     else:
         _show(result)
 
 
-def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UsageError(f"{option} {value} is not one of {', '.join(choices)}", "see `trtspec quantize --help`")
+def _mode(options: QuantizeOptions) -> Mode:
+    if options.shard is not None and options.merge:
+        raise UsageError("--shard and --merge exclude each other", "run --merge once all parts are complete")
+    if options.engine == "modelopt":
+        refuse_unused(options, ("shard", "merge"), "by --engine modelopt", "leave it out, or use --engine stream")
+        return MODELOPT
+    return MERGE if options.merge else PART if options.shard is not None else WHOLE
 
 
-def _special(engine: str, weight_scales: str, device: str, shard: str | None, merge: bool) -> dict[str, Any]:
-    """What only the streaming engine can do; nothing for the other, or a UsageError."""
-    from trtspec.quant.parts import parse_part
-
-    if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
-        raise UsageError(f"--device {device} is not one of cpu, cuda, cuda:N", "see `trtspec quantize --help`")
-    if shard is not None and merge:
-        raise UsageError("--shard and --merge exclude each other", "--merge comes once all parts are done")
-    special = {"weight_scales": weight_scales, "device": device, "part": shard and parse_part(shard), "merge": merge}
-    if engine == "stream":
-        return special
-    if special != {"weight_scales": "max", "device": "cpu", "part": None, "merge": False}:
-        raise UsageError(
-            "--weight-scales mse, --device, --shard and --merge belong to the streaming engine", "use --engine stream"
-        )
-    return {}
-
-
-def _engine(name: str) -> Callable[..., dict[str, Any]]:
-    if name == "modelopt":
+def run(options: Any, progress: Any = None) -> dict[str, Any]:
+    """What one of the records of MODES asks for; the `quantize` JSON object."""
+    common, merge = _common(options), isinstance(options, QuantizeMerge)
+    path = source_directory(options.source)
+    policy = policy_of(options.policy, options.source, path)
+    if isinstance(options, QuantizeByModelOpt):
         from trtspec.quant.modelopt import quantize_with_modelopt
 
-        return quantize_with_modelopt
+        again: dict[str, Any] = {"dry_run": options.dry_run, "restart": options.restart, "force": options.force}
+        return quantize_with_modelopt(path, options.output, policy, **common, **again, progress=progress)
+    from trtspec.quant.parts import parse_part
     from trtspec.quant.streaming import quantize_checkpoint
 
-    return quantize_checkpoint
+    common["weight_scales"] = options.weight_scales
+    if merge:
+        return quantize_checkpoint(path, options.output, policy, **common, merge=True, progress=progress)
+    return quantize_checkpoint(
+        path,
+        options.output,
+        policy,
+        **common,
+        workers=options.workers,
+        device=options.device,
+        part=parse_part(options.shard) if isinstance(options, QuantizePart) else None,
+        dry_run=options.dry_run,
+        restart=options.restart,
+        force=options.force,
+        progress=progress,
+    )
+
+
+def _common(options: Any) -> dict[str, Any]:
+    device = getattr(options, "device", "cpu")
+    if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
+        raise UsageError(f"--device {device} is not one of cpu, cuda, cuda:N", "see `trtspec quantize --help`")
+    return {
+        "kv_cache": None if options.kv_cache == "none" else options.kv_cache,
+        "input_scales": None if options.input_scales == "one" else Path(options.input_scales),
+    }
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from trtspec.cli.options import DryRunOption, ForceOption, JsonOption
+from trtspec.cli.options import DryRunOption, ForceOption, JsonOption, RestartOption
 from trtspec.cli.values import json_object
 from trtspec.errors import TrtspecError
+from trtspec.records import refuse_unused
 from trtspec.report import file_sha256, print_json, provenance, refuse_overwrite, write_json
 
 if TYPE_CHECKING:
@@ -18,58 +20,84 @@ if TYPE_CHECKING:
     from trtspec.heads.data.synthesis import AnswerSampling, Outcome, TargetEndpoint
 
 
-SECRET = typer.Option(help="Bearer token.", envvar="OPENAI_API_KEY")
-PROMPTS_HELP = "Prompts: jsonl, json, parquet, text, a directory of these, or a hub data set org/name[:config]."
+@dataclass(frozen=True, kw_only=True)
+class SynthesizeOptions:
+    prompts: Annotated[
+        str,
+        typer.Argument(
+            help="Prompts: jsonl, json, parquet or text, a directory of these, or a hub data set org/name[:config]."
+        ),
+    ]
+    output: Annotated[Path, typer.Option("--output", "-o", help="Data set to write (jsonl).")]
+    base_url: Annotated[str, typer.Option(help="OpenAI-compatible endpoint of the target.")] = (
+        "http://127.0.0.1:8000/v1"
+    )
+    model: Annotated[str | None, typer.Option(help="Model name.", show_default="the first one the server lists")] = None
+    api_key: Annotated[str, typer.Option(help="Bearer token; OPENAI_API_KEY is read too.", envvar="OPENAI_API_KEY")] = (
+        "none"
+    )
+    concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of requests in flight.")] = 16
+    split: Annotated[str | None, typer.Option(help="Split of a hub data set.", show_default="train")] = None
+    samples: Annotated[int, typer.Option(min=0, help="Use only the first N prompts; 0 uses all.")] = 0
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 512
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; use your production value.")] = 1.0
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling probability.")] = 1.0
+    thinking: Annotated[
+        Literal["keep", "drop"], typer.Option(help="Whether the reasoning before each answer goes into the data set.")
+    ] = "keep"
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Send prompts to /completions as plain text, without the chat template.")
+    ] = False
+    extra_body: Annotated[str | None, typer.Option(help="JSON object merged into every request.")] = None
+    shard: Annotated[
+        str | None, typer.Option(help="i/n: process only part i of n, to share the work among machines.")
+    ] = None
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for one request.")] = 600.0
+    dry_run: DryRunOption = False
+    restart: RestartOption = False
+    force: ForceOption = False
+    json_: JsonOption = False
 
 
-def synthesize(
-    prompts: Annotated[str, typer.Argument(help=PROMPTS_HELP)],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The data set to write (jsonl).")],
-    base_url: Annotated[str, typer.Option(help="OpenAI endpoint of the target.")] = "http://127.0.0.1:8000/v1",
-    model: Annotated[str | None, typer.Option(help="Model name [the first that the server lists].")] = None,
-    api_key: Annotated[str, SECRET] = "none",
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 16,
-    split: Annotated[str | None, typer.Option(help="Split of a hub data set [train].")] = None,
-    samples: Annotated[int, typer.Option(min=0, help="Answer only the first N prompts; 0 for all.")] = 0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of the answers; use the one you will serve with.")] = 1.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus of the answers.")] = 1.0,
-    thinking: Annotated[Literal["keep", "drop"], typer.Option(help="Reasoning before the answers.")] = "keep",
-    raw: Annotated[bool, typer.Option("--raw", help="Continue bare text through /completions, untemplated.")] = False,
-    extra_body: Annotated[str | None, typer.Option(help="JSON merged into every request.")] = None,
-    shard: Annotated[str | None, typer.Option(help="i/n: only part i of n, for several machines.")] = None,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that one request may take.")] = 600.0,
-    restart: Annotated[bool, typer.Option("--restart", help="Forget the answers of an interrupted run.")] = False,
-    dry_run: DryRunOption = False,
-    force: ForceOption = False,
-    json_output: JsonOption = False,
-) -> None:
-    """Let the target answer prompts through its OpenAI endpoint: the data that its draft head learns from.
+def synthesize(options: SynthesizeOptions) -> None:
+    """Generate training data: send prompts to the target through its OpenAI-compatible endpoint.
 
-    Each prompt's seed follows from its text. An interrupted run goes on when the same command is given again; what
-    was answered is not asked again. Prompts that fail are listed and left out, with exit status 1.
+    The seed of each prompt follows from its text. An interrupted run resumes when the same command is given again;
+    finished answers are not requested again. Prompts that fail are listed and left out, and the exit status is 1.
     """
     from trtspec.heads.data import prompts as reading
+    from trtspec.heads.data.sources import from_hub
     from trtspec.heads.data.synthesis import AnswerSampling, TargetEndpoint
 
-    chosen = reading.shard(reading.read_prompts(prompts, split, samples), shard)
-    if dry_run:
-        print_json({"prompts": len(chosen), "output": str(output), "most_tokens": len(chosen) * max_tokens})
-        return
-    journal = output.with_name(f".{output.name}.journal")
-    if restart:
-        journal.unlink(missing_ok=True)
-    if not journal.exists():
-        refuse_overwrite(output, force)
+    if options.raw:
+        refuse_unused(options, ["thinking"], "by --raw, which has no chat template")
+    if not from_hub(options.prompts):
+        refuse_unused(options, ["split"], f"by {options.prompts}, which is no hub data set")
+    endpoint = TargetEndpoint(options.base_url, options.api_key, options.concurrency, options.timeout)
     sampling = AnswerSampling(
-        model, max_tokens, temperature, top_p, raw, json_object(extra_body or "{}", "--extra-body"), thinking
+        options.model,
+        options.max_tokens,
+        options.temperature,
+        options.top_p,
+        options.raw,
+        json_object(options.extra_body or "{}", "--extra-body"),
+        options.thinking,
     )
-    outcome = _answer(chosen, output, TargetEndpoint(base_url, api_key, concurrency, timeout), sampling, journal)
+    chosen = reading.shard(reading.read_prompts(options.prompts, options.split, options.samples), options.shard)
+    output = options.output
+    journal = output.with_name(f".{output.name}.journal")
+    resumes = journal.exists() and not options.restart
+    if not resumes:
+        refuse_overwrite(output, options.force)
+    if options.dry_run:
+        print_json(_plan(options, len(chosen), sampling, resumes))
+        return
+    if options.restart:
+        journal.unlink(missing_ok=True)
+    outcome = _answer(chosen, output, endpoint, sampling, journal)
     summary = _summary(outcome, output, len(chosen))
-    source = {"prompts": Path(prompts).name, "prompts_sha256": _digest(prompts, chosen), "endpoint": base_url}
-    options = {"sampling": sampling.__dict__, "split": split, "samples": samples, "shard": shard}
-    write_json(output.with_name(f"{output.name}.provenance.json"), provenance("synthesize", source, options, **summary))
-    if json_output:
+    _record(options, chosen, sampling, summary)
+    if options.json_:
         print_json(summary | {"errors": outcome.failed})
     else:
         print(f"{output}: {outcome.answered} answered now, {outcome.resumed} before, {len(outcome.failed)} failed")
@@ -77,23 +105,50 @@ def synthesize(
     journal.unlink(missing_ok=True)
 
 
+def _plan(options: SynthesizeOptions, prompts: int, sampling: AnswerSampling, resumes: bool) -> dict[str, Any]:
+    """What --dry-run answers; the key itself is never shown."""
+    return {
+        "prompts": prompts,
+        "output": str(options.output),
+        "most_tokens": prompts * options.max_tokens,
+        "endpoint": options.base_url,
+        "api_key": "not set" if options.api_key == "none" else "set",
+        "concurrency": options.concurrency,
+        "timeout": options.timeout,
+        "sampling": sampling.__dict__,
+        "resumes": resumes,
+        "dry_run": True,
+    }
+
+
+def _record(
+    options: SynthesizeOptions, chosen: list[Prompt], sampling: AnswerSampling, summary: dict[str, Any]
+) -> None:
+    """The data set's provenance, beside it."""
+    digest = _digest(options.prompts, chosen)
+    source = {"prompts": Path(options.prompts).name, "prompts_sha256": digest, "endpoint": options.base_url}
+    used = {"sampling": sampling.__dict__, "split": options.split, "samples": options.samples, "shard": options.shard}
+    path = options.output.with_name(f"{options.output.name}.provenance.json")
+    write_json(path, provenance("synthesize", source, used, **summary))
+
+
 def _answer(
     chosen: list[Prompt], output: Path, endpoint: TargetEndpoint, sampling: AnswerSampling, journal: Path
 ) -> Outcome:
     from trtspec.heads.data.synthesis import synthesize as answer
-    from trtspec.heads.progress import progress_bar
+    from trtspec.progress import progress_bar
 
     tokens = 0
-    with progress_bar("answers", len(chosen), "prompts") as advance:
+    with progress_bar("answers", len(chosen), "prompts") as bar:
 
         def on_answer(count: int) -> None:
             nonlocal tokens
             tokens += count
-            advance(1, f"{tokens:,} tokens")
+            bar.advance(1, f"{tokens:,} tokens")
 
         return answer(
             chosen, output, endpoint, sampling, journal_path=journal, on_answer=on_answer,
-            on_resumed=lambda count: advance(count, f"{count} were answered before" if count else ""),
+            on_resumed=lambda count: bar.advance(count, f"{count} were answered before" if count else ""),
         )  # fmt: skip
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from trtspec.cli import train_options as option
-from trtspec.cli.options import DryRunOption, ForceOption, JsonOption
+from trtspec.cli.options import DryRunOption, ForceOption, Gpu, JsonOption, RestartOption
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.report import print_json, say
+from trtspec.records import Mode, given, narrow, refuse_unused
+from trtspec.report import print_json, refuse_overwrite, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,63 +43,189 @@ class Run:
     device: str
     save_every: int
     acceptance_prompts: int
+    asked_for_acceptance: bool
 
 
-def train(
-    context: typer.Context,
-    output: option.OutputOption,
-    target: option.TargetArgument = None,
-    data: option.DataArgument = None,
-    attention: option.AttentionOption = None,
-    eagle: option.EagleOption = None,
-    draft_vocab_size: option.DraftVocabOption = None,
-    intermediate_size: option.IntermediateOption = None,
-    aux_layers: option.AuxLayersOption = None,
-    ttt_steps: option.TttOption = None,
-    features: option.FeaturesOption = None,
-    epochs: option.EpochsOption = None,
-    steps: option.StepsOption = None,
-    lr: option.LrOption = None,
-    seq_len: option.SeqLenOption = None,
-    batch_size: option.BatchOption = None,
-    seed: option.SeedOption = None,
-    answer_only: option.AnswerOnlyOption = None,
-    init: option.InitOption = None,
-    config: option.ConfigOption = None,
-    save_every: option.SaveEveryOption = 100,
-    device: option.DeviceOption = "cpu",
-    acceptance_prompts: option.AcceptancePromptsOption = ACCEPTANCE_PROMPTS,
-    gpu: option.GpuOption = "b200",
-    restart: option.RestartOption = False,
-    dry_run: DryRunOption = False,
-    force: ForceOption = False,
-    json_output: JsonOption = False,
-) -> None:
-    """Train an Eagle3 draft head with ModelOpt on answers that the target itself wrote.
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand:
+    """The options of `trtspec train`; heads.options.TrainOptions holds those that decide the loss curve."""
 
-    The target runs once over the data and its states are reused in every epoch. An interrupted run goes on when the
-    same command is given again. At the end the head drafts freely on held-out prompts in the reference engine. Under
-    torchrun or accelerate launch the processes share each batch.
+    target: Annotated[str | None, typer.Argument(help="Target model: a checkpoint directory or a hub id.")] = None
+    data: Annotated[
+        Path | None, typer.Argument(help="Conversations answered by the target (jsonl), or a directory of dumps.")
+    ] = None
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the new head.")]
+    attention: Annotated[
+        Literal["mha", "mla"] | None, typer.Option(help="Attention of the head.", show_default="mla")
+    ] = None
+    eagle: Annotated[Literal["3", "3.1"] | None, typer.Option(help="EAGLE version.", show_default="3")] = None
+    draft_vocab_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Draft only from this many most frequent tokens.", show_default="the whole vocabulary"
+        ),
+    ] = None
+    intermediate_size: Annotated[
+        int | None, typer.Option(min=1, help="MLP width of the head.", show_default="the target's")
+    ] = None
+    aux_layers: Annotated[
+        str | None,
+        typer.Option(help="Layers whose outputs the head reads, counted from 0.", show_default="1,L//2-1,L-4"),
+    ] = None
+    ttt_steps: Annotated[int | None, typer.Option(min=1, help="Training-time-test steps.", show_default="3")] = None
+    features: Annotated[
+        str | None,
+        typer.Option(
+            help="Source of the target's hidden states: auto, memory, a directory, stream, stream:DIR or a server URL.",
+            show_default="auto",
+        ),
+    ] = None
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data.", show_default="3")] = None
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; replaces --epochs.")] = None
+    lr: Annotated[
+        float | None,
+        typer.Option(help="Peak learning rate.", show_default="by hidden size: 2e-3 at 256, 7e-5 at 7168"),
+    ] = None
+    seq_len: Annotated[
+        int | None, typer.Option(min=8, help="Maximum sequence length in tokens.", show_default="2048")
+    ] = None
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Sequences per step, across all processes.", show_default="8")
+    ] = None
+    seed: Annotated[
+        int | None, typer.Option(help="Random seed for weight initialisation and data order.", show_default="0")
+    ] = None
+    answer_only: Annotated[
+        bool | None,
+        typer.Option(
+            "--answer-only/--all-tokens",
+            help="Compute the loss on the target's own tokens only, or on all tokens.",
+            show_default="all-tokens",
+        ),
+    ] = None
+    init: Annotated[Path | None, typer.Option(help="Start from the weights of this head.")] = None
+    config: Annotated[
+        Path | None,
+        typer.Option(help="YAML file with these options, target and data; the command line takes precedence."),
+    ] = None
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu"
+    acceptance_prompts: Annotated[
+        int, typer.Option(min=0, help="Held-out prompts for the final acceptance measurement; 0 skips it.")
+    ] = ACCEPTANCE_PROMPTS
+    gpu: Annotated[Gpu, typer.Option(help="GPU type assumed by --dry-run estimates.")] = "b200"
+    dry_run: DryRunOption = False
+    restart: RestartOption = False
+    force: ForceOption = False
+    json_: JsonOption = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainWithoutLayers:
+    """The target's layers run elsewhere: in a stream, or in a live server. So no acceptance is measured at the end."""
+
+    target: str | None
+    data: Path | None
+    output: Path
+    attention: str | None
+    eagle: str | None
+    draft_vocab_size: int | None
+    intermediate_size: int | None
+    aux_layers: str | None
+    ttt_steps: int | None
+    features: str | None
+    epochs: int | None
+    steps: int | None
+    lr: float | None
+    seq_len: int | None
+    batch_size: int | None
+    seed: int | None
+    answer_only: bool | None
+    init: Path | None
+    config: Path | None
+    save_every: int
+    device: str
+    restart: bool
+    force: bool
+    json_: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainWithLayers(TrainWithoutLayers):
+    acceptance_prompts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainForecast(TrainWithLayers):
+    """Sizes and costs of a run; nothing is written."""
+
+    gpu: str
+
+
+FORECAST = Mode("--dry-run", TrainForecast, "--dry-run")
+WITH_LAYERS = Mode("a training run", TrainWithLayers, "--features auto, memory or DIR")
+WITHOUT_LAYERS = Mode("--features stream or URL", TrainWithoutLayers, "--features stream or URL")
+MODES = (FORECAST, WITH_LAYERS, WITHOUT_LAYERS)
+
+
+def train(command: TrainCommand) -> None:
+    """Train an Eagle3 draft head with ModelOpt on answers written by the target itself.
+
+    The target runs once over the data; its hidden states are cached and reused in every epoch. Resuming an interrupted
+    run reproduces the same loss curve. At the end, the acceptance of the head is measured on held-out prompts in the
+    reference engine. Under torchrun or accelerate launch, the processes share each batch.
     """
-    from trtspec.heads.training.options import read_options, read_recipe
+    from trtspec.heads.training.options import WORK_NAME, read_recipe
 
-    recipe = read_recipe(config)
-    given = {name: context.params[name] for name in OVERRIDES} | {"aux_layers": _layers(aux_layers)}
-    options = read_options(config, given)
-    name, rows = _needed(target or recipe.target, "TARGET"), Path(_needed(data or recipe.data, "DATA"))
-    start = init or (Path(recipe.init) if recipe.init else None)
-    run = Run(name, rows, features or recipe.features, start, output, device, save_every, acceptance_prompts)
-    if dry_run:
-        print_json(_forecast(run, options, recipe, gpu))
-        return
+    recipe = read_recipe(command.config)
+    features = command.features or recipe.features
+    narrow(command, _mode(command, features), MODES, selecting=("dry_run",))
+    if command.steps is not None:
+        refuse_unused(command, ["epochs"], "with --steps, which replaces it")
+    name = _needed(command.target or recipe.target, "TARGET")
+    data = Path(_needed(command.data or recipe.data, "DATA"))
+    if data.is_dir():
+        refuse_unused(command, ["features", "seq_len"], f"by {data}: the dumps hold the hidden states")
+    start = command.init or (Path(recipe.init) if recipe.init else None)
+    options = _options(command)
+    run = Run(
+        target=name,
+        data=data,
+        features=features,
+        init=start,
+        output=command.output,
+        device=command.device,
+        save_every=command.save_every,
+        acceptance_prompts=command.acceptance_prompts,
+        asked_for_acceptance="acceptance_prompts" in given(command),
+    )
     main = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts, the one that writes and talks
-    if main:
-        _prepare(output, restart, force)
+    resumes = main and _resumes(command.output, command.restart, command.force)
+    if command.dry_run:
+        print_json(_forecast(run, options, recipe, command.gpu) | {"resumes": resumes})
+        return
+    if main and not resumes:
+        shutil.rmtree(command.output / WORK_NAME, ignore_errors=True)
     record = _train(run, options)
-    if main and json_output:
-        print_json({"output": str(output), **record})
+    if main and command.json_:
+        print_json({"output": str(command.output), **record})
     elif main:
-        _show(output, record)
+        _show(command.output, record)
+
+
+def _mode(command: TrainCommand, features: str) -> Mode:
+    if command.dry_run:
+        return FORECAST
+    apart = features.partition(":")[0] in ("stream", "http", "https")
+    return WITHOUT_LAYERS if apart else WITH_LAYERS
+
+
+def _options(command: TrainCommand) -> TrainOptions:
+    """The command line over the config file over the defaults."""
+    from trtspec.heads.training.options import read_options
+
+    given = {name: getattr(command, name) for name in OVERRIDES} | {"aux_layers": _layers(command.aux_layers)}
+    return read_options(command.config, given)
 
 
 def _needed(value: Any, name: str) -> str:
@@ -137,21 +264,25 @@ def _forecast(run: Run, options: TrainOptions, recipe: TrainingRecipe, gpu: str)
     else:
         plan = plan_without_data(spec, options, recipe, run.data, run.features)
         found = plan.to_dict()
-    return found | {"measured": here, **forecast(plan, spec, options, stored, gpu_spec(gpu), run.target)}
+    about = {
+        "output": str(run.output),
+        "device": run.device,
+        "init": str(run.init) if run.init else None,
+        "save_every": run.save_every,
+        "acceptance_prompts": run.acceptance_prompts,
+        "options": options.to_dict() | {"lr": options.peak_lr(spec.hidden_size)},
+    }
+    return found | {"measured": here, **about, **forecast(plan, spec, options, stored, gpu_spec(gpu), run.target)}
 
 
-def _prepare(output: Path, restart: bool, force: bool) -> None:
-    """Refuses to write over a finished head; leaves an interrupted run of this output alone unless told otherwise."""
-    import shutil
-
+def _resumes(output: Path, restart: bool, force: bool) -> bool:
+    """Whether an interrupted run of this output is resumed. Raises UsageError where a finished head is in the way."""
     from trtspec.heads.training.options import WORK_NAME
-    from trtspec.report import refuse_overwrite
 
     running = (output / WORK_NAME).is_dir()
     if not running and output.is_dir() and [p for p in output.iterdir() if p.name != "training.jsonl"]:
         refuse_overwrite(output, force)
-    if restart or (force and not running):
-        shutil.rmtree(output / WORK_NAME, ignore_errors=True)
+    return running and not restart
 
 
 def _train(run: Run, options: TrainOptions) -> dict[str, Any]:
@@ -179,9 +310,9 @@ def _train_and_measure(
     import torch
 
     from trtspec.cli.train_measure import measure_acceptance
-    from trtspec.heads.progress import progress_bar
     from trtspec.heads.training.run import run_training
     from trtspec.heads.training.state import write_record
+    from trtspec.progress import progress_bar
 
     say(
         f"Training an EAGLE-{plan.spec.eagle} {plan.spec.attention.upper()} head of {plan.parameters / 1e6:.1f} M "
@@ -189,10 +320,13 @@ def _train_and_measure(
     )
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
     model, whole = _target(target_dir, plan, dtype, world.device(run.device))
-    with progress_bar("training", plan.steps, "steps") as advance:
+    if not whole and run.asked_for_acceptance and run.acceptance_prompts:
+        text = "--acceptance-prompts is not used where the target does not fit in memory beside its dumps"
+        raise UsageError(text, "leave it out, serve both, then run `trtspec bench`")
+    with progress_bar("training", plan.steps, "steps") as bar:
         record = run_training(
             target_dir, model, plan, options, run.output, data=run.data, init=run.init, save_every=run.save_every,
-            device=run.device, on_step=_shown(advance), world=world,
+            device=run.device, on_step=_shown(bar.advance), world=world,
         )  # fmt: skip
     if not whole and run.acceptance_prompts:
         say("Acceptance is not measured without the target's layers; serve both, then run `trtspec bench`")
@@ -227,7 +361,7 @@ def _target(target_dir: Path, plan: TrainingPlan, dtype: Any, device: str) -> tu
 def _shown(advance: Callable[..., None]) -> Callable[[CurvePoint], None]:
     """Draws each step: the loss, its course so far, the agreement with the target at the first training-time-test
     steps, the last held-out loss."""
-    from trtspec.heads.progress import sparkline
+    from trtspec.progress import sparkline
 
     losses: list[float] = []
     done, held = 0, ""

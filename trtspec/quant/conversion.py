@@ -21,7 +21,7 @@ from trtspec.quant.packing import Rows, Scaling, choose_packer
 from trtspec.quant.plan import ShardPlan, class_counts, plan_conversion
 from trtspec.quant.policy import Policy, shared_partners
 from trtspec.quant.workers import worker_count
-from trtspec.report import file_sha256, refuse_overwrite
+from trtspec.report import existing, file_sha256, refuse_overwrite
 from trtspec.specs import ModelSpec
 
 JOURNAL_NAME = ".trtspec-quantize.jsonl"
@@ -98,6 +98,14 @@ def fingerprint(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"config": file_sha256(checkpoint.path / "config.json"), "tensors": names, "shards": shards}
 
 
+def begun_in(output: Path, journal: str, force: bool) -> bool:
+    """Whether an earlier run is resumed. Raises UsageError when `output` holds what is not a conversion of ours."""
+    begun = (output / journal).exists()
+    if not begun and not any(output.glob(".trtspec-quantize*.jsonl")):
+        refuse_overwrite(output, force)
+    return begun
+
+
 def claim_output(conversion: Conversion, restart: bool, force: bool, journal: str = JOURNAL_NAME) -> bool:
     """Makes the output directory ours, or says why it cannot be. True when a new conversion begins there."""
     output = conversion.output
@@ -108,9 +116,7 @@ def claim_output(conversion: Conversion, restart: bool, force: bool, journal: st
         probe.unlink()
     except OSError as error:
         raise TrtspecError(f"cannot write {output}: {error.strerror}", "choose another --output") from None
-    begun = (output / journal).exists()
-    if not begun and not any(output.glob(".trtspec-quantize*.jsonl")):
-        refuse_overwrite(output, force)
+    begun = begun_in(output, journal, force)
     free = shutil.disk_usage(output).free
     mine = [output / plan.shard for plan in conversion.plans]
     present = sum(path.stat().st_size for path in mine if path.exists())
@@ -160,7 +166,7 @@ def estimate(conversion: Conversion, workers: int) -> dict[str, Any]:
         "exclude_modules": conversion.policy.exclude_patterns(conversion.spec),
         "workers": count,
         "packing_seconds_estimate": round(per_element * elements / count, 1),
-        "free_bytes": shutil.disk_usage(_existing(conversion.output)).free,
+        "free_bytes": shutil.disk_usage(existing(conversion.output)).free,
         "dry_run": True,
     }
 
@@ -173,10 +179,3 @@ def _seconds_per_element(weight_scales: str) -> float:
         begin = time.monotonic()
         packer.pack(rows, Scaling.of(packer.amax(rows)), *target)
     return (time.monotonic() - begin) / rows.values.numel()
-
-
-def _existing(path: Path) -> Path:
-    path = path.resolve()
-    while not path.exists():
-        path = path.parent
-    return path

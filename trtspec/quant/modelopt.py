@@ -32,6 +32,7 @@ from trtspec.quant import nvfp4
 from trtspec.quant.conversion import (
     JOURNAL_NAME,
     Conversion,
+    begun_in,
     claim_output,
     clear_output,
     estimate,
@@ -44,8 +45,7 @@ from trtspec.quant.plan import ShardPlan
 from trtspec.quant.policy import TEXT_PREFIX, Policy, shared_partners
 from trtspec.quant.shard import ERROR_ROWS, Statistics
 from trtspec.quant.streaming import finish, summarize
-from trtspec.quant.workers import peak_rss
-from trtspec.report import file_sha256
+from trtspec.report import file_sha256, peak_rss
 from trtspec.specs import ModelSpec
 
 CONSTANT_AMAX = 2688.0  # 6 * 448: input_scale becomes exactly 1 without a calibration forward
@@ -72,10 +72,11 @@ def quantize_with_modelopt(
         raise UsageError(f"ModelOpt has no configuration for policy {policy.name}", "use --engine stream")
     conversion = prepare(source, output, policy, kv_cache, input_scales)
     _check_memory(conversion)
-    if dry_run:
-        return estimate(conversion, 1)
     if (output / JOURNAL_NAME).exists() and not restart:
         raise UsageError(f"{output} holds an earlier conversion, which this engine cannot resume", "pass --restart")
+    if dry_run:
+        begun_in(output, JOURNAL_NAME, force)
+        return estimate(conversion, 1) | {"device": "cpu", "resumes": False}
     claim_output(conversion, restart, force)
     header = {"source": fingerprint(conversion.checkpoint), "options": conversion.options, "engine": "modelopt"}
     with Journal(output / JOURNAL_NAME, header, restart=True) as journal:

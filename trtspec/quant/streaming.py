@@ -15,6 +15,7 @@ from trtspec.errors import TrtspecError
 from trtspec.quant import export_files, parts
 from trtspec.quant.conversion import (
     Conversion,
+    begun_in,
     claim_output,
     clear_output,
     estimate,
@@ -24,8 +25,8 @@ from trtspec.quant.conversion import (
 from trtspec.quant.packing import choose_packer
 from trtspec.quant.policy import Policy
 from trtspec.quant.shard import ERROR_ROWS
-from trtspec.quant.workers import Job, convert_all, peak_rss, worker_count
-from trtspec.report import file_sha256, provenance, write_json
+from trtspec.quant.workers import Job, convert_all, worker_count
+from trtspec.report import file_sha256, peak_rss, provenance, write_json
 
 Progress = Callable[[int, int], None]
 WEIGHT_SCALES = {"max": "by the maximum of each block", "mse": "of least squared error for each block"}
@@ -58,10 +59,11 @@ def quantize_checkpoint(
     start = time.monotonic()
     whole = prepare(source, output, policy, kv_cache, input_scales, weight_scales)
     conversion = parts.part_of(whole, part)
-    if dry_run:
-        return estimate(conversion, workers)
-    choose_packer(weight_scales, device)  # a missing device is told before anything is written
+    choose_packer(weight_scales, device)  # a missing device is reported before anything is written
     parts.check_sharing(output, part, merge)
+    if dry_run:
+        begun = begun_in(output, parts.journal_name(part), force)
+        return estimate(conversion, workers) | {"device": device, "resumes": begun and not restart}
     header = {"source": fingerprint(whole.checkpoint), "options": whole.options}
     if merge:
         return _merge(whole, header) | {"seconds": round(time.monotonic() - start, 3), "peak_rss_bytes": peak_rss()}

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import resource
-import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
@@ -31,7 +29,7 @@ from trtspec.quant.packing import choose_packer
 from trtspec.quant.plan import ShardPlan
 from trtspec.quant.policy import Policy
 from trtspec.quant.shard import ShardConverter
-from trtspec.report import file_sha256
+from trtspec.report import file_sha256, peak_rss
 
 Written = tuple[Path, dict[str, Any]]  # under its temporary name, and the journal's record without the checksum
 Done = tuple[ShardPlan, dict[str, Any]]
@@ -159,15 +157,3 @@ def _work(plan: ShardPlan) -> Written:
     converter, output = _CONVERTER[0]
     temporary, record = converter.convert(plan, output)
     return temporary, record | {"worker_peak_rss_bytes": peak_rss()}
-
-
-def peak_rss() -> int:
-    """The largest resident set of this process so far, in bytes.
-
-    Linux's ru_maxrss also remembers the process that started this one; VmHWM does not.
-    """
-    status = Path("/proc/self/status")
-    if status.is_file():
-        return 1024 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner, Result
 
+from tests.command_line import Done, trtspec
 from tests.heads.convert.foreign_heads import IDS, target_embedding, write_head
 from tests.tiny import make_target
-from trtspec.cli.app import app
 
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 
@@ -31,11 +30,7 @@ def room() -> Iterator[Path]:
         yield Path(directory)
 
 
-def trtspec(*words: object) -> Result:
-    return CliRunner().invoke(app, [*map(str, words)], env={"COLUMNS": "160"})
-
-
-def codes(done: Result) -> set[str]:
+def codes(done: Done) -> set[str]:
     return {problem["code"] for problem in json.loads(done.stdout)["problems"] if problem["severity"] != "info"}
 
 
@@ -138,7 +133,7 @@ def test_inspect_names_it(
 ) -> None:
     path = head(room, f"inspect-{code}", target_dir, dialect, change, **kind)
     done = trtspec("inspect", path, "--against", target_dir, "--json")
-    assert done.exit_code == status
+    assert done.status == status
     assert code in codes(done)
     assert all(problem["remedy"] for problem in json.loads(done.stdout)["problems"])
 
@@ -165,11 +160,11 @@ def eagle_1(room: Path) -> Path:
 def test_other_drafts_and_whole_models_are_told_by_code(room: Path, target_dir: Path) -> None:
     for path, code in ((medusa(room), "TS-HEAD-MEDUSA"), (eagle_1(room), "TS-HEAD-EAGLE1")):
         inspected = trtspec("inspect", path, "--json")
-        assert (inspected.exit_code, codes(inspected)) == (3, {code})
+        assert (inspected.status, codes(inspected)) == (3, {code})
         assert code in trtspec("inspect", path, "--against", target_dir).stdout
         assert codes(trtspec("convert", path, "-o", room / "none", "--to", "vllm", "--json")) == {code}
     whole = trtspec("convert", target_dir, "-o", room / "none", "--to", "trtllm", "--json")
-    assert (whole.exit_code, codes(whole)) == (3, {"TS-HEAD-FULL-MODEL"})
+    assert (whole.status, codes(whole)) == (3, {"TS-HEAD-FULL-MODEL"})
     assert not (room / "none").exists()
 
 
@@ -187,7 +182,7 @@ def test_what_conversion_mends(room: Path, target_dir: Path) -> None:
     bad = head(room, "mend-bad", target_dir, "specforge", spoil, draft_vocab=128)
     for name in ("good", "bad"):
         source = {"good": good, "bad": bad}[name]
-        assert trtspec("convert", source, "-o", room / f"mended-{name}", "--to", "trtllm").exit_code == 0
+        assert trtspec("convert", source, "-o", room / f"mended-{name}", "--to", "trtllm").status == 0
     files = [(room / f"mended-{name}" / "model.safetensors").read_bytes() for name in ("good", "bad")]
     assert files[0] == files[1]
     assert codes(trtspec("inspect", room / "mended-bad", "--json")) == set()
@@ -197,13 +192,13 @@ def test_an_embedding_is_never_lost_silently(room: Path, target_dir: Path) -> No
     trained = head(room, "trained", target_dir, "vllm", trained_embedding)
     words = ("convert", trained, "-o", room / "trained-out", "--target", target_dir, "--to")
     assert codes(trtspec(*words, "trtllm", "--json")) == {"TS-CONVERT-EMBED"}
-    assert trtspec(*words, "trtllm", "--embed-tokens", "drop").exit_code == 0
+    assert trtspec(*words, "trtllm", "--embed-tokens", "drop").status == 0
     assert "embed_tokens.weight" not in load_file(room / "trained-out" / "model.safetensors")
-    assert trtspec(*words, "torchspec", "--embed-tokens", "target", "--force").exit_code == 0
+    assert trtspec(*words, "torchspec", "--embed-tokens", "target", "--force").status == 0
     borrowed = load_file(room / "trained-out" / "model.safetensors")["embed_tokens.weight"]
     assert torch.equal(borrowed, target_embedding(target_dir))
     alone = trtspec("convert", trained, "-o", room / "trained-alone", "--to", "sglang", "--json")
-    assert (alone.exit_code, codes(alone)) == (0, {"TS-CONVERT-EMBED"})
+    assert (alone.status, codes(alone)) == (0, {"TS-CONVERT-EMBED"})
     assert "embed_tokens.weight" in load_file(room / "trained-alone" / "model.safetensors")
 
 
@@ -214,9 +209,9 @@ def test_lm_head_is_borrowed_where_it_must_be(room: Path, target_dir: Path) -> N
     bare = head(room, "bare", target_dir, "modelopt", borrows)
     output = room / "bare-out"
     assert codes(trtspec("convert", bare, "-o", output, "--to", "torchspec", "--json")) == {"TS-CONVERT-LM-HEAD"}
-    assert trtspec("convert", bare, "-o", output, "--to", "torchspec", "--target", target_dir).exit_code == 0
+    assert trtspec("convert", bare, "-o", output, "--to", "torchspec", "--target", target_dir).status == 0
     assert load_file(output / "model.safetensors")["lm_head.weight"].shape == (512, 64)
-    assert trtspec("convert", bare, "-o", room / "bare-sglang", "--to", "sglang").exit_code == 0
+    assert trtspec("convert", bare, "-o", room / "bare-sglang", "--to", "sglang").status == 0
     assert json.loads((room / "bare-sglang" / "config.json").read_text())["draft_vocab_size"] is None
     pruned = head(room, "bare-pruned", target_dir, "vllm", draft_vocab=128)
     refused = trtspec("convert", pruned, "-o", output, "--to", "vllm", "--lm-head", "drop", "--force", "--json")
@@ -232,7 +227,7 @@ def test_unknown_tensors_and_bad_values_stop_a_conversion(room: Path, target_dir
     path = head(room, "nan", target_dir, "torchspec", nan_embedding)
     assert codes(trtspec("convert", path, "-o", room / "no", "--to", "vllm", "--json")) == {"TS-HEAD-NOT-FINITE"}
     words = ("convert", path, "-o", room / "cured", "--to", "vllm", "--target", target_dir, "--embed-tokens", "target")
-    assert trtspec(*words).exit_code == 0
+    assert trtspec(*words).status == 0
     assert not (room / "no").exists()
 
 
@@ -243,7 +238,7 @@ def test_pickles_are_opened_without_running_them(room: Path, target_dir: Path) -
     (pickled / "config.json").write_bytes((plain / "config.json").read_bytes())
     torch.save({"state_dict": load_file(plain / "model.safetensors")}, pickled / "pytorch_model.bin")
     for source, name in ((plain, "from-plain"), (pickled, "from-pickle")):
-        assert trtspec("convert", source, "-o", room / name, "--to", "trtllm").exit_code == 0
+        assert trtspec("convert", source, "-o", room / name, "--to", "trtllm").status == 0
     files = [(room / name / "model.safetensors").read_bytes() for name in ("from-plain", "from-pickle")]
     assert files[0] == files[1]
 
@@ -253,7 +248,7 @@ def test_pickles_are_opened_without_running_them(room: Path, target_dir: Path) -
 
     torch.save({"fc.weight": Code()}, pickled / "pytorch_model.bin")
     done = trtspec("convert", pickled, "-o", room / "evil", "--to", "trtllm")
-    assert "not a plain file of tensors" in str(done.exception)
+    assert "not a plain file of tensors" in done.stderr
     assert not (room / "ran").exists()
     assert not (room / "evil").exists()
 
@@ -262,22 +257,22 @@ def test_force_replaces_heads_only(room: Path, target_dir: Path) -> None:
     source = head(room, "forced", target_dir)
     output = room / "forced-out"
     words = ("convert", source, "-o", output, "--to", "vllm")
-    assert trtspec(*words).exit_code == 0
-    assert trtspec(*words).exit_code == 1 or "already exists" in str(trtspec(*words).exception)
-    assert trtspec(*words, "--force").exit_code == 0
+    assert trtspec(*words).status == 0
+    assert trtspec(*words).status == 1 or "already exists" in trtspec(*words).stderr
+    assert trtspec(*words, "--force").status == 0
     (output / "notes.txt").write_text("mine")
-    assert "more than a head" in str(trtspec(*words, "--force").exception)
+    assert "more than a head" in trtspec(*words, "--force").stderr
     assert (output / "notes.txt").read_text() == "mine"
-    assert "the head that is converted" in str(trtspec("convert", source, "-o", source, "--to", "vllm").exception)
+    assert "the head that is converted" in trtspec("convert", source, "-o", source, "--to", "vllm").stderr
 
 
 def test_the_result_is_re_read_against_its_source(room: Path, target_dir: Path) -> None:
     source = head(room, "reread", target_dir, "torchspec", attention="mla", eagle="3.1", draft_vocab=128)
     output = room / "reread-out"
-    assert trtspec("convert", source, "-o", output, "--to", "vllm").exit_code == 0
+    assert trtspec("convert", source, "-o", output, "--to", "vllm").status == 0
     done = trtspec("inspect", output, "--against", source, "--json")
     report = json.loads(done.stdout)
-    assert done.exit_code == 0
+    assert done.status == 0
     assert report["comparison"]["identical"] == report["comparison"]["compared"] == report["comparison"]["tensors"]
     assert report["comparison"]["absent"] == ["t2d"]
     tensors = load_file(output / "model.safetensors")

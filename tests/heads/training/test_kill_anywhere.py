@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from tests.heads.data.test_synthesize import asked, serving, write
 from tests.heads.training.test_training import OPTIONS, curve, train_once
-from trtspec.cli.synthesize import synthesize
+from trtspec.cli.synthesize import SynthesizeOptions, synthesize
 from trtspec.heads.data.prompts import read_prompts
 
 KILLS = 20
@@ -49,7 +49,8 @@ def killed(run: Callable[..., None], delay: float, *arguments: object) -> bool:
 
 
 def quiet_synthesize(prompts: Path, output: Path, url: str) -> None:
-    synthesize(str(prompts), output, base_url=url, concurrency=3, max_tokens=8, timeout=60.0)
+    options = {"base_url": url, "concurrency": 3, "max_tokens": 8, "timeout": 60.0}
+    synthesize(SynthesizeOptions(prompts=str(prompts), output=output, **options))
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ written anew for the destination. Weights pass through unchanged, a piece at a t
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import time
 from collections.abc import Callable
@@ -39,7 +38,7 @@ from trtspec.heads.convert.tensors import (
     with_ownership,
     write_tensors,
 )  # fmt: skip
-from trtspec.report import fsync_directory, provenance, refuse_overwrite, write_atomic, write_json
+from trtspec.report import fsync_directory, peak_rss, provenance, refuse_overwrite, write_atomic, write_json
 from trtspec.specs import HeadSpec, ModelSpec
 
 OWN_FILES = ("config.json", "provenance.json", "README.md", "LICENSE", "model.safetensors.index.json")
@@ -83,8 +82,7 @@ def convert_head(
         if has_errors(plan.problems) or options.dry_run:
             return result | {"output": None, "seconds": round(time.monotonic() - begun, 3)}
         _write(plan, output, result, source, target, options, progress)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return result | {"seconds": round(time.monotonic() - begun, 3), "peak_rss_bytes": peak}
+    return result | {"seconds": round(time.monotonic() - begun, 3), "peak_rss_bytes": peak_rss()}
 
 
 @dataclass(frozen=True)

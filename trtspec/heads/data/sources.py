@@ -25,16 +25,21 @@ def rows(source: str, split: str | None = None) -> Rows:
     `split` names the hub data set's split. Raises UsageError for what can not be read.
     """
     path = Path(source)
-    if path.is_dir():
+    if from_hub(source):
+        yield from hub_rows(source, split)
+    elif path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
         if not files:
             raise UsageError(f"TS-PROMPTS-EMPTY {path} holds none of {', '.join(SUFFIXES)}", REMEDY)
         for file in files:
             yield from _file_rows(file)
-    elif path.exists() or not HUB_ID.fullmatch(source.partition(":")[0]):
-        yield from _file_rows(path)
     else:
-        yield from hub_rows(source, split)
+        yield from _file_rows(path)
+
+
+def from_hub(source: str) -> bool:
+    """Whether `source` names a hub data set: not a path that exists, and written like an id."""
+    return not Path(source).exists() and HUB_ID.fullmatch(source.partition(":")[0]) is not None
 
 
 def _file_rows(path: Path) -> Rows:

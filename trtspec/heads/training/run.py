@@ -17,7 +17,6 @@ import torch
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.heads.data.samples import Sample, coverage, draft_vocabulary
-from trtspec.heads.progress import progress_bar
 from trtspec.heads.training import module as train
 from trtspec.heads.training.features import Features, compute_features, empty_features, write_dumps
 from trtspec.heads.training.features_server import ServedFeatures, is_served, served_model, server_urls
@@ -28,6 +27,7 @@ from trtspec.heads.training.plan import TrainingPlan
 from trtspec.heads.training.processes import World
 from trtspec.heads.training.state import CurvePoint, write_head, write_record
 from trtspec.models.stream import LayerStream
+from trtspec.progress import progress_bar
 from trtspec.report import file_sha256, provenance
 from trtspec.specs import HeadSpec, ModelSpec
 
@@ -39,8 +39,8 @@ def gather_features(model: KimiModel, plan: TrainingPlan, world: World = ALONE) 
     """The states of all samples: from dumps where they exist, else computed (and dumped when a directory was given)."""
     if plan.dumped is not None:
         return plan.dumped
-    with progress_bar("states of the target", plan.tokens / world.size, "tokens") as advance:
-        features = _compute_together(model, plan.samples, plan.spec.aux_layers or (), advance, world)
+    with progress_bar("states of the target", plan.tokens / world.size, "tokens") as bar:
+        features = _compute_together(model, plan.samples, plan.spec.aux_layers or (), bar.advance, world)
     if plan.features != "memory" and world.main:
         write_dumps(features, Path(plan.features))
     return features

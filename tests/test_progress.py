@@ -9,12 +9,12 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtspec.heads.progress import BLOCKS, sparkline
+from trtspec.progress import BLOCKS, sparkline
 
 DRAW = """
-from trtspec.heads.progress import progress_bar, sparkline
-with progress_bar("training", 13300, "steps") as advance:
-    advance(12345, f"loss 10.02 {sparkline(range(40), 12)}  agree 0.72 0.71 0.70  2500 tok/s  held out 9.35")
+from trtspec.progress import progress_bar, sparkline
+with progress_bar("training", 13300, "steps") as bar:
+    bar.advance(12345, f"loss 10.02 {sparkline(range(40), 12)}  agree 0.72 0.71 0.70  2500 tok/s  held out 9.35")
 """
 
 

@@ -1,0 +1,35 @@
+"""`trtspec ...` in this process, through its entry point: status, stdout and stderr as a shell gets them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from dataclasses import dataclass
+from unittest import mock
+
+from trtspec.cli.app import main
+
+
+@dataclass(frozen=True)
+class Done:
+    status: int
+    stdout: str
+    stderr: str
+
+
+def trtspec(*words: object, **environment: str) -> Done:
+    """Runs the command with these additional variables, in a wide terminal so that tables do not wrap."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with (
+        mock.patch.object(sys, "argv", ["trtspec", *map(str, words)]),
+        mock.patch.dict(os.environ, {"COLUMNS": "200"} | environment),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as stopped:
+            status = stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None)
+    return Done(status, out.getvalue(), err.getvalue())
