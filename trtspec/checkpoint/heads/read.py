@@ -13,7 +13,6 @@ from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.config import flat_config, stored_ids
 from trtspec.checkpoint.heads.dialects import Dialect, detect_dialect, dialect_of
 from trtspec.checkpoint.heads.kind import no_eagle3_head
-from trtspec.checkpoint.heads.problems import head_problems
 from trtspec.checkpoint.heads.shapes import canonical_names, layer_prefix, measure
 from trtspec.errors import Problem, TrtspecError
 from trtspec.specs import HeadSpec, RopeSpec
@@ -33,6 +32,8 @@ def read_head(checkpoint: Checkpoint, dialect: Dialect | None = None) -> tuple[H
 
     `dialect` overrides detection. Raises TrtspecError for what is no Eagle3 head at all.
     """
+    from trtspec.checkpoint.heads.problems import head_problems  # here: numpy takes longer to load than lint to answer
+
     wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
     if wrong is not None:
         raise TrtspecError(f"{checkpoint.path}: {wrong.message} [{wrong.code}]", wrong.remedy)
