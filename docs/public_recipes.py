@@ -13,8 +13,7 @@ from typing import Any
 
 import yaml
 
-from trtspec.trtllm.build.config import settings_in_argv
-from trtspec.trtllm.build.render import render
+from trtspec.trtllm.build.config import build_named, settings_in_argv
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import PREFIX, parse_intent
 
@@ -47,7 +46,7 @@ def ours(words: str) -> dict[str, Any]:
     version = shlex.split(words)[shlex.split(words).index("--trtllm-version") + 1]
     intent = parse_intent(f"{PREFIX}{version}: trtspec build-config {words}")
     assert intent is not None
-    recipe = render(intent)
+    recipe = build_named(intent)
     found = flat(Document.parse(recipe.text).value) | settings_in_argv(intent)
     argv = recipe.argv
     found["backend"] = argv[argv.index("--backend") + 1]

@@ -9,8 +9,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from trtspec.trtllm.build.config import judged_as
-from trtspec.trtllm.build.render import disaggregated, render
+from trtspec.trtllm.build.config import build_named, disaggregated, judged_as
+from trtspec.trtllm.build.kubernetes import helm_values
 from trtspec.trtllm.intent import Goal, Intent
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.names import load_head, load_target
@@ -78,7 +78,7 @@ def intent(family: str, head: str, gpus: int, gpu: str, purpose: str) -> Intent:
     target, draft = TARGETS[family], HEADS.get((family, head))
     version, _ = default_version(load_target(target).spec, load_head(draft).spec if draft else None)
     goal: Goal = "throughput" if purpose == "throughput" else "latency"
-    found = Intent(target, version, draft, goal, gpus, gpu=gpu, trust_remote_code=True)
+    found = Intent(target=target, version=version, head=draft, goal=goal, tp_size=gpus, gpu=gpu, trust_remote_code=True)
     if purpose == "128k":
         found = replace(found, max_seq_len=LONG, max_batch_size=LONG_REQUESTS[gpus, gpu])
     return found
@@ -129,10 +129,10 @@ def files() -> dict[Path, str]:
     found: dict[Path, str] = {}
     rows = []
     for name, (item, purpose) in intents().items():
-        recipe = render(item)
+        recipe = build_named(item)
         found[CONFIGS / f"{name}.yml"] = recipe.text
         if item.role is None:
-            found[CHART / f"{name}.yaml"] = recipe.values_text()
+            found[CHART / f"{name}.yaml"] = helm_values(recipe)
         rows.append((name, item, purpose, claims(item, recipe.text)))
     found[CONFIGS / "README.md"] = readme(rows)
     return found

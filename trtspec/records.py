@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 import os
 import re
@@ -60,7 +61,7 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any],
             _typed.reset(running)
 
     parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-    hints = typing.get_type_hints(record, include_extras=True)
+    hints = dict(_hints(record))  # type: ignore[arg-type]
     tuples = {key for key, hint in hints.items() if _is_tuple(hint)}
     for field in dataclasses.fields(record):  # type: ignore[arg-type]
         hints[field.name], default = _for_typer(hints[field.name], _default(field))
@@ -215,8 +216,14 @@ def parse(record: type[Record], line: str | Sequence[str], name: str = "command"
 
 
 def _declared(record: type, name: str) -> Any:
-    hint = typing.get_type_hints(record, include_extras=True)[name]
+    hint = _hints(record)[name]
     return next(item for item in hint.__metadata__ if isinstance(item, typer.models.ParameterInfo))
+
+
+@functools.cache
+def _hints(record: Any) -> dict[str, Any]:
+    """Evaluated once: the annotations are text until then, and each of them calls typer."""
+    return typing.get_type_hints(record, include_extras=True)
 
 
 def _flags(declared: Any, name: str) -> tuple[str, str]:

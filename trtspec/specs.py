@@ -269,7 +269,8 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """One row of data/gpus.yaml. Bytes are what the device reports, bandwidth in bytes/s, dense FLOP/s."""
+    """One row of data/gpus.yaml. Bytes are what the device reports, bandwidth in bytes/s, dense FLOP/s; a node is one
+    board or tray, and NVLink joins `nvlink_gpus` GPUs, which may lie in several."""
 
     name: str
     memory_bytes: int
@@ -279,4 +280,6 @@ class GpuSpec:
     bf16_flops: float
     nvlink_bandwidth: float
     compute_capability: str
+    gpus_per_node: int
+    nvlink_gpus: int
     source: str

@@ -46,7 +46,7 @@ def command(
     passed: list[str], text: str = "", explicit: dict[str, int] | None = None, version: str = "1.3.0rc20"
 ) -> list[str]:
     built = build_command(
-        Intent(TARGET, version, trust_remote_code=True), load_target(TARGET).spec, schema_for(version),
+        Intent(target=TARGET, version=version, trust_remote_code=True), load_target(TARGET).spec, schema_for(version),
         Document.parse(text), host="h", port=1, config_path="c", explicit=explicit or {}, passed=passed,
     )  # fmt: skip
     return built.argv
@@ -83,7 +83,7 @@ def test_every_argv_parses_with_the_schema_of_its_version() -> None:
 def test_parsers_follow_the_model() -> None:
     def parser(target: str) -> str | None:
         built = build_command(
-            Intent(target, "1.4.0rc1"), load_target(target).spec, schema_for("1.4.0rc1"), Document.parse(""),
+            Intent(target=target, version="1.4.0rc1"), load_target(target).spec, schema_for("1.4.0rc1"), Document.parse(""),
             host="h", port=1, config_path="c", explicit={}, passed=[],
         )  # fmt: skip
         assert built.argv[built.argv.index("--tool_parser") + 1] == "kimi_k2"

@@ -3,83 +3,113 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from trtspec.cli import build_config_options as opt
-from trtspec.cli.options import DryRunOption, ForceOption, HeadOption, JsonOption, TargetArgument
+import typer
+
+from trtspec.cli.options import DryRunOption, ForceOption, JsonOption
+from trtspec.trtllm.intent import Intent
 
 if TYPE_CHECKING:
-    from trtspec.trtllm.build.render import Recipe
+    from trtspec.trtllm.build.config import EngineConfig
+
+FRONT_USES = {"target", "version", "role", "context_urls", "generation_urls"}
+FILE_OPTIONS = {"output", "disaggregated", "dry_run", "force", "json_"}
 
 
-def build_config(
-    target: TargetArgument,
-    output: opt.OutputOption = None,
-    head: HeadOption = None,
-    trtllm_version: opt.VersionOption = None,
-    goal: opt.GoalOption = "latency",
-    gpu: opt.GpuOption = None,
-    tp_size: opt.TpSizeOption = 4,
-    ep_size: opt.EpSizeOption = None,
-    attention_dp: opt.AttentionDpOption = None,
-    nodes: opt.NodesOption = 1,
-    isl: opt.IslOption = None,
-    osl: opt.OslOption = None,
-    concurrency: opt.ConcurrencyOption = None,
-    max_batch_size: opt.BatchOption = None,
-    max_num_tokens: opt.TokensOption = None,
-    max_seq_len: opt.SeqLenOption = None,
-    draft_len: opt.DraftLenOption = 3,
-    settings: opt.SetOption = None,
-    role: opt.RoleOption = None,
-    disaggregated: opt.DisaggregatedOption = None,
-    context_url: opt.ContextUrlOption = None,
-    generation_url: opt.GenerationUrlOption = None,
-    trust_remote_code: opt.TrustOption = False,
-    format: opt.FormatOption = "yaml",
-    dry_run: DryRunOption = False,
-    force: ForceOption = False,
-    json_: JsonOption = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class BuildConfigOptions(Intent):
+    """An intent, and where its files go."""
+
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write; without it the text goes to stdout.")
+    ] = None
+    disaggregated: Annotated[
+        Path | None, typer.Option(help="Directory for context.yml, generation.yml and front.yml, or dynamo.yml.")
+    ] = None
+    dry_run: DryRunOption = False
+    force: ForceOption = False
+    json_: JsonOption = False
+
+
+def build_config(options: BuildConfigOptions) -> None:
     """Write the engine YAML for exactly one TensorRT-LLM version; it always passes `trtspec lint`."""
     from trtspec.report import refuse_overwrite, say
-    from trtspec.trtllm.build.render import disaggregated as parts
-    from trtspec.trtllm.build.render import render_specs
-    from trtspec.trtllm.intent import Intent
+    from trtspec.trtllm.build.config import build
     from trtspec.trtllm.names import choose_version, load_head, load_target
 
-    _compatible(output, disaggregated, role, format)
-    model = load_target(target).spec
-    draft = load_head(head).spec if head else None
-    version, reason = choose_version(trtllm_version, model, draft)
+    _refuse_unused(options)
+    target = load_target(options.target, options.like).spec
+    head = load_head(options.head).spec if options.head else None
+    version, reason = choose_version(options.version or None, target, head)
     say(f"TensorRT-LLM {version}: {reason}")
-    intent = Intent(
-        target, version, head, goal, tp_size, max_batch_size, max_num_tokens, max_seq_len, draft_len,
-        tuple(settings or ()), trust_remote_code, gpu, nodes, role, attention_dp, ep_size, isl, osl, concurrency,
-        tuple(context_url or ()), tuple(generation_url or ()),
-    ).checked().fitted(model.max_position_embeddings)  # fmt: skip
-    wanted = parts(intent) if disaggregated else {str(output) if output else "": intent}
-    place = disaggregated or Path()
-    files: dict[Path | None, Recipe] = {}
-    for name, item in wanted.items():
-        path = place / name if name else None
-        if path is not None and not dry_run:
-            refuse_overwrite(path, force)
-        files[path] = render_specs(item, model, draft, path.name if path else "extra-llm-api-config.yml")
-    texts = {path: item.text if format == "yaml" else item.values_text() for path, item in files.items()}
-    _write(texts, dry_run)
-    report = {"version": version, "version_reason": reason}
-    _show(files, texts, report, dry_run, json_)
+    intent = Intent(**{item.name: getattr(options, item.name) for item in fields(Intent)})
+    intent = replace(intent, version=version).fitted(target.max_position_embeddings)
+    wanted = _wanted(intent, options)
+    files: dict[Path | None, list[EngineConfig]] = {}
+    for path, parts in wanted.items():
+        if path is not None and not options.dry_run:
+            refuse_overwrite(path, options.force)
+        name = {"config_path": path.name} if path and intent.format == "yaml" else {}
+        files[path] = [build(part, target, head, **name) for part in parts]
+    texts = {path: _text(parts) for path, parts in files.items()}
+    _write(texts, options.dry_run)
+    _show(files, texts, {"version": version, "version_reason": reason}, options)
 
 
-def _compatible(output: Path | None, disaggregated: Path | None, role: str | None, format: str) -> None:
-    from trtspec.errors import UsageError
+def _refuse_unused(options: BuildConfigOptions) -> None:
+    """Raises UsageError for an option that was set and that this form, or this part of a deployment, does not use."""
+    from trtspec.records import given, refuse_unused
 
-    if disaggregated is not None and (output is not None or role is not None):
-        raise UsageError("--disaggregated writes all parts into a directory", "leave --output and --role out")
-    if format == "helm-values" and (disaggregated is not None or role is not None):
-        raise UsageError("the chart runs whole servers, not parts", "write the YAML and use `trtspec serve`")
+    set_, every = given(options), {item.name for item in fields(options)}
+    if options.disaggregated is not None:
+        refuse_unused(options, {"output", "role"}, "by --disaggregated, which writes every part into a directory")
+    elif options.role == "front":
+        refuse_unused(
+            options, every - FRONT_USES - FILE_OPTIONS - {"format"}, "by the front, which only forwards requests"
+        )
+    else:
+        remedy = "use --disaggregated DIR or --role front"
+        refuse_unused(options, {"context_urls", "generation_urls"}, "by a server, which answers by itself", remedy)
+    if options.role is not None:
+        refuse_unused(options, {"format"} if options.format != "yaml" else set(), "by one part of a deployment")
+    if options.format == "dynamo":
+        refuse_unused(
+            options, {"context_urls", "generation_urls"}, "by Dynamo, whose frontend finds the servers by itself"
+        )
+    else:
+        refuse_unused(options, {"image"}, f"by --format {options.format}", "use --format dynamo")
+    if options.disaggregated is not None and options.format == "helm-values":
+        refuse_unused(options, {"disaggregated"}, "by the chart, which runs whole servers", "use --format dynamo or yaml")
+    if not options.head and "draft_len" in set_:
+        refuse_unused(options, {"draft_len"}, "by a server without a head", "name one with --head")
+    if options.output is None and options.disaggregated is None:
+        refuse_unused(options, {"force"}, "by a text on stdout", "name a file with --output")
+
+
+def _wanted(intent: Intent, options: BuildConfigOptions) -> dict[Path | None, list[Intent]]:
+    """The files by path (None: stdout), each with the servers that it describes."""
+    from trtspec.trtllm.build.config import disaggregated
+
+    place = options.disaggregated
+    if place is None:
+        return {options.output: [intent]}
+    parts = disaggregated(intent)
+    if intent.format == "dynamo":
+        return {place / "dynamo.yml": [part for part in parts.values() if part.role != "front"]}
+    return {place / name: [part] for name, part in parts.items()}
+
+
+def _text(parts: list[EngineConfig]) -> str:
+    """What the file holds, in the form that was asked for."""
+    form = parts[0].intent.format
+    if form == "yaml":
+        return parts[0].text
+    from trtspec.trtllm.build.kubernetes import dynamo, helm_values
+
+    return helm_values(parts[0]) if form == "helm-values" else dynamo(parts)
 
 
 def _write(texts: dict[Path | None, str], dry_run: bool) -> None:
@@ -91,31 +121,26 @@ def _write(texts: dict[Path | None, str], dry_run: bool) -> None:
 
 
 def _show(
-    files: dict[Path | None, Recipe], texts: dict[Path | None, str], report: dict[str, Any], dry_run: bool, json_: bool
+    files: dict[Path | None, list[EngineConfig]],
+    texts: dict[Path | None, str],
+    report: dict[str, Any],
+    options: BuildConfigOptions,
 ) -> None:
-    """The JSON contract (of the first file; all of them under `files`), or the text where nothing was written."""
+    """The JSON contract (of the first server; all of them under `files`), or the text where nothing was written."""
     from trtspec.report import print_json
 
     entries = []
-    for path, recipe in files.items():
-        problems = [finding.to_dict(str(path or "(stdout)")) for finding in recipe.findings]
-        if json_:
-            written = str(path) if path and not dry_run else None
-            values = _values(recipe.text)
-            entries.append(
-                {"output": written, "config": values, "text": texts[path], "argv": recipe.argv, "problems": problems}
-            )
-            continue
-        if path is None or dry_run:
+    for path, parts in files.items():
+        if not options.json_ and (path is None or options.dry_run):
             sys.stdout.write(texts[path])
-        for problem in problems:
-            if problem["severity"] == "warning":
-                sys.stderr.write(f"warning {problem['code']} {problem['message']}\n")
-    if json_:
+        for part in parts:
+            problems = [finding.to_dict(str(path or "(stdout)")) for finding in part.findings]
+            written = str(path) if path and not options.dry_run else None
+            entries.append(
+                {"output": written, "config": part.values, "text": texts[path], "argv": part.argv, "problems": problems}
+            )
+            for problem in problems:
+                if problem["severity"] == "warning" and not options.json_:
+                    sys.stderr.write(f"warning {problem['code']} {problem['message']}\n")
+    if options.json_:
         print_json({**report, **entries[0], "files": entries if len(entries) > 1 else []})
-
-
-def _values(text: str) -> Any:
-    from trtspec.trtllm.document import Document
-
-    return Document.parse(text).value

@@ -1,54 +1,120 @@
-"""What the user wants, before it is written for one engine version; it stands on the first line of every file."""
+"""What the user wants of one server, before it is written for one engine version.
+
+One record makes the options of `trtspec build-config`, its variables, and the first line of every file that it writes,
+which is the command that writes the file again; `parse_intent` reads that line.
+"""
 
 from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Literal
 
+import typer
 from packaging.version import Version
 
+from trtspec.data_files import gpu_names, gpu_spec
 from trtspec.errors import UsageError
+from trtspec.records import parse, words
 from trtspec.trtllm.schema import parse_version
 
 Goal = Literal["latency", "throughput"]
 Role = Literal["context", "generation", "front"]
+Form = Literal["yaml", "helm-values", "dynamo"]
 PREFIX = "# TensorRT-LLM "
+COMMAND = "trtspec build-config"
 ATTENTION_DP_FROM = 8  # ranks: below, replicating attention weights costs more KV cache than it saves
-GPUS_PER_NODE = {"gb200": 4, "gb300": 4}  # of one tray; every other kind comes in boards of eight
+CONTEXT_ATTENTION_DP_FROM = (
+    4  # InferenceX's context servers of Kimi-K2.5: a prompt is long, and its cache leaves at once
+)
 CONTEXT_BATCH = 4  # prompts at a time on a prefill server, as in Dynamo's recipe
 SPARE = 128  # tokens that a generation server keeps beside its full batch, for requests that arrive
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Intent:
-    """One server. Sizes that are None follow the workload, else the goal. `settings` are the user's own `--set` values.
+    """One server; a field that is None, or an empty version, was not chosen.
 
-    `role` is the part of a disaggregated deployment; `nodes` says over how many machines the ranks spread. `isl` and
-    `osl` are tokens of a prompt and of an answer, `concurrency` requests at a time in the whole server.
+    Sizes follow the workload, else the goal: `batch`, `tokens`, `seq_len`, `ep_size` and `attention_dp` are what is
+    written. The fields stand in the order of the words of the first line.
     """
 
-    target: str
-    version: str
-    head: str | None = None
-    goal: Goal = "latency"
-    tp_size: int = 4
-    max_batch_size: int | None = None
-    max_num_tokens: int | None = None
-    max_seq_len: int | None = None
-    draft_len: int = 3
-    settings: tuple[str, ...] = ()
-    trust_remote_code: bool = False
-    gpu: str | None = None
-    nodes: int = 1
-    role: Role | None = None
-    spread_attention: bool | None = None
-    experts_over: int | None = None
-    isl: int | None = None
-    osl: int | None = None
-    concurrency: int | None = None
-    context_urls: tuple[str, ...] = ()
-    generation_urls: tuple[str, ...] = ()
+    target: Annotated[str, typer.Argument(help="Checkpoint directory or hub id of the target.")]
+    like: Annotated[
+        str | None,
+        typer.Option(
+            "--like",
+            metavar="HUB_ID",
+            help="Published checkpoint that TARGET equals in shapes and formats, where TARGET is a directory that a "
+            "later job makes.",
+        ),
+    ] = None
+    head: Annotated[str | None, typer.Option(help="Eagle3 head: directory or hub id.")] = None
+    version: Annotated[
+        str,
+        typer.Option(
+            "--trtllm-version",
+            show_default="installed here, else newest known to run the model",
+            help="Exact TensorRT-LLM version, such as 1.3.0rc20.",
+        ),
+    ] = ""
+    goal: Annotated[Goal, typer.Option(help="What the default sizes are chosen for.")] = "latency"
+    tp_size: Annotated[
+        int, typer.Option("--tp-size", "--tp", "--gpus", min=1, help="Tensor-parallel size: GPUs of one server.")
+    ] = 4
+    max_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Requests per step and rank. Default: by --concurrency or the goal.")
+    ] = None
+    max_num_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step. Default: 8192.")] = None
+    max_seq_len: Annotated[
+        int | None, typer.Option(min=1, help="Prompt and answer together. Default: --isl + --osl, else 8192.")
+    ] = None
+    draft_len: Annotated[int, typer.Option(min=1, help="Draft tokens per step, with --head.")] = 3
+    nodes: Annotated[int, typer.Option(min=1, help="Machines that one server spans.")] = 1
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(gpu_names()),
+            help="GPU type. Fails if the configuration cannot run there or does not fit in its memory; otherwise notes "
+            "the KV-cache capacity in the file.",
+        ),
+    ] = None
+    role: Annotated[Role | None, typer.Option(help="One part of a disaggregated deployment.")] = None
+    experts_over: Annotated[
+        int | None,
+        typer.Option("--ep-size", "--ep", min=1, help="Ranks that share whole experts. Default: by the goal."),
+    ] = None
+    isl: Annotated[int | None, typer.Option(min=1, help="Prompt tokens, with --osl.")] = None
+    osl: Annotated[int | None, typer.Option(min=1, help="Answer tokens, with --isl.")] = None
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Concurrent requests of the whole server.")] = None
+    spread_attention: Annotated[
+        bool | None,
+        typer.Option(
+            "--attention-dp/--no-attention-dp", help="Each rank caches its own requests. Default: by the goal."
+        ),
+    ] = None
+    context_urls: Annotated[
+        tuple[str, ...],
+        typer.Option("--context-url", metavar="HOST:PORT", help="A context server, for the front. Repeatable."),
+    ] = ()
+    generation_urls: Annotated[
+        tuple[str, ...],
+        typer.Option("--generation-url", metavar="HOST:PORT", help="A generation server, for the front. Repeatable."),
+    ] = ()
+    settings: Annotated[
+        tuple[str, ...],
+        typer.Option("--set", metavar="KEY=VALUE", help="Any other engine setting, by its dotted key. Repeatable."),
+    ] = ()
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Let the engine run the code that the target brings.")
+    ] = False
+    format: Annotated[
+        Form, typer.Option(help="The engine YAML alone, values of the Helm chart, or a Dynamo deployment.")
+    ] = "yaml"
+    image: Annotated[
+        str | None,
+        typer.Option(help="Container image of a Dynamo deployment. Default: of the Dynamo release with this engine."),
+    ] = None
 
     @property
     def gpus_per_node(self) -> int:
@@ -58,7 +124,8 @@ class Intent:
     def attention_dp(self) -> bool:
         if self.spread_attention is not None:
             return self.spread_attention
-        return self.goal == "throughput" and self.tp_size >= ATTENTION_DP_FROM
+        least = CONTEXT_ATTENTION_DP_FROM if self.role == "context" else ATTENTION_DP_FROM
+        return self.goal == "throughput" and self.tp_size >= least
 
     @property
     def ep_size(self) -> int | None:
@@ -99,99 +166,56 @@ class Intent:
             return self.max_seq_len
         return self.isl + self.osl if self.isl is not None and self.osl is not None else 8192
 
+    @property
+    def published_as(self) -> str:
+        """The name by which the target is known, where its directory is not there yet."""
+        return self.like or self.target
+
     def fitted(self, positions: int) -> Intent:
-        """The same with a default max_seq_len that the model's positions hold; a typed one stays as it is."""
-        return self if self.max_seq_len is not None else replace(self, max_seq_len=min(self.seq_len, positions))
+        """The same, where nobody asked for a length, with one that the model's positions hold; an asked one stays."""
+        asked = self.max_seq_len is not None or self.isl is not None
+        return self if asked else replace(self, max_seq_len=min(self.seq_len, positions))
 
     def checked(self) -> Intent:
         """Itself. Raises UsageError for sizes that contradict each other."""
         if self.tp_size % self.nodes:
             message = f"{self.tp_size} ranks do not spread evenly over {self.nodes} nodes"
             raise UsageError(message, f"use --tp-size {-(-self.tp_size // self.nodes) * self.nodes}")
-        here = GPUS_PER_NODE.get(self.gpu or "", 8)
+        here = gpu_spec(self.gpu).gpus_per_node if self.gpu else self.tp_size
         if self.gpu and self.gpus_per_node > here:
             message = f"{self.gpus_per_node} ranks on one node, but a node of {self.gpu.upper()} has {here} GPUs"
             raise UsageError(message, f"use --nodes {-(-self.tp_size // here)}")
-        if self.experts_over and self.tp_size % self.experts_over:
-            message = f"experts over {self.experts_over} of {self.tp_size} ranks"
-            raise UsageError(message, "give --ep-size a divisor of --tp-size")
         if (self.isl is None) != (self.osl is None):
             raise UsageError("--isl and --osl make the sequence length together", "give both")
+        if self.tokens < self.step_tokens:
+            message = f"--max-num-tokens {self.tokens} does not hold one step of {self.batch} requests"
+            message += f" with {self.draft_len} draft tokens each" if self.head else ""
+            raise UsageError(message, f"use at least {self.step_tokens}, or a smaller --max-batch-size")
         return self
 
     def command(self) -> str:
-        """The command that writes the same file again."""
-        words = ["trtspec", "build-config", self.target]
-        words += ["--head", self.head] if self.head else []
-        words += ["--trtllm-version", self.version, "--goal", self.goal, "--tp-size", str(self.tp_size)]
-        words += ["--max-batch-size", str(self.batch), "--max-num-tokens", str(self.tokens)]
-        words += ["--max-seq-len", str(self.seq_len)]
-        words += ["--draft-len", str(self.draft_len)] if self.head else []
-        words += self._optional_words()
-        words += [word for item in self.settings for word in ("--set", item)]
-        words += ["--trust-remote-code"] if self.trust_remote_code else []
-        return shlex.join(words)
-
-    def _optional_words(self) -> list[str]:
-        words = [] if self.nodes == 1 else ["--nodes", str(self.nodes)]
-        for flag, value in (
-            ("--gpu", self.gpu), ("--role", self.role), ("--ep-size", self.experts_over),
-            ("--isl", self.isl), ("--osl", self.osl), ("--concurrency", self.concurrency),
-        ):  # fmt: skip
-            words += [] if value is None else [flag, str(value)]
-        if self.spread_attention is not None:
-            words.append("--attention-dp" if self.spread_attention else "--no-attention-dp")
-        words += [word for url in self.context_urls for word in ("--context-url", url)]
-        return words + [word for url in self.generation_urls for word in ("--generation-url", url)]
+        """The command that writes the same file again, with every derived size spelled out."""
+        if self.role == "front":
+            return f"{COMMAND} {shlex.join(words(self))}"
+        sized = replace(self, max_batch_size=self.batch, max_num_tokens=self.tokens, max_seq_len=self.seq_len)
+        always = {"goal", "tp_size"} | ({"draft_len"} if self.head else set())
+        return f"{COMMAND} {shlex.join(words(sized, always))}"
 
     def first_line(self) -> str:
         return f"{PREFIX}{Version(self.version)}: {self.command()}"
 
 
 def parse_intent(text: str) -> Intent | None:
-    """The intent on the first line of a file that build-config wrote; None for any other file."""
+    """The intent on the first line of a file that build-config wrote; None for any other file. Raises UsageError for a
+    line that build-config does not take."""
     first = text.partition("\n")[0]
-    if not first.startswith(PREFIX) or ": trtspec build-config " not in first:
+    if not first.startswith(PREFIX) or f": {COMMAND} " not in first:
         return None
     version, _, command = first.removeprefix(PREFIX).partition(": ")
     parse_version(version)
-    found = _parse(shlex.split(command)[2:])
-    found["version"] = found["version"] or version
-    values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in found.items()}
-    return Intent(**values)
-
-
-def _parse(words: list[str]) -> dict[str, Any]:
-    """Raises UsageError for words that build-config does not take."""
-    import argparse  # here, because only files that were written before need it
-
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    parser.add_argument("target")
-    parser.add_argument("--head")
-    parser.add_argument("--trtllm-version", dest="version")
-    parser.add_argument("--goal", choices=("latency", "throughput"), default="latency")
-    parser.add_argument("--role", choices=("context", "generation", "front"))
-    parser.add_argument("--gpu")
-    parser.add_argument("--attention-dp", action=argparse.BooleanOptionalAction, dest="spread_attention")
-    parser.add_argument("--ep-size", type=int, dest="experts_over")
-    for name, default in (
-        ("tp-size", 4), ("max-batch-size", None), ("max-num-tokens", None), ("max-seq-len", None), ("draft-len", 3),
-        ("nodes", 1), ("isl", None), ("osl", None), ("concurrency", None),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default)
-    for flag, name in (("set", "settings"), ("context-url", "context_urls"), ("generation-url", "generation_urls")):
-        parser.add_argument(f"--{flag}", dest=name, action="append", default=[])
-    parser.add_argument("--trust-remote-code", action="store_true")
-    parser.add_argument("--format")  # of chart values; says nothing about the server
     try:
-        found, unknown = parser.parse_known_args(words)
-    except (argparse.ArgumentError, SystemExit) as error:
-        raise UsageError(
-            f"the first line of the configuration does not parse: {error}", "write the file again"
-        ) from None
-    if unknown:
-        message = f"the first line of the configuration does not parse: {' '.join(unknown)}"
-        raise UsageError(message, "write the file again")
-    values = vars(found)
-    del values["format"]
-    return values
+        found = parse(Intent, command.removeprefix(f"{COMMAND} "), "build-config")
+    except (UsageError, ValueError) as error:  # ValueError: a quotation mark that nobody closed
+        message = f"the first line of the configuration does not parse: {error}"
+        raise UsageError(message, "write the file again") from None
+    return found if found.version else replace(found, version=version)

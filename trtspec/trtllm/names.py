@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,12 +29,36 @@ class Head:
     spec: HeadSpec
 
 
-def load_target(name: str) -> Target:
-    """Raises UsageError when the name is a head's."""
+def load_target(name: str, like: str | None = None) -> Target:
+    """The target called `name`. With `like`, a directory that is not there yet stands for that published checkpoint,
+    and one that is there must equal it. Raises UsageError when the name is a head's, or nothing that is known."""
+    if like is None or Path(name).expanduser().exists():
+        resolved = _target(name)
+    else:
+        resolved = replace(_target(like), name=name, path=None)
+    found = Target(resolved, resolved.target_spec())
+    if like is not None and resolved.path is not None:
+        _must_equal(name, found.spec, like)
+    return found
+
+
+def _target(name: str) -> Resolved:
     resolved = resolve(name, allow_download=False)
     if resolved.kind != "target":
         raise UsageError(f"{name} is a draft head, not a target", "pass the target first and the head with --head")
-    return Target(resolved, resolved.target_spec())
+    return resolved
+
+
+def _must_equal(name: str, here: ModelSpec, like: str) -> None:
+    """Raises UsageError where a checkpoint that is here differs from the one that it is said to be like."""
+    there = _target(like).target_spec()
+    names = [item.name for item in fields(there) if item.name != "quant"]
+    differing = [name for name in names if getattr(here, name) != getattr(there, name)]
+    if (here.quant.format, here.quant.kv_cache) != (there.quant.format, there.quant.kv_cache):
+        differing.append("quantization")
+    if differing:
+        remedy = f"leave --like out: {name} is here and is read itself"
+        raise UsageError(f"{name} is not like {like}: {', '.join(differing)}", remedy)
 
 
 def load_head(name: str) -> Head:

@@ -54,6 +54,16 @@ def reports(version: Version, target: ModelSpec, head: HeadSpec) -> list[dict[st
     ]
 
 
+def dynamo_releases() -> dict[str, str]:
+    """Releases of Dynamo, newest first, with the engine version that the image of each carries."""
+    return _data()["dynamo"]["releases"]
+
+
+def dynamo_release(version: str) -> str | None:
+    """The release of Dynamo that carries exactly this engine; None where none is known to."""
+    return next((name for name, engine in dynamo_releases().items() if Version(engine) == Version(version)), None)
+
+
 def driver_for(version: Version) -> tuple[int, str]:
     """The oldest major driver version for a release, and why."""
     entry = next(e for e in reversed(_data()["drivers"]) if version >= Version(e["from"]))

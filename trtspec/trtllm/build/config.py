@@ -1,24 +1,31 @@
-"""Writes the engine YAML of an intent for exactly one version, every line with its reason."""
+"""Writes the engine YAML of an intent for exactly one version, every line with its reason, and the command for it."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
 
+from trtspec.data_files import gpu_spec
 from trtspec.errors import CheckFailed, UsageError
+from trtspec.planning.layout import Layout
+from trtspec.planning.routes import refusals
 from trtspec.report import problem_lines
 from trtspec.specs import HeadSpec, ModelSpec
-from trtspec.trtllm.build.settings import Choice, choices
+from trtspec.trtllm.build.settings import FRACTION, EngineSetting, engine_settings
 from trtspec.trtllm.document import Document, scalar
-from trtspec.trtllm.intent import Intent
+from trtspec.trtllm.intent import Intent, Role
 from trtspec.trtllm.lint.finding import Deployment, Finding
 from trtspec.trtllm.lint.linter import lint
+from trtspec.trtllm.names import load_head, load_target
 from trtspec.trtllm.schema import schema_for
+from trtspec.trtllm.serve.command import CONFIG_NAME, build_command
 from trtspec.trtllm.speculation import SPEC
 
+FILES: dict[Role, str] = {"context": "context.yml", "generation": "generation.yml", "front": "front.yml"}
+TOLD = ("TS-LINT-VERSION-NEWER", "TS-PAIR-")  # warnings about what was chosen, not about what is written
 OPTION_ONLY = {
     "tensor_parallel_size": "--tp-size",
     "moe_expert_parallel_size": "--ep-size",
@@ -35,10 +42,12 @@ OPTION_ONLY = {
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """A written file and what lint says about it (no errors among them)."""
+    """A written file, the command that serves it (`argv`: trtllm-serve, ending with the file's path), and what lint
+    says about the file: nothing of ours above "info", and what the user's own `--set` values bring."""
 
     intent: Intent
     text: str
+    argv: list[str]
     findings: tuple[Finding, ...]
 
     @property
@@ -46,47 +55,87 @@ class EngineConfig:
         return Document.parse(self.text).value
 
 
-def build(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> EngineConfig:
-    """Raises CheckFailed with every problem when what is asked for cannot run on this version."""
-    intent.checked()
+def build(intent: Intent, target: ModelSpec, head: HeadSpec | None, config_path: str = CONFIG_NAME) -> EngineConfig:
+    """Raises CheckFailed with every problem when what is asked for cannot run, or is not known to run, on this GPU,
+    in this layout or on this version; UsageError for sizes that contradict each other."""
     if intent.role == "front":
-        return EngineConfig(intent, front(intent), ())
+        return EngineConfig(intent, front(intent), ["trtllm-serve", "disaggregated", "-c", config_path], ())
+    intent.checked()
+    refused = refusals(
+        target, gpu=gpu_spec(intent.gpu) if intent.gpu else None, tp_size=intent.tp_size, ep_size=intent.ep_size,
+        attention_dp=intent.attention_dp, tokens=intent.seq_len, draft_len=intent.draft_len if head else 0,
+    )  # fmt: skip
+    if refused:
+        raise CheckFailed(f"{intent.target} cannot be served like this:\n" + "\n".join(problem_lines(refused)))
     text = compose(intent, target, head)
-    findings = tuple(lint(text, judged_as(intent, target, head)))
-    errors = [finding.problem("(generated)") for finding in findings if finding.severity == "error"]
-    if errors:
-        listed = "\n".join(problem_lines(errors))
-        raise CheckFailed(f"no configuration for TensorRT-LLM {intent.version} can do this:\n{listed}")
-    return EngineConfig(intent, text, findings)
+    findings = _judged(intent, target, head, text)
+    command = build_command(
+        intent, target, schema_for(intent.version), Document.parse(text),
+        host="0.0.0.0", port=8000, config_path=config_path, explicit={}, passed=[],
+    )  # fmt: skip
+    return EngineConfig(intent, text, command.argv, findings)
+
+
+def build_named(intent: Intent, config_path: str = CONFIG_NAME) -> EngineConfig:
+    """As `build`, of the names in the intent, looked up as the commands do."""
+    head = load_head(intent.head).spec if intent.head else None
+    return build(intent, load_target(intent.target, intent.like).spec, head, config_path)
+
+
+def disaggregated(intent: Intent) -> dict[str, Intent]:
+    """The three files of a disaggregated deployment by name: both kinds of server, and the front."""
+    server = replace(intent, context_urls=(), generation_urls=())
+    urls: dict[str, Any] = {"context_urls": intent.context_urls, "generation_urls": intent.generation_urls}
+    return {
+        FILES["context"]: replace(server, role="context", max_batch_size=None),
+        FILES["generation"]: replace(server, role="generation"),
+        FILES["front"]: Intent(target=intent.target, version=intent.version, role="front", **urls),
+    }
+
+
+def _judged(intent: Intent, target: ModelSpec, head: HeadSpec | None, text: str) -> tuple[Finding, ...]:
+    """What lint says. Raises CheckFailed for errors and for warnings, such as a release of which nobody knows whether it
+    runs this. Only told: what the user's own settings bring, a head that was published for another target, a release
+    newer than any known one."""
+    deployment = judged_as(intent, target, head)
+    findings = tuple(lint(text, deployment))
+    plain = lint(compose(replace(intent, settings=()), target, head), deployment) if intent.settings else findings
+    ours = {(finding.code, finding.key) for finding in plain if not finding.code.startswith(TOLD)}
+    refused = [
+        finding.problem("(generated)")
+        for finding in findings
+        if finding.severity == "error" or (finding.severity == "warning" and (finding.code, finding.key) in ours)
+    ]
+    if refused:
+        listed = "\n".join(problem_lines(refused))
+        raise CheckFailed(f"no configuration for TensorRT-LLM {intent.version} is known to do this:\n{listed}")
+    return findings
 
 
 def judged_as(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> Deployment:
-    from trtspec.data_files import gpu_spec
-
     return Deployment(
-        schema_for(intent.version), target, intent.target, head, intent.head or "", argv=settings_in_argv(intent),
+        schema_for(intent.version), target, intent.published_as, head, intent.head or "", argv=settings_in_argv(intent),
         gpu=gpu_spec(intent.gpu).compute_capability if intent.gpu else None,
     )  # fmt: skip
 
 
 def compose(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> str:
     """The text alone, not yet judged; raises UsageError for a `--set` that is no setting."""
-    found = {choice.path: choice for choice in choices(intent, schema_for(intent.version), target, head)}
+    found = {item.path: item for item in engine_settings(intent, schema_for(intent.version), target, head)}
     for item in intent.settings:
-        choice = _own(item)
-        _replace(found, choice)
-    return f"{intent.first_line()}\n{_header(intent)}{_room(intent, target, head, found)}{_emit(found)}"
+        _replace(found, _own(item))
+    return f"{intent.first_line()}\n{_header(intent)}{_capacity(intent, target, head, found)}{_emit(found)}"
 
 
-def _replace(found: dict[str, Choice], choice: Choice) -> None:
+def _replace(found: dict[str, EngineSetting], own: EngineSetting) -> None:
     """A user's value takes the place of ours, and of the whole that ours turns off (`cuda_graph_config: null`)."""
-    parent = choice.path.rpartition(".")[0]
+    parent = own.path.rpartition(".")[0]
     if parent in found and found[parent].value is None:
         del found[parent]
-    if choice.value is None:
-        for path in [path for path in found if path.startswith(f"{choice.path}.")]:
+    if own.value is None:
+        for path in [path for path in found if path.startswith(f"{own.path}.")]:
             del found[path]
-    found[choice.path] = choice
+    found[own.path] = own
 
 
 def front(intent: Intent) -> str:
@@ -125,7 +174,7 @@ def settings_in_argv(intent: Intent) -> dict[str, Any]:
     return settings
 
 
-def _own(item: str) -> Choice:
+def _own(item: str) -> EngineSetting:
     """A `--set key=value`; raises UsageError for what has an option of its own."""
     path, separator, text = item.partition("=")
     if not separator or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", path):
@@ -138,7 +187,7 @@ def _own(item: str) -> Choice:
         raise UsageError(
             f"the value of --set {item!r} is not YAML", "quote it, for example --set 'key=[1, 2]'"
         ) from None
-    return Choice(path, value, "asked for with --set")
+    return EngineSetting(path, value, "asked for with --set")
 
 
 def _header(intent: Intent) -> str:
@@ -155,30 +204,38 @@ def _header(intent: Intent) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _room(intent: Intent, target: ModelSpec, head: HeadSpec | None, found: dict[str, Choice]) -> str:
-    """What the cache holds, where the GPU is known; raises CheckFailed when it holds no request."""
+def _capacity(intent: Intent, target: ModelSpec, head: HeadSpec | None, found: dict[str, EngineSetting]) -> str:
+    """How many requests the cache holds, by the memory model of `trtspec plan`, where the GPU is known. Raises
+    CheckFailed when it holds none."""
     if intent.gpu is None:
         return ""
-    from trtspec.trtllm.build.capacity import held_requests
+    from trtspec.planning.memory import memory
 
-    chosen = found.get("kv_cache_config.free_gpu_memory_fraction")
-    held = held_requests(intent, target, head, float(chosen.value) if chosen else 0.9)
+    chosen, gpu = found.get(FRACTION), gpu_spec(intent.gpu)
+    fraction = float(chosen.value) if chosen and isinstance(chosen.value, int | float) else 0.9
+    layout = Layout(intent.tp_size, (intent.ep_size or 1) > 1, intent.attention_dp)
+    estimate = memory(target, head, gpu, layout, fraction=fraction, max_num_tokens=intent.tokens)
+    held = estimate.sequences(intent.seq_len)
+    if held < 1:
+        message = f"{intent.target} with one request of {intent.seq_len} tokens does not fit on {intent.tp_size} x "
+        remedy = "use more GPUs or larger ones, or a smaller --max-seq-len; see `trtspec plan`"
+        raise CheckFailed(message + gpu.name.upper(), remedy)
     batch = intent.batch * (intent.tp_size if intent.attention_dp else 1)
     less = f", fewer than a full batch of {batch:,}: shorter ones fill it" if held < batch else ""
     return f"# The cache holds {held:,} requests of {intent.seq_len:,} tokens (`trtspec plan`){less}.\n"
 
 
-def _emit(found: dict[str, Choice]) -> str:
+def _emit(found: dict[str, EngineSetting]) -> str:
     """YAML in the order of the choices, grouped by top-level key, each value with its reason behind it."""
     tree: dict[str, Any] = {}
-    for choice in found.values():
-        *parents, name = choice.path.split(".")
+    for setting in found.values():
+        *parents, name = setting.path.split(".")
         place = tree
         for parent in parents:
             place = place.setdefault(parent, {})
-            if isinstance(place, Choice):
-                raise UsageError(f"--set gives both {parent} and {choice.path}", "give one of them")
-        place[name] = choice
+            if isinstance(place, EngineSetting):
+                raise UsageError(f"--set gives both {parent} and {setting.path}", "give one of them")
+        place[name] = setting
     return "".join(f"{line}\n" for line in _lines(tree, 0))
 
 
@@ -186,7 +243,7 @@ def _lines(tree: dict[str, Any], depth: int) -> list[str]:
     indent = "  " * depth
     written = []
     for name, item in tree.items():
-        if isinstance(item, Choice):
+        if isinstance(item, EngineSetting):
             written.append(f"{indent}{name}: {scalar(item.value)}  # {item.reason}")
         else:
             written += [f"{indent}{name}:", *_lines(item, depth + 1)]

@@ -92,7 +92,7 @@ def _kimi_options(
     if intent.trust_remote_code and "trust_remote_code" not in given and not document.has("trust_remote_code"):
         words.append("--trust_remote_code")
         settings["trust_remote_code"] = True
-    parser = right_parser(target, intent.target)
+    parser = right_parser(target, intent.published_as)
     exists = parser == "kimi_k2" or gate("kimi_k25_parser").state(schema.version) == "yes"
     decided = "reasoning_parser" in given or document.has("reasoning_parser")
     if parser is not None and _takes(schema, "reasoning_parser", parser) and exists and not decided:

@@ -202,7 +202,7 @@ def _read(config: Path | None) -> str | None:
 
 def _intent(request: Request, written: Intent | None, version: str, head: str | None) -> Intent:
     """What was typed, over what the file's first line says, over the goal's defaults."""
-    start = written or Intent(request.target, version)
+    start = written or Intent(target=request.target, version=version)
     typed = {
         key: value
         for key in ("goal", "tp_size", "max_batch_size", "max_num_tokens", "max_seq_len", "draft_len")

@@ -1,0 +1,131 @@
+"""What build-config refuses because it could not run or would be changed on the way, by the command itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from trtspec.cli.app import app
+from trtspec.errors import CheckFailed, TrtspecError, UsageError
+from trtspec.trtllm.build.config import build, build_named
+from trtspec.trtllm.intent import Intent, parse_intent
+from trtspec.trtllm.lint.deployment import deployment_of
+from trtspec.trtllm.lint.finding import Finding
+from trtspec.trtllm.lint.linter import lint
+from trtspec.trtllm.names import load_head, load_target
+
+K26, HEAD = "nvidia/Kimi-K2.6-NVFP4", "nvidia/Kimi-K2.6-Eagle3"
+
+
+def run(*words: str) -> str:
+    """stdout of build-config; raises what it raises."""
+    done = CliRunner().invoke(app, ["build-config", *words, "--trtllm-version", "1.3.0rc20"])
+    if done.exception is not None:
+        raise done.exception
+    return done.stdout
+
+
+REFUSED = [
+    ([K26, "--isl", "300000", "--osl", "4096"], CheckFailed, "304,096 tokens are longer than the model's 262,144"),
+    ([K26, "--max-seq-len", "262145"], CheckFailed, "longer than the model's 262,144"),
+    ([K26, "--tp-size", "6"], CheckFailed, "64 attention heads do not divide by tensor-parallel size 6"),
+    ([K26, "--head", HEAD, "--draft-len", "99"], CheckFailed, "a draft of 99 tokens cannot pay"),
+    ([K26, "--gpu", "h100", "--tp-size", "8"], CheckFailed, "H100, compute capability 9.0, has no tensor cores for nvfp4"),
+    ([K26, "--gpu", "h200", "--tp-size", "8"], CheckFailed, "8 H200"),
+    (["moonshotai/Kimi-K2.6", "--gpu", "h200", "--tp-size", "8"], CheckFailed, "native INT4 weights"),
+    ([K26, "--max-batch-size", "64", "--max-num-tokens", "32"], UsageError, "does not hold one step of 64 requests"),
+    ([K26, "--draft-len", "5"], UsageError, "--draft-len is not used by a server without a head"),
+    ([K26, "--context-url", "a:1"], UsageError, "--context-url is not used by a server"),
+    ([K26, "--role", "front", "--max-batch-size", "8"], UsageError, "--max-batch-size is not used by the front"),
+    ([K26, "--role", "context", "--format", "helm-values"], UsageError, "--format is not used by one part"),
+    ([K26, "--force"], UsageError, "--force is not used by a text on stdout"),
+    ([K26, "--image", "x:1"], UsageError, "--image is not used by --format yaml"),
+    (["/models/made-later", "--format", "helm-values"], UsageError, "neither a directory nor a hub id"),
+    ([K26, "--gpu", "b100"], UsageError, "choose one of"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "error", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_run_is_refused(words: list[str], error: type[TrtspecError], message: str) -> None:
+    with pytest.raises(error) as refused:
+        run(*words)
+    assert message in f"{refused.value.message} {refused.value.remedy}"
+
+
+def test_hopper_gets_its_one_route() -> None:
+    text = run("moonshotai/Kimi-K2-Instruct-0905", "--gpu", "h200", "--tp-size", "8")
+    assert "The cache holds" in text and "moe_config" not in text
+
+
+def test_a_target_that_a_job_makes_later(tmp_path: Path) -> None:
+    target = str(tmp_path / "Kimi-K2.6-NVFP4")
+    words = (target, "--like", K26, "--head", HEAD, "--gpu", "b200", "--trust-remote-code")
+    values = yaml.safe_load(run(*words, "--format", "helm-values"))
+    published = yaml.safe_load(run(K26, *words[3:], "--format", "helm-values"))
+    assert values["model"] == {**published["model"], "target": target}
+    assert values["server"] == published["server"]
+    ours, theirs = values["engineConfig"], published["engineConfig"]
+    assert yaml.safe_load(ours) == yaml.safe_load(theirs)
+    again = parse_intent(ours)
+    assert again is not None and build_named(again).text == ours
+
+
+def test_like_is_checked_against_a_target_that_is_here(tiny_target: Path) -> None:
+    with pytest.raises(UsageError, match=f"is not like {K26}: .*hidden_size"):
+        run(str(tiny_target), "--like", K26)
+
+
+PRODUCT = {
+    "version": ["1.1.0", "1.2.1", "1.3.0rc6", "1.3.0rc13", "1.3.0rc17", "1.3.0rc20", "1.3.0rc21", "1.3.0rc22",
+                "1.3.0rc23", "1.3.0rc25", "1.3.0rc29", "1.4.0rc0", "1.4.0rc1"],
+    "pair": [("nvidia/Kimi-K2.5-NVFP4", None), ("nvidia/Kimi-K2.6-NVFP4", HEAD),
+             ("nvidia/Kimi-K2.6-NVFP4", "lightseekorg/kimi-k2.6-eagle3.1-mla"),
+             ("nvidia/Kimi-K2.5-NVFP4", "lightseekorg/kimi-k2.5-eagle3"), ("moonshotai/Kimi-K2-Instruct-0905", None)],
+    "goal": ["latency", "throughput"],
+    "role": [None, "context", "generation"],
+    "size": [("b200", 4), ("b200", 8), ("gb200", 4), ("b300", 8), ("gb300", 4), ("h200", 8), (None, 8)],
+    "length": [8192, 131072],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_is_written_carries_no_finding_of_our_own_linter(step: int) -> None:
+    """The product of version, pair, goal, role, GPU and length (every 11th by default): refused with a reason, or clean
+    as `lint FILE` judges it, which knows no more than the file. Facts (severity info), and what is wrong with a head
+    itself, are no finding about the file."""
+    accepted, tried, found, specs = 0, 0, [], {}
+    for version, (target, head), goal, role, (gpu, tp), length in list(itertools.product(*PRODUCT.values()))[::step]:
+        tried += 1
+        intent = Intent(
+            target=target, version=version, head=head, goal=goal, role=role, gpu=gpu, tp_size=tp, max_seq_len=length,
+            trust_remote_code=True,
+        )  # fmt: skip
+        for name, load in ((target, load_target), (head, load_head)):
+            if name and name not in specs:
+                specs[name] = load(name).spec
+        try:
+            config = build(intent, specs[target], specs[head] if head else None)
+        except (CheckFailed, UsageError):
+            continue
+        accepted += 1
+        found += [(intent.command(), item.code, item.message) for item in config.findings if warns(item)]
+        if accepted % 40 == 0:  # `lint` reads the first line of the file, which takes longer than all else
+            judged = lint(config.text, deployment_of(config.text, version=None, target=None, head=None)[0])
+            found += [(intent.command(), item.code, item.message) for item in judged if warns(item)]
+    assert not found, found[:3]
+    assert accepted > tried // 3
+
+
+def warns(finding: Finding) -> bool:
+    return finding.severity != "info" and not finding.code.startswith("TS-PAIR-")
+
+
+def test_json_names_what_is_written(tmp_path: Path) -> None:
+    report = json.loads(run(K26, "--head", HEAD, "-o", str(tmp_path / "a.yml"), "--json"))
+    assert report["output"] == str(tmp_path / "a.yml") and report["config"]["speculative_config"]["max_draft_len"] == 3
+    assert report["argv"][-1] == "a.yml" and (tmp_path / "a.yml").read_text() == report["text"]

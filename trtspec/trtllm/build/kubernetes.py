@@ -1,0 +1,215 @@
+"""An engine configuration as the objects that a cluster reads: values of our Helm chart, or a Dynamo deployment.
+
+Both carry the engine's YAML as text, byte for byte as `--format yaml` writes it, and the sizes as options beside it.
+The objects of a Dynamo deployment follow ai-dynamo/dynamo 1e4f6939, recipes/kimi-k2.5/trtllm, and the options of its
+worker those that aiconfigurator writes for it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from trtspec.data_files import gpu_spec
+from trtspec.errors import UsageError
+from trtspec.trtllm.build.config import EngineConfig, settings_in_argv
+from trtspec.trtllm.intent import Intent, Role
+from trtspec.trtllm.names import load_head, load_target
+from trtspec.trtllm.releases import dynamo_release, dynamo_releases
+
+IMAGE = "nvcr.io/nvidia/ai-dynamo/tensorrtllm-runtime"
+WEIGHTS, CONFIG, CHANNEL = "/model-cache", "/config", "compute-domain-channel"
+PARTS: dict[Role | None, str] = {None: "agg", "context": "prefill", "generation": "decode"}
+WORKER_OPTIONS = {
+    "tensor_parallel_size": "--tensor-parallel-size",
+    "moe_expert_parallel_size": "--expert-parallel-size",
+    "max_batch_size": "--max-batch-size",
+    "max_num_tokens": "--max-num-tokens",
+    "max_seq_len": "--max-seq-len",
+}
+PARSERS = {"--tool_parser": "--dyn-tool-call-parser", "--reasoning_parser": "--dyn-reasoning-parser"}
+
+
+class _Text(str):
+    """Written as a literal block, so that the engine's YAML keeps its comments and stays readable."""
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_representer(_Text, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|"))
+
+
+def _dump(value: dict[str, Any]) -> str:
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=10**6)
+
+
+def helm_values(config: EngineConfig) -> str:
+    """The keys of docker/helm/trtspec. The path of the configuration is the chart's business and is left out of the
+    options. Raises UsageError for one part of a disaggregated deployment, which the chart does not run."""
+    intent = replace(config.intent, format="helm-values")
+    if intent.role is not None:
+        raise UsageError(
+            "the chart runs whole servers, not the parts of a disaggregated one",
+            "use --format dynamo, or write the YAML and start the parts with `trtspec serve`",
+        )
+    model: dict[str, Any] = {"target": intent.target, "head": intent.head}
+    size = checkpoint_gib(intent)
+    if size is not None:
+        model["sizeGiB"] = size
+    values: dict[str, Any] = {
+        "image": {"tag": intent.version},
+        "model": model,
+        "nodes": intent.nodes,
+        "gpusPerNode": intent.gpus_per_node,
+    }
+    if intent.gpu:
+        values["gpuProduct"] = intent.gpu.upper()
+    values["server"] = {"args": config.argv[2 : config.argv.index("--extra_llm_api_options")]}
+    values["engineConfig"] = _Text(config.text)
+    return f"{intent.first_line()}\n{_dump(values)}"
+
+
+def checkpoint_gib(intent: Intent) -> int | None:
+    """GiB of both checkpoints, rounded up: from the shapes, and of the head with its embedding."""
+    from trtspec.planning.weights import checkpoint_bytes, head_weights
+
+    total = checkpoint_bytes(load_target(intent.target, intent.like).spec)
+    if intent.head is not None:
+        spec = load_head(intent.head).spec
+        total += head_weights(spec).bytes + 2 * spec.vocab_size * spec.hidden_size
+    return -(-total // 2**30)
+
+
+def dynamo(configs: list[EngineConfig]) -> str:
+    """A ConfigMap with the engine YAML of each server, a ComputeDomain where ranks of several trays share NVLink, and
+    the DynamoGraphDeployment. The weights lie on the claim `model-cache`, as in Dynamo's recipes. Raises UsageError for
+    an engine version that no Dynamo release carries, unless an image is named."""
+    whole = replace(configs[0].intent, role=None if len(configs) > 1 else configs[0].intent.role)
+    for given in filter(None, (whole.target, whole.head)):
+        if given.startswith(("/", ".", "~")) and not given.startswith(f"{WEIGHTS}/"):
+            raise UsageError(f"{given} is not on the claim that the workers mount at {WEIGHTS}", PLACE)
+    image = whole.image or f"{IMAGE}:{_release(whole.version)}"
+    name = _name(whole)
+    data = {f"{PARTS[config.intent.role]}.yaml": _Text(config.text) for config in configs}
+    objects = [_object("v1", "ConfigMap", f"{name}-engine", {"data": data})]
+    services = {"Frontend": _frontend(image)}
+    for config in configs:
+        part = PARTS[config.intent.role]
+        services[part] = _worker(config, f"{name}-engine", image, f"{name}-{part}")
+        if _joined(config.intent):
+            objects.append(_compute_domain(f"{name}-{part}"))
+    objects.append(_object("nvidia.com/v1alpha1", "DynamoGraphDeployment", name, {"spec": {"services": services}}))
+    lines = [whole.first_line(), *(line for line in NOTES if len(configs) > 1 or "prefill" not in line)]
+    return "\n".join(lines) + "\n" + "---\n".join(_dump(item) for item in objects)
+
+
+PLACE = f"pass a hub id, or a directory below {WEIGHTS}, which --like makes known before it is there"
+NOTES = (
+    "# Apply with `kubectl apply -f <this file>` where Dynamo's operator runs. The claim `model-cache` holds the hub",
+    "# cache with target and head; Dynamo's recipes have a job that fills it. One replica each: scale with `replicas`.",
+    "# The prefill and the decode server carry the same head and hand caches over by themselves.",
+)
+
+
+def _release(version: str) -> str:
+    """The tag of the image that carries the engine."""
+    found = dynamo_release(version)
+    if found is None:
+        carried = ", ".join(f"{engine} (Dynamo {release})" for release, engine in dynamo_releases().items())
+        remedy = f"use --trtllm-version with one of {carried}, or name an image of your own with --image"
+        raise UsageError(f"no Dynamo release is known that carries TensorRT-LLM {version}", remedy)
+    return found
+
+
+def _name(intent: Intent) -> str:
+    """A name that Kubernetes takes: of the target, and of what serves it."""
+    target = re.sub(r"[^a-z0-9]+", "-", intent.published_as.rpartition("/")[2].lower()).strip("-")
+    return f"{target[:40].strip('-')}-{'eagle' if intent.head else 'plain'}"
+
+
+def _object(version: str, kind: str, name: str, rest: dict[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, **rest}
+
+
+def _joined(intent: Intent) -> bool:
+    """Whether NVLink joins the nodes of one server; the cluster must then be told that they belong together."""
+    return intent.nodes > 1 and intent.gpu is not None and gpu_spec(intent.gpu).nvlink_gpus > intent.gpus_per_node
+
+
+def _compute_domain(name: str) -> dict[str, Any]:
+    """Nodes join it when their pods ask for its channel, which numNodes 0 stands for."""
+    spec = {"numNodes": 0, "channel": {"resourceClaimTemplate": {"name": f"{name}-channel"}}}
+    return _object("resource.nvidia.com/v1beta1", "ComputeDomain", name, {"spec": spec})
+
+
+def _frontend(image: str) -> dict[str, Any]:
+    """Round robin, because without reuse of prefixes no worker suits a request better than another."""
+    container = {
+        "image": image,
+        "command": ["python3", "-m", "dynamo.frontend"],
+        "args": ["--router-mode", "round-robin"],
+    }
+    return {"componentType": "frontend", "replicas": 1, "extraPodSpec": {"mainContainer": container}}
+
+
+def _worker(config: EngineConfig, config_map: str, image: str, name: str) -> dict[str, Any]:
+    intent, part = config.intent, PARTS[config.intent.role]
+    container = {
+        "image": image,
+        "workingDir": "/workspace/",
+        "command": ["python3", "-m", "dynamo.trtllm"],
+        "args": _arguments(config, f"{CONFIG}/{part}.yaml"),
+        "env": [
+            {"name": "HF_HOME", "value": WEIGHTS},
+            {"name": "HF_HUB_OFFLINE", "value": "1"},
+            {"name": "HF_MODULES_CACHE", "value": "/tmp/hf_modules"},
+        ],
+        # an hour to load a trillion parameters, as in Dynamo's recipes
+        "startupProbe": {"httpGet": {"path": "/live", "port": 9090}, "periodSeconds": 60, "failureThreshold": 60},
+        "volumeMounts": [
+            {"name": "model-cache", "mountPath": WEIGHTS},
+            {"name": "engine", "mountPath": CONFIG, "readOnly": True},
+        ],
+    }
+    pod: dict[str, Any] = {
+        "mainContainer": container,
+        "volumes": [
+            {"name": "model-cache", "persistentVolumeClaim": {"claimName": "model-cache"}},
+            {"name": "engine", "configMap": {"name": config_map}},
+        ],
+    }
+    service: dict[str, Any] = {"componentType": "worker", "replicas": 1, "extraPodSpec": pod}
+    if intent.role is not None:
+        service["subComponentType"] = part
+    if intent.nodes > 1:
+        service["multinode"] = {"nodeCount": intent.nodes}
+    resources: dict[str, Any] = {"limits": {"gpu": str(intent.gpus_per_node)}}
+    if _joined(intent):
+        pod["resourceClaims"] = [{"name": CHANNEL, "resourceClaimTemplateName": f"{name}-channel"}]
+        resources["claims"] = [{"name": CHANNEL}]
+    return {**service, "resources": resources}
+
+
+def _arguments(config: EngineConfig, path: str) -> list[str]:
+    """Options of `dynamo.trtllm`; trust of the target's code has none and travels as an override of the engine's."""
+    intent, words = config.intent, config.argv
+    found = ["--model-path", intent.target, "--served-model-name", intent.published_as, "--extra-engine-args", path]
+    settings = settings_in_argv(intent)
+    found += [word for key, flag in WORKER_OPTIONS.items() if key in settings for word in (flag, str(settings[key]))]
+    if intent.nodes > 1:
+        found += ["--gpus-per-node", str(intent.gpus_per_node)]
+    if intent.role is not None:
+        found += ["--disaggregation-mode", PARTS[intent.role]]
+    found += [
+        word for ours, theirs in PARSERS.items() if ours in words for word in (theirs, words[words.index(ours) + 1])
+    ]
+    if intent.trust_remote_code:
+        found += ["--override-engine-args", json.dumps({"trust_remote_code": True})]
+    return found
