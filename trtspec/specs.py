@@ -283,3 +283,7 @@ class GpuSpec:
     gpus_per_node: int
     nvlink_gpus: int
     source: str
+
+    @property
+    def nvlink_joins_nodes(self) -> bool:
+        return self.nvlink_gpus > self.gpus_per_node

@@ -35,7 +35,7 @@ REFUSED = [
     ([K26, "--max-seq-len", "262145"], CheckFailed, "longer than the model's 262,144"),
     ([K26, "--tp-size", "6"], CheckFailed, "64 attention heads do not divide by tensor-parallel size 6"),
     ([K26, "--head", HEAD, "--draft-len", "99"], CheckFailed, "a draft of 99 tokens cannot pay"),
-    ([K26, "--gpu", "h100", "--tp-size", "8"], CheckFailed, "H100, compute capability 9.0, has no tensor cores for nvfp4"),
+    ([K26, "--gpu", "h100", "--tp-size", "8"], CheckFailed, "H100, compute capability 9.0, has no tensor cores"),
     ([K26, "--gpu", "h200", "--tp-size", "8"], CheckFailed, "8 H200"),
     (["moonshotai/Kimi-K2.6", "--gpu", "h200", "--tp-size", "8"], CheckFailed, "native INT4 weights"),
     ([K26, "--max-batch-size", "64", "--max-num-tokens", "32"], UsageError, "does not hold one step of 64 requests"),

@@ -82,8 +82,9 @@ def test_every_argv_parses_with_the_schema_of_its_version() -> None:
 
 def test_parsers_follow_the_model() -> None:
     def parser(target: str) -> str | None:
+        intent = Intent(target=target, version="1.4.0rc1")
         built = build_command(
-            Intent(target=target, version="1.4.0rc1"), load_target(target).spec, schema_for("1.4.0rc1"), Document.parse(""),
+            intent, load_target(target).spec, schema_for("1.4.0rc1"), Document.parse(""),
             host="h", port=1, config_path="c", explicit={}, passed=[],
         )  # fmt: skip
         assert built.argv[built.argv.index("--tool_parser") + 1] == "kimi_k2"

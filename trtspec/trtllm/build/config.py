@@ -94,9 +94,9 @@ def disaggregated(intent: Intent) -> dict[str, Intent]:
 
 
 def _judged(intent: Intent, target: ModelSpec, head: HeadSpec | None, text: str) -> tuple[Finding, ...]:
-    """What lint says. Raises CheckFailed for errors and for warnings, such as a release of which nobody knows whether it
-    runs this. Only told: what the user's own settings bring, a head that was published for another target, a release
-    newer than any known one."""
+    """What lint says. Raises CheckFailed for errors, and for warnings, such as a release of which nobody knows whether
+    it runs this. Only told: what the user's own settings bring, a head that was published for another target, and a
+    release newer than any known one."""
     deployment = judged_as(intent, target, head)
     findings = tuple(lint(text, deployment))
     plain = lint(compose(replace(intent, settings=()), target, head), deployment) if intent.settings else findings

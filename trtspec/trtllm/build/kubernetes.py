@@ -140,7 +140,7 @@ def _object(version: str, kind: str, name: str, rest: dict[str, Any]) -> dict[st
 
 def _joined(intent: Intent) -> bool:
     """Whether NVLink joins the nodes of one server; the cluster must then be told that they belong together."""
-    return intent.nodes > 1 and intent.gpu is not None and gpu_spec(intent.gpu).nvlink_gpus > intent.gpus_per_node
+    return intent.nodes > 1 and intent.gpu is not None and gpu_spec(intent.gpu).nvlink_joins_nodes
 
 
 def _compute_domain(name: str) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def _parallel(intent: Intent) -> list[EngineSetting]:
     if intent.attention_dp:
         reason = "each rank caches its own requests; tensor parallel copies the latent KV to all"
         found.append(EngineSetting("enable_attention_dp", True, reason))
-    if intent.nodes > 1 and intent.gpu and gpu_spec(intent.gpu).nvlink_gpus > intent.gpus_per_node:
+    if intent.nodes > 1 and intent.gpu and gpu_spec(intent.gpu).nvlink_joins_nodes:
         reason = "the ranks of several trays share one NVLink domain; AUTO may take the network between nodes"
         found.append(EngineSetting("allreduce_strategy", "MNNVL", reason))
     return found
