@@ -82,7 +82,7 @@ def _refuse_unused(options: BuildConfigOptions) -> None:
     else:
         refuse_unused(options, {"image"}, f"by --format {options.format}", "use --format dynamo")
     if options.disaggregated is not None and options.format == "helm-values":
-        refuse_unused(options, {"disaggregated"}, "by the chart, which runs whole servers", "use --format dynamo or yaml")
+        refuse_unused(options, {"disaggregated"}, "by the chart, which runs whole servers", "use --format dynamo")
     if not options.head and "draft_len" in set_:
         refuse_unused(options, {"draft_len"}, "by a server without a head", "name one with --head")
     if options.output is None and options.disaggregated is None:

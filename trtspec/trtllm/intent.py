@@ -39,7 +39,7 @@ class Intent:
     written. The fields stand in the order of the words of the first line.
     """
 
-    target: Annotated[str, typer.Argument(help="Checkpoint directory or hub id of the target.")]
+    target: Annotated[str, typer.Argument(help="Target model: a checkpoint directory or a hub id.")]
     like: Annotated[
         str | None,
         typer.Option(
@@ -49,7 +49,7 @@ class Intent:
             "later job makes.",
         ),
     ] = None
-    head: Annotated[str | None, typer.Option(help="Eagle3 head: directory or hub id.")] = None
+    head: Annotated[str | None, typer.Option(help="Eagle3 head: a directory or a hub id.")] = None
     version: Annotated[
         str,
         typer.Option(

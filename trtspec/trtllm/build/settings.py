@@ -22,6 +22,7 @@ from trtspec.trtllm.speculation import SPEC, eagle3
 
 REUSE = "kv_cache_config.enable_block_reuse"
 FRACTION = "kv_cache_config.free_gpu_memory_fraction"
+SPELLING = "the one spelling of Eagle3 that every version takes"
 WIDE = 8  # ranks: wider published recipes leave the cache less
 
 
@@ -48,7 +49,9 @@ def engine_settings(intent: Intent, schema: Schema, target: ModelSpec, head: Hea
 
 def _speculation(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSpec) -> list[EngineSetting]:
     found = [
-        EngineSetting(f"{SPEC}.decoding_type", eagle3().spellings[0], "the one spelling of Eagle3 that every version takes"),
+        EngineSetting(
+            f"{SPEC}.decoding_type", eagle3().spellings[0], "the one spelling of Eagle3 that every version takes"
+        ),
         EngineSetting(f"{SPEC}.max_draft_len", intent.draft_len, "tokens drafted per step"),
         EngineSetting(f"{SPEC}.speculative_model_dir", intent.head, "the head; this spelling parses in every version"),
     ]
@@ -114,7 +117,9 @@ def _cache(intent: Intent, schema: Schema) -> list[EngineSetting]:
         reason = "its caches arrive from the prefill servers, where prefixes are shared"
         found.append(EngineSetting(REUSE, False, reason))
     elif intent.head and not intent.attention_dp and intent.role is None and (blind or blind.otherwise):
-        reason = "a reused prefix is hidden from the draft, and acceptance collapses (TensorRT-LLM#17548, #18280); costs "
+        reason = (
+            "a reused prefix is hidden from the draft, and acceptance collapses (TensorRT-LLM#17548, #18280); costs "
+        )
         reason += "the prefill of repeated prefixes, so turn it on where those outweigh drafts"
         found.append(EngineSetting(REUSE, False, reason))
     fraction = _fraction(intent)
