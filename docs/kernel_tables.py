@@ -25,6 +25,8 @@ GPUS = {
     "h200": "h200_sxm",
     "h100": "h100_sxm",
 }
+# Eight-rank collectives were measured inside one NVLink domain of B200 only; GB200 and GB300 have the same links.
+SAME_LINKS = {"gb200": "b200", "gb300": "b200"}
 OUT = Path(__file__).resolve().parent.parent / "trtspec" / "data" / "kernels"
 LAYOUTS = {f"tp{n}": (n, 1) for n in (1, 4, 8, 16)} | {f"ep{n}": (1, n) for n in (4, 8, 16, 32)}
 # our name -> file, dtype, kernel (prefix), routing
@@ -139,6 +141,7 @@ def tables(read: Callable[[str], Rows], gpu: str, system: str, commit: str) -> d
         "one layer with an FP8 cache, measured on DeepSeek-V3's module with that many local heads; its other shapes "
         "are Kimi-K2's.",
         "source": f"ai-dynamo/aiconfigurator (Apache-2.0) {commit} systems/data/{system}, 2026-08-21",
+        **({"same_links_as": SAME_LINKS[gpu]} if gpu in SAME_LINKS else {}),
         "moe": moe(read, system),
         "mla_decode": decode(attention(read, system, "generation")),
         "mla_prefill": prefill(attention(read, system, "context")),

@@ -1,7 +1,4 @@
-"""Writes the tables of docs/plan-model.md from plan_published.yaml and the model: `python docs/plan_checks.py`.
-
-python docs/plan_checks.py
-"""
+"""Writes the tables of docs/plan-model.md from plan_published.yaml and the model: `python docs/plan_checks.py`."""
 
 from __future__ import annotations
 
@@ -13,10 +10,12 @@ from typing import Any
 import yaml
 
 from trtspec.data_files import gpu_spec
+from trtspec.planning.acceptance import Acceptance
+from trtspec.planning.decay import Decay, fit, lengths, mean, other_decays, published_curves, rates_of
 from trtspec.planning.kernels import kernels
 from trtspec.planning.layout import Layout
 from trtspec.planning.memory import memory
-from trtspec.planning.planner import HOST_US, assumptions
+from trtspec.planning.points import HOST_US, Setting, Workload, assumptions, plan_layout
 from trtspec.planning.step import StepModel
 from trtspec.planning.weights import checkpoint_bytes
 from trtspec.trtllm.names import load_head, load_target
@@ -25,11 +24,16 @@ DOCS = Path(__file__).resolve().parent
 START, END = "<!-- tables: written by docs/plan_checks.py -->", "<!-- end of tables -->"
 
 
-def steps(target: str, head: str | None, gpu: str, gpus: int, context: int) -> StepModel:
+KNOWN = 3  # draft positions that the extrapolation is shown; the further ones score it
+
+
+def steps(
+    target: str, head: str | None, gpu: str, layout: Layout, context: int, kernel: str | None = None
+) -> StepModel:
     model = load_target(target).spec
-    found = kernels(gpu_spec(gpu), model.quant.format)
+    found = kernels(gpu_spec(gpu), model.quant.format, kernel)
     assert found is not None
-    return StepModel(model, load_head(head).spec if head else None, Layout(gpus), found, context)
+    return StepModel(model, load_head(head).spec if head else None, layout, found, context)
 
 
 def error(predicted: float, published: float) -> str:
@@ -77,7 +81,7 @@ def speedups(data: dict[str, Any]) -> list[str]:
         lines += [f"### {group['name']}", "", f"Source: {group['source']}.", ""]
         columns = ("concurrency", "tokens per step", "published", "predicted", "error", "under other assumptions")
         lines += header("", *columns)
-        found = steps(group["target"], group["head"], group["gpu"], 4, group["isl"] + group["osl"] // 2)
+        found = steps(group["target"], group["head"], group["gpu"], Layout(4), group["isl"] + group["osl"] // 2)
         errors = []
         for row in group["rows"]:
             published = row["published"] / row.get("base", 1)
@@ -99,7 +103,7 @@ def speedups(data: dict[str, Any]) -> list[str]:
 def sensitivities(data: dict[str, Any]) -> list[str]:
     """The first group under each assumption by name."""
     group = data["speedups"][0]
-    found = steps(group["target"], group["head"], group["gpu"], 4, group["isl"] + group["osl"] // 2)
+    found = steps(group["target"], group["head"], group["gpu"], Layout(4), group["isl"] + group["osl"] // 2)
     models = {"as planned": found, **assumptions(found)}
     lines = ["### The same under each assumption", "", *header("concurrency", *models, "published")]
     for row in group["rows"]:
@@ -112,7 +116,7 @@ def single_steps(data: dict[str, Any]) -> list[str]:
     columns = ("published", "predicted", "error", "with 1 ms of host time")
     lines = ["### Steps in milliseconds", "", *header("", *columns)]
     for row in data["steps"]:
-        found = steps("nvidia/Kimi-K2.6-NVFP4", None, row["gpu"], row["gpus"], 2048)
+        found = steps("nvidia/Kimi-K2.6-NVFP4", None, row["gpu"], Layout(row["gpus"]), 2048)
         slow = replace(found, host_us=HOST_US)
         values = []
         for item in (found, slow):
@@ -137,7 +141,7 @@ def rates(data: dict[str, Any]) -> list[str]:
     lines += header("GPU", "concurrency", "published", "decode alone", "error", "with prefill", "error")
     errors: dict[str, list[float]] = {"decode alone": [], "with prefill": []}
     for gpu, row in group["rows"].items():
-        found = steps(group["target"], None, gpu, 8, group["isl"] + group["osl"] // 2)
+        found = steps(group["target"], None, gpu, Layout(8), group["isl"] + group["osl"] // 2)
         for concurrency, published in zip(group["concurrency"], row, strict=True):
             step = found.step(concurrency)
             stalled = step + concurrency * found.prefill(group["isl"]) / group["osl"]
@@ -153,9 +157,113 @@ def rates(data: dict[str, Any]) -> list[str]:
     return [*lines, "", f"Mean absolute error: {summary}."]
 
 
+def agentic(data: dict[str, Any]) -> list[str]:
+    group = data["agentic"]
+    lines = [f"### {group['name']}", "", f"Source: {group['source']}.", ""]
+    lines += header("GPU", "concurrency", "published tokens/s per user", "decode alone", "error")
+    for gpu, row in group["rows"].items():
+        found = steps(group["target"], group["head"], gpu, Layout(4), group["isl"] + group["osl"] // 2)
+        for concurrency, published_rate in zip(group["concurrency"], row, strict=True):
+            ours = 1e6 * group["acceptance"] / found.whole(concurrency, 3)
+            cells = (gpu.upper(), str(concurrency), f"{published_rate}", f"{ours:.0f}", error(ours, published_rate))
+            lines.append(row_of(*cells))
+    return lines
+
+
+def decode_steps(data: dict[str, Any]) -> list[str]:
+    group = data["aiconfigurator"]
+    lines = [f"### {group['name']}", "", f"Source: {group['source']}.", ""]
+    columns = (
+        "target",
+        "GPU",
+        "layout",
+        "MoE kernel",
+        "context",
+        "concurrency: theirs, ours in ms, difference",
+        "largest",
+    )
+    lines += header(*columns)
+    for row in group["rows"]:
+        name = row["layout"]
+        layout = Layout(int(name.lstrip("TDEP")), "E" in name, "D" in name)
+        found = steps(row["target"], None, row["gpu"], layout, row["isl"] + 32, row["kernel"])
+        pairs = [(c, theirs, found.step(c) / 1000) for c, theirs in zip(row["concurrency"], row["ms"], strict=True)]
+        cells = [f"{c}: {theirs:.2f}, {ours:.2f}, {error(ours, theirs)}" for c, theirs, ours in pairs]
+        worst = max((ours / theirs - 1 for _, theirs, ours in pairs), key=abs)
+        where = (row["target"].rpartition("/")[2], row["gpu"].upper(), name, row["kernel"], f"{row['isl']:,}")
+        lines.append(row_of(*where, "; ".join(cells), f"{100 * worst:+.1f} %"))
+    return lines
+
+
+def held_out_decays() -> dict[str, dict[str, Decay]]:
+    """By Kimi curve and name: a decay that saw nothing of that curve."""
+    data = published_curves()
+    curves, kimi = data["curves"], data["decay"]
+    others = fit(mean([curve for name, curve in curves.items() if name not in kimi]))
+    return {
+        name: {"the four MiniMax-M3 curves": others}
+        | {f"the other Kimi curve, {other[10:]}": other_decays()[other] for other in kimi if other != name}
+        for name in kimi
+    }
+
+
+def extrapolation(data: dict[str, Any]) -> list[str]:
+    """Each Kimi curve from its first positions, by decays that saw nothing of it; and carried over to the other one."""
+    curves = published_curves()["curves"]
+    lines = ["### Acceptance beyond the measured positions", ""]
+    lines += ["Error of the acceptance length by draft length. No decay saw the curve that it is scored on.", ""]
+    lines += header("curve", "known of it", "decay from", *(f"K={k}" for k in range(1, 9)), "largest")
+    for name, decays in held_out_decays().items():
+        curve, known = curves[name], rates_of(curves[name][:KNOWN])
+        for source, decay in decays.items():
+            by_position = lengths([*known, *decay.beyond(known, len(curve))])
+            by_length = lengths(decay.through(curve[KNOWN - 1], KNOWN, len(curve)))
+            lines.append(extrapolated_row(name, f"K = 1 to {KNOWN}", source, by_position, curve))
+            lines.append(extrapolated_row(name, f"one length, {curve[KNOWN - 1]}@{KNOWN}", source, by_length, curve))
+    for name, decays in held_out_decays().items():
+        known = rates_of(curves[name][:KNOWN])
+        grown = fit(lengths([*known, *next(iter(decays.values())).beyond(known, 8)]))
+        (other,) = (item for item in published_curves()["decay"] if item != name)
+        start = rates_of(curves[other][:KNOWN])
+        source = f"K = 1 to {KNOWN} of {name.partition(' ')[2]}, beyond by MiniMax-M3"
+        carried = lengths([*start, *grown.beyond(start, 8)])
+        lines.append(extrapolated_row(other, f"K = 1 to {KNOWN}", source, carried, curves[other]))
+    return lines
+
+
+def extrapolated_row(name: str, known: str, source: str, found: list[float], curve: list[float]) -> str:
+    errors = [ours / theirs - 1 for ours, theirs in zip(found, curve, strict=True)]
+    cells = [f"{100 * value:+.1f} %" for value in errors]
+    return row_of(name, known, source, *cells, f"{100 * max(errors, key=abs):+.1f} %")
+
+
+def draft_lengths(data: dict[str, Any]) -> list[str]:
+    """The draft length that K <= 3 recommends, against the best by the published lengths themselves."""
+    curves = published_curves()["curves"]
+    model, head = load_target("nvidia/Kimi-K2.5-NVFP4").spec, load_head("lightseekorg/kimi-k2.5-eagle3-mla").spec
+    lines = ["### Draft lengths recommended from K = 1 to 3", ""]
+    lines += ["Loss against the best draft length by the published acceptance lengths; 1024 tokens in and out. Beyond"]
+    lines += ["K = 3 the recommendation rests on the MiniMax-M3 curves alone.", ""]
+    lines += header("curve", "on", *(f"concurrency {c}" for c in (1, 4, 16, 64)), "largest loss")
+    for name, decays in held_out_decays().items():
+        for gpu, layout in (("b200", Layout(4)), ("b300", Layout(4)), ("b200", Layout(8)), ("b300", Layout(8, True))):
+            acceptance = Acceptance("", tuple(rates_of(curves[name][:KNOWN])), decay=next(iter(decays.values())))
+            setting = Setting(gpu_spec(gpu), Workload(1024, 1024, (1, 4, 16, 64)), {"all": acceptance})
+            plan, cells, losses = plan_layout(model, head, layout, setting), [], []
+            for concurrency in setting.workload.concurrency:
+                rate = {p.draft_len: [1.0, *curves[name]][p.draft_len] / p.step_ms for p in plan.at(concurrency)}
+                chosen, best = plan.best(concurrency).draft_len, max(rate, key=lambda length: rate[length])
+                losses.append(1 - rate[chosen] / rate[best])
+                cells.append(f"{chosen}, best {best}, {100 * losses[-1]:.1f} %")
+            lines.append(row_of(name, f"{gpu.upper()}, {layout.short}", *cells, f"{100 * max(losses):.1f} %"))
+    return lines
+
+
 def tables() -> str:
     data = yaml.safe_load((DOCS / "plan_published.yaml").read_text(encoding="utf-8"))
-    parts = (sizes, cache, speedups, sensitivities, single_steps, rates)
+    parts = (
+        sizes, cache, speedups, sensitivities, single_steps, rates, agentic, decode_steps, extrapolation, draft_lengths,
+    )  # fmt: skip
     return "\n\n".join("\n".join(part(data)).strip() for part in parts)
 
 

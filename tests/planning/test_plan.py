@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from trtspec.bench.acceptance import TurnCounts, by_category, summarize
 from trtspec.data_files import gpu_spec
 from trtspec.errors import UsageError
-from trtspec.planning.acceptance import flat_rate, parse_acceptance
+from trtspec.planning.acceptance import parse_acceptance
 from trtspec.planning.kernels import Series, interpolate, kernels
 from trtspec.planning.layout import Layout, layout_of
 from trtspec.planning.memory import memory
-from trtspec.planning.planner import Workload, plan
+from trtspec.planning.points import Setting, Workload, plan_layout
 from trtspec.planning.step import StepModel, distinct_experts
 from trtspec.planning.weights import checkpoint_bytes, head_weights, weight_classes
 from trtspec.trtllm.names import load_head, load_target
@@ -59,7 +59,8 @@ WORKED = {
 
 @pytest.mark.parametrize(("gpu", "gpus", "dp"), WORKED)
 def test_kv_capacity(gpu: str, gpus: int, dp: bool) -> None:
-    found = memory(load_target(TARGET).spec, load_head(MLA).spec, gpu_spec(gpu), Layout(gpus, dp, dp))
+    layout = Layout(gpus, dp, dp)
+    found = memory(load_target(TARGET).spec, load_head(MLA).spec, gpu_spec(gpu), layout, fraction=0.9)
     assert found.kv_tokens == pytest.approx(WORKED[gpu, gpus, dp], rel=0.05)
 
 
@@ -68,7 +69,7 @@ def test_four_b200_hold_it_and_four_h200_do_not() -> None:
     card = Workload(4096, 4096, (32,))
     for gpu, wanted in (("b200", True), ("gb200", True), ("b300", True), ("h200", False), ("h100", False)):
         for model in (target, load_target("nvidia/Kimi-K2.5-NVFP4").spec):
-            assert plan(model, head, gpu_spec(gpu), Layout(4), card, None).fits is wanted, gpu
+            assert plan_layout(model, head, Layout(4), Setting(gpu_spec(gpu), card)).fits is wanted, gpu
     on_b200 = memory(target, head, gpu_spec("b200"), Layout(4))
     assert (on_b200.sequences(8192), on_b200.sequences(131072), on_b200.sequences(262144)) == (96, 6, 3)
 
@@ -144,10 +145,14 @@ def test_tables_are_read_as_they_are() -> None:
     assert [interpolate(series, at) for at in (0.5, 1, 2, 4, 6, 16)] == [2.0, 2.0, 3.0, 5.0, 5.0, 5.0]
 
 
-@pytest.mark.parametrize(("length", "rate"), [(2.12, 0.583), (2.62, 0.722), (3.01, 0.813), (3.47, 0.906)])
-def test_a_length_as_one_rate_and_back(length: float, rate: float) -> None:
-    assert flat_rate(length, 3) == pytest.approx(rate, abs=0.001)
-    assert parse_acceptance(f"{length}@3")["all"].length(3) == pytest.approx(length)
+@pytest.mark.parametrize("length", [1.0, 2.12, 2.62, 3.01, 3.47, 4.0])
+def test_a_length_as_rates_by_position_and_back(length: float) -> None:
+    found = parse_acceptance(f"{length}@3")["all"]
+    reached = [1.0]
+    for rate in found.rates(3):
+        reached.append(reached[-1] * rate)
+    assert found.length(3) == length and sum(reached) == pytest.approx(length, abs=1e-6)
+    assert found.measured(3) and not found.measured(2) and not found.measured(4)
 
 
 def bench_file(directory: Path, histograms: dict[str, tuple[int, ...]]) -> Path:
@@ -166,9 +171,10 @@ def test_a_bench_file_gives_the_curve_and_each_category(tmp_path: Path) -> None:
     found = parse_acceptance(str(path))
     assert found["all"].length(3) == pytest.approx(1 + (100 + 240) / 200, abs=1e-3)  # accepted drafts over steps
     assert found["chat"].length(3) == pytest.approx(2.0, abs=1e-3)
-    assert found["chat"].conditional == pytest.approx((0.6, 0.5, 1 / 3), abs=1e-3)
-    assert found["code"].length(5) == pytest.approx(1 + 0.9 + 0.8 + 0.7 + 0.7 * 0.875 + 0.7 * 0.875**2, abs=1e-3)
-    assert parse_acceptance(str(tmp_path))["all"].measured == 3
+    assert found["chat"].known == pytest.approx((0.6, 0.5, 1 / 3), abs=1e-3)
+    assert found["code"].length(2) == pytest.approx(1 + 0.9 + 0.8, abs=1e-3)
+    assert found["code"].measured(3) and not found["code"].measured(4)
+    assert len(parse_acceptance(str(tmp_path))["all"].known) == 3
 
 
 def test_what_bench_doubted_is_repeated(tmp_path: Path) -> None:
@@ -183,7 +189,10 @@ def test_what_bench_doubted_is_repeated(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"problems": [degenerate]}))
     done = command(TARGET, "--head", MLA, "--concurrency", "1", "--max-draft", "3", "--acceptance", str(path))
     assert "bench doubted this measurement: the answers repeat themselves" in done.stdout
-    assert "trtspec build-config nvidia/Kimi-K2.6-NVFP4 --head nvidia/Kimi-K2.6-Eagle3 --gpu b200" in done.stdout
+    assert (
+        "trtspec build-config nvidia/Kimi-K2.6-NVFP4 --head nvidia/Kimi-K2.6-Eagle3 --draft-len 2 --gpu b200"
+        in done.stdout
+    )
 
 
 def test_a_bench_file_with_a_length_alone(tmp_path: Path) -> None:
@@ -191,7 +200,7 @@ def test_a_bench_file_with_a_length_alone(tmp_path: Path) -> None:
     results = json.loads(path.read_text()) | {"conditional": None}
     path.write_text(json.dumps(results))
     found = parse_acceptance(str(path))["all"]
-    assert found.flat and found.length(3) == pytest.approx(2.0, abs=1e-3)
+    assert found.length_at == (2.0, 3) and found.length(3) == pytest.approx(2.0, abs=1e-3)
 
 
 @pytest.mark.parametrize("text", ["", "x", "5", "0", "2.6@0", "1.2@99999999x", "-1"])
@@ -203,7 +212,7 @@ def test_a_bad_acceptance_is_a_usage_error(text: str) -> None:
 def test_a_bench_file_without_acceptance_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     path.write_text(json.dumps({**summarize([]), "categories": {}}))
-    with pytest.raises(UsageError, match="tells no acceptance"):
+    with pytest.raises(UsageError, match="holds no acceptance"):
         parse_acceptance(str(path))
     for text in ("[]", "{", "{}"):
         path.write_text(text)
@@ -232,16 +241,17 @@ def test_the_command_keeps_its_contract(tmp_path: Path) -> None:
     assert {"fits", "per_gpu", "kv_tokens", "points", "recommended"} <= set(report)
     assert {"weights", "head", "kv", "reserve"} <= set(report["per_gpu"])
     wanted = {"concurrency", "draft_len", "acceptance_length", "cost_ratio", "speedup"}
-    assert all(wanted <= set(point) for point in report["points"]) and len(report["points"]) == 16
+    assert all(wanted <= set(point) for point in report["points"]) and len(report["points"]) == 18
     point = next(p for p in report["points"] if (p["concurrency"], p["draft_len"]) == (1, 3))
     assert point["speedup"] == pytest.approx(point["acceptance_length"] / point["cost_ratio"], rel=1e-3)
     assert report["fits"] and set(report["recommended"]) == {"1", "16"} and len(report["sensitivity"]["1"]) >= 5
+    assert report["best"]["command"].startswith("trtspec build-config ")
     assert "<svg" in plot.read_text()
 
 
 def test_without_acceptance_no_speed_up_is_claimed() -> None:
     done = command(TARGET, "--head", MLA, "--concurrency", "1")
-    assert done.returncode == 0 and "never assumed" in done.stdout and "wins above" in done.stdout
+    assert done.returncode == 0 and "never assumed" in done.stdout and "wins there above" in done.stdout
     report = json.loads(command(TARGET, "--head", MLA, "--concurrency", "1", "--json").stdout)
     assert all(point["speedup"] is None for point in report["points"] if point["draft_len"])
     assert report["sensitivity"] == {} and report["recommended"]["1"]["draft_len"] is None
@@ -252,7 +262,11 @@ def test_without_acceptance_no_speed_up_is_claimed() -> None:
     [
         ((TARGET, "--gpu", "h200"), 3, "does not fit"),
         ((TARGET, "--acceptance", "5"), 2, "1 to 4 tokens"),
+        ((TARGET, "--acceptance", "2.5"), 2, "not used without a head"),
         ((TARGET, "--concurrency", "0"), 2, "not a list"),
+        ((TARGET, "--gpu", "a100"), 2, "no figures for the GPU"),
+        ((TARGET, "--moe-backend", "DEEPGEMM"), 2, "TRTLLM, CUTLASS"),
+        ((TARGET, "--concurrency", "100000"), 3, "holds that many requests"),
         ((TARGET, "-o", "plan.txt"), 2, "a plot is one of"),
         ((MLA,), 2, "is a draft head"),
         (("moonshotai/Kimi-K3",), 1, "kimi_k3"),

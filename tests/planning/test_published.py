@@ -31,3 +31,25 @@ def test_what_the_document_promises_about_the_errors() -> None:
     held_out = errors("EAGLE 3.1 of Kimi-K2.7")
     assert len(held_out) == 10 and max(map(abs, held_out)) < 0.18
     assert len(errors("Kimi-K2.5 INT4, tensor parallel 8")) == 15
+    assert len(errors("Kimi-K2.5-NVFP4 with lightseek")) == 10  # shown, and nothing promised
+
+
+def test_plain_decode_is_within_ten_percent_of_aiconfigurator() -> None:
+    """Wherever both have tables: targets, GPUs, layouts, contexts and concurrencies of its own estimates."""
+    text = (DOCS / "plan-model.md").read_text()
+    table = text.partition("### Plain decode steps of aiconfigurator")[2].partition("###")[0]
+    differences = [float(value) for value in re.findall(r"([+-][\d.]+) %[;|]? ", table)]
+    assert len(differences) > 90 and max(map(abs, differences)) < 10
+
+
+def test_extrapolated_acceptance_and_the_draft_lengths_from_it() -> None:
+    text = (DOCS / "plan-model.md").read_text()
+    rows = text.partition("### Acceptance beyond the measured positions")[2].partition("###")[0].splitlines()
+    largest = {
+        "K = 1 to 3": [abs(float(row.split("|")[-2].split()[0])) for row in rows if "| K = 1 to 3 |" in row],
+        "one length": [abs(float(row.split("|")[-2].split()[0])) for row in rows if "| one length" in row],
+    }
+    assert len(largest["K = 1 to 3"]) == 6 and max(largest["K = 1 to 3"]) < 2
+    assert len(largest["one length"]) == 4 and max(largest["one length"]) < 4
+    losses = re.findall(r"([\d.]+) % \|$", text.partition("### Draft lengths recommended")[2], re.MULTILINE)
+    assert len(losses) == 8 and max(map(float, losses)) < 2

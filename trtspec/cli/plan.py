@@ -1,92 +1,182 @@
-"""`trtspec plan`: does it fit, how fast, with which sizes."""
+"""`trtspec plan`: does it fit, how fast, and which command serves it best."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from trtspec.cli import plan_options as opt
+import typer
+
 from trtspec.cli.options import ForceOption, HeadOption, JsonOption, TargetArgument
 from trtspec.cli.values import numbers
+from trtspec.data_files import gpu_names
+from trtspec.planning.routes import LONGEST_DRAFT
 
 if TYPE_CHECKING:
-    from trtspec.planning.acceptance import Acceptance
-    from trtspec.planning.planner import Plan, Workload
+    from trtspec.planning.decision import Decision, Targets
+    from trtspec.planning.layout import Layout
+    from trtspec.planning.points import Setting
     from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 
+MoeKernel = Literal["TRTLLM", "CUTLASS", "DEEPGEMM", "MARLIN"]
+CONCURRENCY = "1,4,16,64"
 
-def plan(
-    target: TargetArgument,
-    head: HeadOption = None,
-    gpu: opt.GpuOption = "b200",
-    gpus: opt.GpusOption = 4,
-    tp: opt.TpOption = None,
-    ep: opt.EpOption = None,
-    attention_dp: opt.AttentionDpOption = False,
-    isl: opt.IslOption = 1024,
-    osl: opt.OslOption = 1024,
-    concurrency: opt.ConcurrencyOption = "1,4,16,64",
-    acceptance: opt.AcceptanceOption = None,
-    max_draft: opt.MaxDraftOption = 7,
-    kv_fraction: opt.KvFractionOption = 0.9,
-    moe_backend: opt.MoeOption = None,
-    output: opt.OutputOption = None,
-    force: ForceOption = False,
-    json_: JsonOption = False,
-) -> None:
-    """Say whether a target fits, how fast it runs, and what speculation with your acceptance is worth."""
-    from trtspec.data_files import gpu_spec
-    from trtspec.errors import CheckFailed
-    from trtspec.planning.acceptance import parse_acceptance
-    from trtspec.planning.planner import Workload
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    target: TargetArgument
+    head: HeadOption = None
+    gpu: Annotated[str, typer.Option(metavar="|".join(gpu_names()), help="GPU type.")] = "b200"
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of one server.")] = 4
+    tp: Annotated[
+        int | None,
+        typer.Option(
+            "--tp", "--tp-size", min=1, help="Tensor-parallel size. Default: all GPUs, and each layout is compared."
+        ),
+    ] = None
+    ep: Annotated[
+        int | None, typer.Option("--ep", "--ep-size", min=1, help="Ranks that share whole experts: 1, or all.")
+    ] = None
+    attention_dp: Annotated[
+        bool, typer.Option("--attention-dp", help="Plan for attention DP alone: each rank caches its own requests.")
+    ] = False
+    isl: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 1024
+    osl: Annotated[int, typer.Option(min=1, help="Answer tokens.")] = 1024
+    concurrency: Annotated[
+        str | None,
+        typer.Option(
+            show_default=f"{CONCURRENCY}; with a target, every one that the cache holds",
+            help="Concurrent requests of the whole server, such as 1,4,16.",
+        ),
+    ] = None
+    acceptance: Annotated[
+        str | None,
+        typer.Option(help="Tokens per step that you measured, VALUE@DRAFTS, or results.json of `trtspec bench`."),
+    ] = None
+    ttft: Annotated[
+        float | None, typer.Option(metavar="MS", min=0.001, help="Target: mean milliseconds to the first token.")
+    ] = None
+    tpot: Annotated[
+        float | None, typer.Option(metavar="MS", min=0.001, help="Target: mean milliseconds per output token.")
+    ] = None
+    max_draft: Annotated[int, typer.Option(min=1, max=LONGEST_DRAFT, help="Longest draft length to consider.")] = 8
+    kv_fraction: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            max=1.0,
+            show_default="0.9; 0.75 with attention DP",
+            help="The engine's free_gpu_memory_fraction.",
+        ),
+    ] = None
+    moe_backend: Annotated[
+        MoeKernel | None,
+        typer.Option(show_default="the fastest measured for the format", help="MoE kernels to plan with."),
+    ] = None
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also draw a plot: .png, .svg or .pdf.")] = None
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also print every draft length, the assumptions and the sources.")
+    ] = False
+    force: ForceOption = False
+    json_: JsonOption = False
+
+    @property
+    def fixed(self) -> bool:
+        """Whether one layout was asked for."""
+        return self.tp is not None or self.ep is not None or self.attention_dp
+
+
+def plan(options: PlanOptions) -> None:
+    """Say whether a target fits, how fast it runs, what speculation with your acceptance is worth, and which
+    build-config command serves it best."""
     from trtspec.planning.report import text, to_dict
     from trtspec.report import print_json
     from trtspec.trtllm.names import load_head, load_target
 
-    if output is not None:
-        _check_output(output, force)
-    model = load_target(target).spec
-    draft = load_head(head).spec if head else None
-    measured = parse_acceptance(acceptance) if acceptance else None
-    workload = Workload(isl, osl, tuple(sorted(numbers(concurrency, "--concurrency"))))
-    device = gpu_spec(gpu)
-    fixed = tp is not None or ep is not None or attention_dp
-    sizes: dict[str, Any] = {"fraction": kv_fraction, "longest": max_draft, "kernel": moe_backend}
-    layout = (gpus, tp, ep, attention_dp) if fixed else (gpus, None, None, False)
-    plans = _plans(model, draft, device, layout, fixed, workload, measured, sizes)
-    if json_:
-        print_json(to_dict(target, head, device, plans))
+    if options.output is not None:
+        _check_output(options.output, options.force)
+    model = load_target(options.target).spec
+    head = load_head(options.head).spec if options.head else None
+    decision, setting = planned(options, model, head)
+    names = (options.target, options.head)
+    if options.json_:
+        print_json(to_dict(decision, model, names, setting))
     else:
-        sys.stdout.write(text(target, draft, head, device, plans))
-    if output is not None and plans[0].points:
+        sys.stdout.write(text(decision, model, names, setting, head=head, verbose=options.verbose))
+    chosen = decision.best.plan if decision.best else decision.plans[0]
+    if options.output is not None and chosen.points:
         from trtspec.planning.plot import draw
 
-        draw(plans[0], f"{target}, {plans[0].memory.layout.name}, {device.name.upper()}", output)
-    if not any(item.fits for item in plans):
-        raise CheckFailed(
-            f"{target} does not fit on {gpus} x {device.name.upper()} with requests of {workload.tokens} tokens",
-            "use more GPUs or larger ones, or shorter requests",
-        )
+        draw(chosen, f"{options.target}, {chosen.layout.name}, {setting.gpu.name.upper()}", options.output)
+    _fail_without_choice(decision, setting, options)
 
 
-def _plans(
-    model: ModelSpec,
-    head: HeadSpec | None,
-    gpu: GpuSpec,
-    asked: tuple[int, int | None, int | None, bool],
-    fixed: bool,
-    workload: Workload,
-    acceptance: dict[str, Acceptance] | None,
-    sizes: dict[str, Any],
-) -> list[Plan]:
+def planned(options: PlanOptions, model: ModelSpec, head: HeadSpec | None) -> tuple[Decision, Setting]:
+    """The decision for these options, and what it was made for. Raises UsageError."""
+    from trtspec.data_files import gpu_spec
+    from trtspec.errors import UsageError
+    from trtspec.planning.acceptance import parse_acceptance
+    from trtspec.planning.decision import Targets, decide
+    from trtspec.planning.points import Setting, Workload
+
+    gpu, targets = gpu_spec(options.gpu), Targets(options.ttft, options.tpot)
+    if options.moe_backend is not None:
+        _check_kernels(options.moe_backend, model, gpu)
+    workload = Workload(options.isl, options.osl, _concurrencies(options, targets))
+    acceptance = parse_acceptance(options.acceptance) if options.acceptance else None
+    if acceptance and head is None:
+        raise UsageError("--acceptance is not used without a head", "give --head, or leave --acceptance out")
+    setting = Setting(gpu, workload, acceptance, options.kv_fraction, options.max_draft, options.moe_backend)
+    return decide(model, head, _layouts(options, model), setting, targets), setting
+
+
+def _concurrencies(options: PlanOptions, targets: Targets) -> tuple[int, ...]:
+    """Empty where a target is to be searched for."""
+    if options.concurrency is None and targets.any:
+        return ()
+    return tuple(sorted(numbers(options.concurrency or CONCURRENCY, "--concurrency")))
+
+
+def _layouts(options: PlanOptions, model: ModelSpec) -> list[Layout]:
     """The layout that was asked for, else every layout of these GPUs, tensor parallel first."""
     from trtspec.planning.layout import layout_of
-    from trtspec.planning.planner import layouts, plan
+    from trtspec.planning.points import layouts
 
-    first = layout_of(model, *asked)
-    chosen = [first] if fixed else layouts(model, first.gpus)
-    return [plan(model, head, gpu, layout, workload, acceptance, **sizes) for layout in chosen]
+    first = layout_of(model, options.gpus, options.tp, options.ep, options.attention_dp)
+    return [first] if options.fixed else layouts(model, first.gpus)
+
+
+def _check_kernels(kernel: str, model: ModelSpec, gpu: GpuSpec) -> None:
+    from trtspec.errors import UsageError
+    from trtspec.planning.kernels import measured_kernels
+
+    known = measured_kernels(gpu, model.quant.format)
+    if kernel not in known:
+        message = f"no {kernel} kernels of {model.quant.format} experts on {gpu.name.upper()} are in the tables"
+        remedy = f"choose one of {', '.join(known)}, or leave --moe-backend out" if known else "leave it out"
+        raise UsageError(message, remedy)
+
+
+def _fail_without_choice(decision: Decision, setting: Setting, options: PlanOptions) -> None:
+    """Raises CheckFailed where nothing was recommended: it does not fit, does not run, or misses the targets."""
+    from trtspec.errors import CheckFailed
+
+    where = f"{options.gpus} x {setting.gpu.name.upper()}"
+    if not decision.fits:
+        message = f"{options.target} does not fit on {where} with requests of {setting.workload.tokens} tokens"
+        raise CheckFailed(message, "use more GPUs or larger ones, or shorter requests")
+    if decision.refused:
+        raise CheckFailed(decision.refused[0].message, decision.refused[0].remedy, decision.refused[0].code)
+    if decision.targets.any and decision.best is None:
+        message = f"nothing on {where} meets the targets"
+        raise CheckFailed(message, "the last lines of the plan name what is nearest and what would")
+    if decision.best is None:
+        raise CheckFailed(
+            f"no layout on {where} holds that many requests of {setting.workload.tokens} tokens",
+            "lower --concurrency, use more GPUs or larger ones, or shorter requests",
+        )
 
 
 def _check_output(path: Path, force: bool) -> None:

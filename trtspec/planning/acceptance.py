@@ -1,7 +1,8 @@
-"""Acceptance as the user measured it: a curve over the draft position, from one figure or from results.json of bench.
+"""Acceptance as the user measured it, by draft position, and what published curves say of the positions beyond.
 
-It is never assumed. Acceptance length counts the bonus token: AL(k) = 1 + a1 + a1 a2 + .. + a1..ak with the conditional
-acceptance a_j of draft j among the steps that accepted draft j - 1.
+Its height is never assumed: it comes from one figure or from results.json of bench. Acceptance length counts the bonus
+token: AL(k) = 1 + a1 + a1 a2 + .. + a1..ak with the conditional acceptance a_j of draft j among the steps that accepted
+draft j - 1.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.errors import UsageError
+from trtspec.planning.decay import Decay, lengths, other_decays, published_decay
 
 EXAMPLE = (
     "for example --acceptance 2.62@3 (tokens per step, measured with 3 drafts), or results.json of `trtspec bench`"
@@ -22,38 +24,48 @@ VALUE = re.compile(r"(\d+(?:\.\d+)?)(?:@(\d+))?")
 
 @dataclass(frozen=True)
 class Acceptance:
-    """`conditional[j]` is the chance of draft j + 1 given all before it; positions beyond repeat the last one."""
+    """`known[j]` is the chance of draft j + 1 given all before it. Where only a length is known, `known` is empty and
+    `length_at` holds that length and its number of drafts."""
 
-    conditional: tuple[float, ...]
     source: str
-    flat: bool  # one rate stands for every position, because only a length is known
+    known: tuple[float, ...] = ()
+    length_at: tuple[float, int] | None = None
     doubts: tuple[str, ...] = ()  # what bench itself found wrong with the measurement
+    decay: Decay | None = None  # of the positions that are not known; None is the published one
 
-    @property
-    def measured(self) -> int:
-        """Draft positions that the measurement covers."""
-        return len(self.conditional)
+    def rates(self, drafts: int, decay: Decay | None = None) -> list[float]:
+        """Conditional acceptance of positions 1 .. drafts; what is not known follows `decay`, else its own."""
+        decay = decay or self.decay or published_decay()
+        if self.length_at is not None:
+            return decay.through(*self.length_at, drafts)
+        return [*self.known[:drafts], *decay.beyond(self.known, drafts)]
 
-    def length(self, drafts: int) -> float:
+    def length(self, drafts: int, decay: Decay | None = None) -> float:
         """Tokens per verification step with `drafts` drafts, bonus token included."""
-        total, reached = 1.0, 1.0
-        for position in range(drafts):
-            reached *= self.conditional[min(position, self.measured - 1)]
-            total += reached
-        return total
+        if self.length_at is not None and self.length_at[1] == drafts:
+            return self.length_at[0]
+        return lengths(self.rates(drafts, decay))[-1] if drafts else 1.0
+
+    def measured(self, drafts: int) -> bool:
+        """Whether the length for that many drafts was measured, and does not rest on the published decay."""
+        return drafts <= len(self.known) or (self.length_at is not None and drafts == self.length_at[1])
+
+    def decays(self, drafts: int) -> dict[str, Decay]:
+        """The decay of each published curve by itself, between which the length for `drafts` drafts is not settled;
+        none where it was measured."""
+        return {} if self.measured(drafts) else other_decays()
+
+    def rests_on(self) -> str:
+        """What is measured and what is extrapolated, in a sentence."""
+        falls = "falls as in InferenceX's published curves of Kimi-K2.5 (data/acceptance_lengths.yaml)"
+        if self.length_at is not None:
+            drafts = f"{self.length_at[1]} draft{'s' if self.length_at[1] > 1 else ''}"
+            return f"acceptance is measured for {drafts} alone; by position it {falls}, scaled to that length"
+        positions = "position" if len(self.known) == 1 else f"{len(self.known)} positions"
+        return f"acceptance is measured for the first {positions}; beyond, it {falls}, scaled to the measured ones"
 
 
-def flat_rate(length: float, drafts: int) -> float:
-    """The constant conditional acceptance whose chain of `drafts` drafts has this acceptance length (bisection)."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        found = 1 + sum(middle**k for k in range(1, drafts + 1))
-        low, high = (middle, high) if found < length else (low, middle)
-    return (low + high) / 2
-
-
-def parse_acceptance(text: str, concurrency: int | None = None) -> dict[str, Acceptance]:
+def parse_acceptance(text: str) -> dict[str, Acceptance]:
     """By workload: the whole measurement as "all", and each category of a bench file. Raises UsageError."""
     path = Path(text).expanduser()
     if path.exists():
@@ -62,13 +74,13 @@ def parse_acceptance(text: str, concurrency: int | None = None) -> dict[str, Acc
     if found is None:
         raise UsageError(f"--acceptance {text!r} is neither a number nor a file that exists", EXAMPLE)
     value, drafts = float(found[1]), int(found[2] or 3)
-    if 0 < value < 1:
-        return {"all": Acceptance((value,) * drafts, f"{value} of the drafts at each position, as given", True)}
+    if 0 < value < 1 and drafts:
+        return {"all": Acceptance(f"{value} of the drafts at each of {drafts} positions, as given", (value,) * drafts)}
     if not 1 <= value <= drafts + 1:
         raise UsageError(f"{drafts} drafts give 1 to {drafts + 1} tokens per step, not {value}", EXAMPLE)
     measured = f"{value} tokens per step at {drafts} drafts, as given"
     measured += "" if found[2] else " (3 drafts: the length of the model cards; write VALUE@DRAFTS for another)"
-    return {"all": Acceptance((flat_rate(value, drafts),) * drafts, measured, True)}
+    return {"all": Acceptance(measured, length_at=(value, drafts))}
 
 
 def _from_bench(path: Path) -> dict[str, Acceptance]:
@@ -76,23 +88,23 @@ def _from_bench(path: Path) -> dict[str, Acceptance]:
         results = json.loads(path.read_text(encoding="utf-8"))
         groups = {"all": results, **results["categories"]}
         doubts = tuple(problem["message"] for problem in results.get("problems", ()) if problem["severity"] != "info")
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError):
+        found = {name: _from_group(group, f"{path}, {name}", doubts) for name, group in groups.items()}
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"{path} is not a results.json of `trtspec bench`", EXAMPLE) from None
-    found = {name: _from_group(group, f"{path}, {name}", doubts) for name, group in groups.items()}
     measured = {name: item for name, item in found.items() if item is not None}
     if "all" not in measured:
-        message = f"{path} tells no acceptance: its server did not say how many drafts were accepted"
+        message = f"{path} holds no acceptance: its server did not report how many drafts were accepted"
         raise UsageError(message, "bench an endpoint that speculates, or give the figure: " + EXAMPLE)
     return measured
 
 
 def _from_group(group: dict[str, Any], source: str, doubts: tuple[str, ...]) -> Acceptance | None:
-    curve = [rate for rate in group.get("conditional") or [] if rate is not None]
-    if curve:
-        return Acceptance(tuple(curve), f"{source}: accepted by position, {group['steps']} steps", False, doubts)
+    known = tuple(float(rate) for rate in group.get("conditional") or [] if rate is not None)
+    if known:
+        return Acceptance(f"{source}: accepted by position, {group['steps']} steps", known, doubts=doubts)
     steps, drafted, length = group.get("steps"), group.get("drafted"), group.get("acceptance_length")
     if not steps or not drafted or not length:
         return None
     drafts = max(1, round(drafted / steps))
-    rate = flat_rate(min(length, drafts + 1), drafts)
-    return Acceptance((rate,) * drafts, f"{source}: {length} tokens per step at {drafts} drafts", True, doubts)
+    at = (min(float(length), drafts + 1.0), drafts)
+    return Acceptance(f"{source}: {length} tokens per step at {drafts} drafts", length_at=at, doubts=doubts)

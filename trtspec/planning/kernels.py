@@ -9,14 +9,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from trtspec.data_files import DATA
-from trtspec.errors import MissingDependency
 from trtspec.specs import GpuSpec
 
 ROUTING = "power_law_1.01"
 HEADS = 64  # attention heads of every Kimi-K2; the tables are keyed by the ranks that share them
-# Eight-rank collectives were measured inside one NVLink domain of B200 only; GB200 and GB300 have the same links.
-NVLINK_TWIN = {"gb200": "b200", "gb300": "b200"}
-KERNELS = {"nvfp4": ("TRTLLM", "CUTLASS"), "fp8-block": ("TRTLLM", "CUTLASS", "DEEPGEMM"), "int4": ("MARLIN",)}
+MOE_KERNELS = ("TRTLLM", "CUTLASS", "DEEPGEMM", "MARLIN")  # the first that was measured for a format is taken
 BANDWIDTH_SHARE = 0.8  # of the peak, reached by streaming kernels (aiconfigurator systems/*.yaml)
 LAUNCH_US = 3.0  # least time of one kernel (same source)
 
@@ -69,8 +66,11 @@ class Kernels:
     def sources(self) -> list[str]:
         return [self.tables["source"], f"MoE: {self.tables['moe'][self.format][self.moe_kernel]['source']}"]
 
-    def has_layout(self, layout: str) -> bool:
-        return layout in self.tables["moe"][self.format][self.moe_kernel][self.routing]
+    def has(self, moe_layout: str, attention_ranks: int, ranks: int) -> bool:
+        """Whether all kernels of such a layout were measured."""
+        moe = self.tables["moe"][self.format][self.moe_kernel][self.routing]
+        attention = f"tp{attention_ranks}" in self.tables["mla_decode"]
+        return moe_layout in moe and attention and (ranks == 1 or allreduce_row(self.tables, ranks) is not None)
 
     def moe(self, layout: str, tokens: int) -> float:
         """The routed experts of one layer on one rank, for `tokens` tokens of the whole group."""
@@ -91,12 +91,20 @@ class Kernels:
         return interpolate_twice(self.tables["mla_decode"][f"tp{ranks}"], context, sequences)
 
     def prefill_attention(self, ranks: int, tokens: int) -> float:
-        return interpolate(self.tables["mla_prefill"][f"tp{ranks}"], tokens)
+        """One MLA module for one prompt. Beyond the longest measured prompt: linear and quadratic cost as in the last
+        two measured ones."""
+        measured: Series = self.tables["mla_prefill"][f"tp{ranks}"]
+        (x0, x1), (y0, y1) = measured.xs[-2:], measured.ys[-2:]
+        if tokens <= x1:
+            return interpolate(measured, tokens)
+        square = max(0.0, (y1 / x1 - y0 / x0) / (x1 - x0))
+        return tokens * (y1 / x1 + square * (tokens - x1))
 
     def allreduce(self, ranks: int, elements: int) -> float:
         if ranks == 1:
             return 0.0
-        row = self.tables["allreduce"].row(ranks) or twin_tables(self.gpu.name)["allreduce"].row(ranks)
+        row = allreduce_row(self.tables, ranks)
+        assert row is not None  # `has_ranks` is asked first
         return interpolate(row, elements)
 
     def from_hidden(self, tokens: int, width: float) -> float:
@@ -116,11 +124,10 @@ class Kernels:
 
 
 @cache
-def read_tables(gpu: str) -> dict[str, Any]:
+def read_tables(gpu: str) -> dict[str, Any] | None:
+    """None for a GPU whose kernels nobody measured."""
     path = DATA / "kernels" / f"{gpu}.json"
-    if not path.is_file():
-        raise MissingDependency(f"there are no kernel latencies for {gpu}", "plan its memory with --memory-only")
-    return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_read)
+    return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_read) if path.is_file() else None
 
 
 def _read(pairs: list[tuple[str, Any]]) -> Any:
@@ -132,13 +139,23 @@ def _read(pairs: list[tuple[str, Any]]) -> Any:
     return Grid(keys, values) if isinstance(values[0], Series) else Series(keys, values)
 
 
-def twin_tables(gpu: str) -> dict[str, Any]:
-    return read_tables(NVLINK_TWIN.get(gpu, gpu))
+def allreduce_row(tables: dict[str, Any], ranks: int) -> Series | None:
+    """Latencies of one all-reduce over that many ranks: of this GPU, else of the one with the same links that the
+    tables name."""
+    own: Series | None = tables["allreduce"].row(ranks)
+    twin = read_tables(tables["same_links_as"]) if own is None and "same_links_as" in tables else None
+    return twin["allreduce"].row(ranks) if twin else own
+
+
+def measured_kernels(gpu: GpuSpec, format: str) -> list[str]:
+    """The engine's names of the MoE kernels in this GPU's tables, the one to use first."""
+    tables = read_tables(gpu.name)
+    measured = tables["moe"].get(format, {}) if tables else {}
+    return [name for name in MOE_KERNELS if name in measured]
 
 
 def kernels(gpu: GpuSpec, format: str, kernel: str | None = None, routing: str = ROUTING) -> Kernels | None:
     """The tables for weights of this format; None when nobody measured that format on that GPU."""
-    tables = read_tables(gpu.name)
-    measured = tables["moe"].get(format, {})
-    chosen = kernel or next((name for name in KERNELS.get(format, ()) if name in measured), None)
-    return Kernels(gpu, tables, format, chosen, routing) if chosen in measured and chosen else None
+    tables, known = read_tables(gpu.name), measured_kernels(gpu, format)
+    chosen = kernel if kernel in known else next(iter(known), None) if kernel is None else None
+    return Kernels(gpu, tables, format, chosen, routing) if tables and chosen else None

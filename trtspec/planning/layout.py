@@ -32,6 +32,12 @@ class Layout:
         attention = "attention DP" if self.attention_dp else "tensor parallel"
         return f"{attention} {self.gpus}, experts {'whole' if self.ep else 'split'}"
 
+    @property
+    def short(self) -> str:
+        """TP4: attention and experts split; TEP4: experts whole; DEP4: attention DP, experts whole."""
+        attention = "D" if self.attention_dp else "T"
+        return f"{attention}{'E' if self.ep else ''}P{self.gpus}"
+
     def sequences_per_rank(self, sequences: int) -> int:
         return -(-sequences // self.gpus) if self.attention_dp else sequences
 

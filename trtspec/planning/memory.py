@@ -14,6 +14,8 @@ from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 # reports for Kimi-K2-Thinking on 8 H200.
 RESERVE = 9.0e9
 RESERVE_TOKENS = 8192
+KV_FRACTION = 0.9  # of what is free: the engine's default
+ATTENTION_DP_KV_FRACTION = 0.75  # what build-config writes: attention DP and the exchange of tokens need room
 ACTIVATION_BYTES = 2 * 10  # BF16, ten live tensors of the model's width per token
 
 
@@ -60,11 +62,14 @@ def memory(
     gpu: GpuSpec,
     layout: Layout,
     *,
-    fraction: float = 0.9,
+    fraction: float | None = None,
     reserve: float | None = None,
     max_num_tokens: int = RESERVE_TOKENS,
 ) -> Memory:
-    """`fraction` is TensorRT-LLM's free_gpu_memory_fraction: of what is free after the weights, not of the whole."""
+    """`fraction` is TensorRT-LLM's free_gpu_memory_fraction: of what is free after the weights, not of the whole. None:
+    what `trtspec build-config` writes for the layout."""
+    if fraction is None:
+        fraction = ATTENTION_DP_KV_FRACTION if layout.attention_dp else KV_FRACTION
     if reserve is None:
         reserve = RESERVE + max(0, max_num_tokens - RESERVE_TOKENS) * model.hidden_size * ACTIVATION_BYTES
     dtype = model.quant.kv_cache or "bf16"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trtspec.errors import UsageError
-from trtspec.planning.planner import Plan
+from trtspec.planning.points import LayoutPlan
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -17,7 +17,7 @@ def check_format(path: Path) -> None:
         )
 
 
-def draw(item: Plan, title: str, path: Path) -> None:
+def draw(item: LayoutPlan, title: str, path: Path) -> None:
     """Speed-up where acceptance is known, else what a step costs in plain steps."""
     import matplotlib
 

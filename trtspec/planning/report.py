@@ -1,50 +1,71 @@
-"""The plan as JSON and as text: every figure with what it rests on."""
+"""A decision as JSON and as text: the ranked table and the command; the sweep and what it rests on on request."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from trtspec.errors import Problem
 from trtspec.planning.acceptance import EXAMPLE
-from trtspec.planning.planner import Plan, Point, recommend, sensitivity
-from trtspec.specs import GpuSpec, HeadSpec
+from trtspec.planning.decision import Decision, Row, command, remedies
+from trtspec.planning.points import LayoutPlan, Point, Setting, sensitivity
+from trtspec.specs import HeadSpec, ModelSpec
 
 GB = 1e9
 CHECKED = (
     "three announced speed-ups on 4 GB200 within 7 %, ten held-out ones at concurrency 16 within 18 % (9 % on "
-    "average); nothing fitted: docs/plan-model.md has every prediction beside its measurement"
+    "average), plain decode steps within 10 % of aiconfigurator's; nothing fitted: docs/plan-model.md has every "
+    "prediction beside its measurement"
 )
 ASSUMES = (
-    "the MoE backend that build-config names (TRTLLM for NVFP4), experts chosen as a power law of exponent 1.01",
+    "experts chosen as a power law of exponent 1.01",
     "draft tokens touch experts as independently as any other tokens, so verification is not cheaper than it seems",
-    "one chain of drafts, all sequences in the same phase, no prefill between steps, no host time",
+    "one chain of drafts, all sequences in the same phase, no host time; tokens/s per user is decoding alone",
+    "in time to first token and per output token, every prompt is whole, not cached, and stops the others' decoding",
 )
+HEADINGS = ("", "concurrency", "layout", "draft", "tokens/s per user", "in all", "speed-up (range)", "trust")
 
 
-def to_dict(name: str, head_name: str | None, gpu: GpuSpec, plans: list[Plan]) -> dict[str, Any]:
-    """The JSON contract for the first plan, with `layouts` for all and what everything rests on."""
-    first = plans[0]
-    report: dict[str, Any] = {
-        "target": name,
-        "head": head_name,
-        "gpu": gpu.name,
-        "gpus": first.memory.layout.gpus,
+def to_dict(decision: Decision, model: ModelSpec, names: tuple[str, str | None], setting: Setting) -> dict[str, Any]:
+    """The JSON contract for the recommended layout, else the first, with `layouts` for all and what everything rests
+    on. `names` are those of target and head."""
+    first = decision.best.plan if decision.best else decision.plans[0]
+    ranges = [c for c in first.workload.concurrency if first.acceptance is not None and first.points]
+    return {
+        "target": names[0],
+        "head": names[1],
+        "gpu": setting.gpu.name,
+        "gpus": first.layout.gpus,
         **plan_dict(first),
-        "recommended": recommend(plans),
-        "layouts": [plan_dict(item, short=True) for item in plans],
+        "recommended": {str(c): row_dict(decision.of_concurrency(c)) for c in first.workload.concurrency},
+        "best": best_dict(decision, names, setting),
+        "targets": {"ttft_ms": decision.targets.ttft_ms, "tpot_ms": decision.targets.tpot_ms},
+        "refused": [problem.to_dict() for problem in decision.refused],
+        "layouts": [plan_dict(plan, short=True) for plan in decision.plans],
         "acceptance": acceptance_dict(first),
-        "sensitivity": {str(c): sensitivity(first, best_drafting(first, c)) for c in drafted(first)},
-        "assumes": assumptions(first, gpu),
+        "sensitivity": {str(c): sensitivity(first, best_drafting(first, c)) for c in ranges},
+        "assumes": assumptions(model, first, setting),
         "checked": CHECKED,
-        "sources": [gpu.source, *(first.model.kernels.sources if first.model else [])],
+        "sources": sources(first, setting),
     }
-    return report
 
 
-def plan_dict(item: Plan, short: bool = False) -> dict[str, Any]:
-    room = item.memory
+def row_dict(row: Row | None) -> dict[str, Any] | None:
+    return row.to_dict() if row else None
+
+
+def best_dict(decision: Decision, names: tuple[str, str | None], setting: Setting) -> dict[str, Any] | None:
+    """The choice with its command; None where nothing can be served or nothing meets the targets."""
+    row = decision.best
+    if row is None:
+        return None
+    return {"concurrency": row.concurrency, **row.to_dict(), "command": command(row, *names, setting)}
+
+
+def plan_dict(plan: LayoutPlan, short: bool = False) -> dict[str, Any]:
+    room = plan.memory
     found: dict[str, Any] = {
         "layout": room.layout.name,
-        "fits": item.fits,
+        "fits": plan.fits,
         "per_gpu": {
             "weights": round(room.weights_total),
             "head": round(room.head),
@@ -52,96 +73,92 @@ def plan_dict(item: Plan, short: bool = False) -> dict[str, Any]:
             "reserve": round(room.reserve),
         },
         "kv_tokens": room.kv_tokens,
-        "max_sequences": room.sequences(item.workload.tokens),
+        "max_sequences": room.sequences(plan.workload.tokens),
     }
     if short:
-        best = {str(c): item.best(c).to_dict() for c in item.workload.concurrency} if item.points else {}
+        best = {str(c): plan.best(c).to_dict() for c in plan.workload.concurrency} if plan.points else {}
         return found | {"best": best}
     found["per_gpu"]["weights_by_class"] = {key: round(value) for key, value in room.weights.items()}
     found |= {"kv_dtype": room.kv_dtype, "kv_bytes_per_token": room.kv_bytes_per_token}
-    found["points"] = [point.to_dict() for point in item.points]
-    found["by_workload"] = {name: [p.to_dict() for p in points] for name, points in item.by_workload.items()}
-    if item.model is not None:
-        found["prefill_ms"] = round(item.model.prefill(item.workload.isl) / 1000, 1)
+    found["points"] = [point.to_dict() for point in plan.points]
+    found["by_workload"] = {name: [p.to_dict() for p in points] for name, points in plan.by_workload.items()}
+    if plan.steps is not None:
+        found["prefill_ms"] = round(plan.steps.prefill(plan.workload.isl) / 1000, 1)
         found["step_parts_us"] = {
-            str(c): {key: round(value, 1) for key, value in item.model.parts(c, 1).items()}
-            for c in item.workload.concurrency
+            str(c): {key: round(value, 1) for key, value in plan.steps.parts(c, 1).items()}
+            for c in plan.workload.concurrency
         }
     return found
 
 
-def acceptance_dict(item: Plan) -> dict[str, Any] | None:
-    if item.acceptance is None:
+def acceptance_dict(plan: LayoutPlan) -> dict[str, Any] | None:
+    found = plan.acceptance
+    if found is None:
         return None
-    found = item.acceptance
+    drafts = found.length_at[1] if found.length_at else len(found.known)
+    longest = max(point.draft_len for point in plan.points)
     return {
         "source": found.source,
-        "conditional": list(found.conditional),
-        "measured_drafts": found.measured,
+        "conditional": [round(rate, 6) for rate in found.rates(drafts)],
+        "measured_drafts": drafts,
+        "by_position": found.length_at is None,
+        "extrapolated": [round(rate, 6) for rate in found.rates(longest)[drafts:]],
+        "rests_on": found.rests_on(),
         "doubts": list(found.doubts),
     }
 
 
-def drafted(item: Plan) -> list[int]:
-    return list(item.workload.concurrency) if item.acceptance is not None and item.points else []
-
-
-def best_drafting(item: Plan, concurrency: int) -> Point:
+def best_drafting(plan: LayoutPlan, concurrency: int) -> Point:
     """The best point that drafts at all."""
-    points = [point for point in item.at(concurrency) if point.draft_len]
+    points = [point for point in plan.at(concurrency) if point.draft_len]
     return max(points, key=lambda point: point.speedup or 0)
 
 
-def assumptions(item: Plan, gpu: GpuSpec) -> list[str]:
-    found = [f"each request holds {item.workload.context} tokens on average: all of its prompt and half of its answer"]
-    if item.format == "int4":
-        found.append(
-            "vLLM's kernels for INT4 weights: TensorRT-LLM does not load them (`trtspec quantize` makes NVFP4)"
-        )
-    if item.format == "nvfp4" and not gpu.fp4_flops:
-        found.append(
-            f"memory alone: {gpu.name.upper()} has no FP4 tensor cores, and TensorRT-LLM serves no NVFP4 on it"
-        )
-    if item.model is None:
-        return found
-    found += ASSUMES
-    if item.acceptance is not None and item.acceptance.flat:
-        found.append("one acceptance rate at every position: long drafts come out 2 to 10 % too good")
-    elif item.acceptance is not None:
-        measured = item.acceptance.measured
-        found.append(f"positions beyond the {measured} measured ones are accepted like the last of them")
-    return found
+def assumptions(model: ModelSpec, plan: LayoutPlan, setting: Setting) -> list[str]:
+    found = [f"each request holds {plan.workload.context} tokens on average: all of its prompt and half of its answer"]
+    if plan.steps is None:
+        where = f"of {model.quant.format} weights in this shape and layout on {setting.gpu.name.upper()}"
+        return [*found, f"memory alone: no kernels {where} are in the tables"]
+    found += [f"{plan.steps.kernels.moe_kernel} kernels for the experts", *ASSUMES]
+    return [*found, plan.acceptance.rests_on()] if plan.acceptance is not None else found
 
 
-def text(name: str, head: HeadSpec | None, head_name: str | None, gpu: GpuSpec, plans: list[Plan]) -> str:
-    """The same for reading."""
-    first = plans[0]
-    lines = [
-        f"{name}{f' with {head_name}' if head_name else ''} on {first.memory.layout.gpus} x {gpu.name.upper()}",
-        "",
-    ]
-    lines += memory_lines(first)
-    if first.model is None:
-        lines += [
-            "",
-            f"Speed: not known. No kernels were measured for this shape, format and layout on {gpu.name.upper()}.",
-        ]
-    elif first.fits:
-        lines += ["", *speed_lines(first)]
-        if len(plans) > 1:
-            lines += ["", *layout_lines(plans)]
-        lines += ["", *next_lines(name, head_name, gpu, plans)]
-    lines += ["", "Assumes:", *(f"  {line}" for line in assumptions(first, gpu))]
-    if first.model is not None:
-        lines += [f"Checked: {CHECKED}"]
-        lines += ["Sources: " + "; ".join([gpu.source, *first.model.kernels.sources])]
+def sources(plan: LayoutPlan, setting: Setting) -> list[str]:
+    return [setting.gpu.source, *(plan.steps.kernels.sources if plan.steps else [])]
+
+
+def text(
+    decision: Decision, model: ModelSpec, names: tuple[str, str | None], setting: Setting, *, head: HeadSpec | None,
+    verbose: bool = False,
+) -> str:  # fmt: skip
+    """The same for reading: title, memory in a line, the table, the command; everything with `verbose`."""
+    first = decision.best.plan if decision.best else decision.plans[0]
+    title = f"{names[0]}{f' with {names[1]}' if names[1] else ''} on {first.layout.gpus} x {setting.gpu.name.upper()}"
+    lines = [f"{title}, {first.workload.isl:,} tokens in and {first.workload.osl:,} out", ""]
+    lines += memory_lines(first) if verbose or not decision.fits else [memory_line(first)]
+    if decision.fits:
+        if shown(decision):
+            lines += ["", *table_lines(decision, setting)]
+        lines += ["", *choice_lines(decision, names, setting, head)]
+    if verbose:
+        lines += ["", *sweep_lines(decision), "", "Assumes:"]
+        lines += [f"  {line}" for line in assumptions(model, first, setting)]
+        lines += [f"Checked: {CHECKED}", "Sources: " + "; ".join(sources(first, setting))]
     return "\n".join(lines) + "\n"
 
 
-def memory_lines(item: Plan) -> list[str]:
-    room, tokens = item.memory, item.workload.tokens
+def memory_line(plan: LayoutPlan) -> str:
+    room = plan.memory
+    fixed = (room.weights_total + room.head + room.reserve) / GB
+    return (
+        f"Memory per GPU, {room.layout.short}: {fixed:.0f} of {room.capacity / GB:.0f} GB without the KV cache, which "
+        f"holds {room.kv_tokens:,} tokens: {room.sequences(plan.workload.tokens):,} requests"
+    )
+
+
+def memory_lines(plan: LayoutPlan) -> list[str]:
+    room, tokens = plan.memory, plan.workload.tokens
     largest = ", ".join(f"{key} {value / GB:.1f}" for key, value in room.weights.items() if value >= 0.5 * GB)
-    held = room.sequences(tokens)
     lines = [
         f"Memory per GPU in GB, {room.layout.name}: {room.capacity / GB:.1f}",
         f"  weights  {room.weights_total / GB:7.1f}  ({largest})",
@@ -150,8 +167,8 @@ def memory_lines(item: Plan) -> list[str]:
         f"  KV cache {room.kv / GB:7.1f}  ({room.fraction:g} of what is left, {room.kv_dtype.upper()}, "
         f"{room.kv_bytes_per_token:,.0f} bytes per token on each GPU)",
     ]
-    if item.fits:
-        lines.append(f"  holds {room.kv_tokens:,} tokens in all: {held} requests of {tokens:,} tokens")
+    if plan.fits:
+        lines.append(f"  holds {room.kv_tokens:,} tokens in all: {room.sequences(tokens):,} requests of {tokens:,}")
     elif room.free < 0:
         lines.append(f"  does NOT fit: {-room.free / GB:.1f} GB per GPU too much before the first token of cache")
     else:
@@ -159,98 +176,171 @@ def memory_lines(item: Plan) -> list[str]:
     return lines
 
 
-def speed_lines(item: Plan) -> list[str]:
-    assert item.model is not None
-    lines = []
-    for concurrency in item.workload.concurrency:
-        points = item.at(concurrency)
-        note = "" if points[0].held else "  (the cache does not hold that many requests)"
-        plain = points[0].plain_ms
-        lines.append(
-            f"Concurrency {concurrency}: plain step {plain:.2f} ms, {1000 / plain:.0f} tokens/s per user{note}"
-        )
-        for point in points[1:]:
-            lines.append("  " + point_line(point, point is item.best(concurrency)))
-        lines += sensitivity_lines(item, concurrency)
-    lines += workload_lines(item)
-    if item.model.head is not None and item.acceptance is None:
-        lines += [
-            "Speed-up needs your acceptance, which is never assumed: give --acceptance,",
-            f"  {EXAMPLE}",
-        ]
-    elif item.acceptance is not None:
-        lines.append(f"Acceptance: {item.acceptance.source}")
-        lines += [f"  bench doubted this measurement: {doubt}" for doubt in item.acceptance.doubts]
+def shown(decision: Decision) -> list[Row]:
+    """The best row of each concurrency, in rank order; of a search, those around the choice."""
+    rows = [row for row in decision.rows if row.held and row.point]
+    firsts = [row for at, row in enumerate(rows) if row.concurrency not in {r.concurrency for r in rows[:at]}]
+    firsts = [row for row in firsts if row.refused is None] or firsts
+    return firsts[:8] if decision.targets.any else firsts
+
+
+def table_lines(decision: Decision, setting: Setting) -> list[str]:
+    """The ranked table; with targets, two columns more."""
+    rows, targets = shown(decision), decision.targets
+    headings = (*HEADINGS, "TTFT ms", "TPOT ms") if targets.any else HEADINGS
+    cells = [list(headings)]
+    for row in rows:
+        cells.append(row_cells(row, row is decision.best))
+        if targets.any:
+            cells[-1] += [mark(row.ttft_ms, targets.ttft_ms), mark(row.tpot_ms, targets.tpot_ms)]
+    lines = aligned(cells)
+    names = {row.layout.short: row.layout.name for row in rows}
+    lines += ["; ".join(f"{short}: {name}" for short, name in names.items()) + "."]
+    for concurrency in decision.plans[0].workload.concurrency:
+        if not targets.any and concurrency not in {row.concurrency for row in rows}:
+            lines.append(f"Concurrency {concurrency}: no layout's cache holds that many requests of this length.")
+    acceptance = next((plan.acceptance for plan in decision.plans if plan.acceptance), None)
+    if acceptance is not None:
+        lines += [f"Acceptance: {acceptance.source}; {acceptance.rests_on()}."]
+        lines += [f"  bench doubted this measurement: {doubt}" for doubt in acceptance.doubts]
     return lines
 
 
-def point_line(point: Point, best: bool) -> str:
+def row_cells(row: Row, best: bool) -> list[str]:
+    point = row.point
+    assert point is not None
+    spread = row.plan.speedup_range(point)
+    gain = f"{point.speedup:.2f}x ({spread[0]:.2f} to {spread[1]:.2f})" if spread and point.speedup else "-"
+    gain = "plain decoding" if point.draft_len == 0 else gain
+    return [
+        "best" if best else "",
+        str(row.concurrency),
+        row.layout.short,
+        str(point.draft_len),
+        f"{point.tokens_per_s_per_user or 0:.0f}",
+        f"{row.tokens_per_s or 0:,.0f}",
+        gain,
+        row.trust,
+    ]
+
+
+def mark(value: float | None, target: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.1f}{' too long' if target is not None and value > target else ''}"
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    """Columns of equal width, two spaces between them."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def choice_lines(
+    decision: Decision, names: tuple[str, str | None], setting: Setting, head: HeadSpec | None
+) -> list[str]:
+    """The one command, with what it leaves open; or why there is none."""
+    row = decision.best
+    if row is None:
+        return no_choice_lines(decision)
+    lines = ["Next:", f"  {command(row, *names, setting)}"]
+    if row.draft is not None and row.draft.tipped_by:
+        draft = row.draft
+        lines += [
+            f"{draft.fastest.draft_len} drafts would be {100 * draft.loss:.1f} % faster as planned, which this model "
+            f"cannot tell apart: {draft.point.draft_len} is as fast with {draft.tipped_by}."
+        ]
+    if row.point is None:
+        lines += ["Its speed is not known: no kernels of this format, shape and layout are in the tables."]
+    elif row.plan.acceptance is None and head is not None:
+        lines += break_even_lines(row)
+    elif row.point.draft_len == 0 and head is not None:
+        lines += ["Without the head: no draft length is worth its cost at this concurrency."]
+    return lines
+
+
+def break_even_lines(row: Row) -> list[str]:
+    """With a head and no acceptance: what each draft length costs at the chosen row."""
+    points = [point for point in row.plan.at(row.concurrency) if point.draft_len in (1, 2, 3, 4, 5)]
+    costs = ", ".join(f"{point.draft_len}: {point.cost_ratio:.2f}" for point in points)
+    return [
+        f"Speculation wins there above this many tokens per step, by draft length: {costs}.",
+        f"A speed-up needs your acceptance, which is never assumed: {EXAMPLE}.",
+    ]
+
+
+def no_choice_lines(decision: Decision) -> list[str]:
+    if decision.refused:
+        return [f"No command: {problem.message}" for problem in unique(decision.refused)]
+    row = next(iter(decision.able), None)
+    if row is None:
+        return ["No command: no layout's cache holds that many requests."]
+    asked = [f"TTFT {decision.targets.ttft_ms:g} ms" if decision.targets.ttft_ms else ""]
+    asked += [f"TPOT {decision.targets.tpot_ms:g} ms" if decision.targets.tpot_ms else ""]
+    if row.point is None:
+        return ["No command: the targets cannot be judged, because the speed of this format and layout is not known."]
+    lines = [
+        f"No command: nothing meets {' and '.join(word for word in asked if word)}. Nearest: {row.layout.short} at "
+        f"concurrency {row.concurrency} with {row.point.draft_len} drafts, TTFT {row.ttft_ms:.0f} ms, "
+        f"TPOT {row.tpot_ms:.1f} ms."
+    ]
+    lines += [f"  That row would meet it with {remedy}." for remedy in remedies(row, decision.targets)]
+    if decision.wider is not None:
+        wide = decision.wider
+        lines.append(f"  {wide.layout.gpus} GPUs would: {wide.layout.short}, up to concurrency {wide.concurrency}.")
+    return lines
+
+
+def unique(problems: list[Problem]) -> list[Problem]:
+    return list({problem.message: problem for problem in problems}.values())
+
+
+def sweep_lines(decision: Decision) -> list[str]:
+    """Every layout, concurrency and draft length, with the speed-up under other assumptions."""
+    lines = []
+    for plan in decision.plans:
+        room = plan.memory
+        lines.append(f"{room.layout.name} ({room.sequences(plan.workload.tokens):,} requests held)")
+        if plan.steps is None:
+            lines.append("  no kernels were measured for this format, shape and layout")
+            continue
+        for concurrency in plan.workload.concurrency:
+            lines += [f"  {line}" for line in concurrency_lines(plan, concurrency)]
+        lines += workload_lines(plan)
+    return lines
+
+
+def concurrency_lines(plan: LayoutPlan, concurrency: int) -> list[str]:
+    points = plan.at(concurrency)
+    note = "" if points[0].held else "  (the cache does not hold that many requests)"
+    plain, best = points[0].plain_ms, plan.best(concurrency)
+    lines = [f"concurrency {concurrency}: plain step {plain:.2f} ms, {1000 / plain:.0f} tokens/s per user{note}"]
+    lines += [f"  {point_line(plan, point, point is best)}" for point in points[1:]]
+    if plan.acceptance is not None and len(points) > 1:
+        point = best_drafting(plan, concurrency)
+        others = ", ".join(f"{value:.2f}x with {name}" for name, value in sensitivity(plan, point).items())
+        lines.append(f"  draft {point.draft_len} would give {others}")
+    return lines
+
+
+def point_line(plan: LayoutPlan, point: Point, best: bool) -> str:
     cost = f"draft {point.draft_len}: step {point.step_ms:6.2f} ms, costs {point.cost_ratio:.2f} plain steps"
     touched = f", {point.experts:.0f} experts per layer"
     if point.acceptance_length is None or point.speedup is None:
         return f"{cost}{touched}; wins above {point.cost_ratio:.2f} tokens per step"
     rate = point.tokens_per_s_per_user or 0
     gain = f"; {point.acceptance_length:.2f} tokens per step, {rate:.0f} tokens/s per user, {point.speedup:.2f}x"
-    return f"{cost}{touched}{gain}{'  <- best' if best else ''}"
+    known = plan.acceptance is not None and plan.acceptance.measured(point.draft_len)
+    return f"{cost}{touched}{gain}{'' if known else ', extrapolated'}{'  <- best' if best else ''}"
 
 
-def sensitivity_lines(item: Plan, concurrency: int) -> list[str]:
-    if concurrency not in drafted(item) or not any(point.draft_len for point in item.at(concurrency)):
-        return []
-    point = best_drafting(item, concurrency)
-    others = ", ".join(f"{value:.2f}x with {name}" for name, value in sensitivity(item, point).items())
-    return [f"  draft {point.draft_len} would give {others}"]
-
-
-def workload_lines(item: Plan) -> list[str]:
+def workload_lines(plan: LayoutPlan) -> list[str]:
     lines = []
-    for name, points in item.by_workload.items():
+    for name, points in plan.by_workload.items():
         cells = []
-        for concurrency in item.workload.concurrency:
+        for concurrency in plan.workload.concurrency:
             here = [point for point in points if point.concurrency == concurrency]
             best = max(here, key=lambda point: point.speedup or 0)
             cells.append(f"{concurrency}: draft {best.draft_len}, {best.speedup:.2f}x")
-        lines.append(f"  {name}: " + "; ".join(cells))
-    return ["By category of your measurement, best draft length at each concurrency:", *lines] if lines else []
-
-
-def layout_lines(plans: list[Plan]) -> list[str]:
-    """The layouts beside each other, at each one's best draft length."""
-    lines = ["Layouts, tokens/s per user at the best draft length (requests that the cache holds):"]
-    for item in plans:
-        if item.model is None or not item.fits:
-            lines.append(f"  {item.memory.layout.name}: {'not measured' if item.fits else 'does not fit'}")
-            continue
-        cells = []
-        for concurrency in item.workload.concurrency:
-            best = item.best(concurrency)
-            held = "" if best.held else "!"
-            cells.append(f"{concurrency}: {best.tokens_per_s_per_user or 0:.0f} (draft {best.draft_len}){held}")
-        held_at_all = item.memory.sequences(item.workload.tokens)
-        lines.append(f"  {item.memory.layout.name} ({held_at_all}): " + ", ".join(cells))
-    return lines
-
-
-def next_lines(name: str, head_name: str | None, gpu: GpuSpec, plans: list[Plan]) -> list[str]:
-    """The command that writes the engine's file for the best plan of each concurrency."""
-    lines = ["Next, for the best of these at each concurrency:"]
-    for concurrency, row in recommend(plans).items():
-        if row is None:
-            lines.append(f"  {concurrency}: no layout holds that many requests of this length")
-            continue
-        words = ["trtspec build-config", name]
-        drafting = row["draft_len"] != 0
-        words += ["--head", head_name] if head_name and drafting else []
-        words += ["--gpu", gpu.name, "--tp-size", str(row["tp_size"]), "--ep-size", str(row["ep_size"])]
-        words += ["--attention-dp"] if row["attention_dp"] else ["--no-attention-dp"]
-        words += [
-            "--isl",
-            str(plans[0].workload.isl),
-            "--osl",
-            str(plans[0].workload.osl),
-            "--concurrency",
-            concurrency,
-        ]
-        words += ["--draft-len", str(row["draft_len"])] if head_name and row["draft_len"] else []
-        lines.append(f"  {concurrency}: {' '.join(words)}")
-    return lines
+        lines.append(f"    {name}: " + "; ".join(cells))
+    return ["  by category of your measurement, best draft length at each concurrency:", *lines] if lines else []

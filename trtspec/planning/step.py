@@ -107,16 +107,21 @@ class StepModel:
 
     def cost_ratio(self, sequences: int, length: int) -> float:
         """(verify + draft) / plain step: the acceptance length at which speculation neither wins nor loses."""
-        return (self.step(sequences, length + 1) + self.draft(sequences, length)) / self.step(sequences)
+        return self.whole(sequences, length) / self.step(sequences)
 
-    def prefill(self, tokens: int) -> float:
-        """One prompt of `tokens` tokens alone, in one chunk; the head's own prefill is left out."""
+    def whole(self, sequences: int, length: int) -> float:
+        """Drafting `length` tokens per sequence and verifying them."""
+        return self.step(sequences, length + 1) + self.draft(sequences, length)
+
+    def prefill(self, tokens: int, prompts: int = 1) -> float:
+        """`prompts` prompts of `tokens` tokens each, at once and without their answers; the head's own prefill is left
+        out. With attention DP every rank computes the attention of its own prompts."""
         model, kernels, layout = self.model, self.kernels, self.layout
         ranks, moe = layout.attention_tp, model.num_hidden_layers - model.first_k_dense_replace
-        shared = self._mlp(tokens, model.n_shared_experts * model.moe_intermediate_size / ranks)
-        layer = kernels.prefill_attention(ranks, tokens) + 2 * kernels.allreduce(
-            layout.gpus, tokens * model.hidden_size
-        )
-        experts = kernels.moe(layout.moe, tokens) + shared + kernels.from_hidden(tokens, model.n_routed_experts)
-        dense = model.first_k_dense_replace * self._mlp(tokens, model.intermediate_size / ranks)
-        return model.num_hidden_layers * layer + moe * experts + dense
+        here, together = layout.sequences_per_rank(prompts), tokens * prompts
+        mine = here * tokens if layout.attention_dp else together
+        shared = self._mlp(mine, model.n_shared_experts * model.moe_intermediate_size / ranks)
+        attention = here * kernels.prefill_attention(ranks, tokens)
+        experts = kernels.moe(layout.moe, together) + shared + kernels.from_hidden(mine, model.n_routed_experts)
+        dense = model.first_k_dense_replace * self._mlp(mine, model.intermediate_size / ranks)
+        return model.num_hidden_layers * attention + moe * experts + dense + self._collectives(together)

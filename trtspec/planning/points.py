@@ -1,4 +1,5 @@
-"""Puts memory, the step model and the user's acceptance together: does it fit, how fast, with which sizes."""
+"""One layout of a target: does it fit, what each draft length costs, and what speculation with the user's acceptance is
+worth at each concurrency."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from trtspec.planning.step import StepModel, distinct_experts
 from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 
 HOST_US = 1000.0  # what a 4 x B200 server without speculation took beyond its kernels (6.6 ms against 5.6 ms)
-LONGEST_DRAFT = 7
+LONGEST_COMPARED = 8
+CLOSE = 0.005  # a loss that the kernel tables cannot show: neighbouring rows of them differ by a few percent of noise
 MEASURED_SHAPE = (7168, 384, 2048, 8)  # width, experts, expert width, experts per token of every Kimi-K2
 
 
@@ -65,28 +67,86 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """`model` is None where no kernels are measured: then only memory is known. `by_workload` has bench categories."""
+class DraftLength:
+    """The draft length to use at one concurrency: `point`, and the `fastest` as planned where that is a longer one
+    which the model's own error cannot tell apart from it. Under the assumption `tipped_by`, `point` is as fast."""
+
+    point: Point
+    fastest: Point
+    tipped_by: str = ""
+
+    @property
+    def loss(self) -> float:
+        """Share of the fastest's tokens per second that the shorter one gives up as planned."""
+        return 1 - (self.point.tokens_per_s_per_user or 0) / (self.fastest.tokens_per_s_per_user or 1)
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """`steps` is None where no kernels are measured: then only memory is known. `by_workload` has bench categories."""
 
     memory: Memory
     workload: Workload
-    model: StepModel | None
+    steps: StepModel | None
     points: tuple[Point, ...]
-    format: str
     acceptance: Acceptance | None = None
     by_workload: dict[str, tuple[Point, ...]] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> Layout:
+        return self.memory.layout
 
     @property
     def fits(self) -> bool:
         """Whether the weights fit and the cache holds at least one request of this length."""
         return self.memory.sequences(self.workload.tokens) >= 1
 
-    def best(self, concurrency: int) -> Point:
-        """The fastest point of a concurrency; plain decoding (draft length 0) when nothing beats it."""
-        return max(self.at(concurrency), key=lambda point: point.tokens_per_s_per_user or 0)
-
     def at(self, concurrency: int) -> list[Point]:
         return [point for point in self.points if point.concurrency == concurrency]
+
+    def best(self, concurrency: int) -> Point:
+        """Of the draft lengths that cannot be told apart from the fastest, the shortest; plain decoding is 0."""
+        return self.draft_length(concurrency).point
+
+    def draft_length(self, concurrency: int) -> DraftLength:
+        """A shorter draft is taken where it is at most CLOSE slower as planned, and as fast as the fastest under one of
+        the assumptions that neither the tables nor the acceptance settle."""
+        points = self.at(concurrency)
+        fastest = max(points, key=lambda point: point.tokens_per_s_per_user or 0)
+        for point in points[: fastest.draft_len] if self.acceptance is not None else ():
+            choice = DraftLength(point, fastest)
+            if choice.loss <= CLOSE:
+                tipping = next((name for name, gain in self._gains(point, fastest).items() if gain >= 1), "")
+                if tipping:
+                    return replace(choice, tipped_by=tipping)
+        return DraftLength(fastest, fastest)
+
+    def _gains(self, point: Point, other: Point) -> dict[str, float]:
+        """Tokens per second of `point` over those of `other` under each assumption, by name."""
+        assert self.steps is not None and self.acceptance is not None
+        length, against, acceptance = point.acceptance_length or 1.0, other.acceptance_length or 1.0, self.acceptance
+        found = {
+            name: length / against * item.whole(other.concurrency, other.draft_len)
+            / item.whole(point.concurrency, point.draft_len)
+            for name, item in assumptions(self.steps).items()
+        }  # fmt: skip
+        planned = other.step_ms / point.step_ms
+        for name, decay in acceptance.decays(other.draft_len).items():
+            ratio = acceptance.length(point.draft_len, decay) / acceptance.length(other.draft_len, decay)
+            found[f"acceptance falling as for {name}"] = planned * ratio
+        return found
+
+    def speedup_range(self, point: Point) -> tuple[float, float] | None:
+        """Least and largest speed-up of a point under each assumption, and under each published decay where its
+        acceptance is extrapolated. None without acceptance."""
+        if point.speedup is None or self.steps is None or self.acceptance is None:
+            return None
+        ratios = [item.cost_ratio(point.concurrency, point.draft_len) for item in assumptions(self.steps).values()]
+        drafts, middle = point.draft_len, point.acceptance_length or 1.0
+        decays = self.acceptance.decays(drafts).values()
+        lengths = [middle, *(self.acceptance.length(drafts, decay) for decay in decays)]
+        ratios.append(point.cost_ratio)
+        return min(lengths) / max(ratios), max(lengths) / min(ratios)
 
 
 def layouts(model: ModelSpec, gpus: int) -> list[Layout]:
@@ -95,40 +155,42 @@ def layouts(model: ModelSpec, gpus: int) -> list[Layout]:
     return found if gpus > 1 and model.num_attention_heads % gpus == 0 else found[:1]
 
 
-def plan(
-    model: ModelSpec,
-    head: HeadSpec | None,
-    gpu: GpuSpec,
-    layout: Layout,
-    workload: Workload,
-    acceptance: dict[str, Acceptance] | None,
-    *,
-    fraction: float = 0.9,
-    longest: int = LONGEST_DRAFT,
-    kernel: str | None = None,
-) -> Plan:
-    """The plan of one layout; `acceptance` as parse_acceptance gives it, or None."""
-    room = memory(model, head, gpu, layout, fraction=fraction)
-    found = kernels(gpu, model.quant.format, kernel)
+@dataclass(frozen=True)
+class Setting:
+    """What a plan is made for, beside target and head. `fraction` as in `memory`; `kernel` names the MoE kernels."""
+
+    gpu: GpuSpec
+    workload: Workload
+    acceptance: dict[str, Acceptance] | None = None
+    fraction: float | None = None
+    longest: int = LONGEST_COMPARED
+    kernel: str | None = None
+
+
+def plan_layout(model: ModelSpec, head: HeadSpec | None, layout: Layout, setting: Setting) -> LayoutPlan:
+    """The plan of one layout; with no measured kernels, of its memory alone."""
+    workload, acceptance = setting.workload, setting.acceptance
+    room = memory(model, head, setting.gpu, layout, fraction=setting.fraction)
+    found = kernels(setting.gpu, model.quant.format, setting.kernel)
     if found is None or not measured(found, model, layout):
-        return Plan(room, workload, None, (), model.quant.format)
+        return LayoutPlan(room, workload, None, ())
     steps = StepModel(model, head, layout, found, workload.context)
-    overall = acceptance["all"] if acceptance else None
-    points = tuple(curve(steps, room, workload, overall, longest))
+    overall = acceptance["all"] if acceptance and head is not None else None
+    points = tuple(curve(steps, room, workload, overall, setting.longest))
     others = {
         name: tuple(with_acceptance(point, item) for point in points)
         for name, item in (acceptance or {}).items()
         if name != "all"
     }
-    return Plan(room, workload, steps, points, model.quant.format, overall, others)
+    return LayoutPlan(room, workload, steps, points, overall, others)
 
 
 def measured(found: Kernels, model: ModelSpec, layout: Layout) -> bool:
-    """Whether every kernel was measured: for Kimi-K2's shapes only, and no collectives of more than 8 ranks."""
+    """Whether every kernel was measured: for Kimi-K2's shapes only."""
     shape = (model.hidden_size, model.n_routed_experts, model.moe_intermediate_size, model.num_experts_per_tok)
-    if shape != MEASURED_SHAPE or model.num_attention_heads != HEADS or layout.gpus > 8:
+    if shape != MEASURED_SHAPE or model.num_attention_heads != HEADS:
         return False
-    return found.has_layout(layout.moe) and f"tp{layout.attention_tp}" in found.tables["mla_decode"]
+    return found.has(layout.moe, layout.attention_tp, layout.gpus)
 
 
 def curve(
@@ -139,7 +201,7 @@ def curve(
         plain = steps.step(sequences)
         held = room.sequences(workload.tokens) >= sequences
         for drafts in range((longest if steps.head is not None else 0) + 1):
-            whole = steps.step(sequences, drafts + 1) + steps.draft(sequences, drafts)
+            whole = steps.whole(sequences, drafts)
             experts = distinct_experts(steps.model, sequences * (drafts + 1))
             point = Point(sequences, drafts, whole / plain, plain / 1000, whole / 1000, experts, held)
             points.append(with_acceptance(point, acceptance))
@@ -167,36 +229,12 @@ def assumptions(steps: StepModel) -> dict[str, StepModel]:
     return others
 
 
-def sensitivity(found: Plan, point: Point) -> dict[str, float | None]:
+def sensitivity(found: LayoutPlan, point: Point) -> dict[str, float | None]:
     """Speed-up of one point under each of `assumptions`, and with a little less acceptance."""
-    assert found.model is not None
+    assert found.steps is not None
     if point.acceptance_length is None:
         return {}
     sequences, drafts, length = point.concurrency, point.draft_len, point.acceptance_length
-    values = {name: length / item.cost_ratio(sequences, drafts) for name, item in assumptions(found.model).items()}
+    values = {name: length / item.cost_ratio(sequences, drafts) for name, item in assumptions(found.steps).items()}
     values["acceptance length 0.1 lower"] = (length - 0.1) / point.cost_ratio
     return {name: round(value, 3) for name, value in values.items()}
-
-
-def recommend(plans: list[Plan]) -> dict[str, Any]:
-    """The layout and draft length that give a user the most tokens per second at each concurrency, and the largest
-    batch that the cache of the first one's layout holds. With no acceptance: the cheapest plain step."""
-    able = [item for item in plans if item.fits and item.model is not None]
-    rows: dict[str, Any] = {}
-    for concurrency in plans[0].workload.concurrency:
-        holding = [item for item in able if item.at(concurrency)[0].held]
-        if not holding:
-            rows[str(concurrency)] = None
-            continue
-        best = max(holding, key=lambda item: item.best(concurrency).tokens_per_s_per_user or 0)
-        point, layout = best.best(concurrency), best.memory.layout
-        rows[str(concurrency)] = {
-            "tp_size": layout.gpus,
-            "ep_size": layout.gpus if layout.ep else 1,
-            "attention_dp": layout.attention_dp,
-            "draft_len": point.draft_len if best.acceptance else None,
-            "speedup": round(point.speedup, 3) if best.acceptance and point.speedup else None,
-            "tokens_per_s_per_user": round(point.tokens_per_s_per_user or 0, 1),
-            "max_sequences": best.memory.sequences(best.workload.tokens),
-        }
-    return rows

@@ -1,0 +1,109 @@
+"""Acceptance beyond the measured positions: published curves that were held out are the judge."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trtspec.data_files import gpu_spec
+from trtspec.planning.acceptance import Acceptance, parse_acceptance
+from trtspec.planning.decay import Decay, fit, lengths, mean, other_decays, published_curves, published_decay, rates_of
+from trtspec.planning.layout import Layout
+from trtspec.planning.points import Setting, Workload, plan_layout
+from trtspec.trtllm.names import load_head, load_target
+
+CURVES: dict[str, list[float]] = published_curves()["curves"]
+KIMI: list[str] = published_curves()["decay"]
+KNOWN = 3  # K = 1 .. 3 are shown, the rest scores
+rates = st.floats(0.05, 0.999)
+
+
+def minimax() -> Decay:
+    """From curves of another model and head: it saw nothing of Kimi."""
+    return fit(mean([curve for name, curve in CURVES.items() if name not in KIMI]))
+
+
+def test_the_curves_are_the_published_ones() -> None:
+    """InferenceX golden_al_distribution/kimik2.5_eagle3.yaml, thinking and off."""
+    assert CURVES[KIMI[0]] == [1.83, 2.43, 2.88, 3.24, 3.46, 3.62, 3.71, 3.77]
+    assert CURVES[KIMI[1]] == [1.80, 2.33, 2.75, 3.06, 3.25, 3.43, 3.46, 3.51]
+
+
+@pytest.mark.parametrize("name", KIMI)
+def test_from_three_positions_without_any_kimi_curve(name: str) -> None:
+    known = rates_of(CURVES[name][:KNOWN])
+    found = lengths([*known, *minimax().beyond(known, 8)])
+    assert found[KNOWN:] == pytest.approx(CURVES[name][KNOWN:], rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "other"), [KIMI, KIMI[::-1]])
+def test_grown_from_three_positions_of_one_curve_it_predicts_the_other(name: str, other: str) -> None:
+    known = rates_of(CURVES[name][:KNOWN])
+    grown = fit(lengths([*known, *minimax().beyond(known, 8)]))
+    start = rates_of(CURVES[other][:KNOWN])
+    assert lengths([*start, *grown.beyond(start, 8)]) == pytest.approx(CURVES[other], rel=0.02)
+    assert lengths(grown.through(CURVES[other][2], 3, 8)) == pytest.approx(CURVES[other], rel=0.04)  # one length alone
+
+
+@pytest.mark.parametrize("name", KIMI)
+@pytest.mark.parametrize(
+    ("gpu", "layout"), [("b200", Layout(4)), ("b300", Layout(4)), ("b200", Layout(8)), ("b300", Layout(8, True))]
+)
+def test_the_draft_length_from_three_positions_loses_at_most_two_percent(name: str, gpu: str, layout: Layout) -> None:
+    """Against the best draft length by the published lengths themselves; beyond K = 3 nothing of Kimi was seen."""
+    model, head = load_target("nvidia/Kimi-K2.5-NVFP4").spec, load_head("lightseekorg/kimi-k2.5-eagle3-mla").spec
+    acceptance = Acceptance("test", tuple(rates_of(CURVES[name][:KNOWN])), decay=minimax())
+    setting = Setting(gpu_spec(gpu), Workload(1024, 1024, (1, 4, 16, 64)), {"all": acceptance})
+    plan = plan_layout(model, head, layout, setting)
+    for concurrency in setting.workload.concurrency:
+        truth = {p.draft_len: [1.0, *CURVES[name]][p.draft_len] / p.step_ms for p in plan.at(concurrency)}
+        assert truth[plan.best(concurrency).draft_len] >= 0.98 * max(truth.values())
+
+
+def test_a_flat_rate_per_position_would_be_too_good() -> None:
+    """What a single length was before: one rate for every position."""
+    for name in KIMI:
+        length = CURVES[name][2]
+        low, high = 0.0, 1.0
+        for _ in range(50):
+            rate = (low + high) / 2
+            low, high = (low, rate) if lengths([rate] * 3)[-1] > length else (rate, high)
+        flat = lengths([low] * 8)[-1] / CURVES[name][-1] - 1
+        ours = parse_acceptance(f"{length}@3")["all"].length(8) / CURVES[name][-1] - 1
+        assert flat > 0.05 and abs(ours) < 0.03
+
+
+@given(known=st.lists(rates, min_size=1, max_size=6), drafts=st.integers(1, 16))
+@settings(max_examples=80, deadline=None)
+def test_what_is_measured_is_kept_and_the_rest_only_falls(known: list[float], drafts: int) -> None:
+    found = Acceptance("test", tuple(known))
+    all_rates = found.rates(drafts)
+    assert all_rates[: len(known)] == known[:drafts]
+    beyond = all_rates[len(known) :]
+    assert beyond == sorted(beyond, reverse=True) and all(0 <= rate <= 1 for rate in beyond)
+    assert found.length(drafts) == pytest.approx(lengths(all_rates)[-1])
+
+
+@given(length=st.floats(1.01, 3.99), drafts=st.integers(1, 8))
+@settings(max_examples=60, deadline=None)
+def test_a_longer_draft_never_accepts_less(length: float, drafts: int) -> None:
+    found = Acceptance("test", length_at=(length, 3))
+    assert found.length(drafts) <= found.length(drafts + 1) + 1e-9
+    assert lengths(found.rates(3))[-1] == pytest.approx(length, abs=1e-6)
+
+
+def test_positions_that_were_never_or_always_accepted() -> None:
+    assert Acceptance("test", (0.8, 0.0)).rates(4) == [0.8, 0.0, 0.0, 0.0]
+    assert Acceptance("test", (1.0, 1.0)).rates(4) == [1.0] * 4
+    assert parse_acceptance("1@3")["all"].length(8) == pytest.approx(1.0, abs=1e-6)
+    assert parse_acceptance("4@3")["all"].length(8) == pytest.approx(9.0, abs=1e-6)
+
+
+def test_it_says_what_is_extrapolated() -> None:
+    by_position = Acceptance("test", (0.8, 0.7, 0.7))
+    assert "first 3 positions" in by_position.rests_on() and "InferenceX" in by_position.rests_on()
+    assert [by_position.measured(k) for k in (1, 3, 4)] == [True, True, False]
+    assert by_position.decays(3) == {} and set(by_position.decays(4)) == set(CURVES)
+    assert "3 drafts alone" in parse_acceptance("2.62@3")["all"].rests_on()
+    assert published_decay().ratio < 1 and len(other_decays()) == len(CURVES)

@@ -1,0 +1,178 @@
+"""The choice that plan makes: ranked, within targets, and a command that build-config accepts."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from trtspec.cli.app import app
+from trtspec.cli.plan import PlanOptions, planned
+from trtspec.data_files import gpu_names, load_yaml
+from trtspec.planning.decision import Decision, command, ladder
+from trtspec.planning.report import text
+from trtspec.records import parse
+from trtspec.trtllm.names import load_head, load_target
+
+NVFP4, HEAD = "nvidia/Kimi-K2.6-NVFP4", "nvidia/Kimi-K2.6-Eagle3"
+TARGETS = sorted(load_yaml("models.yaml")["targets"])
+PAIRS = [(NVFP4, HEAD), ("nvidia/Kimi-K2.5-NVFP4", "lightseekorg/kimi-k2.5-eagle3"), (NVFP4, None)]
+
+
+def run(line: str | list[str]) -> Result:
+    return CliRunner().invoke(app, shlex.split(line)[1:] if isinstance(line, str) else line)
+
+
+def decided(*words: str) -> tuple[Decision, str]:
+    """The decision of `trtspec plan` with these words, and what it prints."""
+    options = parse(PlanOptions, list(words), "plan")
+    model, head = load_target(options.target).spec, load_head(options.head).spec if options.head else None
+    decision, setting = planned(options, model, head)
+    return decision, text(decision, model, (options.target, options.head), setting, head=head)
+
+
+def printed_command(shown: str) -> str | None:
+    found = re.search(r"^  (trtspec build-config .*)$", shown, re.MULTILINE)
+    return found[1] if found else None
+
+
+@pytest.mark.parametrize("gpu", gpu_names())
+def test_build_config_accepts_every_command_that_is_printed(gpu: str) -> None:
+    """Every published target, every number of GPUs; what is not recommended names its reason."""
+    recommended = 0
+    for target, gpus in itertools.product(TARGETS, (1, 2, 4, 8, 16)):
+        decision, shown = decided(target, "--gpu", gpu, "--gpus", str(gpus), "--concurrency", "1,32")
+        line = printed_command(shown)
+        assert (line is None) == (decision.best is None) and (line or decision.refused or "NOT fit" in shown), shown
+        if line:
+            recommended += 1
+            result = run(line)
+            assert result.exit_code == 0, f"{line}: {result.exception}\n{result.output}"
+    assert recommended or gpu == "h100", "something runs on each of them"
+
+
+@pytest.mark.parametrize(("target", "head"), PAIRS)
+@pytest.mark.parametrize("sizes", [("1024", "1024"), ("60000", "4000"), ("200000", "60000")])
+def test_the_marked_row_is_the_printed_command(target: str, head: str | None, sizes: tuple[str, str]) -> None:
+    words = ["--head", head, "--acceptance", "2.62@3"] if head else []
+    for gpu, gpus in (("b200", "4"), ("b200", "8"), ("gb300", "4")):
+        size = ("--isl", sizes[0], "--osl", sizes[1])
+        decision, shown = decided(target, *words, "--gpu", gpu, "--gpus", gpus, *size, "--concurrency", "1,4,16")
+        line = printed_command(shown)
+        assert line is not None and run(line).exit_code == 0
+        (row,) = (row for row in shown.splitlines() if row.startswith("best"))
+        concurrency, layout, drafts = row.split()[1:4]
+        assert f"--concurrency {concurrency}" in line and f"--tp-size {gpus}" in line
+        assert ("--attention-dp" in line.split()) == layout.startswith("D")
+        assert (f"--ep-size {gpus}" in line) == ("E" in layout)
+        assert (f"--draft-len {drafts}" in line) == (drafts != "0")
+        assert decision.best is not None and decision.rows[0] is decision.best
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ((NVFP4, "--gpu", "h200", "--gpus", "8"), "no tensor cores for nvfp4"),
+        ((NVFP4, "--gpu", "h100", "--gpus", "16"), "no tensor cores for nvfp4"),
+        (("moonshotai/Kimi-K2.6", "--gpu", "h200", "--gpus", "8"), "INT4"),
+        (("moonshotai/Kimi-K2.6", "--gpu", "b200", "--gpus", "8"), "INT4"),
+        ((NVFP4, "--isl", "300000", "--gpu", "b300"), "262,144 positions"),
+    ],
+)
+def test_what_build_config_refuses_is_never_recommended(words: tuple[str, ...], reason: str) -> None:
+    decision, shown = decided(*words)
+    assert decision.best is None and "No command" in shown and reason in shown
+    assert "trtspec build-config" not in shown and run(["plan", *words]).exit_code == 1  # raised: status 3 of main
+    assert decision.fits, "memory is not the reason"
+
+
+def test_overrides_of_the_plan_reach_the_command() -> None:
+    _, shown = decided(NVFP4, "--moe-backend", "CUTLASS", "--kv-fraction", "0.8", "--concurrency", "8")
+    line = printed_command(shown)
+    assert line is not None and "free_gpu_memory_fraction=0.8" in line and "moe_config.backend=CUTLASS" in line
+    output = run(line).output
+    assert "free_gpu_memory_fraction: 0.8" in output and "backend: CUTLASS" in output
+
+
+def test_targets_are_met_with_the_best_throughput() -> None:
+    words = (NVFP4, "--head", HEAD, "--acceptance", "2.62@3", "--gpus", "8", "--isl", "4096")
+    decision, shown = decided(*words, "--tpot", "8", "--ttft", "500")
+    best = decision.best
+    assert best is not None and best.tpot_ms is not None and best.ttft_ms is not None
+    assert best.tpot_ms <= 8 and best.ttft_ms <= 500
+    meeting = [row for row in decision.able if row.excess(decision.targets) <= 1]
+    assert best.tokens_per_s == max(row.tokens_per_s or 0 for row in meeting) and best.concurrency > 1
+    tighter, _ = decided(*words, "--tpot", "5", "--ttft", "500")
+    assert tighter.best is not None and (tighter.best.tokens_per_s or 0) < (best.tokens_per_s or 0)
+    assert run(printed_command(shown) or "").exit_code == 0
+    assert "too long" not in next(line for line in shown.splitlines() if line.startswith("best"))
+
+
+def test_targets_that_nothing_meets_name_the_nearest_and_what_would() -> None:
+    words = (NVFP4, "--head", HEAD, "--acceptance", "2.2@3", "--isl", "8192", "--osl", "1000")
+    decision, shown = decided(*words, "--tpot", "3")
+    assert decision.best is None and "nothing meets TPOT 3 ms" in shown and "Nearest: TEP4 at concurrency 1" in shown
+    assert re.search(r"would meet it with [\d.]+ tokens per step", shown) and "8 GPUs would" in shown
+    nearest = decision.able[0]
+    assert nearest.excess(decision.targets) == min(row.excess(decision.targets) for row in decision.able)
+    _, shown = decided(*words, "--ttft", "50")
+    assert re.search(r"would meet it with prompts of at most [\d,]+ tokens", shown)
+
+
+def test_a_prompt_costs_the_others_time() -> None:
+    decision, _ = decided(NVFP4, "--isl", "16384", "--concurrency", "1,2,16", "--tp", "4")
+    rows = {row.concurrency: row for row in decision.rows}
+    alone = rows[1].point
+    assert alone is not None and rows[1].tpot_ms == pytest.approx(alone.step_ms)  # nobody else's prompt stops it
+    assert all((rows[c].tpot_ms or 0) > (rows[c].point.step_ms if rows[c].point else 0) for c in (2, 16))
+    ttfts = [rows[c].ttft_ms or 0 for c in (1, 2, 16)]
+    assert ttfts == sorted(ttfts)
+
+
+def test_lengths_that_cannot_be_told_apart_are_the_shorter_and_say_so() -> None:
+    """Over many points: never more than half a percent given up, and what tips the choice is named."""
+    found = 0
+    for length, gpus, gpu in itertools.product((2.2, 2.4, 2.6, 2.8, 3.0, 3.2), ("4", "8"), ("b200", "gb200", "b300")):
+        words = (NVFP4, "--head", HEAD, "--acceptance", f"{length}@3", "--gpus", gpus, "--gpu", gpu)
+        decision, _ = decided(*words, "--concurrency", "1,2,4,8,16,32,64")
+        for row in decision.able:
+            assert row.draft is not None and 0 <= row.draft.loss <= 0.005
+            assert row.draft.point.draft_len <= row.draft.fastest.draft_len
+            if row.draft.tipped_by:
+                found += 1
+                assert row.draft.point.draft_len < row.draft.fastest.draft_len
+    assert found >= 10
+
+
+def test_trust_and_range() -> None:
+    decision, _ = decided(NVFP4, "--head", HEAD, "--acceptance", "0.85@3", "--concurrency", "1", "--tp", "4")
+    plan = decision.plans[0]
+    spreads = {point.draft_len: plan.speedup_range(point) for point in plan.at(1)[1:]}
+    assert decision.rows[0].trust == "extrapolated" and decision.rows[0].point.draft_len > 3  # type: ignore[union-attr]
+    for point in plan.at(1)[1:]:
+        low, high = spreads[point.draft_len] or (0.0, 0.0)
+        assert low <= (point.speedup or 0) <= high
+    width = {k: (spread[1] / spread[0]) for k, spread in spreads.items() if spread}
+    assert width[8] > width[3], "what is extrapolated is less certain"
+
+
+def test_a_search_looks_at_few_and_at_the_most() -> None:
+    assert ladder(1) == [1] and ladder(7) == [1, 2, 3, 4, 6, 7] and ladder(64)[-3:] == [32, 48, 64]
+
+
+def test_nodes_and_memory_alone() -> None:
+    decision, shown = decided(NVFP4, "--gpu", "b200", "--gpus", "16", "--concurrency", "64")
+    assert decision.best is not None and decision.best.trust == "memory alone" and "speed is not known" in shown
+    assert "--nodes 2" in (printed_command(shown) or "")
+    _, shown = decided(NVFP4, "--gpu", "gb200", "--gpus", "8")
+    assert "--nodes 2" in (printed_command(shown) or "")
+
+
+def test_the_command_quotes_what_a_shell_would_split() -> None:
+    options = parse(PlanOptions, [NVFP4], "plan")
+    decision, setting = planned(options, load_target(NVFP4).spec, None)
+    assert decision.best is not None
+    assert "'/models/my kimi'" in command(decision.best, "/models/my kimi", None, setting)

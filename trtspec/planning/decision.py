@@ -1,0 +1,270 @@
+"""From the plans of all layouts to one choice: every layout at every concurrency ranked, within the user's targets, and
+the `trtspec build-config` command of the best.
+
+Rows rank by tokens/s of the whole server, those that meet the targets first, then those that miss them least. Nothing
+is recommended that the cache does not hold or that TensorRT-LLM refuses (`routes`).
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trtspec.errors import Problem
+from trtspec.planning.layout import Layout
+from trtspec.planning.memory import memory
+from trtspec.planning.points import DraftLength, LayoutPlan, Point, Setting, Workload, layouts, plan_layout
+from trtspec.planning.routes import refusals
+from trtspec.specs import HeadSpec, ModelSpec
+
+MOST_SEQUENCES = 512  # per rank: the largest batch in the attention tables
+STEPS = (2, 3)  # a search looks at 1, 2, 3, 4, 6, 8, 12, 16, 24, .. requests
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What an answer may take, in milliseconds; None where it does not matter."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+    @property
+    def any(self) -> bool:
+        return self.ttft_ms is not None or self.tpot_ms is not None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout at one concurrency. `draft` is None where no kernels were measured; `refused` says why TensorRT-LLM
+    does not run it."""
+
+    plan: LayoutPlan
+    concurrency: int
+    draft: DraftLength | None
+    refused: Problem | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return self.plan.layout
+
+    @property
+    def point(self) -> Point | None:
+        return self.draft.point if self.draft else None
+
+    @property
+    def held(self) -> bool:
+        return self.plan.memory.sequences(self.plan.workload.tokens) >= self.concurrency
+
+    @property
+    def trust(self) -> str:
+        """What the speed-up rests on: acceptance that was measured for this draft length, or the published decay."""
+        if self.point is None:
+            return "memory alone"
+        if self.plan.acceptance is None or self.point.draft_len == 0:
+            return "no drafts"
+        return "measured" if self.plan.acceptance.measured(self.point.draft_len) else "extrapolated"
+
+    @property
+    def stall_ms(self) -> float:
+        """What the prompt of one request keeps all others from decoding; ranks with attention DP prefill at once."""
+        assert self.plan.steps is not None
+        together = min(self.concurrency, self.layout.gpus) if self.layout.attention_dp else 1
+        return self.plan.steps.prefill(self.plan.workload.isl, together) / 1000 / together
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Mean time per output token: the decode step, and the prompts of the other requests, each of which stops it
+        once per answer."""
+        if self.point is None or self.point.tokens_per_s_per_user is None:
+            return None
+        return 1000 / self.point.tokens_per_s_per_user + (self.concurrency - 1) * self.stall_ms / self.plan.workload.osl
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """Mean time to the first token: the step that runs, the prompts that wait before (M/D/1 queue), the prompt."""
+        if self.point is None or self.tpot_ms is None or self.plan.steps is None:
+            return None
+        alone = self.plan.steps.prefill(self.plan.workload.isl) / 1000
+        busy = (self.concurrency - 1) * self.stall_ms / (self.plan.workload.osl * self.tpot_ms + alone)
+        return self.point.step_ms + self.stall_ms * busy / (2 * (1 - busy)) + alone
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Output tokens per second of the whole server, prompts included in the time."""
+        if self.ttft_ms is None or self.tpot_ms is None:
+            return None
+        osl = self.plan.workload.osl
+        return 1000 * self.concurrency * osl / (self.ttft_ms + (osl - 1) * self.tpot_ms)
+
+    def excess(self, targets: Targets) -> float:
+        """How far the farther target is missed, as a factor; 1 or less where both are met."""
+        pairs = ((self.ttft_ms, targets.ttft_ms), (self.tpot_ms, targets.tpot_ms))
+        return max((float("inf") if ours is None else ours / asked for ours, asked in pairs if asked), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "concurrency": self.concurrency,
+            "tp_size": self.layout.gpus,
+            "ep_size": self.layout.gpus if self.layout.ep else 1,
+            "attention_dp": self.layout.attention_dp,
+            "draft_len": None,
+            "speedup": None,
+            "speedup_range": None,
+            "tokens_per_s_per_user": None,
+            "tokens_per_s": None,
+            "ttft_ms": None,
+            "tpot_ms": None,
+            "trust": self.trust,
+            "max_sequences": self.plan.memory.sequences(self.plan.workload.tokens),
+        }
+        if self.point is None or self.draft is None:
+            return found
+        given = self.plan.acceptance is not None
+        spread = self.plan.speedup_range(self.point)
+        figures = {"tokens_per_s": self.tokens_per_s, "ttft_ms": self.ttft_ms, "tpot_ms": self.tpot_ms}
+        return found | {
+            "draft_len": self.point.draft_len if given or self.plan.steps and self.plan.steps.head is None else None,
+            "speedup": round(self.point.speedup, 3) if given and self.point.speedup else None,
+            "speedup_range": [round(value, 3) for value in spread] if spread else None,
+            "tokens_per_s_per_user": round(self.point.tokens_per_s_per_user or 0, 1),
+            **{name: round(value, 1) for name, value in figures.items() if value is not None},
+        }
+
+
+@dataclass(frozen=True)
+class Decision:
+    """`rows` are ranked, the first is the choice unless `best` is None. `refused` is why none can be."""
+
+    plans: list[LayoutPlan]
+    targets: Targets
+    rows: list[Row]
+    refused: list[Problem]
+    wider: Row | None = None  # where nothing meets the targets: what does on twice the GPUs
+
+    @property
+    def fits(self) -> bool:
+        return any(plan.fits for plan in self.plans)
+
+    @property
+    def able(self) -> list[Row]:
+        """The rows that could be served, best first."""
+        return [row for row in self.rows if row.held and row.refused is None]
+
+    @property
+    def best(self) -> Row | None:
+        """None where nothing can be served, or where nothing meets the targets."""
+        first = next(iter(self.able), None)
+        return first if first is not None and first.excess(self.targets) <= 1 else None
+
+    def of_concurrency(self, concurrency: int) -> Row | None:
+        return next((row for row in self.able if row.concurrency == concurrency), None)
+
+
+def decide(
+    model: ModelSpec, head: HeadSpec | None, chosen: list[Layout], setting: Setting, targets: Targets
+) -> Decision:
+    """Plans each layout and ranks; where targets are missed, looks at twice the GPUs as well."""
+    decision = ranked(model, head, chosen, setting, targets)
+    if not targets.any or decision.best is not None or decision.refused or not decision.able:
+        return decision
+    more = ranked(model, head, layouts(model, 2 * chosen[0].gpus), setting, targets)
+    return replace(decision, wider=more.best)
+
+
+def ranked(
+    model: ModelSpec, head: HeadSpec | None, chosen: list[Layout], setting: Setting, targets: Targets
+) -> Decision:
+    """A workload without concurrencies is one to search: up to what the cache holds."""
+    if not setting.workload.concurrency:
+        most = max(searched_up_to(model, head, layout, setting) for layout in chosen)
+        setting = replace(setting, workload=replace(setting.workload, concurrency=tuple(ladder(most))))
+    plans = [plan_layout(model, head, layout, setting) for layout in chosen]
+    rows, refused = [], []
+    for plan in plans:
+        reason = next(iter(route_refusals(model, plan.layout, setting)), None)
+        refused += [reason] if reason else []
+        for concurrency in setting.workload.concurrency:
+            rows.append(Row(plan, concurrency, plan.draft_length(concurrency) if plan.points else None, reason))
+    rows.sort(key=lambda row: _rank(row, targets), reverse=True)
+    return Decision(plans, targets, rows, refused if len(refused) == len(plans) else [])
+
+
+def _rank(row: Row, targets: Targets) -> tuple[bool, float, float, int]:
+    missed = max(1.0, row.excess(targets))
+    return (row.held and row.refused is None, -missed, row.tokens_per_s or 0.0, row.concurrency)
+
+
+def route_refusals(model: ModelSpec, layout: Layout, setting: Setting) -> list[Problem]:
+    return refusals(
+        model,
+        gpu=setting.gpu,
+        tp_size=layout.gpus,
+        ep_size=layout.gpus if layout.ep else 1,
+        attention_dp=layout.attention_dp,
+        tokens=setting.workload.tokens,
+    )
+
+
+def searched_up_to(model: ModelSpec, head: HeadSpec | None, layout: Layout, setting: Setting) -> int:
+    """The largest concurrency that is worth a look: what the cache holds, and what attention was measured for."""
+    held = memory(model, head, setting.gpu, layout, fraction=setting.fraction).sequences(setting.workload.tokens)
+    return max(1, min(held, MOST_SEQUENCES * (layout.gpus if layout.attention_dp else 1)))
+
+
+def ladder(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, .. and `most` itself."""
+    found = {1, most}
+    for step in STEPS:
+        value = step
+        while value < most:
+            found.add(value)
+            value *= 2
+    return sorted(found)
+
+
+def remedies(row: Row, targets: Targets) -> list[str]:
+    """What would make a row meet the targets that it misses, beside more or faster GPUs."""
+    found = []
+    assert row.plan.steps is not None and row.point is not None
+    if targets.tpot_ms and row.tpot_ms and row.tpot_ms > targets.tpot_ms and row.point.acceptance_length:
+        rest = targets.tpot_ms - (row.tpot_ms - 1000 / (row.point.tokens_per_s_per_user or 1))
+        needed = row.point.step_ms / rest if rest > 0 else float("inf")
+        if row.point.draft_len and needed <= row.point.draft_len + 1:
+            had = row.point.acceptance_length
+            found.append(f"{needed:.2f} tokens per step at {row.point.draft_len} drafts instead of {had:.2f}")
+    if targets.ttft_ms and row.ttft_ms and row.ttft_ms > targets.ttft_ms:
+        prompt = longest_prompt(row, targets.ttft_ms)
+        if prompt:
+            found.append(f"prompts of at most {prompt:,} tokens")
+    return found
+
+
+def longest_prompt(row: Row, ttft_ms: float) -> int:
+    """Prompt tokens, in hundreds, with which the row's time to the first token would meet the target; 0 for none."""
+    low, high = 0, row.plan.workload.isl // 100
+    while low < high:
+        middle = (low + high + 1) // 2
+        workload = Workload(100 * middle, row.plan.workload.osl, row.plan.workload.concurrency)
+        took = replace(row, plan=replace(row.plan, workload=workload)).ttft_ms or 0.0
+        low, high = (middle, high) if took <= ttft_ms else (low, middle - 1)
+    return 100 * low
+
+
+def command(row: Row, target: str, head: str | None, setting: Setting) -> str:
+    """The complete `trtspec build-config` command of a row."""
+    gpu, layout, workload = setting.gpu, row.layout, row.plan.workload
+    words = ["trtspec", "build-config", target]
+    drafts = row.point.draft_len if row.point and row.plan.acceptance else None
+    if head and drafts != 0:
+        words += ["--head", head] + (["--draft-len", str(drafts)] if drafts else [])
+    nodes = -(-layout.gpus // gpu.gpus_per_node)
+    words += ["--gpu", gpu.name, "--tp-size", str(layout.gpus)] + (["--nodes", str(nodes)] if nodes > 1 else [])
+    words += ["--ep-size", str(layout.gpus if layout.ep else 1)]
+    words += ["--attention-dp" if layout.attention_dp else "--no-attention-dp"]
+    words += ["--isl", str(workload.isl), "--osl", str(workload.osl), "--concurrency", str(row.concurrency)]
+    if setting.fraction is not None:
+        words += ["--set", f"kv_cache_config.free_gpu_memory_fraction={setting.fraction:g}"]
+    if setting.kernel is not None:
+        words += ["--set", f"moe_config.backend={setting.kernel}"]
+    return shlex.join(words)
