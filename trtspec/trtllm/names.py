@@ -14,7 +14,7 @@ from trtspec.errors import Problem, UsageError
 from trtspec.specs import HeadSpec, ModelSpec
 
 if TYPE_CHECKING:
-    from trtspec.trtllm.document import Document
+    pass
 
 
 @dataclass(frozen=True)
@@ -111,21 +111,16 @@ def choose_version(asked: str | None, target: ModelSpec | None, head: HeadSpec |
     if installed:
         return installed, "installed here"
     if target is None:
+        from trtspec.trtllm.schema import newest_known
+
         raise UsageError(
             "which TensorRT-LLM version? None is installed here, and none is given",
-            "pass --trtllm-version, for example --trtllm-version 1.3.0rc20",
+            f"pass --trtllm-version, for example --trtllm-version {newest_known()}",
         )
     from trtspec.trtllm.releases import default_version
 
     version, source = default_version(target, head)
     return version, f"newest one known to run this model ({source})"
-
-
-def head_in(document: Document) -> str | None:
-    """The head that a file names."""
-    from trtspec.trtllm.speculation import head_in
-
-    return head_in(document)
 
 
 def findable(name: str) -> bool:

@@ -210,6 +210,20 @@ class Schema:
             return self.neighbour is not None or self.version >= self.seen
         return LINES.index(self.line) >= LINES.index(since.by)
 
+    def current(self, path: str) -> str:
+        """What a key is called in this release, by the name that it had when a rule was written."""
+        gone = self.removed.get(path)
+        if gone is not None and gone.renamed_to is not None and gone.same_value:
+            return gone.renamed_to
+        parent, dot, name = path.rpartition(".")
+        return f"{self.current(parent)}.{name}" if dot else path
+
+    def interval(self, since: Since) -> str:
+        """The two ends as releases: of a line, the one whose files were read."""
+        ends = {line: _file(line)["versions"]["seen"] for line in LINES}
+        after = since.after and ends.get(since.after, since.after)
+        return replace(since, after=after, by=ends.get(since.by, since.by)).interval
+
     def children(self, path: str) -> list[str]:
         """Keys known directly below `path` ("" for the top level)."""
         prefix = f"{path}." if path else ""

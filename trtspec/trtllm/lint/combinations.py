@@ -9,7 +9,6 @@ from typing import Any
 
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 from trtspec.trtllm.lint.finding import Deployment, Finding, Fix
-from trtspec.trtllm.lint.speculation import is_true
 from trtspec.trtllm.schema import UNKNOWN, Behaviour
 
 CONNECTOR = "kv_connector_config"
@@ -30,7 +29,7 @@ def _of_release(document: Document, deployment: Deployment, one: Behaviour) -> F
     pair = words.get("exclusive", ())
     when = words.get("when") or dict.fromkeys(pair, "set")
     written = [path for path in when if document.has(path) or path in deployment.argv]
-    if any(path not in deployment.schema.fields for path in written):
+    if any(deployment.schema.current(path) not in deployment.schema.fields for path in written):
         return None  # the key itself is refused
     if not all(_holds(document, deployment, path, wanted) for path, wanted in when.items()):
         return None
@@ -58,7 +57,7 @@ def _holds(document: Document, deployment: Deployment, path: str, wanted: Any) -
     if wanted == "given":
         return document.has(path) or path in deployment.argv
     if wanted in ("set", "unset"):
-        return bool(value) == (wanted == "set")
+        return (value not in (None, False, 0, "")) == (wanted == "set")  # an empty mapping is an object
     if isinstance(wanted, dict):
         (word, other), *_ = wanted.items()
         if word == "above":
@@ -69,7 +68,7 @@ def _holds(document: Document, deployment: Deployment, path: str, wanted: Any) -
 
 def _default(document: Document, deployment: Deployment, path: str) -> Any:
     """What the engine takes where the file says nothing; an object that is not written has no settings."""
-    parent, field = path.rpartition(".")[0], deployment.schema.fields.get(path)
+    parent, field = path.rpartition(".")[0], deployment.schema.fields.get(deployment.schema.current(path))
     if field is None or field.default is UNKNOWN or field.is_object or (parent and not document.has(parent)):
         return None
     return field.default
@@ -77,7 +76,7 @@ def _default(document: Document, deployment: Deployment, path: str) -> Any:
 
 def _same(value: Any, wanted: Any) -> bool:
     if isinstance(wanted, bool):
-        return is_true(value) is wanted
+        return value is wanted
     if isinstance(value, str) and isinstance(wanted, str):
         return value.lower() == wanted.lower()
     return value == wanted

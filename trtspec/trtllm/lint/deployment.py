@@ -11,8 +11,9 @@ from trtspec.errors import Problem, UsageError
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.lint.finding import Deployment
-from trtspec.trtllm.names import choose_version, findable, head_in, load_head, load_target
+from trtspec.trtllm.names import choose_version, findable, load_head, load_target
 from trtspec.trtllm.schema import Schema, schema_for
+from trtspec.trtllm.speculation import head_in
 
 
 def deployment_of(

@@ -92,7 +92,7 @@ def _known(document: Document, schema: Schema, entry: Entry, field: Field) -> It
     path, line = entry.path, entry.line
     came = None if schema.certain(field.since) else field.since
     if came is not None or field.until is not None:
-        change = f"came {came.interval}" if came else f"went {field.until.interval}" if field.until else ""
+        change = f"came {schema.interval(came)}" if came else f"went {field.until.interval}" if field.until else ""
         message = f"not known whether {schema.version} has {path}: it {change}"
         yield Finding(
             "TS-LINT-KEY-UNCERTAIN", "warning", path, message, "leave it out unless you have seen it work", line

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pydantic_core import ValidationError
@@ -46,13 +48,14 @@ def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
         return [Finding("TS-LINT-FRONT-FILE", "info", "", message, remedy)]
     found = [*_version(deployment), *check_keys(document, deployment)]
     seen = as_the_engine_sees_it(document, deployment.schema)
-    found += [finding for rule in RULES for finding in rule(seen, deployment)]
+    found += [_current(finding, deployment.schema) for rule in RULES for finding in rule(seen, deployment)]
     placed = [finding.placed(document) for finding in found]
     return sorted(placed, key=lambda f: (ORDER[f.severity], f.line or 0, f.key, f.code))
 
 
 def as_the_engine_sees_it(document: Document, schema: Schema) -> Document:
-    """With every value as the engine converts it; what it refuses stays as it is written."""
+    """With every value as the engine converts it; what it refuses stays as it is written. A key that a release renamed
+    is there under its old name too, which is the one that rules know."""
 
     def convert(path: str, value: Any) -> Any:
         field = schema.fields.get(path)
@@ -63,7 +66,23 @@ def as_the_engine_sees_it(document: Document, schema: Schema) -> Document:
         except ValidationError:
             return value
 
-    return document.converted(convert)
+    seen = document.converted(convert)
+    names = {path: gone.renamed_to for path, gone in schema.removed.items() if schema.current(path) != path}
+    old = {
+        f"{path}{written[len(name) :]}": entry
+        for path, name in names.items()
+        for written, entry in seen.entries.items()
+        if name is not None and (written == name or written.startswith(f"{name}."))
+    }
+    return replace(seen, entries={**old, **seen.entries})
+
+
+def _current(finding: Finding, schema: Schema) -> Finding:
+    """A rule's finding with the names of this release, its fix too."""
+    fix = finding.fix
+    if isinstance(fix, partial) and "path" in fix.keywords:
+        fix = partial(fix.func, **{**fix.keywords, "path": schema.current(fix.keywords["path"])})
+    return replace(finding, key=schema.current(finding.key), fix=fix)
 
 
 def _version(deployment: Deployment) -> Iterator[Finding]:

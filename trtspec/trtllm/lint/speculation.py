@@ -23,7 +23,7 @@ def check_speculation(document: Document, deployment: Deployment) -> Iterator[Fi
         yield _at(document, "TS-LINT-NO-DECODING-TYPE", "error", SPEC, message, remedy)
     if method is not None:
         yield from _required(document, method)
-        yield from _two_names(document)
+        yield from _two_names(document, deployment)
         yield from _for_kimi(document, deployment, method)
         yield from _trees(document, method)
         yield from _two_models(document, deployment)
@@ -55,8 +55,8 @@ def _required(document: Document, method: SpeculationMethod) -> Iterator[Finding
         yield _at(document, "TS-LINT-NO-DRAFT-MODEL", "error", SPEC, message, "use another decoding_type")
 
 
-def _two_names(document: Document) -> Iterator[Finding]:
-    if all(document.has(key) for key in MODEL_KEYS):
+def _two_names(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    if all(document.has(key) and key in deployment.schema.fields for key in MODEL_KEYS):
         message = "speculative_model and speculative_model_dir are two names of one setting"
         remedy = "keep speculative_model_dir, which every version takes"
         fix = partial(delete_key, path=MODEL_KEYS[1])
@@ -89,7 +89,7 @@ def _trees(document: Document, method: SpeculationMethod) -> Iterator[Finding]:
     """Dynamic trees; a width alone switches them on."""
     tree, width = f"{SPEC}.use_dynamic_tree", f"{SPEC}.dynamic_tree_max_topK"
     topk, longest = document.get(width), document.get(LENGTH)
-    key = tree if is_true(document.get(tree)) else width if isinstance(topk, int) else None
+    key = tree if document.get(tree) is True else width if isinstance(topk, int) else None
     if key is None or not method.trees:
         return
     message = "dynamic trees are not supported for targets with latent attention, which every Kimi-K2 has"
@@ -102,13 +102,6 @@ def _trees(document: Document, method: SpeculationMethod) -> Iterator[Finding]:
         message = f"max_total_draft_tokens {total} must lie between max_draft_len {longest} and {topk * longest}"
         place = f"{SPEC}.max_total_draft_tokens"
         yield _at(document, "TS-LINT-COMBINATION", "error", place, message, "leave it out")
-
-
-def is_true(value: Any) -> bool:
-    """As pydantic reads a truth value from YAML."""
-    return value is True or (value == 1 and not isinstance(value, bool)) or (
-        isinstance(value, str) and value.lower() in ("true", "yes", "on", "t", "y", "1")
-    )  # fmt: skip
 
 
 def _two_models(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -130,22 +123,12 @@ def _two_models(document: Document, deployment: Deployment) -> Iterator[Finding]
     yield _at(document, "TS-LINT-TWO-MODEL", "warning", key, message, remedy, fix)
 
 
-def schedule_of(document: Document) -> dict[int, Any] | None:
-    """The schedule with its keys as the engine reads them: text that is a whole number counts as one."""
+def schedule_of(document: Document) -> dict[int, int] | None:
+    """The schedule, as the engine reads it; None where there is none or the engine refuses it."""
     written = document.get(SCHEDULE)
-    if not isinstance(written, dict):
+    if not isinstance(written, dict) or not all(isinstance(item, int) for pair in written.items() for item in pair):
         return None
-    read = {number: _whole(value) for key, value in written.items() if (number := _whole(key)) is not None}
-    return read if len(read) == len(written) else None
-
-
-def _whole(value: Any) -> int | None:
-    if isinstance(value, bool):
-        return int(value)
-    if isinstance(value, int):
-        return value
-    text = value.strip() if isinstance(value, str) else ""
-    return int(text) if text.lstrip("+-").isdigit() else None
+    return written
 
 
 def _schedule(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -165,22 +148,23 @@ def _schedule(document: Document, deployment: Deployment) -> Iterator[Finding]:
         message += f"{deployment.version} is before or after ({meaning.interval})"
         yield _at(document, "TS-LINT-SCHEDULE-MEANING", "error", SCHEDULE, message, f"remove {SCHEDULE}")
         return
-    yield from _schedule_values(document, schedule, meaning)
+    yield from _schedule_values(document, deployment, schedule, meaning)
 
 
-def _schedule_values(document: Document, schedule: dict[int, Any], meaning: Behaviour) -> Iterator[Finding]:
-    longest = _whole(document.get(LENGTH))
-    lengths = [length for length in schedule.values() if length is not None]
-    if min(schedule) < 1 or min(lengths, default=0) < 0 or (longest is not None and max(lengths, default=0) > longest):
+def _schedule_values(
+    document: Document, deployment: Deployment, schedule: dict[int, int], meaning: Behaviour
+) -> Iterator[Finding]:
+    longest, lengths = document.get(LENGTH), schedule.values()
+    if min(schedule) < 1 or min(lengths) < 0 or (isinstance(longest, int) and max(lengths) > longest):
         message = f"batch sizes start at 1 and draft lengths lie between 0 and max_draft_len ({longest})"
         yield _at(document, "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, "correct the entries out of range")
     smallest = meaning.get("first") == "smallest"
     wanted = "the smallest key" if smallest else f"key {meaning.get('first')}"
     first = schedule.get(min(schedule) if smallest else meaning.get("first"))
-    if longest is not None and first != longest:
+    if isinstance(longest, int) and first != longest:
         message = f"{wanted} must have the value of max_draft_len ({longest}), not {first}"
         yield _at(document, "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, f"write {wanted}: {longest}")
-    if reaches_zero(document, schedule, meaning):
+    if reaches_zero(document, deployment, schedule):
         message = "large batches draft nothing, and acceptance may stay collapsed after the burst"
         remedy = "leave the schedule out"
         if meaning.get("beyond") == "zero":
@@ -188,10 +172,11 @@ def _schedule_values(document: Document, schedule: dict[int, Any], meaning: Beha
         yield _at(document, ENDS_AT_ZERO, "warning", SCHEDULE, message, remedy)
 
 
-def reaches_zero(document: Document, schedule: dict[int, Any], meaning: Behaviour) -> bool:
+def reaches_zero(document: Document, deployment: Deployment, schedule: dict[int, int]) -> bool:
     """Whether some batch that the server may run drafts nothing."""
-    beyond = meaning.get("beyond") == "zero" and max(schedule) < (_whole(document.get("max_batch_size")) or 2048)
-    return beyond or 0 in schedule.values()
+    largest = deployment.setting(document, "max_batch_size")
+    beyond = deployment.schema.behaviour("draft_len_schedule").get("beyond") == "zero"
+    return 0 in schedule.values() or (beyond and max(schedule) < (largest if isinstance(largest, int) else 2048))
 
 
 def _switch_off(document: Document) -> Iterator[Finding]:
@@ -218,6 +203,10 @@ def _sampling(document: Document, deployment: Deployment, method: SpeculationMet
     yield _at(document, "TS-LINT-GREEDY-ONLY", "warning", key, message, f"add `{name}: true`", fix)
 
 
+def _above_one(value: Any) -> bool:
+    return isinstance(value, int) and value > 1
+
+
 def _backend(document: Document) -> Iterator[Finding]:
     if decoding_type(document) is None:
         return
@@ -226,9 +215,9 @@ def _backend(document: Document) -> Iterator[Finding]:
         message = f"backend {value} does not run Eagle3 heads on Blackwell"
         fix = partial(delete_key, path="backend")
         yield _at(document, "TS-LINT-BACKEND", "error", "backend", message, "use the pytorch backend", fix)
-    if (_whole(document.get("max_beam_width")) or 1) > 1:
+    if _above_one(document.get("max_beam_width")):
         message = "nobody has examined beam search together with speculation"
         yield _at(document, "TS-LINT-UNTESTED", "warning", "max_beam_width", message, "leave it at 1")
-    if (_whole(document.get("pipeline_parallel_size")) or 1) > 1:
+    if _above_one(document.get("pipeline_parallel_size")):
         message = "no published recipe runs an Eagle3 head with pipeline parallelism"
         yield _at(document, "TS-LINT-UNTESTED", "warning", "pipeline_parallel_size", message, "use tensor parallel")

@@ -9,7 +9,7 @@ from typing import Any
 
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 from trtspec.trtllm.lint.finding import Deployment, Finding, Fix
-from trtspec.trtllm.lint.speculation import is_true, reaches_zero, schedule_of
+from trtspec.trtllm.lint.speculation import reaches_zero, schedule_of
 from trtspec.trtllm.schema import Behaviour
 from trtspec.trtllm.speculation import SPEC, SpeculationMethod, method_of
 
@@ -36,7 +36,7 @@ def separate_cache(document: Document, deployment: Deployment, method: Speculati
     """Whether this release gives the draft a cache manager of its own."""
     separate = deployment.schema.behaviour("separate_draft_cache")
     unless = separate.values.get("unless") or separate.otherwise.get("unless")
-    return method.own_cache and unless is not None and not is_true(deployment.setting(document, unless))
+    return method.own_cache and unless is not None and deployment.setting(document, unless) is not True
 
 
 def blinds_draft(document: Document, deployment: Deployment) -> Behaviour | None:
@@ -46,7 +46,7 @@ def blinds_draft(document: Document, deployment: Deployment) -> Behaviour | None
         return None
     chosen = deployment.setting(document, V2)
     spread = deployment.setting(document, "pipeline_parallel_size", 1)
-    if mended and not mended.interval and is_true(chosen) and spread in (None, 1):
+    if mended and not mended.interval and chosen is True and spread in (None, 1):
         return None
     # a transceiver makes the engine keep the draft's layers in the target's cache
     return None if deployment.setting(document, TRANSFER) else blind
@@ -86,7 +86,7 @@ def _memory(document: Document, deployment: Deployment) -> Iterator[Finding]:
         message += f"pinned{_doubt(deployment, claims)} ({claims.source})"
         yield _at(document, "TS-LINT-HOST-CACHE-TWICE", "warning", HOST, message, "halve it, or plan for twice of it")
     claims = deployment.schema.behaviour("draft_claims_gpu_budget")
-    if (claims or claims.otherwise) and is_true(document.get(V2)):
+    if (claims or claims.otherwise) and document.get(V2) is True:
         message = "cache manager V2 gives the whole GPU budget to the target and to the draft: out of memory under load"
         message += f"{_doubt(deployment, claims)} ({claims.source})"
         fix = partial(delete_key, path=V2)
@@ -109,7 +109,7 @@ def _guided(document: Document, deployment: Deployment) -> Iterator[Finding]:
     key = "guided_decoding_backend"
     if not (crash or crash.otherwise) or not deployment.setting(document, key) or not schedule:
         return
-    if reaches_zero(document, schedule, deployment.schema.behaviour("draft_len_schedule")):
+    if reaches_zero(document, deployment, schedule):
         message = "guided decoding with a draft_len_schedule that reaches 0 crashes while CUDA graphs are recorded"
         message += f"{_doubt(deployment, crash)} ({crash.source})"
         severity = "warning" if crash.interval else "error"
@@ -123,7 +123,7 @@ def _sampled_acceptance(document: Document, deployment: Deployment, method: Spec
     """Said to those whose file speaks of sampling; greedy decoding is not concerned."""
     rule = deployment.schema.behaviour("rejection_sampling")
     concerned = document.get(REJECTION) is False or document.has(f"{SPEC}.advanced_sampling_mode")
-    if not rule or not method.one_model or not concerned or is_true(document.get(REJECTION)):
+    if not rule or not method.one_model or not concerned or document.get(REJECTION) is True:
         return
     message = "without use_rejection_sampling a sampled draft is accepted only where the target's own sample equals "
     message += f"it: acceptance falls with temperature ({rule.source})"

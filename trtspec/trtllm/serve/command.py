@@ -174,7 +174,7 @@ def _doubts(schema: Schema, passed: list[Passed]) -> Iterator[Problem]:
         since = item.option.since
         if since is not None and not schema.certain(since):
             message = (
-                f"not known whether trtllm-serve {schema.version} has {item.flag}: it came {since.interval} (lines)"
+                f"not known whether trtllm-serve {schema.version} has {item.flag}: it came {schema.interval(since)}"
             )
             yield Problem("TS-SERVE-OPTION-UNCERTAIN", "warning", item.flag, message, "try `trtllm-serve --help`")
 

@@ -16,13 +16,14 @@ from trtspec.trtllm.lint.finding import Deployment
 from trtspec.trtllm.lint.installed import engine_problems
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.lint.machine import check_tool_parser
-from trtspec.trtllm.names import Head, Target, choose_version, findable, head_in, load_head, load_target
+from trtspec.trtllm.names import Head, Target, choose_version, findable, load_head, load_target
 from trtspec.trtllm.schema import schema_for
 from trtspec.trtllm.serve.cluster import Cluster, check_cluster, environment, job_script, wrap
 from trtspec.trtllm.serve.command import CONFIG_NAME, build_command
 from trtspec.trtllm.serve.front import read_front, unreachable
 from trtspec.trtllm.serve.machine import check_hardware, check_host, read_gpus
 from trtspec.trtllm.serve.preflight import check_engine, check_environment, check_port, engine_version, preflight
+from trtspec.trtllm.speculation import head_in
 
 # the engine's log shows a phase when it begins, not when a buffer is full
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}

@@ -1,0 +1,134 @@
+"""What it takes to add a release of TensorRT-LLM, or a way to speculate: done on a copy of the package, and counted."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+PACKAGE = Path(__file__).resolve().parents[2] / "trtspec"
+CONFIGS = PACKAGE.parent / "configs"
+NEW_LINE = """\
+line: "1.5"
+label: "1.5, invented for a test"
+inherits: "1.4"
+versions: {from: 1.5.0rc0, begins: {after: 1.4.0rc1, by: 1.5.0rc0}, seen: 1.5.0rc0, newest: 1.5.0rc0}
+sources: [invented]
+fields:
+  response_interval: {type: int, min: 1, default: 1, since: {by: '1.5', evidence: verified}}
+  speculative_config.draft_tokens: {type: int|null, min: 0, default: null, since: {by: '1.5', evidence: verified}}
+removed:
+  stream_interval: {last: '1.4', evidence: verified, renamed_to: response_interval}
+  speculative_config.max_draft_len: {last: '1.4', evidence: verified, renamed_to: speculative_config.draft_tokens}
+behaviours:
+  draft_len_schedule: {bounds: lower, first: 1, beyond: last, evidence: verified, source: invented}
+  chunks_or_sleep: {exclusive: [enable_chunked_prefill, sleep_config], evidence: verified, source: invented}
+options: {}
+"""
+NEW_METHOD = """\
+  weaver:
+    spellings: [Weaver]
+    name: a Weaver draft
+    draft: model
+    draft_required: true
+    length_required: true
+    tokens_per_step: 2k
+    own_cache: true
+    one_model: true
+    kimi: {runs: unknown, why: invented for a test}
+    source: invented
+"""
+JUDGE = """\
+import json, sys
+from trtspec.trtllm.lint.finding import Deployment
+from trtspec.trtllm.lint.linter import lint
+from trtspec.trtllm.names import load_target
+from trtspec.trtllm.schema import schema_for
+target = load_target("nvidia/Kimi-K2.6-NVFP4").spec
+asked = json.load(sys.stdin)
+print(json.dumps([
+    [[f.code, f.severity, f.key, f.message] for f in lint(text, Deployment(schema_for(version), target))]
+    for text, version in asked
+]))
+"""
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    shutil.copytree(PACKAGE, tmp_path / "trtspec", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "trtspec"
+
+
+def touched(copy: Path) -> list[str]:
+    """Files of the copy that are new or differ."""
+    files = [path.relative_to(copy) for path in copy.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    same = [(PACKAGE / file).is_file() and filecmp.cmp(copy / file, PACKAGE / file, shallow=False) for file in files]
+    return sorted(str(file) for file, alike in zip(files, same, strict=True) if not alike)
+
+
+def judged(copy: Path, asked: list[tuple[str, str]]) -> list[list[list[str]]]:
+    environ = {**os.environ, "PYTHONPATH": str(copy.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", JUDGE], input=json.dumps(asked), capture_output=True, text=True, env=environ, cwd=copy
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def codes(findings: list[list[str]]) -> set[str]:
+    return {finding[0] for finding in findings}
+
+
+def eagle(**changes: Any) -> dict[str, Any]:
+    return {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model_dir": "/head", **changes}
+
+
+def test_a_line_is_one_file_and_its_findings_follow(copy: Path) -> None:
+    (copy / "trtllm" / "schemas" / "1.5.yaml").write_text(NEW_LINE)
+    assert touched(copy) == ["trtllm/schemas/1.5.yaml"]  # of three data files that it may take
+    recipes = [path.read_text() for path in sorted(CONFIGS.glob("*.yml"))]
+    schedules = [yaml.safe_dump({"speculative_config": eagle(draft_len_schedule=s)}) for s in ({1: 3, 64: 1}, {4: 3})]
+    bad = ["moe_config: {backend: WIDEEP}\n", "max_batch_sise: 1\n", "sampler_type: auto\n", "max_seq_len: x\n",
+           "max_batch_size: 64\nmax_num_tokens: 64\n" + schedules[0],
+           yaml.safe_dump({"speculative_config": eagle(max_draft_len=0, eagle3_one_model=False)})]  # fmt: skip
+    changed = ["stream_interval: 4\n", *schedules, "enable_chunked_prefill: true\nsleep_config: {}\n"]
+    asked = [(text, "1.4.0rc1") for text in changed + recipes + bad]
+    asked += [(text.replace("max_draft_len", "draft_tokens"), "1.5.0rc0") for text in changed + recipes + bad]
+    found = judged(copy, [*asked, (recipes[0], "1.5.0rc0")])
+    before, after = found[: len(asked) // 2], found[len(asked) // 2 : -1]
+    ends, wrong = "TS-LINT-SCHEDULE-ENDS-AT-ZERO", "TS-LINT-BAD-SCHEDULE"
+    for at, gone, new in (
+        (0, set(), {"TS-LINT-RENAMED-KEY"}),
+        (1, {ends}, set()),
+        (2, {ends}, {wrong}),
+        (3, set(), {"TS-LINT-COMBINATION"}),
+    ):
+        assert codes(before[at]) - codes(after[at]) == gone and codes(after[at]) - codes(before[at]) == new, at
+    assert any("enable_chunked_prefill and sleep_config exclude each other" in finding[3] for finding in after[3])
+    assert "TS-LINT-RENAMED-KEY" in codes(found[-1])
+    for old, new in zip(before[len(changed) :], after[len(changed) :], strict=True):
+        renamed = [[*finding[:2], finding[2].replace("max_draft_len", "draft_tokens")] for finding in old]
+        ours = [finding[:3] for finding in new]
+        assert renamed == ours
+    assert len(recipes) > 20
+
+
+def test_a_way_to_speculate_is_a_row_and_its_name_in_the_schema(copy: Path) -> None:
+    rows, schema = copy / "trtllm" / "speculation.yaml", copy / "trtllm" / "schemas" / "1.4.yaml"
+    rows.write_text(rows.read_text() + NEW_METHOD)
+    schema.write_text(schema.read_text().replace("[AUTO, DFlash, DSpark,", "[AUTO, Weaver, DFlash, DSpark,"))
+    assert touched(copy) == ["trtllm/schemas/1.4.yaml", "trtllm/speculation.yaml"]  # data, and no code at all
+    whole = {"speculative_config": eagle(decoding_type="Weaver"), "max_batch_size": 8, "max_num_tokens": 40}
+    nothing = {"speculative_config": {"decoding_type": "Weaver"}}
+    good, empty = judged(copy, [(yaml.safe_dump(text), "1.4.0rc1") for text in (whole, nothing)])
+    assert not {"TS-LINT-BAD-VALUE", "TS-LINT-NO-DRAFT-MODEL", "TS-LINT-CAPTURE-LAYERS-MISSING"} & codes(good)
+    assert {"TS-LINT-UNTESTED", "TS-LINT-PREFIX-REUSE", "TS-LINT-TOKEN-BUDGET"} <= codes(good)  # 8 x 2 x 3 tokens
+    assert {"TS-LINT-NO-DRAFT-MODEL", "TS-LINT-NO-DRAFT-LENGTH"} <= codes(empty)

@@ -1,0 +1,121 @@
+"""Ways to speculate: rows that rules ask, against what each release's class takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from trtspec.trtllm.lint.finding import Deployment
+from trtspec.trtllm.lint.linter import lint
+from trtspec.trtllm.names import load_head, load_target
+from trtspec.trtllm.schema import LINES, line_fields, schema_for
+from trtspec.trtllm.speculation import eagle3, methods
+
+NEW, MID, OLD = "1.4.0rc1", "1.3.0rc20", "1.2.1"
+TARGET = load_target("nvidia/Kimi-K2.6-NVFP4").spec
+
+
+def found(version: str = NEW, target: bool = True, top: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
+    text = yaml.safe_dump({"speculative_config": spec, **(top or {})})
+    deployment = Deployment(schema_for(version), TARGET if target else None)
+    return {finding.code: finding for finding in lint(text, deployment)}
+
+
+def test_every_decoding_type_of_every_line_has_one_row() -> None:
+    rows = [name for method in methods().values() for name in method.spellings]
+    known = {name for line in LINES for name in line_fields(line, "speculative_config.decoding_type", "allowed")}
+    assert known == set(rows) and len(rows) == len(set(rows))
+    for method in methods().values():
+        keys = [key for key in (method.capture, *method.trees) if key is not None]
+        fields = set().union(*(line_fields(line) for line in LINES))
+        assert {f"speculative_config.{key}" for key in keys} <= fields, method.key
+        assert method.kimi["runs"] in ("yes", "no", "unknown") and method.kimi["why"] and method.source
+
+
+def test_the_spelling_that_is_written_parses_in_every_line() -> None:
+    for line in LINES:
+        assert eagle3().spellings[0] in line_fields(line, "speculative_config.decoding_type", "allowed")
+
+
+@pytest.mark.parametrize(
+    ("spec", "code"),
+    [
+        ({"decoding_type": "Draft_Target", "max_draft_len": 3}, "TS-LINT-NO-DRAFT-MODEL"),
+        ({"decoding_type": "NGram"}, "TS-LINT-NO-DRAFT-LENGTH"),
+        ({"decoding_type": "SA", "max_draft_len": 0}, "TS-LINT-NO-DRAFT-LENGTH"),
+        ({"decoding_type": "User_Provided", "max_draft_len": 3}, "TS-LINT-NO-DRAFT-MODEL"),
+        ({"decoding_type": "Eagle3", "max_draft_len": 3}, "TS-LINT-EAGLE-NO-HEAD"),
+        ({"decoding_type": "MTP", "max_draft_len": 1}, "TS-LINT-MTP-KIMI"),
+        ({"decoding_type": "DFlash", "max_draft_len": 7, "speculative_model_dir": "/d"}, "TS-LINT-UNTESTED"),
+        ({"decoding_type": "SA", "max_draft_len": 3, "global_pool_size": 64}, "TS-LINT-COMBINATION"),
+    ],
+)
+def test_a_row_says_what_its_method_needs(spec: dict[str, Any], code: str) -> None:
+    assert code in found(**spec)
+
+
+def test_a_method_that_the_pytorch_backend_lacks_does_not_run_a_kimi() -> None:
+    assert found(MID, decoding_type="Medusa", max_draft_len=3)["TS-LINT-METHOD-KIMI"].severity == "error"
+
+
+def test_parallel_drafts_need_twice_the_tokens_per_step() -> None:
+    sizes = {"max_batch_size": 8, "max_num_tokens": 8 * 5}
+    pard = {"decoding_type": "PARD", "max_draft_len": 4, "speculative_model_dir": "/d"}
+    assert "TS-LINT-TOKEN-BUDGET" in found(top=sizes, **pard)  # 8 x 2 x 4
+    assert "TS-LINT-TOKEN-BUDGET" not in found(top=sizes, **{**pard, "decoding_type": "DFlash"})  # 8 x (4 + 1)
+
+
+EAGLE = {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model_dir": "/h"}
+
+
+@pytest.mark.parametrize(
+    ("version", "schedule", "longest", "refused"),
+    [
+        (MID, {"1": 3}, 3, False),  # keys of text count as numbers
+        (MID, {"4": "3", 2048: 1}, "3", False),
+        (MID, {}, 3, True),
+        (OLD, {}, 3, True),
+        (MID, {0: 3}, 3, True),
+        (MID, {4: 3, 8: 4}, 3, True),
+        (MID, {4: 3, 8: -1}, 3, True),
+        (MID, {8: 1, 4: 3}, 3, False),  # sorted by the engine
+        (OLD, {4: 3}, 3, True),  # lower bounds must begin at 1
+        (OLD, {"1": 3, 8: 1}, 3, False),
+        (MID, None, 3, False),
+    ],
+)
+def test_a_schedule_is_judged_as_the_engine_reads_it(version: str, schedule: Any, longest: Any, refused: bool) -> None:
+    codes = found(version, target=False, **{**EAGLE, "max_draft_len": longest, "draft_len_schedule": schedule})
+    assert any(finding.severity == "error" for finding in codes.values()) == refused, codes
+
+
+@pytest.mark.parametrize(
+    ("spec", "refused"),
+    [
+        ({"use_dynamic_tree": True, "dynamic_tree_max_topK": 2, "max_total_draft_tokens": 7}, "TS-LINT-COMBINATION"),
+        ({"use_dynamic_tree": True, "dynamic_tree_max_topK": 2, "max_total_draft_tokens": 6}, ""),
+        ({"use_dynamic_tree": True}, "TS-LINT-COMBINATION"),
+        ({"use_dynamic_tree": "yes"}, "TS-LINT-COMBINATION"),
+        ({"use_dynamic_tree": True, "dynamic_tree_max_topK": 0}, "TS-LINT-OUT-OF-RANGE"),
+        ({"dynamic_tree_max_topK": 2}, "TS-LINT-DYNAMIC-TREE"),  # a width switches the tree on
+        ({"eagle_choices": [[0]], "use_dynamic_tree": True, "dynamic_tree_max_topK": 2}, "TS-LINT-EXCLUSIVE-KEYS"),
+    ],
+)
+def test_trees_follow_the_validators(spec: dict[str, Any], refused: str) -> None:
+    codes = found(target=False, **EAGLE, **spec)
+    judged = {"TS-LINT-COMBINATION", "TS-LINT-OUT-OF-RANGE", "TS-LINT-EXCLUSIVE-KEYS"} & set(codes)
+    assert refused in codes if refused else not judged
+    assert "TS-LINT-DYNAMIC-TREE" in codes
+
+
+def test_an_mla_head_loads_from_the_release_that_somebody_ran() -> None:
+    head = load_head("nvidia/Kimi-K2.6-Eagle3").spec
+    text = yaml.safe_dump({"speculative_config": EAGLE})
+    for version, doubted in (("1.3.0rc12", True), ("1.3.0rc13", False)):
+        codes = {finding.code for finding in lint(text, Deployment(schema_for(version), TARGET, "", head, ""))}
+        assert ("TS-LINT-MLA-HEAD-OLD-ENGINE" in codes) == doubted
+    for version, doubted in (("1.3.0rc6", True), ("1.3.0rc7", False)):
+        codes = {finding.code for finding in lint(text, Deployment(schema_for(version), TARGET, "", head, ""))}
+        assert ("TS-LINT-MODEL-TOO-NEW" in codes) == doubted
