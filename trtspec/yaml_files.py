@@ -18,7 +18,9 @@ import yaml
 
 from trtspec.errors import UsageError
 
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# The engine's own parser, which differs from the C one in corners; above this length the C one is used, for its speed.
+EXACT_UP_TO = 16_384
 MOST_BYTES = 2**20  # an engine file has a few thousand
 MOST_VALUES = 50_000  # with every alias written out; an inline expert placement of 61 layers has 25,000
 MOST_LEVELS = 64
@@ -133,11 +135,12 @@ def _regular_file(path: str | Path) -> bytes:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise _unreadable(path, getattr(error, "strerror", None) or str(error)) from None
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        what = next((name for holds, name in KINDS if holds(mode)), "a device")
+        raise _unreadable(path, f"it is {what}, not a regular file")
     with os.fdopen(handle, "rb") as stream:
-        mode = os.fstat(handle).st_mode
-        if not stat.S_ISREG(mode):
-            what = next((name for holds, name in KINDS if holds(mode)), "a device")
-            raise _unreadable(path, f"it is {what}, not a regular file")
         try:
             return stream.read(MOST_BYTES + 1)
         except OSError as error:
@@ -147,7 +150,7 @@ def _regular_file(path: str | Path) -> bytes:
 def compose(text: str) -> Composed:
     """The nodes of one YAML document. Raises YamlError."""
     try:
-        loader = LOADER(text)
+        loader = (yaml.SafeLoader if len(text) <= EXACT_UP_TO else FAST_LOADER)(text)
     except (yaml.YAMLError, UnicodeError) as error:
         raise _syntax(text, error) from None
     try:

@@ -147,7 +147,7 @@ def test_with_json_a_failure_is_an_object_on_stdout(
         application.main()
     printed = json.loads(capsys.readouterr().out)
     assert stopped.value.code == status
-    assert set(printed) == {"error"} and set(printed["error"]) == {"code", "message", "remedy"}
+    assert set(printed) == {"ok", "error"} and set(printed["error"]) == {"code", "message", "remedy"}
     assert printed["error"]["code"] == code
 
 

@@ -128,7 +128,7 @@ def root(
 
 def main() -> None:
     """Entry point. Every failure is one TrtspecError here: its message on stderr, its exit status, and with `--json`
-    an object with `error` on stdout, unless stdout has the command's own object already."""
+    an object with `ok` (false) and `error` on stdout, unless stdout has the command's own object already."""
     report.answered = False
     try:
         status = app(prog_name="trtspec", standalone_mode=False)
@@ -183,7 +183,7 @@ def _fail(error: TrtspecError) -> None:
 def _answer(error: TrtspecError) -> None:
     """The object of `--json` for a failure."""
     if _wants_json(sys.argv[1:]) and not report.answered:
-        report.print_json({"error": error.to_dict()})
+        report.print_json({"ok": False, "error": error.to_dict()})
 
 
 def _wants_json(words: list[str]) -> bool:

@@ -3,112 +3,274 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trtspec.cli.options import JsonOption
 
 if TYPE_CHECKING:
-    from trtspec.errors import Problem
+    from trtspec.errors import Problem, Severity, TrtspecError
+    from trtspec.trtllm.document import Document
     from trtspec.trtllm.lint.finding import Finding
     from trtspec.trtllm.lint.installed import Verdict
 
+STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
+MOST_COLUMNS = 160  # of a source line in the output
 
-def lint(
-    file: Annotated[Path, typer.Argument(help="Engine YAML (extra-llm-api-config.yml), written by anybody.")],
-    passed: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- OPTIONS]", help="After `--`: the options of trtllm-serve that it is served with."),
-    ] = None,
+
+@dataclass(frozen=True, kw_only=True)
+class LintOptions:
+    """`files` holds the options of trtllm-serve too, from the first word that begins with a dash."""
+
+    files: Annotated[
+        tuple[str, ...],
+        typer.Argument(
+            metavar="FILE",
+            help="Engine YAML, or `-` for standard input. After `--`: the trtllm-serve options used with it.",
+        ),
+    ]
     trtllm_version: Annotated[
         str | None, typer.Option(help="Version to judge for. Default: the file's first line, else the installed one.")
-    ] = None,
-    target: Annotated[str | None, typer.Option(help="Target it is for: directory or hub id.")] = None,
-    head: Annotated[str | None, typer.Option(help="Eagle3 head it is for: directory or hub id.")] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="GPU it is for: b200, gb200, b300, gb300, h200, h100, or sm120.")
-    ] = None,
+    ] = None
+    target: Annotated[str | None, typer.Option(help="Target it is for: directory or hub id.")] = None
+    head: Annotated[str | None, typer.Option(help="Eagle3 head it is for: directory or hub id.")] = None
+    gpu: Annotated[str | None, typer.Option(help="GPU it is for: b200, gb200, b300, gb300, h200, h100, or sm120.")] = (
+        None
+    )
     installed: Annotated[
         bool, typer.Option("--installed", help="Let the installed engine's own classes judge too (in a process).")
-    ] = False,
-    fix: Annotated[bool, typer.Option("--fix", help="Write the corrected file in place.")] = False,
-    json_: JsonOption = False,
-) -> None:
+    ] = False
+    fix: Annotated[bool, typer.Option("--fix", help="Write the corrections that are certain into the file.")] = False
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Print those corrections as a unified diff. Writes nothing without --fix.")
+    ] = False
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with status 3 on warnings too.")] = False
+    json_: JsonOption = False
+
+    def split(self) -> tuple[list[str], list[str] | None]:
+        """The files, and the words after `--` (None where there are none)."""
+        dashed = [n for n, word in enumerate(self.files) if word.startswith("-") and word != "-"]
+        end = dashed[0] if dashed else len(self.files)
+        return list(self.files[:end]), list(self.files[end:]) or None
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One file: what is wrong with the options it is served with (`wrong`), with itself, and what was or would be
+    corrected. Where it could not be judged, `error` says why."""
+
+    name: str
+    document: Document | None = None
+    version: str | None = None
+    reason: str | None = None
+    wrong: list[Problem] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    corrected: list[Finding] = field(default_factory=list)
+    fixable: frozenset[tuple[str, str]] = frozenset()
+    diff: str = ""
+    error: TrtspecError | None = None
+
+    def count(self, severity: Severity) -> int:
+        found: list[Severity] = [problem.severity for problem in self.wrong]
+        return [*found, *(finding.severity for finding in self.findings)].count(severity)
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and not self.count("error")
+
+    def to_dict(self) -> dict[str, Any]:
+        place = {"line": None, "column": None, "fixable": False}
+        problems = [{**problem.to_dict(), **place, "key": problem.where} for problem in self.wrong]
+        for finding in self.findings:
+            problems.append({**finding.to_dict(self.name), "fixable": (finding.code, finding.key) in self.fixable})
+        fixed = [finding.to_dict(self.name) for finding in self.corrected]
+        found: dict[str, Any] = {
+            "ok": self.ok, "file": self.name, "version": self.version, "version_reason": self.reason,
+            "problems": problems, "fixed": fixed, "diff": self.diff,
+        }  # fmt: skip
+        return found | ({"error": self.error.to_dict()} if self.error else {})
+
+
+def lint(options: LintOptions) -> None:
     """Find every problem of an engine YAML at once, with its line, its code and its remedy."""
+    from trtspec.errors import CheckFailed, UsageError
+    from trtspec.report import print_json
+
+    files, passed = options.split()
+    if not files:
+        raise UsageError("no file is given before the options of trtllm-serve", "pass the engine YAML first")
+    if options.fix and "-" in files:
+        raise UsageError("--fix has no file to write for standard input", "use --diff, or pass a file")
+    if len(set(files)) < len(files):
+        raise UsageError("a file is given twice", "give each file once")
+    judged = [_judge(file, passed, options) for file in files]
+    if options.json_:
+        print_json(_as_json(judged))
+    else:
+        for item in judged:
+            _print(item, options)
+    failures = [item for item in judged if item.error is not None]
+    if failures and failures[0].error is not None:
+        raise failures[0].error
+    if any(not item.ok for item in judged):
+        names = ", ".join(item.name for item in judged if not item.ok)
+        versions = ", ".join(dict.fromkeys(str(item.version) for item in judged if not item.ok))
+        raise CheckFailed(f"TensorRT-LLM {versions} would not start with {names}, or not do what it says")
+    if options.strict and (warned := [item.name for item in judged if item.count("warning")]):
+        raise CheckFailed(f"--strict: there are warnings about {', '.join(warned)}")
+
+
+def _as_json(judged: list[Judged]) -> dict[str, Any]:
+    """One file as its own object; several with all problems together, and each by itself under `files`."""
+    listed = [item.to_dict() for item in judged]
+    if len(listed) == 1:
+        return listed[0]
+    versions = {item.version for item in judged}
+    return {
+        "ok": all(item.ok for item in judged),
+        "version": versions.pop() if len(versions) == 1 else None,
+        "problems": [problem for item in listed for problem in item["problems"]],
+        "files": listed,
+    }
+
+
+def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
     import os
 
-    from trtspec.errors import CheckFailed, UsageError, has_errors
-    from trtspec.report import write_atomic
+    from trtspec.errors import TrtspecError
+    from trtspec.trtllm.document import Document
     from trtspec.trtllm.lint.deployment import deployment_of
-    from trtspec.trtllm.lint.linter import fix as mend
+    from trtspec.trtllm.lint.linter import fix
     from trtspec.trtllm.lint.linter import lint as find
 
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} cannot be read ({error})", "pass the engine YAML") from None
-    verdict = _judged(text, trtllm_version) if installed else None
-    version = verdict.version if verdict else trtllm_version
-    deployment, reason, wrong = deployment_of(
-        text, version=version, target=target, head=head, gpu=gpu, passed=passed, environ=os.environ
-    )
-    mended: list[Finding] = []
-    if fix:
-        corrected, mended = mend(text, deployment)
-        if corrected.text != text:
-            write_atomic(file, corrected.text)
-        text = corrected.text
-    findings = find(text, deployment)
-    if verdict is not None:
-        verdict = _judged(text, None) if mended else verdict
-        findings += verdict.findings
-        reason = "installed here; its own classes judged too"
-    problems = [*wrong, *(finding.problem(str(file)) for finding in findings)]
-    _report(file, json_, deployment.version, reason, wrong, findings, mended)
-    if has_errors(problems):
-        raise CheckFailed(f"{file} would not start or not do what it says on TensorRT-LLM {deployment.version}")
+        document = Document.read(file)
+    except TrtspecError as error:
+        return Judged(file, error=error)
+    try:
+        verdict = _engine_verdict(document, options.trtllm_version) if options.installed else None
+        deployment, reason, wrong = deployment_of(
+            document, version=verdict.version if verdict else options.trtllm_version, target=options.target,
+            head=options.head, gpu=options.gpu, passed=passed, environ=os.environ,
+        )  # fmt: skip
+        findings = find(document, deployment)
+        better, corrected = fix(document, deployment, findings)
+        changed = _diff(document, better) if options.diff else ""
+        fixable = frozenset((finding.code, finding.key) for finding in corrected)
+        if options.fix and better.text != document.text:
+            _write(file, better.text)
+            document, fixable, findings = better, frozenset(), find(better, deployment)
+            verdict = _engine_verdict(document, None) if verdict else None
+        if verdict is not None:
+            findings, reason = [*findings, *verdict.findings], "installed here; its own classes judged too"
+        return Judged(
+            document.name, document, deployment.version, reason, wrong, findings,
+            corrected if options.fix else [], fixable, changed,
+        )  # fmt: skip
+    except TrtspecError as error:
+        return Judged(document.name, document, error=error)
 
 
-def _judged(text: str, asked: str | None) -> Verdict:
+def _engine_verdict(document: Document, asked: str | None) -> Verdict:
     """The installed engine's verdict; raises UsageError when another version was asked for."""
     from packaging.version import Version
 
     from trtspec.errors import UsageError
-    from trtspec.trtllm.document import Document
     from trtspec.trtllm.lint.installed import judge
     from trtspec.trtllm.schema import parse_version
 
-    verdict = judge(Document.parse(text))
+    verdict = judge(document)
     if asked and parse_version(asked) != Version(verdict.version):
         message = f"TensorRT-LLM {verdict.version} is installed, not {asked}"
         raise UsageError(message, "leave out one of the two options")
     return verdict
 
 
-def _report(
-    file: Path,
-    json_: bool,
-    version: str,
-    reason: str,
-    wrong: list[Problem],
-    findings: list[Finding],
-    mended: list[Finding],
-) -> None:
-    from trtspec.errors import has_errors
-    from trtspec.report import print_json, problem_lines
+def _diff(before: Document, after: Document) -> str:
+    import difflib
 
-    problems = [*wrong, *(finding.problem(str(file)) for finding in findings)]
-    ok = not has_errors(problems)
-    if json_:
-        listed = [{**problem.to_dict(), "line": None, "key": problem.where, "fixable": False} for problem in wrong]
-        listed += [finding.to_dict(str(file)) for finding in findings]
-        fixed = [finding.to_dict(str(file)) for finding in mended]
-        print_json({"ok": ok, "version": version, "version_reason": reason, "problems": listed, "fixed": fixed})
+    old, new = before.text.splitlines(keepends=True), after.text.splitlines(keepends=True)
+    lines = []
+    for line in difflib.unified_diff(old, new, before.name, before.name):
+        lines.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
+    return "".join(lines)
+
+
+def _write(file: str, text: str) -> None:
+    """Behind a link the file itself is written, and keeps its permissions."""
+    from pathlib import Path
+
+    from trtspec.errors import TrtspecError
+    from trtspec.report import write_atomic
+
+    place = Path(file).resolve()
+    try:
+        mode = place.stat().st_mode & 0o7777
+        write_atomic(place, text)
+        place.chmod(mode)
+    except OSError as error:
+        raise TrtspecError(f"{file} cannot be written: {error.strerror}", "print the corrections with --diff") from None
+
+
+def _print(judged: Judged, options: LintOptions) -> None:
+    parts = list(_output(judged))
+    if not sys.stdout.isatty():
+        sys.stdout.write("".join(text for text, _ in parts))
         return
-    lines = [f"fixed   {finding.code} {finding.key}: {finding.remedy}" for finding in mended]
-    lines += problem_lines(problems)
-    verdict = "no errors" if ok else f"{sum(p.severity == 'error' for p in problems)} error(s)"
-    lines.append(f"{file}: {verdict} for TensorRT-LLM {version} ({reason})")
-    sys.stdout.write("\n".join(lines) + "\n")
+    from rich.console import Console  # takes NO_COLOR and TERM into account
+    from rich.text import Text
+
+    Console(highlight=False, soft_wrap=True).print(Text.assemble(*parts), end="")
+
+
+def _output(judged: Judged) -> Iterator[tuple[str, str]]:
+    """The pieces of the output with their styles."""
+    for line in judged.diff.splitlines():
+        colour = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1], "")
+        yield f"{line}\n", colour
+    for finding in judged.corrected:
+        yield "fixed   ", "bold green"
+        yield f"{finding.code} {finding.key}: {finding.remedy}\n", ""
+    if judged.error is not None:
+        yield f"{judged.name}: not judged: {judged.error.message}\n", ""
+        return
+    for problem in judged.wrong:
+        yield from _problem(problem.severity, f"{problem.code} {problem.where}: {problem.message}", problem.remedy)
+    for finding in judged.findings:
+        at = ":".join(str(part) for part in (judged.name, finding.line, finding.column) if part is not None)
+        head = f"{finding.code} {at}{f' {finding.key}' if finding.key else ''}: {finding.message}"
+        excerpt = _excerpt(judged.document, finding) if judged.document and finding.line else []
+        yield from _problem(finding.severity, head, finding.remedy, excerpt)
+    errors, warnings = judged.count("error"), judged.count("warning")
+    verdict = f"{errors} error{'s' if errors > 1 else ''}" if errors else "no errors"
+    verdict += f", {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
+    yield f"{judged.name}: {verdict} for TensorRT-LLM {judged.version} ({judged.reason})\n", "bold"
+
+
+def _problem(severity: str, head: str, remedy: str, excerpt: list[str] | None = None) -> Iterator[tuple[str, str]]:
+    yield f"{severity:7} ", STYLES[severity]
+    yield f"{head}\n", ""
+    for number, line in enumerate(excerpt or []):
+        yield f"{line}\n", "dim" if number == 0 else STYLES[severity]
+    if remedy:
+        yield f"        -> {remedy}\n", ""
+
+
+def _excerpt(document: Document, finding: Finding) -> list[str]:
+    """The line at fault, and carets below the key or value where its column is known."""
+    lines = document.text.split("\n")
+    number = finding.line or 1
+    if number > len(lines):
+        return []
+    line, column, width = lines[number - 1].rstrip("\r"), (finding.column or 1) - 1, finding.width
+    shift = max(0, column - MOST_COLUMNS // 2) if len(line) > MOST_COLUMNS else 0
+    shown = "".join(char if char.isprintable() else " " for char in line[shift : shift + MOST_COLUMNS])
+    margin = " " * 8
+    found = [f"{margin}{number:>4} | {shown}"]
+    if finding.column is not None:
+        carets = "^" * max(1, min(width, len(shown) - (column - shift)))
+        found.append(f"{margin}     | {' ' * (column - shift)}{carets}")
+    return found

@@ -7,6 +7,7 @@ lose it with that key; here each edit also says what the new text must mean, so 
 from __future__ import annotations
 
 import copy
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -70,7 +71,8 @@ class Document:
     @staticmethod
     def read(path: str | Path) -> Document:
         """Raises UsageError for a file that cannot be read; text that is not YAML is a document with an `error`."""
-        return Document.parse(read_text(path), "<stdin>" if str(path) == "-" else str(path))
+        name = "<stdin>" if str(path) == "-" else os.fsencode(path).decode("utf-8", "replace")
+        return Document.parse(read_text(path), name)
 
     @staticmethod
     def parse(text: str, name: str = "") -> Document:
@@ -244,9 +246,9 @@ def add_key(document: Document, path: str, value: Any, comment: str = "") -> Edi
         return Edit(_with_pair(document, document.root, names, value, comment), meaning, path)
     owner = _own(document, ".".join(names[:depth]))
     place, last = _inside(meaning, owner.keys[:-1]), owner.keys[-1]
-    if owner.value is not None and not isinstance(owner.value, dict):
+    if not isinstance(owner.value, dict):  # null turns some of them off
         raise CannotEdit(f"{owner.path} is not a mapping")
-    place[last] = {**(owner.value or {}), names[depth]: nested}
+    place[last] = {**owner.value, names[depth]: nested}
     if not owner.value:
         return Edit(_with_value(document, owner, scalar({names[depth]: nested}), comment), meaning, path)
     return Edit(_with_pair(document, owner.value_node, names[depth:], value, comment), meaning, path)

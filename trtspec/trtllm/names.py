@@ -125,4 +125,7 @@ def choose_version(asked: str | None, target: ModelSpec | None, head: HeadSpec |
 
 def findable(name: str) -> bool:
     """Whether a name that only a file gives can be looked at here; it may lie on another machine."""
-    return Path(name).is_dir() or known(name) is not None
+    try:
+        return Path(name).is_dir() or known(name) is not None
+    except OSError:  # longer than any path
+        return False

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
@@ -120,7 +120,7 @@ def _moe(document: Document, deployment: Deployment) -> Iterator[Finding]:
         message = f"num_slots {slots} does not divide by moe_expert_parallel_size {experts}"
         path = "moe_config.load_balancer.num_slots"
         yield _at(document, "TS-LINT-EPLB-SLOTS", "error", path, message, "use a multiple")
-    if isinstance(balancer, str) and not Path(balancer).is_file():
+    if isinstance(balancer, str) and not os.path.isfile(balancer):
         message = f"{balancer} is not a file here; the engine stops with FileNotFoundError where it is missing"
         yield _at(document, "TS-LINT-EPLB-FILE", "warning", "moe_config.load_balancer", message, "check the path")
     tp, moe_tp = deployment.setting(document, "tensor_parallel_size"), document.get("moe_tensor_parallel_size")

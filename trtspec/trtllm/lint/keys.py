@@ -59,6 +59,7 @@ def _duplicates(document: Document) -> Iterator[Finding]:
 def _judge(document: Document, schema: Schema) -> Iterator[Finding]:
     yield from _missing(document, schema)
     unknown: set[str] = set()
+    children = functools.cache(schema.children)
     for path, entry in document.entries.items():
         if entry.parent in unknown:
             unknown.add(path)  # the parent's finding covers it
@@ -67,7 +68,7 @@ def _judge(document: Document, schema: Schema) -> Iterator[Finding]:
         if field is not None:
             yield from _known(document, schema, entry, field)
             continue
-        finding = _unknown(schema, entry, explain=len(unknown) < MOST_EXPLAINED)
+        finding = _unknown(schema, entry, children(entry.parent), explain=len(unknown) < MOST_EXPLAINED)
         unknown.add(path)
         if finding is not None:
             yield finding
@@ -157,15 +158,15 @@ def _nearest_value(value: Any, field: Field) -> tuple[Any, bool]:
     return (by_plain[near[0]], near[0] == plain) if near else (None, False)
 
 
-def _unknown(schema: Schema, entry: Entry, explain: bool) -> Finding | None:
-    """`explain`: look for what was meant, which takes a while."""
+def _unknown(schema: Schema, entry: Entry, siblings: list[str], explain: bool) -> Finding | None:
+    """`siblings`: the keys that are known in the same mapping; `explain`: look for the one that was meant, which takes
+    a while."""
     parent, name = entry.parent, entry.name
     owner = schema.fields.get(parent) if parent else None
     if owner is not None and not owner.is_object:
         return None  # a free mapping, or a wrong type that is already reported
     if entry.path in schema.removed:
         return _removed(schema, entry, schema.removed[entry.path])
-    siblings = schema.children(parent)
     near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7) if explain else []
     if owner is not None and owner.open and not near:
         if not siblings:
@@ -191,7 +192,8 @@ def _refused(schema: Schema, entry: Entry, near: str, explain: bool) -> Finding:
     place = entry.parent or "the top level"
     message = f"TensorRT-LLM {schema.version} refuses unknown keys, and {place} has no key {entry.name}"
     later = [line for line in LINES if entry.path in line_fields(line)]
-    old = next((path for path, to in _renames_after(schema.line) if to == entry.path and path in schema.fields), None)
+    earlier = _names_before(schema.line).get(entry.path, ())
+    old = next((path for path in earlier if path in schema.fields), None)
     if later:
         message += f" (the lines {', '.join(later)} have it)"
     elsewhere = [path for path in schema.fields if path.rpartition(".")[2] == entry.name] if explain else []
@@ -208,9 +210,13 @@ def _refused(schema: Schema, entry: Entry, near: str, explain: bool) -> Finding:
 
 
 @functools.cache
-def _renames_after(line: str) -> list[tuple[str, str]]:
-    later = LINES[LINES.index(line) + 1 :]
-    return [(r.path, r.renamed_to) for name in later for r in removed_in(name) if r.renamed_to is not None]
+def _names_before(line: str) -> dict[str, list[str]]:
+    """What keys of later lines are called in this one, or in one between."""
+    names: dict[str, list[str]] = {}
+    for later in LINES[LINES.index(line) + 1 :]:
+        for gone in removed_in(later):
+            names.setdefault(gone.renamed_to or "", []).append(gone.path)
+    return names
 
 
 def _removed(schema: Schema, entry: Entry, gone: Removed) -> Finding:

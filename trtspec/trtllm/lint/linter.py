@@ -96,12 +96,14 @@ def _version(deployment: Deployment) -> Iterator[Finding]:
         yield Finding("TS-LINT-VERSION-NEWER", "warning", "", message, f"judged as {last}")
 
 
-def fix(document: Document | str, deployment: Deployment) -> tuple[Document, list[Finding]]:
+def fix(
+    document: Document | str, deployment: Deployment, found: list[Finding] | None = None
+) -> tuple[Document, list[Finding]]:
     """The corrected document, and what was corrected in that order. Every fix that would not make the file better, or
-    would touch anything else, is left out; so a second run changes nothing."""
+    would touch anything else, is left out; so a second run changes nothing. `found` is what `lint` says about it."""
     if isinstance(document, str):
         document = Document.parse(document)
-    findings, corrected = lint(document, deployment), []
+    findings, corrected = lint(document, deployment) if found is None else found, []
     while True:
         for finding in findings:
             better = _corrected(document, findings, finding, deployment)
