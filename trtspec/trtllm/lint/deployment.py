@@ -32,11 +32,7 @@ def deployment_of(
     """
     if isinstance(document, str):
         document = Document.parse(document)
-    try:
-        written = parse_intent(document.text)
-    except ValueError as error:  # a quotation mark that nobody closed
-        message = f"the first line of {document.name or 'the file'} does not parse: {error}"
-        raise UsageError(message, "write the file again") from None
+    written = parse_intent(document.text)
     named_head = head_in(document)
     target_name = target or (written.target if written and findable(written.target) else None)
     head_name = head or (named_head if named_head and findable(named_head) else None)
