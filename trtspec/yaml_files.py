@@ -22,7 +22,7 @@ FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # The engine's own parser, which differs from the C one in corners; above this length the C one is used, for its speed.
 EXACT_UP_TO = 16_384
 MOST_BYTES = 2**20  # an engine file has a few thousand
-MOST_VALUES = 50_000  # with every alias written out; an inline expert placement of 61 layers has 25,000
+MOST_VALUES = 30_000  # with every alias written out; an inline expert placement of 61 layers has 25,000
 MOST_LEVELS = 64
 MOST_KEY = 1000  # characters of one key
 MOST_DIGITS = 400  # of one number; more than any float has

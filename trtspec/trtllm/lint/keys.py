@@ -20,7 +20,7 @@ VALUE_CODES = {
     "range": "TS-LINT-OUT-OF-RANGE",
     "lax": "TS-LINT-CONVERTED-VALUE",
 }
-MOST_EXPLAINED = 200  # unknown keys for which a near name is looked up
+MOST_NAMED = 200  # unknown keys that are reported one by one
 MOST_COMPARED = 100  # characters of a value that is compared with the allowed ones
 
 
@@ -59,6 +59,7 @@ def _duplicates(document: Document) -> Iterator[Finding]:
 def _judge(document: Document, schema: Schema) -> Iterator[Finding]:
     yield from _missing(document, schema)
     unknown: set[str] = set()
+    named = 0
     children = functools.cache(schema.children)
     for path, entry in document.entries.items():
         if entry.parent in unknown:
@@ -68,10 +69,14 @@ def _judge(document: Document, schema: Schema) -> Iterator[Finding]:
         if field is not None:
             yield from _known(document, schema, entry, field)
             continue
-        finding = _unknown(schema, entry, children(entry.parent), explain=len(unknown) < MOST_EXPLAINED)
         unknown.add(path)
+        named += 1
+        finding = _unknown(schema, entry, children(entry.parent)) if named <= MOST_NAMED else None
         if finding is not None:
             yield finding
+    if named > MOST_NAMED:
+        message = f"{named - MOST_NAMED} more keys are not known to TensorRT-LLM {schema.version}"
+        yield Finding("TS-LINT-UNKNOWN-KEY", "error", "", message, "check that this is an engine file")
 
 
 def _missing(document: Document, schema: Schema) -> Iterator[Finding]:
@@ -158,16 +163,15 @@ def _nearest_value(value: Any, field: Field) -> tuple[Any, bool]:
     return (by_plain[near[0]], near[0] == plain) if near else (None, False)
 
 
-def _unknown(schema: Schema, entry: Entry, siblings: list[str], explain: bool) -> Finding | None:
-    """`siblings`: the keys that are known in the same mapping; `explain`: look for the one that was meant, which takes
-    a while."""
+def _unknown(schema: Schema, entry: Entry, siblings: list[str]) -> Finding | None:
+    """`siblings`: the keys that are known in the same mapping."""
     parent, name = entry.parent, entry.name
     owner = schema.fields.get(parent) if parent else None
     if owner is not None and not owner.is_object:
         return None  # a free mapping, or a wrong type that is already reported
     if entry.path in schema.removed:
         return _removed(schema, entry, schema.removed[entry.path])
-    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7) if explain else []
+    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)
     if owner is not None and owner.open and not near:
         if not siblings:
             return None
@@ -175,7 +179,7 @@ def _unknown(schema: Schema, entry: Entry, siblings: list[str], explain: bool) -
         return Finding("TS-LINT-KEY-UNCERTAIN", "warning", entry.path, message, "check it on the engine", entry.line)
     if "." in name:
         return _dotted(schema, entry)
-    return _refused(schema, entry, near[0] if near else "", explain)
+    return _refused(schema, entry, near[0] if near else "")
 
 
 def _dotted(schema: Schema, entry: Entry) -> Finding:
@@ -188,7 +192,7 @@ def _dotted(schema: Schema, entry: Entry) -> Finding:
     return Finding("TS-LINT-DOTTED-KEY", "error", entry.path, message, remedy, entry.line, fix)
 
 
-def _refused(schema: Schema, entry: Entry, near: str, explain: bool) -> Finding:
+def _refused(schema: Schema, entry: Entry, near: str) -> Finding:
     place = entry.parent or "the top level"
     message = f"TensorRT-LLM {schema.version} refuses unknown keys, and {place} has no key {entry.name}"
     later = [line for line in LINES if entry.path in line_fields(line)]
@@ -196,7 +200,7 @@ def _refused(schema: Schema, entry: Entry, near: str, explain: bool) -> Finding:
     old = next((path for path in earlier if path in schema.fields), None)
     if later:
         message += f" (the lines {', '.join(later)} have it)"
-    elsewhere = [path for path in schema.fields if path.rpartition(".")[2] == entry.name] if explain else []
+    elsewhere = [path for path in schema.fields if path.rpartition(".")[2] == entry.name]
     fix: Fix | None = None
     if old is not None:
         remedy, fix = f"here it is called {old}", _moving(schema, entry, old)
