@@ -111,6 +111,7 @@ def readme(rows: list[tuple[str, Intent, str, list[str]]]) -> str:
     ]
     for name, item, purpose, versions in rows:
         gpus = f"{item.tp_size} {(item.gpu or '').upper()}{', attention DP' if item.attention_dp else ''}"
+        gpus = "none" if item.role == "front" else gpus
         experimental = " (experimental)" if "eagle3.1" in (item.head or "") else ""
         named = ", ".join(versions) or "(no engine configuration)"
         lines.append(f"| `{name}.yml` | {item.head or 'none'}{experimental} | {gpus} | {purpose} | {named} |")

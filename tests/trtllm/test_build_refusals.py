@@ -73,6 +73,8 @@ def test_a_target_that_a_job_makes_later(tmp_path: Path) -> None:
     assert yaml.safe_load(ours) == yaml.safe_load(theirs)
     again = parse_intent(ours)
     assert again is not None and build_named(again).text == ours
+    judged = deployment_of(ours, version=None, target=None, head=None)[0]
+    assert judged.target_name == K26 and {item.severity for item in lint(ours, judged)} <= {"info"}
 
 
 def test_like_is_checked_against_a_target_that_is_here(tiny_target: Path) -> None:

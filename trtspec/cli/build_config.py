@@ -46,15 +46,15 @@ def build_config(options: BuildConfigOptions) -> None:
     version, reason = choose_version(options.version or None, target, head)
     say(f"TensorRT-LLM {version}: {reason}")
     intent = Intent(**{item.name: getattr(options, item.name) for item in fields(Intent)})
-    intent = replace(intent, version=version).fitted(target.max_position_embeddings)
+    intent = replace(intent, version=version, format="yaml", image=None).fitted(target.max_position_embeddings)
     wanted = _wanted(intent, options)
     files: dict[Path | None, list[EngineConfig]] = {}
     for path, parts in wanted.items():
         if path is not None and not options.dry_run:
             refuse_overwrite(path, options.force)
-        name = {"config_path": path.name} if path and intent.format == "yaml" else {}
+        name = {"config_path": path.name} if path and options.format == "yaml" else {}
         files[path] = [build(part, target, head, **name) for part in parts]
-    texts = {path: _text(parts) for path, parts in files.items()}
+    texts = {path: _text(parts, options) for path, parts in files.items()}
     _write(texts, options.dry_run)
     _show(files, texts, {"version": version, "version_reason": reason}, options)
 
@@ -97,19 +97,18 @@ def _wanted(intent: Intent, options: BuildConfigOptions) -> dict[Path | None, li
     if place is None:
         return {options.output: [intent]}
     parts = disaggregated(intent)
-    if intent.format == "dynamo":
+    if options.format == "dynamo":
         return {place / "dynamo.yml": [part for part in parts.values() if part.role != "front"]}
     return {place / name: [part] for name, part in parts.items()}
 
 
-def _text(parts: list[EngineConfig]) -> str:
+def _text(parts: list[EngineConfig], options: BuildConfigOptions) -> str:
     """What the file holds, in the form that was asked for."""
-    form = parts[0].intent.format
-    if form == "yaml":
+    if options.format == "yaml":
         return parts[0].text
     from trtspec.trtllm.build.kubernetes import dynamo, helm_values
 
-    return helm_values(parts[0]) if form == "helm-values" else dynamo(parts)
+    return helm_values(parts[0]) if options.format == "helm-values" else dynamo(parts, options.image)
 
 
 def _write(texts: dict[Path | None, str], dry_run: bool) -> None:

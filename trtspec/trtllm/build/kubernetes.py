@@ -87,26 +87,33 @@ def checkpoint_gib(intent: Intent) -> int | None:
     return -(-total // 2**30)
 
 
-def dynamo(configs: list[EngineConfig]) -> str:
+def dynamo(configs: list[EngineConfig], image: str | None = None) -> str:
     """A ConfigMap with the engine YAML of each server, a ComputeDomain where ranks of several trays share NVLink, and
     the DynamoGraphDeployment. The weights lie on the claim `model-cache`, as in Dynamo's recipes. Raises UsageError for
     an engine version that no Dynamo release carries, unless an image is named."""
-    whole = replace(configs[0].intent, role=None if len(configs) > 1 else configs[0].intent.role)
+    split = len(configs) > 1
+    whole = replace(configs[-1].intent, role=None, format="dynamo", image=image)
     for given in filter(None, (whole.target, whole.head)):
         if given.startswith(("/", ".", "~")) and not given.startswith(f"{WEIGHTS}/"):
             raise UsageError(f"{given} is not on the claim that the workers mount at {WEIGHTS}", PLACE)
-    image = whole.image or f"{IMAGE}:{_release(whole.version)}"
-    name = _name(whole)
-    data = {f"{PARTS[config.intent.role]}.yaml": _Text(config.text) for config in configs}
-    objects = [_object("v1", "ConfigMap", f"{name}-engine", {"data": data})]
+    image, name = image or f"{IMAGE}:{_release(whole.version)}", _name(whole)
     services = {"Frontend": _frontend(image)}
+    domains = []
     for config in configs:
         part = PARTS[config.intent.role]
         services[part] = _worker(config, f"{name}-engine", image, f"{name}-{part}")
-        if _joined(config.intent):
-            objects.append(_compute_domain(f"{name}-{part}"))
-    objects.append(_object("nvidia.com/v1alpha1", "DynamoGraphDeployment", name, {"spec": {"services": services}}))
-    lines = [whole.first_line(), *(line for line in NOTES if len(configs) > 1 or "prefill" not in line)]
+        domains += [_compute_domain(f"{name}-{part}")] if _joined(config.intent) else []
+    engines = {f"{PARTS[config.intent.role]}.yaml": _Text(config.text) for config in configs}
+    objects = [
+        _object("v1", "ConfigMap", f"{name}-engine", {"data": engines}),
+        *domains,
+        _object(
+            "nvidia.com/v1alpha1", "DynamoGraphDeployment", name,
+            {"spec": {"backendFramework": "trtllm", "services": services}},
+        ),
+    ]  # fmt: skip
+    lines = [f"{whole.first_line()} --disaggregated ." if split else whole.first_line(), *NOTES]
+    lines += [SPLIT] if split else []
     return "\n".join(lines) + "\n" + "---\n".join(_dump(item) for item in objects)
 
 
@@ -114,8 +121,8 @@ PLACE = f"pass a hub id, or a directory below {WEIGHTS}, which --like makes know
 NOTES = (
     "# Apply with `kubectl apply -f <this file>` where Dynamo's operator runs. The claim `model-cache` holds the hub",
     "# cache with target and head; Dynamo's recipes have a job that fills it. One replica each: scale with `replicas`.",
-    "# The prefill and the decode server carry the same head and hand caches over by themselves.",
 )
+SPLIT = "# The prefill and the decode server carry the same head and hand caches over by themselves."
 
 
 def _release(version: str) -> str:
@@ -186,6 +193,9 @@ def _worker(config: EngineConfig, config_map: str, image: str, name: str) -> dic
         ],
     }
     service: dict[str, Any] = {"componentType": "worker", "replicas": 1, "extraPodSpec": pod}
+    size = checkpoint_gib(intent)
+    if size is not None:
+        service["sharedMemory"] = {"size": f"{size * 7 // 6}Gi"}  # as in our chart: loading passes through it
     if intent.role is not None:
         service["subComponentType"] = part
     if intent.nodes > 1:

@@ -34,7 +34,8 @@ def deployment_of(
         document = Document.parse(document)
     written = parse_intent(document.text)
     named_head = head_in(document)
-    target_name = target or (written.target if written and findable(written.target) else None)
+    named_target = written.here if written else ""
+    target_name = target or (named_target if findable(named_target) else None)
     head_name = head or (named_head if named_head and findable(named_head) else None)
     target_spec = load_target(target_name).spec if target_name else None
     head_spec = load_head(head_name).spec if head_name else None
