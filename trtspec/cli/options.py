@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-Gpu = Literal["b200", "b300", "gb200", "gb300", "h200", "h100"]
+from trtspec.data_files import gpu_names
+
+if TYPE_CHECKING:
+    Gpu = str
+else:
+    Gpu = Literal[tuple(gpu_names())]  # a row in gpus.yaml is a choice here
 
 TargetArgument = Annotated[str, typer.Argument(help="Target model: a checkpoint directory or a hub id.")]
 HeadOption = Annotated[str | None, typer.Option(help="Eagle3 head: a directory or a hub id.")]

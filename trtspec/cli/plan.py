@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trtspec.cli.options import ForceOption, HeadOption, JsonOption, TargetArgument
+from trtspec.cli.options import ForceOption, Gpu, HeadOption, JsonOption, TargetArgument
 from trtspec.cli.values import numbers
-from trtspec.data_files import gpu_names
 from trtspec.planning.routes import LONGEST_DRAFT
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ CONCURRENCY = "1,4,16,64"
 class PlanOptions:
     target: TargetArgument
     head: HeadOption = None
-    gpu: Annotated[str, typer.Option(metavar="|".join(gpu_names()), help="GPU type.")] = "b200"
+    gpu: Annotated[Gpu, typer.Option(help="GPU type.")] = "b200"
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of one server.")] = 4
     tp: Annotated[
         int | None,

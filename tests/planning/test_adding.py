@@ -1,0 +1,114 @@
+"""What a new GPU and a new model take: done on a copy of the package, with the files counted that had to change."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import trtspec
+
+PACKAGE = Path(trtspec.__file__).parent
+LARGE = ("kimi-nano", "kimi-nano-eagle3", "__pycache__")  # nothing here reads them
+NVFP4, HEAD = "nvidia/Kimi-K2.6-NVFP4", "nvidia/Kimi-K2.6-Eagle3"
+SMALL = "example/Kimi-K2-Small-NVFP4"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    found = tmp_path / "trtspec"
+    shutil.copytree(PACKAGE, found, ignore=shutil.ignore_patterns(*LARGE))
+    return found
+
+
+def run(copy: Path, *arguments: str, status: int = 0) -> str:
+    """The output of `trtspec` with these arguments, as the copy of the package answers."""
+    environment = os.environ | {"PYTHONPATH": str(copy.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "trtspec", *arguments], capture_output=True, text=True, env=environment, cwd=copy.parent
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def changed(copy: Path) -> list[str]:
+    """Files of the copy that differ from the package, or are new."""
+    files = [path for path in copy.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return sorted(
+        str(path.relative_to(copy))
+        for path in files
+        if not (PACKAGE / path.relative_to(copy)).is_file()
+        or not filecmp.cmp(path, PACKAGE / path.relative_to(copy), shallow=False)
+    )
+
+
+def add_row(copy: Path) -> None:
+    """A GPU like B200, with half as much memory again."""
+    path = copy / "data" / "gpus.yaml"
+    rows = yaml.safe_load(path.read_text())["gpus"]
+    row = rows["b200"] | {"memory_mib": rows["b200"]["memory_mib"] * 3 // 2}
+    path.write_text(path.read_text() + f"  b250: {json.dumps(row)}\n")
+
+
+def best(output: str) -> dict[str, object]:
+    return json.loads(output)["best"]
+
+
+def test_a_gpu_is_two_data_files(copy: Path) -> None:
+    add_row(copy)
+    tables = json.loads((copy / "data" / "kernels" / "b200.json").read_text())
+    for grid in tables["mla_decode"].values():  # a GPU whose attention takes half as long
+        for row in grid.values():
+            row.update({batch: latency / 2 for batch, latency in row.items()})
+    (copy / "data" / "kernels" / "b250.json").write_text(json.dumps(tables))
+    pair = (NVFP4, "--head", HEAD, "--acceptance", "2.62@3", "--concurrency", "16", "--tp", "4", "--json")
+    new, old = best(run(copy, "plan", *pair, "--gpu", "b250")), best(run(copy, "plan", *pair, "--gpu", "b200"))
+    assert new["tokens_per_s_per_user"] > old["tokens_per_s_per_user"]  # type: ignore[operator]
+    assert new["max_sequences"] > old["max_sequences"]  # type: ignore[operator]
+    command = str(new["command"])
+    assert "--gpu b250" in command
+    run(copy, *command.split()[1:], "--output", "engine.yml")
+    assert "no errors" in run(copy, "lint", "engine.yml", "--gpu", "b250")
+    assert changed(copy) == ["data/gpus.yaml", "data/kernels/b250.json"]
+
+
+def test_a_gpu_whose_kernels_nobody_measured_is_planned_by_its_memory(copy: Path) -> None:
+    add_row(copy)
+    output = run(copy, "plan", NVFP4, "--gpu", "b250", "--verbose")
+    assert "speed is not known" in output and "trtspec build-config" in output and "memory alone" in output
+    report = json.loads(run(copy, "plan", NVFP4, "--gpu", "b250", "--json"))
+    assert report["fits"] and report["points"] == [] and report["best"]["trust"] == "memory alone"
+    missed = run(copy, "plan", NVFP4, "--gpu", "b250", "--tpot", "10", status=3)
+    assert "cannot be judged" in missed
+    assert changed(copy) == ["data/gpus.yaml"]
+
+
+def test_a_model_of_other_sizes_is_one_data_file(copy: Path) -> None:
+    path = copy / "data" / "models.yaml"
+    data = yaml.safe_load(path.read_text())
+    row = json.loads(json.dumps(data["targets"][NVFP4]))
+    row["config"]["text_config"] |= {
+        "hidden_size": 4096, "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "n_routed_experts": 128, "moe_intermediate_size": 1024, "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+    }  # fmt: skip
+    text = path.read_text()
+    entry = yaml.safe_dump({SMALL: row}, sort_keys=False)
+    indented = "".join(f"  {line}\n" for line in entry.splitlines())
+    path.write_text(text.replace("targets:\n", f"targets:\n{indented}", 1))
+    report = json.loads(run(copy, "plan", SMALL, "--gpu", "b200", "--gpus", "1", "--json"))
+    whole = json.loads(run(copy, "plan", NVFP4, "--gpu", "b200", "--gpus", "4", "--json"))
+    assert report["fits"] and report["per_gpu"]["weights"] < whole["per_gpu"]["weights"]
+    command = report["best"]["command"]
+    run(copy, *command.split()[1:], "--output", "engine.yml")
+    assert "no errors" in run(copy, "lint", "engine.yml", "--target", SMALL)
+    assert "32 attention heads" in run(copy, "build-config", SMALL, "--tp-size", "64", "--nodes", "8", status=3)
+    assert "131,072" in run(copy, "build-config", SMALL, "--isl", "131000", "--osl", "1000", "--tp-size", "1", status=3)
+    assert changed(copy) == ["data/models.yaml"]
