@@ -17,28 +17,28 @@ from trtspec.records import CLICK_ERROR, click_command, note, unknown_variables,
 
 COMMANDS = {
     "Start here": {
-        "demo": "Run the whole chain on a small Kimi on this CPU and write a report.",
-        "doctor": "Say what is installed, what each command lacks, and what this machine has.",
-        "inspect": "Say what a target or head checkpoint is and what is wrong with it.",
+        "demo": "Run the whole workflow on a small Kimi model on this CPU and write a report.",
+        "doctor": "Report what is installed, what each command needs, and what this machine has.",
+        "inspect": "Report what a target or head checkpoint is and what is wrong with it.",
     },
     "Target": {
-        "quantize": "Turn a BF16, FP8 or INT4 Kimi into NVFP4, shard by shard.",
+        "quantize": "Convert a BF16, FP8 or INT4 Kimi checkpoint to NVFP4, shard by shard.",
         "calibrate": "Measure activation scales, one decoder layer in memory at a time.",
     },
     "Draft head": {
-        "synthesize": "Let the target answer prompts, as training data for a head.",
+        "synthesize": "Generate training data for a head from the target's own answers.",
         "train": "Train an Eagle3 head with ModelOpt on the target's own answers.",
         "convert": "Rewrite a head from one project's layout to another's.",
     },
     "Endpoint": {
-        "plan": "Say whether it fits, how fast it runs, and with which sizes.",
+        "plan": "Show whether a target fits, how fast it runs, and which settings to use.",
         "build-config": "Write the engine YAML for exactly one TensorRT-LLM version.",
-        "lint": "Find every problem of an engine YAML, each with its remedy.",
-        "serve": "Check everything, then serve with TensorRT-LLM or the reference backend.",
+        "lint": "Find every problem in an engine YAML, with its line and remedy.",
+        "serve": "Run all checks, then serve with TensorRT-LLM or the reference backend.",
     },
     "Proof": {
-        "bench": "Measure acceptance by category, throughput and latency of an endpoint.",
-        "check": "Judge an endpoint: lossless, sane, tool calls alive, acceptance high enough?",
+        "bench": "Measure acceptance, throughput and latency of an endpoint.",
+        "check": "Check an endpoint: lossless output, no loops, working tool calls, minimum acceptance.",
     },
 }
 # which extra brings an optional package

@@ -1,0 +1,173 @@
+"""How the matrix of options is looked at: one run of a command in this process, and everything that it left to see."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from tests.command_line import trtspec
+
+MEASURED = (
+    "seconds", "created", "peak_rss_bytes", "free_bytes", "estimated_seconds", "packing_seconds_estimate", "sha256",
+    "memory_bytes_estimate",
+)  # fmt: skip
+CLOCK = re.compile(rf'"({"|".join(MEASURED)})": ("[^"]*"|[\d.]+)')
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Words that show that an option is honoured: added to `base`, or to the situation's, they change what is seen; so
+    does the whole line `instead`, for what every line has. `before` prepares the place of output for both runs."""
+
+    words: tuple[str, ...] = ()
+    base: tuple[str, ...] | None = None
+    instead: tuple[str, ...] | None = None
+    before: Callable[[Path], None] | None = None
+    slow: bool = False
+
+
+@dataclass(frozen=True)
+class Situation:
+    """One mode of a command. `base` selects it and works; `cheap` selects it and ends soon after the options are read
+    (default: base). Words may hold {target}, {head}, {out} (a path made anew for each run), {url} ..."""
+
+    base: tuple[str, ...]
+    effects: Mapping[str, Effect]
+    cheap: tuple[str, ...] = ()
+    floats: bool = True  # whether figures with a decimal point are looked at; not where they are timings
+    before: Callable[[Path], None] | None = None
+
+
+def effects(**words: str | Effect) -> dict[str, Effect]:
+    """A table of options by field, each a line of words."""
+    return {name: item if isinstance(item, Effect) else Effect(tuple(item.split())) for name, item in words.items()}
+
+
+class Recorder(ThreadingHTTPServer):
+    """An OpenAI-compatible server that keeps every request: path, key and body. Its answers follow from the prompt."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.requests: list[str] = []
+        self.busy = self.most = 0
+        self.lock = threading.Lock()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Recorder
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self._send(json.dumps({"data": [{"id": "tiny"}, {"id": "other"}]}))
+        else:
+            self._send("{}", 404)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        key = self.headers.get("Authorization")
+        with self.server.lock:
+            self.server.requests.append(json.dumps([self.path, key, body], sort_keys=True))
+            self.server.busy += 1
+            self.server.most = max(self.server.most, self.server.busy)
+        threading.Event().wait(0.02)
+        with self.server.lock:
+            self.server.busy -= 1
+        asked = body.get("prompt") or str(body["messages"])
+        words = [hashlib.sha256(f"{asked}{n}".encode()).hexdigest()[:5] for n in range(min(12, body["max_tokens"]))]
+        text = "<think> why </think> " + " ".join(words)
+        usage = {"prompt_tokens": 5, "completion_tokens": len(words)}
+        if not body.get("stream"):
+            part = {"text": text} if "prompt" in body else {"message": {"role": "assistant", "content": text}}
+            if body.get("logprobs"):
+                part["logprobs"] = {"content": [_logprob(word) for word in text.split()]}
+            self._send(json.dumps({"choices": [part | {"finish_reason": "stop"}], "usage": usage}))
+            return
+        chunks = [{"choices": [{"text": w} if "prompt" in body else {"delta": {"content": w}}]} for w in text.split()]
+        chunks.append({"choices": [{"finish_reason": "stop", "delta": {}}], "usage": usage})
+        self._send("".join(f"data: {json.dumps(c)}\n\n" for c in chunks) + "data: [DONE]\n\n", kind="text/event-stream")
+
+    def _send(self, text: str, status: int = 200, kind: str = "application/json") -> None:
+        payload = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(payload)))
+        self.end_headers()
+        self.wfile.write(payload)
+
+
+def _logprob(word: str) -> dict[str, Any]:
+    best, second = {"token": word, "logprob": -0.1}, {"token": "other", "logprob": -2.1}
+    return best | {"top_logprobs": [best, second]}
+
+
+@dataclass
+class Stage:
+    """Where the runs happen: the places that words name, the recording server, and records that were handed on."""
+
+    places: dict[str, str]
+    out: Path
+    server: Recorder
+    handed: list[str] = field(default_factory=list)
+
+    def words(self, words: tuple[str, ...]) -> list[str]:
+        return [word.format(**self.places, out=self.out, url=self.server.url) for word in words]
+
+    def see(
+        self, words: tuple[str, ...], before: Callable[[Path], None] | None, floats: bool, **environment: str
+    ) -> dict[str, Any]:
+        """One run from a clean place, and all that it left, without what a clock or a memory meter decides."""
+        shutil.rmtree(self.out.parent, ignore_errors=True)
+        self.out.parent.mkdir(parents=True)
+        if before is not None:
+            before(self.out)
+        self.server.requests.clear()
+        self.server.most = 0
+        self.handed.clear()
+        done = trtspec(*self.words(words), **environment)
+        assert "unexpected" not in done.stderr, done.stderr
+        files = {
+            str(path.relative_to(self.out.parent)): _digest(path, floats)
+            for path in sorted(self.out.parent.rglob("*"))
+            if path.is_file()
+        }
+        return {
+            "status": done.status,
+            "stdout": _steady(done.stdout, floats),
+            "stderr": _steady(done.stderr, floats),
+            "files": files,
+            "requests": sorted(self.server.requests),
+            "in flight": self.server.most > 1,
+            "handed": list(self.handed),
+        }
+
+
+def _steady(text: str, floats: bool) -> str:
+    text = CLOCK.sub(r'"\1": 0', text)
+    text = re.sub(r"(in|took|about) +[\d.,]+ (s|min)\b", r"\1 0 s", text)
+    text = re.sub(r"peak memory [\d,]+|[\d,]+ free", "0", text)
+    return text if floats else re.sub(r"\d+\.\d+(e-?\d+)?|\b\d+ %", "#", text)
+
+
+def _digest(path: Path, floats: bool) -> str:
+    if path.suffix in (".json", ".jsonl", ".md", ".html", ".yaml", ""):
+        return _steady(path.read_text(encoding="utf-8", errors="replace"), floats)
+    return hashlib.sha256(path.read_bytes()).hexdigest()

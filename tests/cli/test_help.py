@@ -1,0 +1,74 @@
+"""What `--help` says: every default, every bracket as it is written, and no word that has been replaced."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from importlib import import_module
+from typing import Any
+
+import pytest
+import typer
+
+from tests.command_line import trtspec
+from trtspec.cli.app import COMMANDS
+from trtspec.records import flag_of
+
+NAMES = [name for names in COMMANDS.values() for name in names]
+# said of a person or a thing in words that nobody looks up, or in a sense that only this project had
+REPLACED = re.compile(
+    r"\b(stands in|reckon\w*|mend\w*|goes on|begin anew|OpenAI-like|no talk|tool calls live|is told|tells|sane|"
+    r"in flight, one|what fits|not built)\b"
+)
+
+
+def page(command: str) -> str:
+    """The help page as one line of text, without the frame."""
+    text = trtspec(command, "--help", COLUMNS="240").stdout
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())
+
+
+def options(command: str) -> list[tuple[str, Any, Any]]:
+    """(flag, declaration, default) of every option of the record."""
+    module = command.replace("-", "_")
+    hints = typing.get_type_hints(getattr(import_module(f"trtspec.cli.{module}"), module))
+    record = next(hint for name, hint in hints.items() if name != "return")
+    if not dataclasses.is_dataclass(record):
+        return []
+    declared = typing.get_type_hints(record, include_extras=True)
+    found = []
+    for field in dataclasses.fields(record):
+        info = next(item for item in declared[field.name].__metadata__ if isinstance(item, typer.models.ParameterInfo))
+        if isinstance(info, typer.models.OptionInfo):
+            found.append((flag_of(record, field.name), info, field.default))  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize("command", NAMES)
+def test_every_default_is_on_the_page(command: str) -> None:
+    shown = page(command)
+    for flag, info, default in options(command):
+        assert flag in shown
+        if isinstance(info.show_default, str):
+            assert f"[default: ({info.show_default})]" in shown, flag
+        elif default not in (None, False, True, (), "", dataclasses.MISSING):
+            assert f"[default: {default}]" in shown, flag
+
+
+@pytest.mark.parametrize("command", NAMES)
+def test_every_help_text_is_on_the_page_as_it_is_written(command: str) -> None:
+    shown = page(command)
+    for flag, info, _ in options(command):
+        assert " ".join(info.help.split()) in shown, flag
+
+
+@pytest.mark.parametrize("command", NAMES)
+def test_switches_show_no_type(command: str) -> None:
+    assert not options(command) or "<bool>" not in page(command)
+
+
+@pytest.mark.parametrize("command", ["", *NAMES])
+def test_the_words_are_those_of_the_field(command: str) -> None:
+    found = REPLACED.search(page(command) if command else " ".join(trtspec("--help").stdout.split()))
+    assert found is None, found
