@@ -42,6 +42,7 @@ class Situation:
     base: tuple[str, ...]
     effects: Mapping[str, Effect]
     cheap: tuple[str, ...] = ()
+    refused: frozenset[str] = frozenset()  # fields, where the command has no records of its modes to read them from
     floats: bool = True  # whether figures with a decimal point are looked at; not where they are timings
     before: Callable[[Path], None] | None = None
 

@@ -12,6 +12,7 @@ import typer
 from trtspec.cli.options import ForceOption, Gpu, HeadOption, JsonOption, TargetArgument
 from trtspec.cli.values import numbers
 from trtspec.planning.routes import LONGEST_DRAFT
+from trtspec.records import refuse_unused
 
 if TYPE_CHECKING:
     from trtspec.planning.decision import Decision, Targets
@@ -96,6 +97,12 @@ def plan(options: PlanOptions) -> None:
 
     if options.output is not None:
         _check_output(options.output, options.force)
+    else:
+        refuse_unused(options, ["force"], "without --output")
+    if options.head is None:
+        refuse_unused(options, ["acceptance", "max_draft"], "without a head", "give --head, or leave it out")
+    if options.json_:
+        refuse_unused(options, ["verbose"], "with --json, which holds everything")
     model = load_target(options.target).spec
     head = load_head(options.head).spec if options.head else None
     decision, setting = planned(options, model, head)
@@ -115,7 +122,6 @@ def plan(options: PlanOptions) -> None:
 def planned(options: PlanOptions, model: ModelSpec, head: HeadSpec | None) -> tuple[Decision, Setting]:
     """The decision for these options, and what it was made for. Raises UsageError."""
     from trtspec.data_files import gpu_spec
-    from trtspec.errors import UsageError
     from trtspec.planning.acceptance import parse_acceptance
     from trtspec.planning.decision import Targets, decide
     from trtspec.planning.points import Setting, Workload
@@ -124,9 +130,7 @@ def planned(options: PlanOptions, model: ModelSpec, head: HeadSpec | None) -> tu
     if options.moe_backend is not None:
         _check_kernels(options.moe_backend, model, gpu)
     workload = Workload(options.isl, options.osl, _concurrencies(options, targets))
-    acceptance = parse_acceptance(options.acceptance) if options.acceptance else None
-    if acceptance and head is None:
-        raise UsageError("--acceptance is not used without a head", "give --head, or leave --acceptance out")
+    acceptance = parse_acceptance(options.acceptance) if options.acceptance and head is not None else None
     setting = Setting(gpu, workload, acceptance, options.kv_fraction, options.max_draft, options.moe_backend)
     return decide(model, head, _layouts(options, model), setting, targets), setting
 

@@ -1,0 +1,335 @@
+"""The rows of the matrix for the commands that make, train and measure: one effect of every option in every mode."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tests.cli.matrix import Effect, Situation, effects
+
+
+def journal(name: str) -> Any:
+    """An interrupted run of this kind lies beside, or in, the output."""
+
+    def write(out: Path) -> None:
+        path = out.parent / name.format(out=out.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+    return write
+
+
+def occupied(out: Path) -> None:
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+
+
+def a_file(out: Path) -> None:
+    out.write_text("mine")
+
+
+def finished_parts(out: Path) -> None:
+    shutil.copytree(out.parent.parent / "parts", out)
+
+
+def line(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+QUANTIZE, DRY = line("quantize {target} -o {out}"), line("--dry-run --json")
+BYTES = effects(
+    source=Effect(instead=line("quantize {other} -o {out}")),
+    output=Effect(instead=line("quantize {target} -o {out}-2")),
+    policy="--policy k2.6",
+    kv_cache="--kv-cache none",
+    input_scales="--input-scales {data}",
+    json_="--json",
+)
+RUNS = effects(
+    restart=Effect(line("--restart"), base=(*QUANTIZE, *DRY), before=journal("{out}/.trtspec-quantize.jsonl")),
+    force=Effect(line("--force"), base=(*QUANTIZE, *DRY), before=occupied),
+)
+STREAM = BYTES | RUNS | effects(
+    weight_scales="--weight-scales mse",
+    workers=Effect(line("--workers 2"), base=(*QUANTIZE, *DRY)),
+    device="--device cuda:7",
+    dry_run="--dry-run",
+)  # fmt: skip
+PART_BASE = (*QUANTIZE, "--shard", "0/2")
+MODELOPT_RUN = (*QUANTIZE, "--engine", "modelopt")
+MODELOPT_BASE = (*MODELOPT_RUN, "--dry-run")
+TRAIN = line("train {target} {data} -o {out}")
+RECIPE = effects(
+    attention="--attention mha",
+    eagle="--eagle 3.1",
+    draft_vocab_size="--draft-vocab-size 64",
+    intermediate_size="--intermediate-size 96",
+    aux_layers="--aux-layers 1,2,3",
+    ttt_steps="--ttt-steps 2",
+    epochs="--epochs 2",
+    steps="--steps 5",
+    lr="--lr 0.001",
+    seq_len="--seq-len 16",
+    batch_size="--batch-size 2",
+    seed="--seed 3",
+    answer_only="--answer-only",
+    init="--init {head}",
+    config="--config {recipe}",
+    save_every="--save-every 7",
+    device="--device cuda",
+    acceptance_prompts="--acceptance-prompts 3",
+)
+
+
+def train_effects(*mode: str, **more: Effect | str) -> dict[str, Effect]:
+    base = (*TRAIN, *mode)
+    own = effects(
+        target=Effect(instead=(*line("train {other} {data} -o {out}"), *mode)),
+        data=Effect(instead=(*line("train {target} {answers} -o {out}"), *mode)),
+        output=Effect(instead=(*line("train {target} {data} -o {out}-2"), *mode)),
+        restart=Effect(line("--restart"), base=base, before=journal("{out}/.trtspec/state")),
+        force=Effect(line("--force"), base=base, before=occupied),
+        **more,
+    )
+    return RECIPE | own
+
+
+SYNTHESIZE = line("synthesize {prompts} -o {out} --base-url {url}/v1 --samples 3")
+BENCH = line("bench {url} --samples 2 --concurrency 1 --max-tokens 8")
+CHECK = line("check {url} --samples 3 --max-tokens 8")
+CHECKED = effects(
+    record="--record {out}",
+    min_acceptance="--min-acceptance 9",
+    concurrency="--concurrency 1",
+    model="--model other",
+    force=Effect(line("--force"), base=(*CHECK, "--record", "{out}"), before=a_file),
+    json_="--json",
+)
+PROMPTS = effects(dataset="--dataset {data}", samples="--samples 2", max_tokens="--max-tokens 4")
+
+MAKING: dict[str, dict[str, Situation]] = {
+    "doctor": {"": Situation(("doctor",), effects(json_="--json"))},
+    "demo": {
+        "": Situation(
+            line("demo -o {out} --port {port}"),
+            effects(
+                output=Effect(instead=line("demo -o {out}-2 --port {port}")),
+                port="--port {taken}",
+                quick="--quick",
+                force=Effect(line("--force"), before=journal("{out}/logs/01.out")),
+            ),
+        )
+    },
+    "inspect": {
+        "`inspect TARGET`": Situation(
+            line("inspect {target}"), effects(path=Effect(instead=line("inspect {other}")), json_="--json")
+        ),
+        "`inspect HEAD`": Situation(
+            line("inspect {head}"),
+            effects(
+                path=Effect(instead=line("inspect {mla}")),
+                sample=Effect(line("--sample 0"), base=line("inspect {broken}")),
+                json_="--json",
+            ),
+        ),
+        "`inspect HEAD --against ...`": Situation(
+            line("inspect {head} --against {target}"),
+            effects(
+                path=Effect(instead=line("inspect {mla} --against {target}")),
+                against=Effect(instead=line("inspect {head} --against {wide}")),
+                sample=Effect(line("--sample 0"), base=line("inspect {broken} --against {target}")),
+                json_="--json",
+            ),
+        ),
+        "`inspect TARGET --against SOURCE`": Situation(
+            line("inspect {nvfp4} --against {target}"),
+            effects(
+                path=Effect(instead=line("inspect {other} --against {target}")),
+                against=Effect(instead=line("inspect {nvfp4} --against {other}")),
+                sample="--sample 3",
+                modelopt=Effect(line("--modelopt"), slow=True),
+                json_="--json",
+            ),
+        ),
+    },
+    "quantize": {
+        "the streaming engine": Situation(QUANTIZE, STREAM, cheap=line("quantize {missing} -o {out}")),
+        "--shard": Situation(
+            PART_BASE,
+            STREAM | effects(
+                shard=Effect(instead=(*QUANTIZE, "--shard", "1/2")),
+                source=Effect(instead=line("quantize {other} -o {out} --shard 0/2")),
+                output=Effect(instead=line("quantize {target} -o {out}-2 --shard 0/2")),
+                restart=Effect(line("--restart"), base=(*PART_BASE, *DRY),
+                               before=journal("{out}/.trtspec-quantize.0-of-2.jsonl")),
+                force=Effect(line("--force"), base=(*PART_BASE, *DRY), before=occupied),
+                workers=Effect(line("--workers 2"), base=(*PART_BASE, *DRY)),
+            ),
+            cheap=line("quantize {missing} -o {out} --shard 0/2"),
+        ),
+        "--merge": Situation(
+            (*QUANTIZE, "--merge"),
+            BYTES | effects(
+                weight_scales="--weight-scales mse",
+                source=Effect(instead=line("quantize {other} -o {out} --merge")),
+                output=Effect(instead=line("quantize {target} -o {out}-2 --merge")),
+            ),
+            cheap=line("quantize {missing} -o {out} --merge"),
+            before=finished_parts,
+        ),
+        "--engine modelopt": Situation(
+            MODELOPT_BASE,
+            BYTES | effects(
+                source=Effect(instead=line("quantize {other} -o {out} --engine modelopt --dry-run")),
+                output=Effect(instead=line("quantize {target} -o {out}-2 --engine modelopt --dry-run")),
+                kv_cache=Effect(line("--kv-cache none"), base=MODELOPT_RUN, slow=True),
+                dry_run=Effect(line("--dry-run"), base=MODELOPT_RUN, slow=True),
+                restart=Effect(line("--restart"), before=journal("{out}/.trtspec-quantize.jsonl")),
+                force=Effect(line("--force"), before=occupied),
+            ),
+            cheap=line("quantize {missing} -o {out} --engine modelopt"),
+        ),
+    },
+    "calibrate": {
+        "": Situation(
+            line("calibrate {target} {data} -o {out} --dry-run"),
+            effects(
+                source=Effect(instead=line("calibrate {other} {data} -o {out} --dry-run")),
+                data=Effect(instead=line("calibrate {target} {answers} -o {out} --dry-run")),
+                output=Effect(instead=line("calibrate {target} {data} -o {out}-2 --dry-run")),
+                samples="--samples 3",
+                seq_len="--seq-len 4",
+                policy="--policy k2.6",
+                device="--device cuda",
+                dtype="--dtype float32",
+                states_memory="--states-memory 0",
+                load_ahead="--one-layer",
+                dry_run=Effect(line("--dry-run"), base=line("calibrate {target} {data} -o {out}"), slow=True),
+                restart=Effect(line("--restart"), base=line("calibrate {target} {data} -o {out} --dry-run --json"),
+                               before=journal(".{out}.calibrate/journal.jsonl")),
+                force=Effect(line("--force"), before=a_file),
+                json_="--json",
+            ),
+        )
+    },
+    "synthesize": {
+        "": Situation(
+            SYNTHESIZE,
+            effects(
+                prompts=Effect(instead=line("synthesize {answers} -o {out} --base-url {url}/v1 --samples 3")),
+                output=Effect(instead=line("synthesize {prompts} -o {out}-2 --base-url {url}/v1 --samples 3")),
+                base_url="--base-url {url}/v2",
+                model="--model other",
+                api_key="--api-key secret",
+                concurrency="--concurrency 1",
+                split=Effect(line("--split test"), base=line("synthesize nobody/no-such-set -o {out}"), slow=True),
+                samples="--samples 2",
+                max_tokens="--max-tokens 4",
+                temperature="--temperature 0.5",
+                top_p="--top-p 0.5",
+                thinking="--thinking drop",
+                raw="--raw",
+                extra_body=Effect(("--extra-body", '{{"top_k": 3}}')),
+                shard="--shard 0/2",
+                timeout=Effect(line("--timeout 5"), base=(*SYNTHESIZE, "--dry-run")),
+                dry_run="--dry-run",
+                restart=Effect(line("--restart"), base=(*SYNTHESIZE, "--dry-run"), before=journal(".{out}.journal")),
+                force=Effect(line("--force"), before=a_file),
+                json_="--json",
+            ),
+        )
+    },
+    "train": {
+        "--dry-run": Situation(
+            (*TRAIN, "--dry-run"),
+            train_effects(
+                "--dry-run", features="--features stream", gpu="--gpu h200",
+                json_=Effect(instead=(*TRAIN, "--json")),
+            ),
+        ),
+        "a training run": Situation(TRAIN, train_effects(features="--features memory", json_="--json")),
+        "--features stream or URL": Situation(
+            (*TRAIN, "--features", "stream"),
+            {
+                name: effect
+                for name, effect in train_effects(
+                    "--features", "stream", features="--features {url}", json_="--json"
+                ).items()
+                if name != "acceptance_prompts"
+            },
+        ),
+    },
+    "convert": {
+        "": Situation(
+            line("convert {head} -o {out} --to vllm"),
+            effects(
+                head=Effect(instead=line("convert {mla} -o {out} --to vllm")),
+                output=Effect(instead=line("convert {head} -o {out}-2 --to vllm")),
+                to="--to sglang",
+                from_="--from speculators",
+                target="--target {target}",
+                lm_head="--lm-head drop",
+                embed_tokens=Effect(
+                    line("--embed-tokens target"), base=line("convert {head} -o {out} --to vllm --target {target}")
+                ),
+                rope_theta="--rope-theta 12345",
+                dry_run="--dry-run",
+                force=Effect(line("--force"), before=occupied),
+                json_="--json",
+            ),
+        )
+    },
+    "bench": {
+        "": Situation(
+            BENCH,
+            effects(
+                url=Effect(instead=line("bench {nowhere} --samples 2 --concurrency 1 --max-tokens 8")),
+                output="--output {out}",
+                dataset="--dataset {data}",
+                samples="--samples 3",
+                concurrency="--concurrency 2",
+                max_tokens="--max-tokens 4",
+                temperature="--temperature 0.5",
+                seed="--seed 9",
+                against_url="--against-url plain={url}",
+                rounds=Effect(line("--rounds 2"), base=(*BENCH, "--json")),
+                compare="--compare {results}",
+                api="--api completions",
+                model="--model other",
+                extra_body=Effect(("--extra-body", '{{"top_k": 3}}')),
+                force=Effect(line("--force"), base=(*BENCH, "-o", "{out}"), before=occupied),
+                json_="--json",
+            ),
+            floats=False,
+        )
+    },
+    "check": {
+        "`check` without --against": Situation(
+            CHECK,
+            CHECKED | PROMPTS | effects(url=Effect(instead=line("check {nowhere} --samples 3 --max-tokens 8"))),
+            cheap=line("check {nowhere}"),
+        ),
+        "--against URL": Situation(
+            (*CHECK, "--against", "{url}"),
+            CHECKED | PROMPTS | effects(
+                url=Effect(instead=line("check {nowhere} --against {url}")),
+                against=Effect(instead=(*CHECK, "--against", "{nowhere}")),
+                near_tie="--near-tie 0",
+            ),
+            cheap=line("check {nowhere} --against {url}"),
+        ),
+        "--against FILE": Situation(
+            line("check {url} --against {recording}"),
+            CHECKED | effects(
+                url=Effect(instead=line("check {nowhere} --against {recording}")),
+                against=Effect(instead=line("check {url} --against {shorter}")),
+                near_tie="--near-tie 0",
+                force=Effect(
+                    line("--force"), base=line("check {url} --against {recording} --record {out}"), before=a_file
+                ),
+            ),
+            cheap=line("check {nowhere} --against {recording}"),
+        ),
+    },
+}  # fmt: skip

@@ -1,0 +1,128 @@
+"""The rows of the matrix for the commands around an engine: one effect of every option in every mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.cli.matrix import Effect, Situation, effects
+from tests.cli.matrix_making import a_file, journal, line
+
+
+def beside(suffix: str) -> Any:
+    """A file of the user's with the output's name and this suffix."""
+
+    def write(out: Path) -> None:
+        out.with_suffix(suffix).write_text("mine")
+
+    return write
+
+
+TARGET, HEAD = "nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3"
+PLAN = ("plan", TARGET, "--head", HEAD)
+SIZED = effects(
+    target=Effect(instead=line("plan nvidia/Kimi-K2.6-NVFP4")),
+    head=Effect(instead=("plan", TARGET, "--head", "nvidia/Kimi-K2-Thinking-Eagle3")),
+    gpu="--gpu b300",
+    gpus="--gpus 8",
+    tp="--tp 4",
+    ep="--ep 1",
+    attention_dp="--attention-dp",
+    isl="--isl 300",
+    osl="--osl 300",
+    concurrency="--concurrency 2",
+    ttft="--ttft 900",
+    tpot="--tpot 20",
+    kv_fraction="--kv-fraction 0.5",
+    moe_backend="--moe-backend CUTLASS",
+    output="--output {out}.svg",
+    verbose="--verbose",
+    force=Effect(line("--force"), base=("plan", TARGET, "-o", "{out}.svg"), before=beside(".svg")),
+    json_="--json",
+)
+SERVER = ("build-config", TARGET)
+CHART, DYNAMO = (*SERVER, "--format", "helm-values"), (*SERVER, *line("--format dynamo --trtllm-version 1.3.0rc11"))
+FRONT = (*SERVER, *line("--role front --context-url a:1 --generation-url b:1"))
+PARTS = (*SERVER, "--disaggregated", "{out}")
+WITH_HEAD = effects(
+    head=f"--head {HEAD}",
+    version="--trtllm-version 1.2.1",
+    goal="--goal throughput",
+    tp_size="--tp-size 8",
+    max_batch_size="--max-batch-size 7",
+    max_num_tokens="--max-num-tokens 9000",
+    max_seq_len="--max-seq-len 4096",
+    nodes="--nodes 2",
+    gpu="--gpu b300",
+    experts_over="--ep-size 4",
+    concurrency="--concurrency 9",
+    spread_attention="--attention-dp",
+    settings="--set print_iter_log=true",
+    trust_remote_code="--trust-remote-code",
+    json_="--json",
+)
+
+
+def intent(
+    base: tuple[str, ...], *, to: str = "-o {out}", before: Any = a_file, **more: Effect | str
+) -> dict[str, Effect]:
+    """The options of an intent in one form, and those of its file."""
+    form, place = base[2:], line(to)
+    written = base if set(place) <= set(base) else (*base, *place)
+    return WITH_HEAD | effects(
+        target=Effect(instead=("build-config", "nvidia/Kimi-K2.6-NVFP4", *form)),
+        like=Effect(line(f"--like {TARGET}"), base=("build-config", "/made/later", *form)),
+        isl=Effect(line("--isl 64"), base=(*base, "--osl", "64")),
+        osl=Effect(line("--osl 64"), base=(*base, "--isl", "64")),
+        draft_len=Effect(line("--draft-len 2"), base=(*base, "--head", "lightseekorg/kimi-k2.5-eagle3")),
+        dry_run=Effect(line("--dry-run"), base=written),
+        force=Effect(line("--force"), base=written, before=before),
+        **more,
+    )
+
+
+UNSERVED = frozenset({"context_urls", "generation_urls", "image"})  # by one server
+
+SERVING: dict[str, dict[str, Situation]] = {
+    "plan": {
+        "with a head": Situation(PLAN, SIZED | effects(acceptance="--acceptance 2.6@3", max_draft="--max-draft 2")),
+        "without a head": Situation(
+            ("plan", TARGET), SIZED | effects(head=f"--head {HEAD}"), refused=frozenset({"acceptance", "max_draft"})
+        ),
+    },
+    "build-config": {
+        "a server": Situation(
+            SERVER, intent(SERVER, output="--output {out}"), refused=UNSERVED
+        ),
+        "values of the chart": Situation(
+            CHART, intent(CHART, output="--output {out}"), refused=UNSERVED
+        ),
+        "the front": Situation(
+            FRONT,
+            effects(
+                version="--trtllm-version 1.2.1",
+                context_urls="--context-url c:1",
+                generation_urls="--generation-url d:1",
+                target=Effect(instead=("build-config", "{missing}", *FRONT[2:])),
+                output="--output {out}",
+                dry_run=Effect(line("--dry-run"), base=(*FRONT, "-o", "{out}")),
+                force=Effect(line("--force"), base=(*FRONT, "-o", "{out}"), before=a_file),
+                json_="--json",
+            ),
+            refused=frozenset(WITH_HEAD) - {"version", "json_"} | {"like", "image", "isl", "osl", "draft_len"},
+        ),
+        "all parts": Situation(
+            PARTS,
+            intent(
+                PARTS, to="--disaggregated {out}", before=journal("{out}/front.yml"),
+                context_urls="--context-url c:1", generation_urls="--generation-url d:1",
+            ),
+            refused=frozenset({"output", "image"}),
+        ),
+        "Dynamo": Situation(
+            DYNAMO,
+            intent(DYNAMO, output="--output {out}", image="--image registry/engine:1"),
+            refused=frozenset({"context_urls", "generation_urls"}),
+        ),
+    },
+}  # fmt: skip
