@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.heads.read import read_head
+from trtspec.checkpoint.heads.values import value_problems
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError
 from trtspec.models.eagle3 import Eagle3Head
@@ -37,7 +38,8 @@ def load_head(
     """
     checkpoint = Checkpoint.open(Path(path))
     spec, found = read_head(checkpoint)
-    found = [problem for problem in found + pair_problems(spec, target.spec) if problem.severity == "error"]
+    found += pair_problems(spec, target.spec) + value_problems(checkpoint, checkpoint.tensors)
+    found = [problem for problem in found if problem.severity == "error"]
     problems = [f"[{problem.code}] {problem.where}: {problem.message}" for problem in found]
     if not problems:
         with torch.device("meta"):

@@ -16,8 +16,9 @@ from tests.tiny import make_head, make_target
 from trtspec.checkpoint.detect import target_spec
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.dialects import DIALECTS
-from trtspec.checkpoint.heads.pairing import pair_problems, tensor_parallel_sizes
+from trtspec.checkpoint.heads.pairing import pair_problems, tensor_parallel_sizes, yarn_problems
 from trtspec.checkpoint.heads.read import head_spec, head_spec_from_config, read_head
+from trtspec.checkpoint.heads.values import value_problems
 from trtspec.errors import TrtspecError
 from trtspec.specs import HeadSpec, ModelSpec
 
@@ -232,6 +233,24 @@ def halved_rope(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Non
     config["rope_scaling"] = None
 
 
+def theta_twice(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"] * 5}
+
+
+def yarn_twice(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    yarn = dict(config["rope_scaling"]) | {"factor": config["rope_scaling"]["factor"] * 2}
+    config["rope_parameters"] = yarn | {"rope_theta": config["rope_theta"]}
+
+
+def borrowed_lm_head(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["lm_head.weight"]
+    config["draft_vocab_size"] = config["vocab_size"]
+
+
+def ids(*layers: int) -> Change:
+    return lambda config, tensors: config["eagle_config"].update({AUX: list(layers)})
+
+
 PRUNED = {"draft_vocab": 128}
 MLA = {"attention": "mla"}
 TRAPS: list[tuple[str, Change, dict[str, Any]]] = [
@@ -264,16 +283,78 @@ TRAPS: list[tuple[str, Change, dict[str, Any]]] = [
     ("TS-HEAD-ROPE-THETA", nested_theta, {}),
     ("TS-HEAD-ROPE-MLA", halved_rope, MLA),
     ("TS-HEAD-DOUBLE-NORM", spread_gain, {}),
+    ("TS-HEAD-TIED", set_key("tie_word_embeddings", True), {}),
+    ("TS-HEAD-ROPE-TWICE", theta_twice, {}),
+    ("TS-HEAD-ROPE-TWICE", yarn_twice, MLA),
+    ("TS-HEAD-D2T-ZERO", put("d2t", torch.zeros(128, dtype=torch.int64)), PRUNED),
+    ("TS-HEAD-MAP-DTYPE", put("d2t", torch.arange(128).float()), PRUNED),
+    ("TS-HEAD-MAP-DTYPE", put("d2t", torch.zeros(2, 64, dtype=torch.int64)), PRUNED),
+    ("TS-HEAD-MAP-DTYPE", put("t2d", torch.ones(512).to(torch.float8_e4m3fn)), PRUNED),
+    ("TS-HEAD-ACTIVATION", set_key("hidden_act", "gelu"), {}),
+    ("TS-HEAD-BIAS", set_key("attention_bias", True), {}),
+    ("TS-HEAD-BIAS", set_key("mlp_bias", True), MLA),
+    ("TS-HEAD-LM-HEAD-RANDOM", borrowed_lm_head, MLA),
+    ("TS-HEAD-CLASS", set_key("model_type", "llama"), MLA),
+    ("TS-HEAD-CLASS", set_key("architectures", ["LlamaForCausalLMEagle3"]), MLA),
+    ("TS-HEAD-CLASS", set_key("model_type", "deepseek_v3"), {}),
+    ("TS-HEAD-CLASS", set_key("architectures", ["Eagle3DeepseekV2ForCausalLM"]), {}),
+    ("TS-HEAD-LAYER-ORDER", ids(4, 3, 1), {}),
+    ("TS-HEAD-LAYER-ORDER", ids(1, 3, 3), MLA),
 ]
+# what engines compute wrongly is an error; what only some engine, or nobody, may notice is not
+NO_ERROR = {
+    "TS-HEAD-TENSOR-UNKNOWN", "TS-HEAD-NORM-OUTPUT", "TS-HEAD-LAYER-IDS", "TS-HEAD-EMBED-OWN", "TS-HEAD-ROPE-INJECTED",
+    "TS-HEAD-DOUBLE-NORM", "TS-HEAD-LM-HEAD-RANDOM",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("code", "change", "options"), TRAPS, ids=[f"{i}-{trap[0]}" for i, trap in enumerate(TRAPS)])
 def test_each_trap_is_found_and_nothing_else(
     tmp_path: Path, target: Path, code: str, change: Change, options: dict[str, Any]
 ) -> None:
-    found = codes(head(tmp_path, target, change, **options))
+    problems = read_head(Checkpoint.open(head(tmp_path, target, change, **options)))[1]
+    found = {problem.code for problem in problems}
     assert code in found
-    assert set(found) <= {code, "TS-HEAD-EMBED-OWN"}
+    assert found <= {code, "TS-HEAD-EMBED-OWN"}
+    assert all((problem.severity == "error") == (code not in NO_ERROR) for problem in problems if problem.code == code)
+
+
+def told_everywhere(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    plain = {"rope_type": "default", "type": "default", "rope_theta": config["rope_theta"]}
+    config["rope_parameters"] = (config["rope_scaling"] or plain) | {"rope_theta": config["rope_theta"]}
+
+
+def without_theta(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    assert config.pop("rope_theta") == 10000
+
+
+def gain_of_a_short_training(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors["layers.0.input_layernorm.weight"] = torch.linspace(0.99, 1.01, 64).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [(told_everywhere, {}), (told_everywhere, MLA), (without_theta, {}), (gain_of_a_short_training, {}),
+     (set_key("hidden_act", "swish"), {}), (ids(1, 3, -1), MLA)],
+)  # fmt: skip
+def test_what_is_told_alike_or_does_no_harm_is_not_reported(
+    tmp_path: Path, target: Path, change: Change, options: dict[str, Any]
+) -> None:
+    assert codes(head(tmp_path, target, change, **options)) == []
+
+
+@pytest.mark.parametrize("attention", ["mha", "mla"])
+def test_every_tensor_of_zeros_is_found(tmp_path: Path, target: Path, attention: str) -> None:
+    path = head(tmp_path, target, attention=attention)
+    tensors = load_file(path / "model.safetensors")
+    for name in tensors:
+        save_file(tensors | {name: torch.zeros_like(tensors[name])}, path / "model.safetensors")
+        checkpoint = Checkpoint.open(path)
+        assert [(problem.code, problem.where) for problem in value_problems(checkpoint, checkpoint.tensors)] == [
+            ("TS-HEAD-ZERO", name)
+        ]
+        with pytest.raises(TrtspecError, match="TS-HEAD-ZERO"):
+            head_spec(checkpoint, values=True)
 
 
 def test_a_head_with_an_error_is_refused_as_a_spec(tmp_path: Path, target: Path) -> None:
@@ -304,6 +385,20 @@ def test_pairs(tmp_path: Path, target: Path) -> None:
     assert pair(path, target, aux_layers=None) == ["TS-PAIR-LAYERS-UNKNOWN"]
     assert pair(path, target, attention="mha") == ["TS-PAIR-MHA-CACHE"]
     assert pair(path, target, max_position_embeddings=128) == ["TS-PAIR-CONTEXT"]
+
+
+def test_another_stretch_of_positions_is_a_warning(tmp_path: Path, target: Path) -> None:
+    """A factor or base that is not the target's costs acceptance; published heads differ in beta_fast alone."""
+    spec, model = head_spec(Checkpoint.open(head(tmp_path, target, attention="mla"))), target_model(target)
+
+    def severities(**changes: Any) -> list[str]:
+        other = replace(spec, rope=replace(spec.rope, **changes))
+        return [problem.severity for problem in pair_problems(other, model) + yarn_problems(other, model)]
+
+    assert severities() == []
+    assert severities(beta_fast=spec.rope.beta_fast + 1) == ["info"]
+    assert severities(factor=spec.rope.factor * 2) == ["warning"]
+    assert severities(theta=spec.rope.theta * 5) == ["warning"]
 
 
 def test_tensor_parallel_sizes(tmp_path: Path, target: Path) -> None:

@@ -63,7 +63,10 @@ def shared_config(source: dict[str, Any], spec: HeadSpec, dtype: str) -> dict[st
 def _flat(shared: dict[str, Any], spec: HeadSpec) -> dict[str, Any]:
     """Class names first; the target's width only where it differs, since three servers test for the key's presence."""
     different = spec.target_hidden_size != spec.hidden_size
-    return class_config(spec) | shared | ({"target_hidden_size": spec.target_hidden_size} if different else {})
+    written = class_config(spec) | shared | ({"target_hidden_size": spec.target_hidden_size} if different else {})
+    if not spec.has_lm_head:
+        del written["draft_vocab_size"]  # with it SGLang keeps a random lm_head; without it all take the target's
+    return written
 
 
 def _norms(spec: HeadSpec) -> dict[str, Any]:

@@ -6,11 +6,12 @@ from dataclasses import fields
 from typing import Any
 
 from trtspec.checkpoint.known import known, real_pair
-from trtspec.errors import Problem
+from trtspec.errors import Problem, Severity
 from trtspec.specs import HeadSpec, ModelSpec
 
 TP_SIZES = (1, 2, 4, 8, 16)
 OTHER_HEAD = "use a head that was trained for this target"
+STRETCH = {"rope_type", "factor", "original_max_position_embeddings"}  # published heads differ in the others
 TRAINED_SO = "harmless if the head was trained so; else use the value it was trained with"
 
 
@@ -60,7 +61,8 @@ def yarn_problems(head: HeadSpec, target: ModelSpec) -> list[Problem]:
         return []
     values = ", ".join(f"{name} {ours[name]} against {theirs[name]}" for name in other)
     message = f"the head's rope scaling is not the target's: {values}"
-    return [Problem("TS-PAIR-ROPE", "info", "rope_scaling", message, TRAINED_SO)]
+    severity: Severity = "warning" if set(other) & STRETCH else "info"
+    return [Problem("TS-PAIR-ROPE", severity, "rope_scaling", message, TRAINED_SO)]
 
 
 def tensor_parallel_sizes(head: HeadSpec) -> list[int]:
@@ -132,7 +134,7 @@ def _rope(head: HeadSpec, target: ModelSpec) -> list[Problem]:
     problems = []
     if head.attention == "mla" and head.rope.theta != target.rope.theta:
         message = f"rope_theta is {head.rope.theta:g} in the head and {target.rope.theta:g} in the target"
-        problems.append(Problem("TS-PAIR-ROPE", "info", "rope_theta", message, TRAINED_SO))
+        problems.append(Problem("TS-PAIR-ROPE", "warning", "rope_theta", message, TRAINED_SO))
     if head.max_position_embeddings < target.max_position_embeddings:
         message = (
             f"the head knows positions to {head.max_position_embeddings}, the target to "

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
-from trtspec.checkpoint.heads.config import DTYPES, IDS_KEY, flat_config
+from trtspec.checkpoint.heads.config import DTYPES, IDS_KEY, class_config, flat_config
 from trtspec.checkpoint.heads.dialects import DIALECTS, recorded
 from trtspec.checkpoint.heads.shapes import REMEDY, required_names
 from trtspec.checkpoint.heads.values import FLOATS, read_values, vocabulary_values
 from trtspec.errors import Problem
-from trtspec.specs import HeadSpec
+from trtspec.specs import HeadSpec, RopeSpec
 
 OPTIONAL = ("lm_head.weight", "embed_tokens.weight", "d2t", "t2d", "input_norm.weight")
+CLASS_WORDS = {"mha": ("llama", "qwen"), "mla": ("deepseek", "kimi")}  # in the names of classes and model types
+SILU = ("silu", "swish")
+ROPE_BASE = "config.json:rope_theta"
+DEFAULT_THETA = 10000.0  # what readers take where no base is told
+SPREAD = 0.02  # of the input_layernorm gain, from which a second norm moves the fed-back state by 2 %
 KEEP_DRAFT = "convert the head again with its draft vocabulary, or train it with the full one"
 
 
@@ -23,8 +30,10 @@ def head_problems(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: 
     """Every problem beyond missing tensors and shapes; `tensors` go by their canonical names."""
     return [
         *_layout(checkpoint, tensors, spec),
+        *_classes(checkpoint.config, spec),
         *_layer_ids(checkpoint.config, spec),
         *_function(checkpoint.config, tensors, spec),
+        *_words(flat_config(checkpoint.config), tensors),
         *_vocabulary(checkpoint, tensors, spec),
         *vocabulary_values(checkpoint, tensors, spec),
         *_storage(checkpoint.config, tensors),
@@ -61,8 +70,56 @@ def _layout(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSp
     return problems
 
 
+def _classes(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
+    """Engines choose the code that computes a head by these two names."""
+    layer = config.get("transformer_layer_config") or {}
+    stated = [("architectures", name) for name in config.get("architectures") or ()]
+    stated += [("model_type", kind) for kind in (config.get("model_type"), layer.get("model_type")) if kind]
+    other = "mha" if spec.attention == "mla" else "mla"
+    problems = []
+    for key, name in stated:
+        if any(word in str(name).lower() for word in CLASS_WORDS[other]):
+            message = f"{key} {name!r} names an {other.upper()} class, and the tensors are those of an "
+            message += f"{spec.attention.upper()} head; engines would build another layer and leave it unfilled"
+            written = class_config(spec)[key]
+            remedy = f"set `{key}: {json.dumps(written)}`"
+            problems.append(Problem("TS-HEAD-CLASS", "error", f"config.json:{key}", message, remedy))
+    return problems
+
+
+def _words(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> list[Problem]:
+    """Keys of the layer that engines obey, and that this head's weights cannot follow."""
+    problems = []
+    if config.get("tie_word_embeddings"):
+        message = "`tie_word_embeddings: true` makes loaders draft with the embedding in place of the head's lm_head"
+        remedy = "set `tie_word_embeddings: false`"
+        problems.append(Problem("TS-HEAD-TIED", "error", "config.json:tie_word_embeddings", message, remedy))
+    activation = config.get("hidden_act") or "silu"
+    if activation not in SILU:
+        message = f"hidden_act is {activation!r}; every engine computes a head's MLP with SiLU"
+        remedy = 'set `hidden_act: "silu"` if the head was trained with it; another function cannot be served'
+        problems.append(Problem("TS-HEAD-ACTIVATION", "error", "config.json:hidden_act", message, remedy))
+    for key, part in (("attention_bias", "layer.self_attn."), ("mlp_bias", "layer.mlp.")):
+        stored = any(name.startswith(part) and name.endswith(".bias") for name in tensors)
+        if config.get(key) and not stored:
+            message = f"`{key}: true`, and the file holds no biases: loaders fail, or add biases that were never filled"
+            remedy = f"set `{key}: false` if the head was trained without them, else fetch the head again"
+            problems.append(Problem("TS-HEAD-BIAS", "error", f"config.json:{key}", message, remedy))
+    return problems
+
+
 def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
-    """Ids that start at 2 under a key that counts from 0: either a deliberate choice, or counted one too far."""
+    """Ids in another order than they are captured in; and ids that start at 2 under a key that counts from 0: either a
+    deliberate choice, or counted one too far."""
+    layers = spec.aux_layers or ()
+    captured = sorted(set(layers), key=lambda layer: (layer < 0, layer))  # -1, the final state, comes last
+    if list(layers) != captured:
+        message = (
+            f"the head lists layers {list(layers)}; engines capture each once and in ascending order, so fc would be "
+            "fed other states than it was trained on"
+        )
+        remedy = f"list {captured}, with the columns of fc in that order"
+        return [Problem("TS-HEAD-LAYER-ORDER", "error", "layer ids", message, remedy)]
     nested = (config.get("eagle_config") or {}).get(IDS_KEY)
     if not nested or IDS_KEY in config or min(nested) != 2:
         return []
@@ -115,6 +172,13 @@ def _vocabulary(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: He
     if pruned and not spec.has_lm_head:
         message = "the draft vocabulary is pruned and the head has no lm_head of its own"
         problems.append(Problem("TS-HEAD-LM-HEAD", "error", "lm_head.weight", message, KEEP_DRAFT))
+    if not pruned and not spec.has_lm_head and flat_config(checkpoint.config).get("draft_vocab_size"):
+        message = (
+            "the head has no lm_head and states draft_vocab_size: SGLang then keeps a random lm_head instead of the "
+            "target's, and accepts nothing"
+        )
+        remedy = "remove draft_vocab_size (`trtspec convert` does), or store the target's lm_head: --lm-head target"
+        problems.append(Problem("TS-HEAD-LM-HEAD-RANDOM", "warning", "config.json:draft_vocab_size", message, remedy))
     if spec.has_embed_tokens and spec.target_hidden_size == spec.hidden_size:
         message = "the head carries embed_tokens; TensorRT-LLM uses the target's and never reads these"
         remedy = "nothing to do unless the embedding was trained"
@@ -151,11 +215,14 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
         remedy = "if the head was trained with plain rope, set `rope_scaling: null`"
         problems.append(Problem("TS-HEAD-ROPE-INJECTED", "warning", "config.json:rope_scaling", message, remedy))
     flat = flat_config(config)
-    if flat.get("rope_theta") is None:
-        message = f"no rope_theta at the top level, where TensorRT-LLM reads it; it falls to 10000, not {rope.theta:g}"
-        severity = "error" if rope.theta != 10000 else "warning"
+    problems += _told_twice(flat)
+    if flat.get("rope_theta") is None and rope.theta != DEFAULT_THETA:
+        message = (
+            f"no rope_theta at the top level, where TensorRT-LLM reads it; it falls to {DEFAULT_THETA:g}, not "
+            f"{rope.theta:g}"
+        )
         remedy = f"add `rope_theta: {rope.theta:g}`"
-        problems.append(Problem("TS-HEAD-ROPE-THETA", severity, "config.json", message, remedy))  # type: ignore[arg-type]
+        problems.append(Problem("TS-HEAD-ROPE-THETA", "error", "config.json", message, remedy))
     if spec.attention == "mla" and not yarn:
         message = "an MLA head without YaRN; TensorRT-LLM computes YaRN for every MLA draft"
         problems.append(Problem("TS-HEAD-ROPE-MLA", "error", "config.json:rope_scaling", message, REMEDY))
@@ -168,6 +235,30 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
         )
         remedy = f"measure acceptance at both bases; `trtspec convert --rope-theta {fixed.theta:g}` writes the other"
         problems.append(Problem("TS-HEAD-ROPE-TORCHSPEC", "warning", "config.json:rope_theta", message, remedy))
+    return problems
+
+
+def _told_twice(flat: dict[str, Any]) -> list[Problem]:
+    """Rope stands in as many as three places, and readers differ in which one they look at."""
+    scaling, parameters = flat.get("rope_scaling") or {}, flat.get("rope_parameters") or {}
+    thetas = {float(place["rope_theta"]) for place in (flat, scaling, parameters) if place.get("rope_theta")}
+    problems = []
+    if len(thetas) > 1:
+        told = " and ".join(f"{theta:g}" for theta in sorted(thetas))
+        message = f"config.json tells rope_theta twice and differently: {told}; engines differ in which one they read"
+        remedy = "keep the one that the head was trained with; `trtspec convert --rope-theta` writes it everywhere"
+        problems.append(Problem("TS-HEAD-ROPE-TWICE", "error", ROPE_BASE, message, remedy))
+    if "rope_scaling" not in flat or not parameters:
+        return problems
+    one, other = (
+        RopeSpec.from_config({"rope_scaling": place | {"rope_theta": 1.0}}) for place in (scaling, parameters)
+    )
+    if one != other:
+        names = [field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name)]
+        told = ", ".join(f"{name} {getattr(one, name)} and {getattr(other, name)}" for name in names)
+        message = f"rope_scaling and rope_parameters of config.json differ: {told}; engines differ in which they read"
+        remedy = "keep the one that the head was trained with, and write it in both places"
+        problems.append(Problem("TS-HEAD-ROPE-TWICE", "error", "config.json:rope_parameters", message, remedy))
     return problems
 
 
@@ -192,14 +283,14 @@ def _double_norm(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: H
     if not trainer or gain is None or gain.dtype not in FLOATS or _trained_here(checkpoint.path):
         return []
     spread = float(np.std(read_values(checkpoint, gain)))
-    if spread < 1e-3:
+    if spread < SPREAD:
         return []
     message = (
         f"if {trainer} trained this head with its own layers, training normalised the state twice and no "
         f"engine does; the input_layernorm gain spreads by {spread:.3f}, and the cost grows with it"
     )
     remedy = "measure acceptance with `trtspec bench`; heads from `trtspec train` are not affected"
-    return [Problem("TS-HEAD-DOUBLE-NORM", "warning", "input_layernorm.weight", message, remedy)]
+    return [Problem("TS-HEAD-DOUBLE-NORM", "info", "input_layernorm.weight", message, remedy)]
 
 
 def _trained_here(path: Path) -> bool:

@@ -14,13 +14,17 @@ from trtspec.checkpoint.heads.config import flat_config, stored_ids
 from trtspec.checkpoint.heads.dialects import Dialect, detect_dialect, dialect_of
 from trtspec.checkpoint.heads.kind import no_eagle3_head
 from trtspec.checkpoint.heads.shapes import canonical_names, layer_prefix, measure
+from trtspec.checkpoint.heads.values import value_problems
 from trtspec.errors import Problem, TrtspecError
 from trtspec.specs import HeadSpec, RopeSpec
 
 
-def head_spec(checkpoint: Checkpoint) -> HeadSpec:
-    """The canonical record of a head; raises TrtspecError at the first error that `read_head` finds."""
+def head_spec(checkpoint: Checkpoint, *, values: bool = False) -> HeadSpec:
+    """The canonical record of a head; raises TrtspecError at the first error that `read_head` finds, and with `values`
+    at the first in a sample of the weights."""
     spec, problems = read_head(checkpoint)
+    if values:
+        problems += value_problems(checkpoint, checkpoint.tensors)
     for problem in problems:
         if problem.severity == "error":
             raise TrtspecError(f"{checkpoint.path}: {problem.message} [{problem.code}]", problem.remedy)

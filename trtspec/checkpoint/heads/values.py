@@ -16,9 +16,10 @@ from trtspec.specs import HeadSpec, ModelSpec
 FLOATS = ("BF16", "F16", "F32")
 PIECE = 1 << 18  # bytes
 PIECES = 64
+MAP_DTYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I8")}
 WHOLE = 1 << 24  # a tensor up to this size is read entirely
 EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000)}
-KINDS = {"F16": "<f2", "F32": "<f4", "I64": "<i8", "I32": "<i4", "BOOL": "?"}
+KINDS = {"F16": "<f2", "F32": "<f4", "I64": "<i8", "I32": "<i4", "BOOL": "?", "U8": "u1", "I8": "i1"}
 
 
 def read_values(checkpoint: Checkpoint, info: TensorInfo) -> np.ndarray:
@@ -44,17 +45,23 @@ def count_not_finite(raw: bytes | memoryview, dtype: str) -> int:
 def value_problems(
     checkpoint: Checkpoint, tensors: dict[str, TensorInfo], *, everything: bool = False
 ) -> list[Problem]:
-    """NaN and infinity, one problem for each tensor; large tensors in 64 evenly spread pieces unless `everything`."""
+    """NaN, infinity and nothing but zeros, one problem for each tensor; large tensors in 64 evenly spread pieces unless
+    `everything`. An embedding of zeros is left to the comparison with the target's."""
     problems = []
     for name, info in tensors.items():
         if info.dtype not in EXPONENTS or not info.nbytes:
             continue
         bad = seen = 0
+        zero = not name.startswith("embed_tokens")
         for piece in _pieces(checkpoint, info, everything):
             bad += count_not_finite(piece, info.dtype)
+            zero = zero and not piece.strip(b"\x00\x80")  # 0x80: the sign of -0.0
             seen += len(piece) * info.numel // info.nbytes
         if bad:
             problems.append(not_finite(name, bad, seen))
+        elif zero:
+            message = f"all of {seen:,} values looked at are zero; the tensor was never filled"
+            problems.append(Problem("TS-HEAD-ZERO", "error", name, message, "fetch the head again"))
     return problems
 
 
@@ -80,13 +87,15 @@ def _pieces(checkpoint: Checkpoint, info: TensorInfo, everything: bool) -> Itera
 
 def vocabulary_values(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
     """d2t, t2d and the rows of lm_head against each other."""
+    wrong = [_map_dtype(name, tensors[name]) for name in MAP_DTYPES if name in tensors]
+    if problems := [problem for problem in wrong if problem is not None]:
+        return problems
     if "d2t" not in tensors:
         return []
     offsets = read_values(checkpoint, tensors["d2t"])
     problem = _d2t(offsets, spec)
     if problem is not None:
         return [problem]
-    problems = []
     targets = np.arange(len(offsets)) + offsets
     if "t2d" in tensors and not np.array_equal(np.flatnonzero(read_values(checkpoint, tensors["t2d"])), targets):
         message = "t2d does not mark the tokens that d2t maps to"
@@ -97,9 +106,27 @@ def vocabulary_values(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], sp
     return problems
 
 
+def _map_dtype(name: str, info: TensorInfo) -> Problem | None:
+    """A map of floats is cut to integers by some loaders and refused by others."""
+    if info.dtype in MAP_DTYPES[name] and len(info.shape) == 1:
+        return None
+    message = (
+        f"{name} is stored as {info.dtype} {list(info.shape)}; loaders expect one of {', '.join(MAP_DTYPES[name])}"
+    )
+    return Problem(
+        "TS-HEAD-MAP-DTYPE", "error", name, message, f"store {name} as one {MAP_DTYPES[name][0]} for each token"
+    )
+
+
 def _d2t(offsets: np.ndarray, spec: HeadSpec) -> Problem | None:
     """d2t holds offsets: draft token i is target token i + d2t[i], and those rise strictly within the vocabulary."""
     targets = np.arange(len(offsets)) + offsets
+    if len(offsets) < spec.vocab_size and len(offsets) == spec.draft_vocab_size and not offsets.any():
+        message = (
+            f"d2t holds nothing but zeros: the draft tokens would be the first {len(offsets):,} ids, whatever they mean"
+        )
+        remedy = "store the map that the head was trained with, d2t[i] = target id - i"
+        return Problem("TS-HEAD-D2T-ZERO", "error", "d2t", message, remedy)
     inside = len(targets) == 0 or (targets.min() >= 0 and targets.max() < spec.vocab_size)
     if len(offsets) == spec.draft_vocab_size and inside and bool(np.all(np.diff(targets) > 0)):
         return None

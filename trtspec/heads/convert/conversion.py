@@ -21,6 +21,7 @@ from trtspec.checkpoint.heads.config import Verifier, shared_config
 from trtspec.checkpoint.heads.dialects import OPTIONS, Dialect, recorded
 from trtspec.checkpoint.heads.kind import no_eagle3_head
 from trtspec.checkpoint.heads.pairing import pair_problems
+from trtspec.checkpoint.heads.problems import ROPE_BASE
 from trtspec.checkpoint.heads.read import read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
 from trtspec.checkpoint.heads.values import value_problems
@@ -103,7 +104,7 @@ def _plan(checkpoint: Checkpoint, path: Path, options: Options, target: Resolved
     found, problems = read_head(checkpoint, OPTIONS[options.from_] if options.from_ else None)
     dialect = OPTIONS[options.to]
     model = target.target_spec() if target is not None else None
-    spec, problems = found, _left(checkpoint, found, problems)
+    spec, problems = found, _left(checkpoint, found, problems, options)
     if options.rope_theta is not None:
         spec = replace(spec, rope=replace(spec.rope, theta=options.rope_theta))
     if spec.aux_layers is None and model is not None and spec.num_aux == 3:
@@ -130,9 +131,13 @@ def _copied(entries: dict[str, OutputTensor], source: Checkpoint) -> dict[str, T
     return {name: entry.info for name, entry in entries.items() if entry.info and entry.checkpoint is source}
 
 
-def _left(checkpoint: Checkpoint, found: HeadSpec, problems: list[Problem]) -> list[Problem]:
+def _left(checkpoint: Checkpoint, found: HeadSpec, problems: list[Problem], options: Options) -> list[Problem]:
     """The problems that writing anew does not mend by itself."""
     mended = CURED | DEPENDS
+    if found.has_lm_head:
+        mended = mended | {"TS-HEAD-TIED"}
+    if options.rope_theta is not None:
+        problems = [one for one in problems if (one.code, one.where) != ("TS-HEAD-ROPE-TWICE", ROPE_BASE)]
     tensors = canonical_names(checkpoint.tensors)
     if "d2t" not in tensors and "t2d" in tensors:
         targets = vocabulary_targets(checkpoint, tensors)

@@ -11,7 +11,7 @@ from trtspec.specs import HeadSpec, ModelSpec
 # problems of the source that conversion itself mends, and those that only matter to some destinations
 CURED = {
     "TS-HEAD-MODEL-PREFIX", "TS-HEAD-TARGET-HIDDEN-NULL", "TS-HEAD-DRAFT-VOCAB", "TS-HEAD-ROPE-THETA",
-    "TS-HEAD-QUANT-CONFIG", "TS-HEAD-TORCH-DTYPE", "TS-HEAD-T2D-VALUES",
+    "TS-HEAD-QUANT-CONFIG", "TS-HEAD-TORCH-DTYPE", "TS-HEAD-T2D-VALUES", "TS-HEAD-CLASS", "TS-HEAD-LM-HEAD-RANDOM",
 }  # fmt: skip
 DEPENDS = {"TS-HEAD-NORM-RESIDUAL", "TS-HEAD-ROPE-MLA"}
 

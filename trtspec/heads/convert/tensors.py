@@ -15,7 +15,7 @@ from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.heads.dialects import Dialect
 from trtspec.checkpoint.heads.problems import OPTIONAL
 from trtspec.checkpoint.heads.shapes import canonical_names, required_names
-from trtspec.checkpoint.heads.values import EXPONENTS, count_not_finite, not_finite, read_values
+from trtspec.checkpoint.heads.values import EXPONENTS, MAP_DTYPES, count_not_finite, not_finite, read_values
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.writer import ShardFile
 from trtspec.errors import CheckFailed, Problem
@@ -90,6 +90,8 @@ def plan_tensors(
 
 def vocabulary_targets(source: Checkpoint, tensors: dict[str, TensorInfo]) -> np.ndarray | None:
     """Target id of each draft id, int64 [Vd], from d2t, or from t2d where d2t is absent."""
+    if any(tensors[name].dtype not in MAP_DTYPES[name] for name in MAP_DTYPES if name in tensors):
+        return None
     if "d2t" in tensors:
         offsets = read_values(source, tensors["d2t"]).astype(np.int64)
         return offsets + np.arange(len(offsets))

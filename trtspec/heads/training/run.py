@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.heads.read import head_spec
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.heads.data.samples import Sample, coverage, draft_vocabulary
 from trtspec.heads.training import module as train
@@ -183,8 +184,13 @@ def _draft_ids(plan: TrainingPlan, options: TrainOptions, target: ModelSpec) -> 
 
 
 def initial_tensors(head: Path) -> dict[str, torch.Tensor]:
-    """Tensors of an existing head in ModelOpt's names, whichever of the two namings it has."""
-    stored = LazyTensors(Checkpoint.open(head))
+    """Tensors of an existing head in ModelOpt's names, whichever of the two namings it has.
+
+    Raises TrtspecError for a head in which `trtspec inspect` finds an error.
+    """
+    checkpoint = Checkpoint.open(head)
+    head_spec(checkpoint, values=True)
+    stored = LazyTensors(checkpoint)
     drop = ("embed_tokens.weight", "t2d")
     named = {name.replace("midlayer.", "layers.0."): stored[name] for name in stored.names() if name not in drop}
     return {name: value.float() if value.is_floating_point() else value for name, value in named.items()}
