@@ -77,6 +77,8 @@ def _widen(tensors):
         (_widen, {}, "TS-HEAD-TENSOR-SHAPE"),
         (lambda t: t.pop("d2t"), {"draft_vocab_size": 100}, "TS-HEAD-D2T-MISSING"),
         (None, {"vocab_size": 600}, "TS-PAIR-VOCAB"),
+        (None, {"hidden_act": "gelu"}, "TS-HEAD-ACTIVATION"),
+        (lambda t: t.update({"norm.weight": torch.zeros_like(t["norm.weight"])}), {}, "TS-HEAD-ZERO"),
     ],
 )
 def test_a_head_that_cannot_work_is_refused(tmp_path, target_dir, target, change, config, code):

@@ -38,12 +38,14 @@ def load_head(
     """
     checkpoint = Checkpoint.open(Path(path))
     spec, found = read_head(checkpoint)
-    found += pair_problems(spec, target.spec) + value_problems(checkpoint, checkpoint.tensors)
-    found = [problem for problem in found if problem.severity == "error"]
-    problems = [f"[{problem.code}] {problem.where}: {problem.message}" for problem in found]
-    if not problems:
+    found = [problem for problem in found + pair_problems(spec, target.spec) if problem.severity == "error"]
+    problems = []
+    if not found:
         with torch.device("meta"):
             problems = _misfits(checkpoint, Eagle3Head(spec))
+    if not problems:
+        found = found or value_problems(checkpoint, checkpoint.tensors)
+        problems = [f"[{problem.code}] {problem.where}: {problem.message}" for problem in found]
     if problems:
         raise TrtspecError(
             f"{path} cannot draft for this target: {'; '.join(problems)}",

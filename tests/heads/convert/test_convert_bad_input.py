@@ -188,6 +188,93 @@ def test_what_conversion_mends(room: Path, target_dir: Path) -> None:
     assert codes(trtspec("inspect", room / "mended-bad", "--json")) == set()
 
 
+def other_activation(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["hidden_act"] = "gelu"
+
+
+def promised_biases(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["attention_bias"] = True
+
+
+def two_bases(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["rope_parameters"]["rope_theta"] *= 5
+
+
+def two_stretches(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["rope_parameters"]["factor"] *= 2
+
+
+def falling_ids(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["eagle_config"][IDS] = config["eagle_config"][IDS][::-1]
+
+
+def empty_map(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors["d2t"] = torch.zeros_like(tensors["d2t"])
+
+
+def map_of_floats(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors["d2t"] = tensors["d2t"].float()
+
+
+def empty_projection(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors["layers.0.mlp.up_proj.weight"] = torch.zeros_like(tensors["layers.0.mlp.up_proj.weight"])
+
+
+REFUSED = [
+    ("TS-HEAD-ACTIVATION", other_activation, {}),
+    ("TS-HEAD-BIAS", promised_biases, {}),
+    ("TS-HEAD-ROPE-TWICE", two_bases, {}),
+    ("TS-HEAD-ROPE-TWICE", two_stretches, {"attention": "mla"}),
+    ("TS-HEAD-LAYER-ORDER", falling_ids, {}),
+    ("TS-HEAD-D2T-ZERO", empty_map, {"draft_vocab": 128}),
+    ("TS-HEAD-MAP-DTYPE", map_of_floats, {"draft_vocab": 128}),
+    ("TS-HEAD-ZERO", empty_projection, {}),
+]
+
+
+@pytest.mark.parametrize(("code", "change", "kind"), REFUSED, ids=[f"{i}-{row[0]}" for i, row in enumerate(REFUSED)])
+def test_convert_refuses_what_inspect_finds(
+    room: Path, target_dir: Path, code: str, change: Change, kind: dict[str, Any]
+) -> None:
+    path = head(room, f"refused-{change.__name__}", target_dir, "modelopt", change, **kind)
+    inspected = trtspec("inspect", path, "--json")
+    done = trtspec("convert", path, "-o", room / "refused", "--to", "vllm", "--json")
+    assert (inspected.exit_code, done.exit_code) == (3, 3)
+    assert code in codes(inspected) & codes(done)
+    assert not (room / "refused").exists()
+
+
+def test_convert_mends_words_that_the_tensors_contradict(room: Path, target_dir: Path) -> None:
+    """A tied lm_head although the file has its own, another kind's class, and a base that the user settles."""
+
+    def spoil(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        two_bases(config, tensors)
+        config |= {"tie_word_embeddings": True, "architectures": ["Eagle3DeepseekV2ForCausalLM"]}
+
+    path, good = head(room, "words", target_dir, "modelopt", spoil), head(room, "right", target_dir, "modelopt")
+    assert codes(trtspec("inspect", path, "--json")) == {"TS-HEAD-TIED", "TS-HEAD-CLASS", "TS-HEAD-ROPE-TWICE"}
+    words = ("--to", "vllm", "--rope-theta", "10000")
+    for source, output in ((path, "words-out"), (good, "right-out")):
+        assert trtspec("convert", source, "-o", room / output, *words).exit_code == 0
+    assert (room / "words-out" / "config.json").read_text() == (room / "right-out" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "vllm", "sglang"])
+def test_a_borrowed_lm_head_is_borrowed_by_every_engine(room: Path, target_dir: Path, dialect: str) -> None:
+    """With draft_vocab_size and without lm_head SGLang keeps a random one."""
+
+    def borrow(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["lm_head.weight"]
+
+    path = head(room, f"borrowed-{dialect}", target_dir, dialect, borrow, attention="mla")
+    assert "TS-HEAD-LM-HEAD-RANDOM" in codes(trtspec("inspect", path, "--json"))
+    for to in ("trtllm", "vllm", "sglang"):
+        output = room / f"borrowed-{dialect}-{to}"
+        assert trtspec("convert", path, "-o", output, "--to", to).exit_code == 0
+        assert json.loads((output / "config.json").read_text()).get("draft_vocab_size") is None
+        assert codes(trtspec("inspect", output, "--json")) == set()
+
+
 def test_an_embedding_is_never_lost_silently(room: Path, target_dir: Path) -> None:
     trained = head(room, "trained", target_dir, "vllm", trained_embedding)
     words = ("convert", trained, "-o", room / "trained-out", "--target", target_dir, "--to")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,6 +105,11 @@ def test_init_continues_from_a_head(tmp_path, whole_run, target_dir, data):
     begun = [row["loss"] for row in curve(tmp_path / "head") if "loss" in row]
     assert abs(begun[0] - trained[-1]) < 0.3 < trained[0] - begun[0]
     other = TrainOptions(**{**OPTIONS.__dict__, "steps": 2, "eagle": "3.1"})
+    spoilt = shutil.copytree(whole_run[0], tmp_path / "spoilt")
+    config = json.loads((spoilt / "config.json").read_text())
+    (spoilt / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    with pytest.raises(TrtspecError, match="TS-HEAD-ACTIVATION"):
+        train_once(target_dir, data, tmp_path / "from-spoilt", short, init=spoilt)
     with pytest.raises(TrtspecError, match=r"fc_norm.0.weight missing"):
         train_once(target_dir, data, tmp_path / "other", other, init=whole_run[0])
 
