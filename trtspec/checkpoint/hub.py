@@ -55,14 +55,15 @@ class Resolved:
     def target_spec(self) -> ModelSpec:
         return ModelSpec.from_config(self.config(), self.hf_quant_config())
 
-    def head_spec(self) -> HeadSpec:
-        """From the tensors where the checkpoint is here, else from the known config."""
+    def head_spec(self, *, values: bool = False) -> HeadSpec:
+        """From the tensors where the checkpoint is here, else from the known config; `values` looks at a sample of the
+        weights too."""
         from trtspec.checkpoint.headers import Checkpoint
         from trtspec.checkpoint.heads.dialects import DIALECTS
         from trtspec.checkpoint.heads.read import head_spec, head_spec_from_config
 
         if self.path is not None and any(self.path.glob("*.safetensors")):
-            return head_spec(Checkpoint.open(self.path))
+            return head_spec(Checkpoint.open(self.path), values=values)
         known = self.known or {}
         return head_spec_from_config(
             self.config(), dialect=DIALECTS.get(known.get("dialect", "")), owns=known.get("owns")

@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from trtspec.checkpoint.heads.dialects import DIALECTS
 from trtspec.cli.options import DryRunOption, ForceOption, JsonOption
 from trtspec.errors import CheckFailed, Problem, has_errors
 
-Dialect = Literal["trtllm", "vllm", "sglang", "speculators", "torchspec", "specforge", "safeailab"]
+if TYPE_CHECKING:
+    Dialect = str
+else:
+    Dialect = Literal[tuple(row.option for row in DIALECTS.values())]
 Choice = Literal["auto", "keep", "drop", "target"]
 
 

@@ -61,11 +61,12 @@ def _must_equal(name: str, here: ModelSpec, like: str) -> None:
         raise UsageError(f"{name} is not like {like}: {', '.join(differing)}", remedy)
 
 
-def load_head(name: str) -> Head:
-    """Raises UsageError with its code for what is no Eagle3 head: a whole model, Medusa heads and others."""
+def load_head(name: str, *, values: bool = False) -> Head:
+    """Raises UsageError with its code for what is no Eagle3 head: a whole model, Medusa heads and others; TrtspecError
+    for a head in which an error is found, with `values` in a sample of its weights too."""
     resolved = resolve(name, allow_download=False)
     require_head(resolved)
-    return Head(resolved, resolved.head_spec())
+    return Head(resolved, resolved.head_spec(values=values))
 
 
 def require_head(resolved: Resolved) -> None:

@@ -14,7 +14,6 @@ from trtspec.checkpoint.heads.config import flat_config, stored_ids
 from trtspec.checkpoint.heads.dialects import Dialect, detect_dialect, dialect_of
 from trtspec.checkpoint.heads.kind import no_eagle3_head
 from trtspec.checkpoint.heads.shapes import canonical_names, layer_prefix, measure
-from trtspec.checkpoint.heads.values import value_problems
 from trtspec.errors import Problem, TrtspecError
 from trtspec.specs import HeadSpec, RopeSpec
 
@@ -24,6 +23,8 @@ def head_spec(checkpoint: Checkpoint, *, values: bool = False) -> HeadSpec:
     at the first in a sample of the weights."""
     spec, problems = read_head(checkpoint)
     if values:
+        from trtspec.checkpoint.heads.values import value_problems
+
         problems += value_problems(checkpoint, checkpoint.tensors)
     for problem in problems:
         if problem.severity == "error":
