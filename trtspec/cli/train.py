@@ -307,8 +307,6 @@ def _train(run: Run, options: TrainOptions) -> dict[str, Any]:
 def _train_and_measure(
     run: Run, target_dir: Path, plan: TrainingPlan, options: TrainOptions, world: World
 ) -> dict[str, Any]:
-    import torch
-
     from trtspec.cli.train_measure import measure_acceptance
     from trtspec.heads.training.run import run_training
     from trtspec.heads.training.state import write_record
@@ -318,8 +316,7 @@ def _train_and_measure(
         f"Training an EAGLE-{plan.spec.eagle} {plan.spec.attention.upper()} head of {plan.parameters / 1e6:.1f} M "
         f"parameters on {plan.tokens:,} tokens, {plan.steps} steps"
     )
-    dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
-    model, whole = _target(target_dir, plan, dtype, world.device(run.device))
+    model, whole = _target(target_dir, plan, options.dtype, world.device(run.device))
     if not whole and run.asked_for_acceptance and run.acceptance_prompts:
         text = "--acceptance-prompts is not used where the target does not fit in memory beside its dumps"
         raise UsageError(text, "leave it out, serve both, then run `trtspec bench`")
