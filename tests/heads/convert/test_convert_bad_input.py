@@ -239,7 +239,7 @@ def test_convert_refuses_what_inspect_finds(
     path = head(room, f"refused-{change.__name__}", target_dir, "modelopt", change, **kind)
     inspected = trtspec("inspect", path, "--json")
     done = trtspec("convert", path, "-o", room / "refused", "--to", "vllm", "--json")
-    assert (inspected.exit_code, done.exit_code) == (3, 3)
+    assert (inspected.status, done.status) == (3, 3)
     assert code in codes(inspected) & codes(done)
     assert not (room / "refused").exists()
 
@@ -255,7 +255,7 @@ def test_convert_mends_words_that_the_tensors_contradict(room: Path, target_dir:
     assert codes(trtspec("inspect", path, "--json")) == {"TS-HEAD-TIED", "TS-HEAD-CLASS", "TS-HEAD-ROPE-TWICE"}
     words = ("--to", "vllm", "--rope-theta", "10000")
     for source, output in ((path, "words-out"), (good, "right-out")):
-        assert trtspec("convert", source, "-o", room / output, *words).exit_code == 0
+        assert trtspec("convert", source, "-o", room / output, *words).status == 0
     assert (room / "words-out" / "config.json").read_text() == (room / "right-out" / "config.json").read_text()
 
 
@@ -270,7 +270,7 @@ def test_a_borrowed_lm_head_is_borrowed_by_every_engine(room: Path, target_dir: 
     assert "TS-HEAD-LM-HEAD-RANDOM" in codes(trtspec("inspect", path, "--json"))
     for to in ("trtllm", "vllm", "sglang"):
         output = room / f"borrowed-{dialect}-{to}"
-        assert trtspec("convert", path, "-o", output, "--to", to).exit_code == 0
+        assert trtspec("convert", path, "-o", output, "--to", to).status == 0
         assert json.loads((output / "config.json").read_text()).get("draft_vocab_size") is None
         assert codes(trtspec("inspect", output, "--json")) == set()
 
