@@ -127,6 +127,14 @@ def warns(finding: Finding) -> bool:
     return finding.severity != "info" and not finding.code.startswith("TS-PAIR-")
 
 
+def test_a_head_under_its_other_name_is_the_same_head() -> None:
+    """Dynamo's recipes name nvidia/Kimi-K2.5-Eagle3 as it was called at first."""
+    other, text = "nvidia/Kimi-K2.5-Thinking-Eagle3", run("nvidia/Kimi-K2.5-NVFP4", "--head", "nvidia/Kimi-K2.5-Eagle3")
+    for head, wanted in ((other, set()), ("lightseekorg/kimi-k2.5-eagle3-mla", {"TS-LINT-HEAD-DIFFERS"})):
+        found = lint(text, deployment_of(text, version=None, target=None, head=head)[0])
+        assert {item.code for item in found if item.code == "TS-LINT-HEAD-DIFFERS"} == wanted
+
+
 def test_json_names_what_is_written(tmp_path: Path) -> None:
     report = json.loads(run(K26, "--head", HEAD, "-o", str(tmp_path / "a.yml"), "--json"))
     assert report["output"] == str(tmp_path / "a.yml") and report["config"]["speculative_config"]["max_draft_len"] == 3

@@ -56,6 +56,15 @@ def known(hub_id: str) -> tuple[Literal["target", "head"], dict[str, Any]] | Non
     return None
 
 
+def same_checkpoint(first: str, second: str) -> bool:
+    """Whether two names are one checkpoint: equal, or names under which the hub has the same."""
+    if first == second:
+        return True
+    entries = [known(name) for name in (first, second)]
+    names = [entry[1].get("published_as", entry[1]["id"]) for entry in entries if entry is not None]
+    return len(names) == 2 and names[0] == names[1]
+
+
 def similar_ids(hub_id: str) -> list[str]:
     """Published ids that look like a mistyped `hub_id`; none when it is a published one itself."""
     names = [*catalogue()["targets"], *catalogue()["heads"]]

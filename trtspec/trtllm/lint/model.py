@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from trtspec.checkpoint.heads.pairing import pair_problems
-from trtspec.checkpoint.known import known
+from trtspec.checkpoint.known import known, same_checkpoint
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 from trtspec.trtllm.lint.finding import Deployment, Finding
@@ -132,7 +132,7 @@ def _head_use(document: Document, deployment: Deployment) -> Iterator[Finding]:
     if decoding_type(document) is None:
         message = f"the head {deployment.head_name} is given and the file does not use it"
         yield _at(document, "TS-LINT-HEAD-UNUSED", "warning", "", message, "add speculative_config, or drop --head")
-    elif written and deployment.head_name and str(written) != deployment.head_name:
+    elif written and deployment.head_name and not same_checkpoint(str(written), deployment.head_name):
         message = f"the file names the head {written}, the command {deployment.head_name}"
         key = next(key for key in MODEL_KEYS if document.has(key))
         yield _at(document, "TS-LINT-HEAD-DIFFERS", "warning", key, message, "name one head in both")
