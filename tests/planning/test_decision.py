@@ -139,7 +139,9 @@ def test_lengths_that_cannot_be_told_apart_are_the_shorter_and_say_so() -> None:
         words = (NVFP4, "--head", HEAD, "--acceptance", f"{length}@3", "--gpus", gpus, "--gpu", gpu)
         decision, _ = decided(*words, "--concurrency", "1,2,4,8,16,32,64")
         for row in decision.able:
-            assert row.draft is not None and 0 <= row.draft.loss <= 0.005
+            if row.draft is None:
+                continue  # attention DP over two trays
+            assert 0 <= row.draft.loss <= 0.005
             assert row.draft.point.draft_len <= row.draft.fastest.draft_len
             if row.draft.tipped_by:
                 found += 1
@@ -176,3 +178,12 @@ def test_the_command_quotes_what_a_shell_would_split() -> None:
     decision, setting = planned(options, load_target(NVFP4).spec, None)
     assert decision.best is not None
     assert "'/models/my kimi'" in command(decision.best, "/models/my kimi", None, setting)
+
+
+def test_what_was_not_measured_between_trays_is_not_ranked() -> None:
+    """aiconfigurator's wide expert parallelism takes nearly twice what the kernels of one node would give."""
+    decision, shown = decided(NVFP4, "--gpu", "gb200", "--gpus", "8", "--isl", "8192", "--concurrency", "4,2000")
+    assert [plan.layout.short for plan in decision.plans if plan.points] == ["TP8", "TEP8"]
+    assert "DEP8 holds it, its speed is not known" in shown or "no layout's cache holds it" in shown
+    assert decision.best is not None and decision.best.concurrency == 4
+    assert decided(NVFP4, "--gpus", "8")[0].best.layout.short == "DEP8"  # type: ignore[union-attr]

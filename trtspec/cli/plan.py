@@ -91,6 +91,7 @@ class PlanOptions:
 def plan(options: PlanOptions) -> None:
     """Say whether a target fits, how fast it runs, what speculation with your acceptance is worth, and which
     build-config command serves it best."""
+    from trtspec.errors import CheckFailed
     from trtspec.planning.report import text, to_dict
     from trtspec.report import print_json
     from trtspec.trtllm.names import load_head, load_target
@@ -117,6 +118,8 @@ def plan(options: PlanOptions) -> None:
 
         draw(chosen, f"{options.target}, {chosen.layout.name}, {setting.gpu.name.upper()}", options.output)
     _fail_without_choice(decision, setting, options)
+    if options.output is not None and not chosen.points:
+        raise CheckFailed(f"no plot was drawn: the speed of {chosen.layout.name} is not known", "leave --output out")
 
 
 def planned(options: PlanOptions, model: ModelSpec, head: HeadSpec | None) -> tuple[Decision, Setting]:

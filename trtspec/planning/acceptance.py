@@ -57,12 +57,12 @@ class Acceptance:
 
     def rests_on(self) -> str:
         """What is measured and what is extrapolated, in a sentence."""
-        falls = "falls as in InferenceX's published curves of Kimi-K2.5 (data/acceptance_lengths.yaml)"
+        falls = "as in InferenceX's published curves of Kimi-K2.5"
         if self.length_at is not None:
             drafts = f"{self.length_at[1]} draft{'s' if self.length_at[1] > 1 else ''}"
-            return f"acceptance is measured for {drafts} alone; by position it {falls}, scaled to that length"
+            return f"measured for {drafts} alone; extrapolated for others {falls}, scaled to that length"
         positions = "position" if len(self.known) == 1 else f"{len(self.known)} positions"
-        return f"acceptance is measured for the first {positions}; beyond, it {falls}, scaled to the measured ones"
+        return f"measured for the first {positions}; extrapolated beyond {falls}, scaled to the measured ones"
 
 
 def parse_acceptance(text: str) -> dict[str, Acceptance]:

@@ -67,10 +67,13 @@ class Kernels:
         return [self.tables["source"], f"MoE: {self.tables['moe'][self.format][self.moe_kernel]['source']}"]
 
     def has(self, moe_layout: str, attention_ranks: int, ranks: int) -> bool:
-        """Whether all kernels of such a layout were measured."""
+        """Whether all kernels of such a layout were measured. Another GPU's links stand for an all-reduce, but not for
+        the exchange of tokens with attention DP, which between trays takes other kernels."""
         moe = self.tables["moe"][self.format][self.moe_kernel][self.routing]
         attention = f"tp{attention_ranks}" in self.tables["mla_decode"]
-        return moe_layout in moe and attention and (ranks == 1 or allreduce_row(self.tables, ranks) is not None)
+        own = self.tables["allreduce"].row(ranks)
+        collective = own if attention_ranks < ranks else allreduce_row(self.tables, ranks)
+        return moe_layout in moe and attention and (ranks == 1 or collective is not None)
 
     def moe(self, layout: str, tokens: int) -> float:
         """The routed experts of one layer on one rank, for `tokens` tokens of the whole group."""

@@ -120,7 +120,7 @@ def assumptions(model: ModelSpec, plan: LayoutPlan, setting: Setting) -> list[st
         where = f"of {model.quant.format} weights in this shape and layout on {setting.gpu.name.upper()}"
         return [*found, f"memory alone: no kernels {where} are in the tables"]
     found += [f"{plan.steps.kernels.moe_kernel} kernels for the experts", *ASSUMES]
-    return [*found, plan.acceptance.rests_on()] if plan.acceptance is not None else found
+    return [*found, f"acceptance {plan.acceptance.rests_on()}"] if plan.acceptance is not None else found
 
 
 def sources(plan: LayoutPlan, setting: Setting) -> list[str]:
@@ -198,10 +198,12 @@ def table_lines(decision: Decision, setting: Setting) -> list[str]:
     lines += ["; ".join(f"{short}: {name}" for short, name in names.items()) + "."]
     for concurrency in decision.plans[0].workload.concurrency:
         if not targets.any and concurrency not in {row.concurrency for row in rows}:
-            lines.append(f"Concurrency {concurrency}: no layout's cache holds that many requests of this length.")
+            other = decision.of_concurrency(concurrency)
+            reason = f"{other.layout.short} holds it, its speed is not known" if other else "no layout's cache holds it"
+            lines.append(f"Concurrency {concurrency}: {reason}.")
     acceptance = next((plan.acceptance for plan in decision.plans if plan.acceptance), None)
     if acceptance is not None:
-        lines += [f"Acceptance: {acceptance.source}; {acceptance.rests_on()}."]
+        lines += [f"Acceptance: {acceptance.source}.", f"  {acceptance.rests_on()}."]
         lines += [f"  bench doubted this measurement: {doubt}" for doubt in acceptance.doubts]
     return lines
 
