@@ -70,6 +70,7 @@ speculative_config:
   max_draft_len: 3.0
 moe_config:
   load_balancer: {num_slots: "416"}
+  backend: NOTHING
 kv_cache_config: {dtype: 3}
 """
     seen = as_the_engine_sees_it(Document.parse(text), schema_for("1.4.0rc1"))
@@ -78,7 +79,8 @@ kv_cache_config: {dtype: 3}
     assert seen.get("speculative_config.use_dynamic_tree") is True
     assert repr(seen.get("speculative_config")["max_draft_len"]) == "3"
     assert seen.get("moe_config.load_balancer")["num_slots"] == 416
-    assert seen.get("kv_cache_config.dtype") == 3  # refused, so it stays
+    assert seen.get("kv_cache_config.dtype") is None  # a type that is refused
+    assert seen.get("moe_config.backend") == "NOTHING"  # a word that is refused
     assert seen.text == text
 
 

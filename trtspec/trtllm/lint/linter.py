@@ -19,7 +19,7 @@ from trtspec.trtllm.lint.machine import check_machine
 from trtspec.trtllm.lint.model import check_model
 from trtspec.trtllm.lint.speculation import check_speculation
 from trtspec.trtllm.lint.traps import check_traps
-from trtspec.trtllm.lint.values import as_engine
+from trtspec.trtllm.lint.values import as_engine, check_value
 from trtspec.trtllm.schema import Schema, newest_known
 
 RULES = (check_speculation, check_model, check_engine, check_combinations, check_machine, check_traps)
@@ -64,7 +64,8 @@ def as_the_engine_sees_it(document: Document, schema: Schema) -> Document:
         try:
             return as_engine(field, value)
         except ValidationError:
-            return value
+            verdict = check_value(field, value)
+            return None if verdict is not None and verdict[0] == "type" else value
 
     seen = document.converted(convert)
     names = {path: gone.renamed_to for path, gone in schema.removed.items() if schema.current(path) != path}
