@@ -109,11 +109,16 @@ def read_text(path: str | Path) -> str:
         raise _unreadable(path, f"line {line} is not UTF-8 text") from None
 
 
+def load_text(text: str) -> Any:
+    """The value of a YAML text. Raises YamlError."""
+    return construct(compose(text).root)
+
+
 def load_file(path: str | Path) -> Any:
     """The value of a YAML file. Raises UsageError for a file that cannot be read or is not YAML."""
     text = read_text(path)
     try:
-        return construct(compose(text).root)
+        return load_text(text)
     except YamlError as error:
         message = f"{path}:{error.line} is not valid YAML: {error.message}"
         raise UsageError(message, "correct that line", "TS-ERROR-YAML") from None

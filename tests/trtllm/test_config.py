@@ -296,3 +296,11 @@ def test_a_default_length_fits_the_model_and_a_typed_one_is_judged() -> None:
     assert an_intent(target, "1.4.0rc1").fitted(262144).seq_len == 8192
     with pytest.raises(CheckFailed, match="TS-ROUTE-LENGTH"):
         built(an_intent(target, "1.4.0rc1", max_seq_len=300000).fitted(262144))
+
+
+@pytest.mark.parametrize("value", ["[" * 50_000, "!!float y", "&a [*a]", "\0"], ids=["deep", "no float", "itself", "NUL"])
+def test_a_set_value_that_is_not_yaml_is_a_usage_error(value: str) -> None:
+    from trtspec.trtllm.build.config import _own
+
+    with pytest.raises(UsageError, match="is not YAML"):
+        _own(f"stream_interval={value}")

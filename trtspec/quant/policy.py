@@ -8,11 +8,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trtspec.data_files import load_yaml
 from trtspec.errors import UsageError
 from trtspec.specs import ModelSpec
+from trtspec.yaml_files import load_file
 
 TEXT_PREFIX = "language_model."
 # Modules that read the same input share a scale: the larger amax of the group serves all of it.
@@ -70,8 +69,8 @@ def load_policy(name: str) -> Policy:
             "see `trtspec quantize --help`",
         )
     try:
-        return _policy(Path(name).stem, yaml.safe_load(Path(name).read_text(encoding="utf-8")))
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+        return _policy(Path(name).stem, load_file(name))
+    except (KeyError, TypeError) as error:
         raise UsageError(f"{name} is not a policy: {error!r}", "give it `summary`, `quantize` and `exclude`") from None
 
 

@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
-
 from trtspec.checkpoint.heads.dialects import DEFAULT
 from trtspec.errors import UsageError
 from trtspec.specs import Attention, HeadSpec, ModelSpec, RopeSpec
+from trtspec.yaml_files import load_file
 
 if TYPE_CHECKING:
     import torch
@@ -133,12 +132,7 @@ def read_options(path: Path | None, overrides: dict[str, Any]) -> TrainOptions:
 def _values(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise UsageError(
-            f"cannot read the config file {path}: {error}", "pass a YAML mapping of option names"
-        ) from None
+    loaded = load_file(path) or {}
     if not isinstance(loaded, dict):
         raise UsageError(f"{path} is not a mapping of option names to values", "see `trtspec train --help`")
     return {str(key).replace("-", "_"): value for key, value in loaded.items()}

@@ -6,8 +6,6 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-import yaml
-
 from trtspec.data_files import gpu_spec
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.planning.layout import Layout
@@ -23,6 +21,7 @@ from trtspec.trtllm.names import load_head, load_target
 from trtspec.trtllm.schema import schema_for
 from trtspec.trtllm.serve.command import CONFIG_NAME, build_command
 from trtspec.trtllm.speculation import SPEC
+from trtspec.yaml_files import YamlError, load_text
 
 FILES: dict[Role, str] = {"context": "context.yml", "generation": "generation.yml", "front": "front.yml"}
 TOLD = ("TS-LINT-VERSION-NEWER", "TS-PAIR-")  # warnings about what was chosen, not about what is written
@@ -182,8 +181,8 @@ def _own(item: str) -> EngineSetting:
     if path in OPTION_ONLY:
         raise UsageError(f"{path} has an option of its own, so that it stands in one place", f"use {OPTION_ONLY[path]}")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = load_text(text)
+    except YamlError:
         raise UsageError(
             f"the value of --set {item!r} is not YAML", "quote it, for example --set 'key=[1, 2]'"
         ) from None
