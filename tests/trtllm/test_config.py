@@ -298,7 +298,9 @@ def test_a_default_length_fits_the_model_and_a_typed_one_is_judged() -> None:
         built(an_intent(target, "1.4.0rc1", max_seq_len=300000).fitted(262144))
 
 
-@pytest.mark.parametrize("value", ["[" * 50_000, "!!float y", "&a [*a]", "\0"], ids=["deep", "no float", "itself", "NUL"])
+@pytest.mark.parametrize(
+    "value", ["[" * 50_000, "!!float y", "&a [*a]", "\0"], ids=["deep", "no float", "itself", "NUL"]
+)
 def test_a_set_value_that_is_not_yaml_is_a_usage_error(value: str) -> None:
     from trtspec.trtllm.build.config import _own
 
