@@ -1,0 +1,312 @@
+"""Malformed inputs for every command that reads files, from a seed: what is wrong, the command line and the files.
+
+Each case stands in a directory of its own, a copy of a small valid target, head, engine YAML, prompts, results and
+recording, of which one is spoilt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there
+VERSIONS = ("1.2.1", "1.3.0rc20", "1.4.0rc1")
+
+DEEP = 60_000
+TEXTS: dict[str, bytes] = {
+    "empty": b"",
+    "blank": b" \n\t\n",
+    "nul bytes": b"\0" * 64,
+    "not utf-8": b"\xff\xfe\x80 key: \xc3\x28\n",
+    "utf-16": "key: value\n".encode("utf-16"),
+    "byte order mark": b"\xef\xbb\xbf{}",
+    "cut string": b'{"a": "b',
+    "list": b"[1, 2, 3]",
+    "number": b"42",
+    "null": b"null",
+    "word": b"text",
+    "infinity": b'{"a": 1e400, "b": -1e400, "c": NaN, "d": Infinity}',
+    "huge integer": b'{"a": ' + b"9" * 5000 + b"}",
+    "deep list": b"[" * DEEP,
+    "deep closed list": b"[" * DEEP + b"]" * DEEP,
+    "deep object": b'{"a":' * DEEP,
+    "duplicate keys": b'{"a": 1, "a": {"a": []}, "a": null}',
+    "lone surrogate": b'{"\\ud800": "\\udfff"}',
+    "raw surrogate": b'{"\xed\xa0\x80": 1}',
+    "control characters": b'{"a": "\x01\x02\x1b[31m"}',
+    "many keys": json.dumps({f"key{i}": i for i in range(20_000)}).encode(),
+    "long string": json.dumps({"a": "x" * 3_000_000}).encode(),
+    "many lines": b"{}\n" * 50_000,
+}
+YAMLS: dict[str, bytes] = {
+    "alias bomb": b"a: &a [x, x, x, x, x, x, x, x, x]\n"
+    + b"".join(
+        b"%s: &%s [%s]\n" % (new, new, b", ".join([b"*" + old] * 9))
+        for old, new in zip([bytes([c]) for c in b"abcdefgh"], [bytes([c]) for c in b"bcdefghi"], strict=True)
+    ),
+    "self alias": b"a: &a [*a]\n",
+    "self merge": b"a: &a\n  <<: *a\n  b: 1\n",
+    "merge of a number": b"<<: 3\nb: 1\n",
+    "unknown alias": b"a: *nowhere\n",
+    "float of a word": b"max_batch_size: !!float y\n",
+    "int of a word": b"max_batch_size: !!int y\n",
+    "timestamp": b"max_batch_size: 2026-99-99\n",
+    "binary": b"a: !!binary not/base64/???\n",
+    "python tag": b"a: !!python/object/apply:os.system ['true']\n",
+    "own tag": b"a: !mine {b: 1}\n",
+    "set": b"a: !!set {x, y}\n",
+    "ordered map": b"a: !!omap [x: 1, y: 2]\n",
+    "null key": b"null: 1\n~: 2\n: 3\n",
+    "list key": b"? [a, b]\n: 1\n",
+    "mapping key": b"? {a: b}\n: 1\n",
+    "bool keys": b"true: 1\nno: 2\n",
+    "two documents": b"a: 1\n---\nb: 2\n",
+    "tab": b"a:\n\tb: 1\n",
+    "deep block": b"".join(b" " * i + b"a:\n" for i in range(2_000)),
+    "deep flow mapping": b"{a: " * 20_000,
+    "many dashes": b"- " * 50_000,
+    "anchor flood": b"".join(b"k%d: &a%d 1\n" % (i, i) for i in range(20_000)),
+    "comment only": b"# nothing\n",
+    "directive": b"%YAML 9.9\n---\na: 1\n",
+    "sexagesimal": b"max_batch_size: 190:20:30\n",
+    "nan": b"kv_cache_config: {free_gpu_memory_fraction: .nan}\n",
+    "infinite": b"max_batch_size: .inf\nmax_num_tokens: -.inf\nmax_seq_len: 1e999\n",
+    "wrong types": b"speculative_config: 3\nkv_cache_config: []\nmoe_config: text\ncuda_graph_config: [1]\n",
+    "strings for numbers": b"max_batch_size: many\nmax_num_tokens: '8k'\ntensor_parallel_size: four\n"
+    b"pipeline_parallel_size: two\nmoe_expert_parallel_size: [1]\n",
+    "odd schedule": b"speculative_config: {decoding_type: Eagle, max_draft_len: x, draft_len_schedule: {a: b, 1: [2]}}\n",
+    "odd lists": b"speculative_config: {decoding_type: [Eagle], eagle3_layers_to_capture: {a: 1}}\n"
+    b"cuda_graph_config: {batch_sizes: [a, null, {}]}\n",
+    "nulls": b"speculative_config: null\nkv_cache_config: null\nmoe_config: null\ncuda_graph_config: null\n"
+    b"max_batch_size: null\nmax_num_tokens: null\n",
+    "front": b"context_servers: 3\ngeneration_servers: {urls: 7}\n",
+    "half a front": b"hostname: [1]\nport: nowhere\ncontext_servers: {num_instances: many, urls: [1, null]}\n",
+}
+ODD: list[Any] = [
+    None, True, False, 0, -1, 1, 2, 7, 10**18, 10**40, -(10**40), 0.5, -0.0, 1e308, float("inf"), float("nan"), "", "x",
+    "\ud800", "\x00", "../../etc/passwd", "8", "é" * 40, [], [None], [[]], [1, 2, 3], ["x"], [{}], {}, {"a": None},
+    {"": []}, [0] * 3000, {str(i): i for i in range(300)},
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    argv: list[str]
+    directory: Path
+
+
+class Inputs:
+    """Makes cases below `room`, from the valid `target` and `head` directories. `url` is a server that answers."""
+
+    def __init__(self, room: Path, target: Path, head: Path, url: str, seed: int) -> None:
+        self.room, self.target, self.head, self.url = room, target, head, url
+        self.rng = random.Random(seed)
+
+    def case(self, number: int) -> Case:
+        directory = self.room / f"case{number}"
+        directory.mkdir()
+        target, head = self._copy(self.target, directory / "target"), self._copy(self.head, directory / "head")
+        ways = (self._checkpoint, self._checkpoint, self._checkpoint, self._yaml, self._yaml, self._measured)
+        return self.rng.choice(ways)(directory, target, head)
+
+    def _copy(self, source: Path, place: Path) -> Path:
+        shutil.copytree(source, place, copy_function=os.link)
+        return place
+
+    def _checkpoint(self, directory: Path, target: Path, head: Path) -> Case:
+        broken = self.rng.choice([target, head])
+        name = self.rng.choice(sorted(path.name for path in broken.iterdir()))
+        if self.rng.random() < 0.12:  # a file that is there only sometimes
+            name = self.rng.choice(["hf_quant_config.json", "provenance.json", "special_tokens_map.json", "tokenizer.json"])
+        wrong = self._spoil(broken / name)
+        if self.rng.random() < 0.05:
+            wrong = f"the directory is {self._nature(broken)}"
+        version = self.rng.choice(VERSIONS)
+        commands: list[list[str]] = [
+            ["inspect", str(broken)],
+            ["inspect", str(broken), "--json"],
+            ["inspect", str(head), "--against", str(target)],
+            ["inspect", str(target), "--against", str(target)],
+            ["convert", str(head), "--to", self.rng.choice(["trtllm", "vllm", "sglang", "speculators"]), "--target",
+             str(target), "--output", str(directory / "out")],
+            ["convert", str(head), "--to", "trtllm", "--output", str(directory / "out"), "--dry-run", "--json"],
+            ["build-config", str(target), "--head", str(head), "--trtllm-version", version],
+            ["build-config", str(target), "--trtllm-version", version, "--json", "--output", str(directory / "a.yml")],
+            ["plan", str(target), "--head", str(head)],
+            ["plan", str(target), "--json"],
+            ["serve", str(target), "--head", str(head), "--dry-run", "--trtllm-version", version],
+            ["serve", str(target), "--backend", "reference", "--dry-run"],
+        ]  # fmt: skip
+        argv = self.rng.choice([words for words in commands if any(str(broken) in word for word in words)])
+        return Case(f"{broken.name}/{name}: {wrong}", argv, directory)
+
+    def _yaml(self, directory: Path, target: Path, head: Path) -> Case:
+        file = directory / "engine.yml"
+        valid = b"max_batch_size: 8\nspeculative_config: {decoding_type: Eagle, max_draft_len: 3}\n"
+        file.write_bytes(valid)
+        wrong = self._spoil(file, {**TEXTS, **YAMLS}) if self.rng.random() < 0.9 else self._nature(file)
+        version = self.rng.choice(VERSIONS)
+        commands = [
+            ["lint", str(file), "--trtllm-version", version],
+            ["lint", str(file), "--trtllm-version", version, "--json"],
+            ["lint", str(file), "--trtllm-version", version, "--target", str(target), "--head", str(head), "--fix"],
+            ["serve", str(target), "--config", str(file), "--dry-run", "--trtllm-version", version],
+            ["serve", str(target), "--head", str(head), "--config", str(file), "--dry-run"],
+            ["serve", str(target), "--disaggregated", str(file), "--dry-run"],
+        ]
+        return Case(f"engine YAML: {wrong}", self.rng.choice(commands), directory)
+
+    def _measured(self, directory: Path, target: Path, head: Path) -> Case:
+        """Prompts, results and recordings, for bench, check and plan."""
+        file = directory / self.rng.choice(["prompts.jsonl", "results.json", "recording.json"])
+        rows = [{"question_id": 1, "category": "code", "turns": ["Sort this."]}, {"prompt": "Why?"}]
+        results = {"schema_version": 1, "acceptance": {"overall": {"length": 2.4, "by_position": [0.7, 0.5, 0.2]}}}
+        valid = "\n".join(map(json.dumps, rows)) if file.suffix == ".jsonl" else json.dumps(results)
+        file.write_text(valid + "\n")
+        wrong = self._spoil(file)
+        out = ["--output", str(directory / "out"), "--samples", "2", "--max-tokens", "4"]
+        commands = [
+            ["bench", self.url, "--dataset", str(file), *out, "--concurrency", "1"],
+            ["bench", self.url, "--compare", str(file), *out, "--concurrency", "1"],
+            ["bench", self.url, *out, "--extra-body", wrong],
+            ["check", self.url, "--dataset", str(file), "--samples", "2", "--max-tokens", "4", "--min-acceptance", "1"],
+            ["check", self.url, "--against", str(file), "--samples", "2"],
+            ["check", NOWHERE, "--against", str(file)],
+            ["plan", str(target), "--head", str(head), "--acceptance", str(file)],
+        ]
+        return Case(f"{file.name}: {wrong}", self.rng.choice(commands), directory)
+
+    def _spoil(self, file: Path, texts: dict[str, bytes] | None = None) -> str:
+        """Makes the file wrong in one way, and says which."""
+        before = file.read_bytes() if file.is_file() else b"{}"
+        file.unlink(missing_ok=True)
+        ways: list[Callable[[Path, bytes], str]] = [self._text, self._nature_of, self._bytes]
+        if file.suffix in (".json", ".jsonl"):
+            ways += [self._json] * 5
+        if file.suffix == ".safetensors":
+            ways += [self._safetensors] * 6
+        if texts is not None:
+            name = self.rng.choice(sorted(texts))
+            file.write_bytes(texts[name])
+            return name
+        return self.rng.choice(ways)(file, before)
+
+    def _text(self, file: Path, before: bytes) -> str:
+        name = self.rng.choice(sorted(TEXTS))
+        file.write_bytes(TEXTS[name])
+        return name
+
+    def _nature_of(self, file: Path, before: bytes) -> str:
+        return self._nature(file)
+
+    def _bytes(self, file: Path, before: bytes) -> str:
+        """Cut, with a byte changed, or with a piece repeated."""
+        at = self.rng.randrange(len(before) + 1)
+        way = self.rng.choice(["cut", "changed", "repeated"])
+        if way == "cut":
+            file.write_bytes(before[:at])
+        elif way == "changed" and before:
+            data = bytearray(before)
+            data[at - 1] = self.rng.randrange(256)
+            file.write_bytes(data)
+        else:
+            file.write_bytes(before[:at] + before[: self.rng.randrange(len(before) + 1)] + before[at:])
+        return f"{way} at {at}"
+
+    def _nature(self, path: Path) -> str:
+        """Not a file at all, or not one that can be read."""
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        nature = self.rng.choice(["missing", "directory", "FIFO", "loop", "dangling", "unreadable", "huge", "forbidden"])
+        if nature == "directory":
+            path.mkdir()
+        elif nature == "FIFO":
+            os.mkfifo(path)
+        elif nature == "loop":
+            path.symlink_to(path)
+        elif nature == "dangling":
+            path.symlink_to("nowhere")
+        elif nature == "unreadable":
+            path.symlink_to("/proc/self/mem")  # opens, and fails when it is read, for root too
+        elif nature == "huge":
+            with path.open("wb") as file:
+                file.truncate(40 * 2**30)  # no bytes on the disk
+        elif nature == "forbidden":
+            path.write_bytes(b"{}")
+            path.chmod(0)
+        return nature
+
+    def _json(self, file: Path, before: bytes) -> str:
+        """One value, somewhere inside, becomes something odd, is lost or is renamed."""
+        lines = before.decode().splitlines() if file.suffix == ".jsonl" else [before.decode()]
+        try:
+            value = json.loads(lines[0])
+        except ValueError:
+            return self._text(file, before)
+        what = self._change(value)
+        file.write_text("\n".join([json.dumps(value), *lines[1:]]) + "\n")
+        return what
+
+    def _change(self, value: Any) -> str:
+        path = ""
+        while True:
+            if not isinstance(value, (dict, list)) or not value:
+                return f"{path} as it was"
+            key: Any = self.rng.choice(sorted(value) if isinstance(value, dict) else range(len(value)))
+            path += f".{key}"
+            if isinstance(value[key], (dict, list)) and value[key] and self.rng.random() < 0.7:
+                value = value[key]
+                continue
+            way = self.rng.random()
+            if way < 0.8:
+                value[key] = self.rng.choice(ODD)
+                return f"{path} = {str(value[key])[:40]!r}"
+            lost = value.pop(key)
+            if way < 0.9 and isinstance(value, dict):
+                value[f"{key}_"] = lost
+                return f"{path} renamed"
+            return f"{path} lost"
+
+    def _safetensors(self, file: Path, before: bytes) -> str:
+        """A header that lies about its length, the types, the shapes or the places of tensors."""
+        length = struct.unpack("<Q", before[:8])[0]
+        header, data = json.loads(before[8 : 8 + length]), before[8 + length :]
+        way = self.rng.choice(["length", "text", "entry", "entry", "entry", "names", "metadata", "no data"])
+        if way == "length":
+            claimed = self.rng.choice([0, 1, 7, length - 1, length + 1, 2**31, 2**40, 2**63, 2**64 - 1])
+            file.write_bytes(struct.pack("<Q", claimed) + before[8:])
+            return f"header of {claimed} bytes"
+        text = json.dumps(header).encode()
+        if way == "text":
+            name = self.rng.choice(sorted(TEXTS))
+            text, way = TEXTS[name], f"header is {name}"
+        elif way == "entry":
+            name = self.rng.choice([key for key in header if key != "__metadata__"])
+            part = self.rng.choice(["dtype", "shape", "data_offsets", "whole"])
+            odd = self.rng.choice([*ODD, "F4", "BF16", "F8_E4M3", [2, -1], [2**62, 4], [8, 4], [10**30, 10**30], [0, 0]])
+            if part == "whole":
+                header[name] = odd
+            else:
+                header[name][part] = odd
+            text, way = json.dumps(header).encode(), f"{name} {part} = {str(odd)[:40]!r}"
+        elif way == "names":
+            odd_names = ["", ".", "..", "model.layers.99999999.x", "model.layers.-1.w", "layers.x.y", "\ud800", "a" * 5000]
+            moved = {self.rng.choice(odd_names) if self.rng.random() < 0.3 else key: item for key, item in header.items()}
+            text = json.dumps(moved).encode()
+        elif way == "metadata":
+            header["__metadata__"] = self.rng.choice(ODD)
+            text = json.dumps(header).encode()
+        elif way == "no data":
+            data = data[: self.rng.randrange(len(data))]
+        file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+        return way

@@ -1,0 +1,287 @@
+"""Engine YAML files to judge: real ones and made ones, each with a change that a hurried person could make."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import random
+import string
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trtspec.trtllm.schema import DISCRIMINATORS, LINES, Field, Schema, line_fields
+
+ROOT = Path(__file__).parents[2]
+ODD: list[Any] = [
+    None, True, False, 0, 1, -1, 2, 3, 8, 128, 8192, 10**30, 0.0, 0.5, 1.0, 1.5, -0.5, float("inf"), float("nan"),
+    "true", "False", "yes", "on", "8", "8.0", "0.5", " 8 ", "1_000", "0x10", "1e3", "text", "", "null", "None",
+    [], [1], [1, 2], [2, 1], [0], [-1], ["8"], ["text"], [1.5], [None], [[1]], [True], {}, {"a": 1}, {1: 2}, {"1": "3"},
+    {4: 3, 8: 1}, {"key": None}, datetime.date(2026, 1, 31),
+]  # fmt: skip
+SAMPLES: dict[str, list[Any]] = {
+    "int": [1, 2, 8, 64, 1024], "float": [0.1, 0.5, 0.9, 1.5], "bool": [True, False], "str": ["text"], "object": [{}],
+    "list[int]": [[1, 2, 4]], "list[float]": [[0.5, 0.5], [0.1, 0.2]], "list[str]": [["a"]], "dict[int,int]": [{4: 3}],
+    "dict[str,str]": [{"a": "b"}], "null": [None],
+}  # fmt: skip
+SPECULATION: list[dict[str, Any]] = [
+    {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model_dir": "/models/head"},
+    {"decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": "/models/head"},
+    {"decoding_type": "MTP", "max_draft_len": 1},
+    {"decoding_type": "MTP", "num_nextn_predict_layers": 3},
+    {"decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 4},
+    {"decoding_type": "Draft_Target", "max_draft_len": 3, "speculative_model": "/models/draft"},
+    {"decoding_type": "SA", "max_draft_len": 4},
+    {"decoding_type": "PARD", "max_draft_len": 4, "speculative_model": "/models/draft"},
+    {"decoding_type": "DFlash", "max_draft_len": 4, "speculative_model": "/models/draft"},
+    {"decoding_type": "AUTO"},
+]
+CONFLICTS: list[dict[str, Any]] = [
+    {"speculative_config": {"max_concurrency": 16, "draft_len_schedule": {4: 3}}},
+    {"speculative_config": {"draft_len_schedule": {4: 3, 16: 1}}},
+    {"speculative_config": {"draft_len_schedule": {"4": 3, "16": 0}}},
+    {"speculative_config": {"draft_len_schedule": {4: 1, 16: 3}}},
+    {"speculative_config": {"draft_len_schedule": {}}},
+    {"speculative_config": {"draft_len_schedule": {0: 3}}},
+    {"speculative_config": {"use_dynamic_tree": True}},
+    {"speculative_config": {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4}},
+    {"speculative_config": {"dynamic_tree_max_topK": 4, "max_total_draft_tokens": 99}},
+    {"speculative_config": {"eagle_choices": [[0], [0, 0]]}},
+    {"speculative_config": {"eagle_choices": [[0], [1, 0]]}},
+    {"speculative_config": {"use_rejection_sampling": True, "sa_config": {"threshold": 4}}},
+    {"speculative_config": {"use_rejection_sampling": True}, "guided_decoding_backend": "xgrammar"},
+    {"cuda_graph_config": {"batch_sizes": [1, 2, 4], "max_batch_size": 8}},
+    {"cuda_graph_config": {"batch_sizes": [4, 2, 1], "max_batch_size": 4}},
+    {"cuda_graph_config": {"num_tokens": [1, 2], "max_num_token": 4}},
+    {"cuda_graph_config": {"mode": "decode", "num_tokens": [1, 2]}},
+    {"kv_cache_config": {"pool_ratio": [0.5, 0.4]}},
+    {"kv_cache_config": {"pool_ratio": [0.5, 0.5]}},
+    {"kv_cache_config": {"pool_ratio": [1.5, -0.5]}},
+    {"kv_cache_config": {"disk_cache_size": 1024}},
+    {"kv_cache_config": {"disk_cache_size": 1024, "disk_cache_path": "/no/such/folder"}},
+    {"kv_cache_config": {"mamba_state_cache_interval": 256, "mamba_state_config": {"periodic_snapshot_interval": 256}}},
+    {"kv_cache_config": {"mamba_state_config": {"enable_branch_snapshot": True}, "use_kv_cache_manager_v2": False}},
+    {"kv_cache_config": {"dtype": "fp8_ds_mla", "enable_kv_pool_rebalance": True}},
+    {"kv_cache_config": {"block_reuse_policy": "per_request"}},
+    {"kv_cache_config": {"block_reuse_config": {"block_reuse_policy": "per_request"}}},
+    {"kv_cache_config": {"block_reuse_config": {"policy": "per_conversation"}}},
+    {"kv_cache_config": {"free_gpu_memory_fraction": None}},
+    {"attention_dp_config": {"enable_balance": True, "timeout_iters": -1}},
+    {"attention_dp_config": {"enable_balance": False, "timeout_iters": -1}},
+    {"load_format": "GMS", "moe_config": {"load_balancer": {"num_slots": 288}}},
+    {"load_format": "DUMMY"},
+    {"moe_config": {"load_balancer": {"num_slot": 288}}},
+    {"moe_config": {"load_balancer": "/no/such/file.yaml"}},
+    {"encode_only": True, "mm_encoder_only": True},
+    {"disable_mm_encoder": True, "mm_encoder_only": True},
+    {"torch_compile_config": {"enable_piecewise_cuda_graph": True}, "prefill_cuda_graph_backend": "breakable"},
+    {"torch_compile_config": {"capture_num_tokens": [1]}, "prefill_capture_num_tokens": [2]},
+    {"prefill_cuda_graph_backend": "breakable", "enable_lora": True},
+    {"enable_mla_skip_correction": True, "attn_backend": "FLASHINFER"},
+    {"encoder_cuda_graph_config": {"mode": "encode"}},
+    {"enable_speculative_beam_history_d2h": True, "sampler_force_async_worker": True},
+    {"ray_worker_extension_cls": "a.B"},
+    {"peft_cache_config": {"lora_prefetch_dir": "/somewhere"}},
+    {"kv_connector_config": {"connector": "lmcache"}},
+    {"kv_connector_config": {"connector": "unheard"}},
+    {"kv_connector_config": {"connector_module": "a.b"}},
+    {"multimodal_config": None},
+    {"moe_config": None},
+    {"kv_cache_config": None},
+    {"cuda_graph_config": None},
+    {"speculative_config": None},
+    {"attention_dp_config": None},
+    {"layer_wise_benchmarks_config": {"calibration_mode": "COLLECT"}},
+    {"prometheus_metrics_config": {"time_to_first_token_buckets": [0.1, 0.1]}},
+    {"prometheus_metrics_config": {"time_to_first_token_buckets": []}},
+    {"skip_tokenizer_init": True, "post_processor_hook": "a.B"},
+    {"sampler_type": "TRTLLMSampler"},
+    {"sampler_type": "auto"},
+    {"context_parallel_size": 2, "cp_config": {"tokens_per_block": 64}},
+]
+
+
+def bases() -> list[dict[str, Any]]:
+    """The project's own configurations and the public recipes, as mappings."""
+    found = []
+    for file in sorted((ROOT / "configs").glob("*.yml")):
+        value = yaml.safe_load(file.read_text())
+        if "context_servers" not in value:
+            found.append(value)
+    recipes = yaml.safe_load((ROOT / "docs" / "public_recipes.yaml").read_text())["recipes"]
+    found += [recipe["theirs"] for recipe in recipes]
+    return found
+
+
+class Mutator:
+    """Changes files for the release of `schema`; the same seed gives the same files."""
+
+    def __init__(self, schema: Schema, seed: int) -> None:
+        self.schema = schema
+        self.rng = random.Random(seed)
+        self.bases = bases()
+        self.paths = sorted(schema.fields)
+        self.everywhere = sorted({path for line in LINES for path in line_fields(line)} | set(schema.removed))
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """Endless pairs of what was changed and the text."""
+        ways = [
+            self._value_of_key, self._value_of_key, self._added_key, self._added_key, self._added_key, self._typo,
+            self._other_lines_key, self._moved_key, self._lost_key, self._speculation, self._speculation,
+            self._conflict, self._conflict, self._unknown_nested, self._good_key, self._good_key, self._nothing,
+        ]  # fmt: skip
+        while True:
+            value = copy.deepcopy(self.rng.choice(self.bases))
+            way = self.rng.choice(ways)
+            what = way(value)
+            if what:
+                yield f"{way.__name__[1:]} {what}", yaml.safe_dump(value, sort_keys=False)
+
+    def _leaves(self, value: dict[str, Any], prefix: str = "") -> list[str]:
+        found = []
+        for key, item in value.items():
+            path = f"{prefix}{key}"
+            found.append(path)
+            if isinstance(item, dict):
+                found += self._leaves(item, f"{path}.")
+        return found
+
+    def _value_of_key(self, value: dict[str, Any]) -> str:
+        path, odd = self.rng.choice(self._leaves(value)), self.rng.choice(ODD)
+        _set(value, path, odd)
+        return f"{path}: {odd!r}"
+
+    def _added_key(self, value: dict[str, Any]) -> str:
+        """Any known key, with an odd value; the discriminator of its object agrees with it, mostly."""
+        field = self.schema.fields[self.rng.choice(self.paths)]
+        odd = self.rng.choice([*ODD, *self._near(field)])
+        self._choose_variant(value, field)
+        _set(value, field.path, odd)
+        return f"{field.path}: {odd!r}"
+
+    def _good_key(self, value: dict[str, Any]) -> str:
+        field = self.schema.fields[self.rng.choice(self.paths)]
+        good = self.rng.choice(list(field.allowed) or SAMPLES.get(self.rng.choice(field.types), [1]))
+        self._choose_variant(value, field)
+        _set(value, field.path, good)
+        return f"{field.path}: {good!r}"
+
+    def _near(self, field: Field) -> list[Any]:
+        """Values at and beyond the field's limits, and its words in another spelling."""
+        limits = [limit for limit in (field.min, field.max, field.above, field.below) if limit is not None]
+        near: list[Any] = [limit + step for limit in limits for step in (-1, 0, 1, 0.5)]
+        for word in field.allowed:
+            near += [word, str(word).lower(), str(word).upper(), f"{word}x", [word]]
+        return near
+
+    def _choose_variant(self, value: dict[str, Any], field: Field) -> None:
+        top = field.path.partition(".")[0]
+        name = DISCRIMINATORS.get(top)
+        if name is None or field.path == top or self.rng.random() < 0.15:
+            return
+        if top == "speculative_config":
+            kinds = [base for base in SPECULATION if not field.variants or base["decoding_type"] in field.variants]
+            value[top] = copy.deepcopy(self.rng.choice(kinds or SPECULATION))
+        elif field.variants and field.path != f"{top}.{name}":
+            _set(value, f"{top}.{name}", self.rng.choice(field.variants))
+
+    def _typo(self, value: dict[str, Any]) -> str:
+        path = self.rng.choice(self._leaves(value))
+        parent, _, name = path.rpartition(".")
+        wrong = misspelt(name, self.rng)
+        holder = _get(value, parent)
+        if wrong in holder or not all(isinstance(key, str) for key in holder):
+            return ""
+        holder[wrong] = holder.pop(name)
+        return f"{path} -> {wrong}"
+
+    def _other_lines_key(self, value: dict[str, Any]) -> str:
+        path = self.rng.choice(self.everywhere)
+        type_ = next((line_fields(line, path, "type") for line in LINES if line_fields(line, path, "type")), "int")
+        _set(value, path, self.rng.choice(SAMPLES.get(type_.partition("|")[0], [1])))
+        return path
+
+    def _moved_key(self, value: dict[str, Any]) -> str:
+        """A key in the wrong object, or its dotted path as one key."""
+        path = self.rng.choice(self.paths)
+        if "." not in path:
+            place = self.rng.choice(["kv_cache_config", "speculative_config", "moe_config"])
+            _set(value, f"{place}.{path}", 1)
+            return f"{path} in {place}"
+        name = self.rng.choice([path, path.rpartition(".")[2]])
+        if name in value:
+            return ""
+        value[name] = 1
+        return f"{name} at the top"
+
+    def _lost_key(self, value: dict[str, Any]) -> str:
+        path = self.rng.choice(self._leaves(value))
+        holder = _get(value, path.rpartition(".")[0])
+        holder.pop(path.rpartition(".")[2], None)
+        return path
+
+    def _speculation(self, value: dict[str, Any]) -> str:
+        """Another way to speculate, often with one key changed or lost, or with another type on the same keys."""
+        chosen = copy.deepcopy(self.rng.choice(SPECULATION))
+        what = self.rng.choice(["whole", "odd", "lost", "other type", "extra"])
+        if what == "odd":
+            chosen[self.rng.choice(list(chosen))] = self.rng.choice(ODD)
+        elif what == "lost":
+            chosen.pop(self.rng.choice(list(chosen)))
+        elif what == "other type":
+            kinds = [*(base["decoding_type"] for base in SPECULATION), "Medusa", "Lookahead", "DSpark", "eagle3", "EAGLE"]
+            chosen["decoding_type"] = self.rng.choice(kinds)
+        elif what == "extra":
+            inside = [path for path in self.paths if path.startswith("speculative_config.")]
+            field = self.schema.fields[self.rng.choice(inside)]
+            good = self.rng.choice(list(field.allowed) or SAMPLES.get(field.types[0], [1]))
+            if not field.path.endswith("decoding_type"):
+                _set({"speculative_config": chosen}, field.path, good)
+        value["speculative_config"] = chosen
+        return f"{what}: {chosen}"
+
+    def _conflict(self, value: dict[str, Any]) -> str:
+        chosen = copy.deepcopy(self.rng.choice(CONFLICTS))
+        for path in self._leaves(chosen):
+            item = _get(chosen, path)
+            if not isinstance(item, dict) or not item or not all(isinstance(key, str) for key in item):
+                _set(value, path, item)
+        return str(chosen)
+
+    def _unknown_nested(self, value: dict[str, Any]) -> str:
+        objects = [path for path in self.paths if self.schema.fields[path].is_object]
+        path = f"{self.rng.choice(objects)}.{misspelt('some_key', self.rng)}"
+        _set(value, path, self.rng.choice(ODD))
+        return path
+
+    def _nothing(self, value: dict[str, Any]) -> str:
+        return "unchanged"
+
+
+def misspelt(word: str, rng: random.Random) -> str:
+    """`word` with a letter lost, doubled, changed or put in another case."""
+    at = rng.randrange(len(word))
+    letter = rng.choice(string.ascii_lowercase)
+    return rng.choice(
+        [word[:at] + word[at + 1 :], word[: at + 1] + word[at:], word[:at] + letter + word[at + 1 :], word.upper(),
+         word.replace("_", "-"), word + "s", word.replace("_", "")]
+    )  # fmt: skip
+
+
+def _get(value: dict[str, Any], path: str) -> Any:
+    here: Any = value
+    for part in path.split(".") if path else []:
+        here = next((item for key, item in here.items() if str(key) == part), None) if isinstance(here, dict) else None
+    return here
+
+
+def _set(value: dict[str, Any], path: str, item: Any) -> None:
+    parent, _, name = path.rpartition(".")
+    here = value
+    for part in parent.split(".") if parent else []:
+        if not isinstance(here.get(part), dict):
+            here[part] = {}
+        here = here[part]
+    here[name] = item
