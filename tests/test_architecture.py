@@ -24,7 +24,8 @@ LEVEL = {
     "checkpoint": 3,
     "data_files": 2,
     "progress": 2, "specs": 1, "report": 1, "records": 1, "yaml_files": 1,
-    "formats": 0, "errors": 0, "__init__": 0,
+    "files": 0, "config_values": 0,
+    "formats": -1, "errors": -1, "__init__": -1,
 }  # fmt: skip
 TORCH_FREE = (
     "cli",
@@ -38,6 +39,8 @@ TORCH_FREE = (
     "progress",
     "errors",
     "data_files",
+    "files",
+    "config_values",
     "bench",
 )
 TORCH_FREE_CHECKPOINT = ("headers", "detect", "heads", "hub", "tokenizer")

@@ -9,11 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from trtspec.config_values import MOST, Values
 from trtspec.errors import TrtspecError
 from trtspec.formats import SUPPORTED, WeightFormat, format_of_config
 
 Attention = Literal["mha", "mla"]
 
+SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
+    "qk_rope_head_dim", "v_head_dim", "intermediate_size", "moe_intermediate_size", "n_routed_experts",
+    "num_experts_per_tok", "vocab_size", "max_position_embeddings",
+)  # fmt: skip
+LIMITS = {"num_hidden_layers": 2000, "n_routed_experts": 20_000}  # far beyond any model; both are counted through
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 KIMI_MODEL_TYPES = ("kimi_k2", "kimi_k25", "deepseek_v3")
 
 
@@ -33,25 +41,26 @@ class RopeSpec:
     @staticmethod
     def from_config(config: dict[str, Any]) -> RopeSpec:
         """Reads `rope_parameters` (transformers 5), else `rope_scaling` + `rope_theta`; both spellings of the type."""
-        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        theta = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
-        rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
+        values = Values(config)
+        scaling = values.mapping("rope_parameters" if config.get("rope_parameters") else "rope_scaling")
+        theta = (scaling if "rope_theta" in scaling.values else values).number("rope_theta", 10000.0)
+        rope_type = scaling.text("rope_type", "") or scaling.text("type", "") or "default"
         if rope_type == "default":
-            return RopeSpec(theta=float(theta))
+            return RopeSpec(theta=theta)
         if rope_type != "yarn":
             raise TrtspecError(
                 f"rope type {rope_type!r} is not one that Kimi models or Eagle3 heads use (default, yarn)",
                 "check rope_scaling / rope_parameters in config.json",
             )
         return RopeSpec(
-            theta=float(theta),
+            theta=theta,
             rope_type="yarn",
-            factor=float(scaling.get("factor", 1.0)),
-            original_max_position_embeddings=int(scaling.get("original_max_position_embeddings", 4096)),
-            beta_fast=float(scaling.get("beta_fast") or 32.0),
-            beta_slow=float(scaling.get("beta_slow") or 1.0),
-            mscale=float(scaling.get("mscale", 1.0)),
-            mscale_all_dim=float(scaling.get("mscale_all_dim") or 0.0),
+            factor=scaling.number("factor", 1.0),
+            original_max_position_embeddings=scaling.whole("original_max_position_embeddings", 4096, least=1),
+            beta_fast=scaling.number("beta_fast", 32.0),
+            beta_slow=scaling.number("beta_slow", 1.0),
+            mscale=scaling.number("mscale", 1.0) if scaling.values.get("mscale") != 0 else 0.0,
+            mscale_all_dim=scaling.number("mscale_all_dim", 0.0),
         )
 
 
@@ -172,49 +181,31 @@ class ModelSpec:
                 f"model type {model_type!r} is not a Kimi-K2 model (known: {', '.join(KIMI_MODEL_TYPES)})",
                 "pass a Kimi-K2, K2-Thinking, K2.5, K2.6 or K2.7-Code checkpoint",
             )
-        text = config.get("text_config") or config
-        try:
-            return _model_spec(config, text, QuantSpec.from_configs(config, hf_quant_config))
-        except KeyError as missing:
-            raise TrtspecError(
-                f"config.json of model type {model_type!r} has no key {missing}",
-                "download the checkpoint's config.json again",
-            ) from None
+        return _model_spec(config, QuantSpec.from_configs(config, hf_quant_config))
 
 
-def _model_spec(config: dict[str, Any], text: dict[str, Any], quant: QuantSpec) -> ModelSpec:
-    eos = text.get("eos_token_id", config.get("eos_token_id"))
-    eos_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
-    nested = text is not config
+def _model_spec(config: dict[str, Any], quant: QuantSpec) -> ModelSpec:
+    top = Values(config)
+    nested = bool(config.get("text_config"))
+    text = top.mapping("text_config") if nested else top
+    sizes = {name: text.whole(name, least=1, most=LIMITS.get(name, MOST)) for name in SIZES}
+    ids = {name: (text if name in text.values else top).wholes(name) for name in TOKEN_IDS}
     return ModelSpec(
         model_type=config["model_type"],
-        architecture=(config.get("architectures") or ["DeepseekV3ForCausalLM"])[0],
-        hidden_size=text["hidden_size"],
-        num_hidden_layers=text["num_hidden_layers"],
-        num_attention_heads=text["num_attention_heads"],
-        q_lora_rank=text["q_lora_rank"],
-        kv_lora_rank=text["kv_lora_rank"],
-        qk_nope_head_dim=text["qk_nope_head_dim"],
-        qk_rope_head_dim=text["qk_rope_head_dim"],
-        v_head_dim=text["v_head_dim"],
-        intermediate_size=text["intermediate_size"],
-        moe_intermediate_size=text["moe_intermediate_size"],
-        n_routed_experts=text["n_routed_experts"],
-        n_shared_experts=text["n_shared_experts"],
-        num_experts_per_tok=text["num_experts_per_tok"],
-        first_k_dense_replace=text["first_k_dense_replace"],
-        n_group=text.get("n_group") or 1,
-        topk_group=text.get("topk_group") or 1,
-        norm_topk_prob=bool(text.get("norm_topk_prob", True)),
-        routed_scaling_factor=float(text.get("routed_scaling_factor", 1.0)),
-        rms_norm_eps=float(text["rms_norm_eps"]),
-        vocab_size=text["vocab_size"],
-        max_position_embeddings=text["max_position_embeddings"],
-        rope=RopeSpec.from_config(text),
+        architecture=(top.texts("architectures") or ("DeepseekV3ForCausalLM",))[0],
+        **sizes,
+        n_shared_experts=text.whole("n_shared_experts", most=LIMITS["n_routed_experts"]),
+        first_k_dense_replace=text.whole("first_k_dense_replace"),
+        n_group=text.whole("n_group", 1),
+        topk_group=text.whole("topk_group", 1),
+        norm_topk_prob=bool(text.values.get("norm_topk_prob", True)),
+        routed_scaling_factor=text.number("routed_scaling_factor", 1.0),
+        rms_norm_eps=text.number("rms_norm_eps"),
+        rope=RopeSpec.from_config(text.values),
         quant=quant,
-        bos_token_id=text.get("bos_token_id", config.get("bos_token_id")),
-        eos_token_ids=eos_ids,
-        pad_token_id=text.get("pad_token_id", config.get("pad_token_id")),
+        bos_token_id=next(iter(ids["bos_token_id"]), None),
+        eos_token_ids=ids["eos_token_id"],
+        pad_token_id=next(iter(ids["pad_token_id"]), None),
         name_prefix="language_model." if nested else "",
         has_vision="vision_config" in config,
         remote_code="auto_map" in config,

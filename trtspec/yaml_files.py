@@ -7,8 +7,6 @@ overflows the C stack, and a few aliases of aliases stand for more values than a
 
 from __future__ import annotations
 
-import os
-import stat
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
+from trtspec import files
 from trtspec.errors import UsageError
 
 FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -33,7 +32,7 @@ STRING, MAPPING, SEQUENCE, MERGE, VALUE = (
     f"tag:yaml.org,2002:{name}" for name in ("str", "map", "seq", "merge", "value")
 )
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-KINDS = ((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+REMEDY = "pass a YAML file, or `-` for standard input"
 
 
 class YamlError(Exception):
@@ -99,14 +98,19 @@ class _Open:
 def read_text(path: str | Path) -> str:
     """The text of a regular file, or of standard input for `-`. Raises UsageError for what cannot be read as UTF-8
     text of at most MOST_BYTES; never waits for a pipe or a device."""
-    data = _stdin() if str(path) == STDIN else _regular_file(path)
+    if str(path) != STDIN:
+        try:
+            return files.read_text(path, MOST_BYTES, REMEDY)
+        except FileNotFoundError:
+            raise files.unreadable(path, "there is no such file", REMEDY) from None
+    data = _stdin()
     if len(data) > MOST_BYTES:
-        raise _unreadable(path, f"it is larger than {MOST_BYTES // 2**20} MiB")
+        raise files.unreadable(path, f"it is larger than {MOST_BYTES // 2**20} MiB", REMEDY)
     try:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise _unreadable(path, f"line {line} is not UTF-8 text") from None
+        raise files.unreadable(path, f"line {line} is not UTF-8 text", REMEDY) from None
 
 
 def load_text(text: str) -> Any:
@@ -124,32 +128,10 @@ def load_file(path: str | Path) -> Any:
         raise UsageError(message, "correct that line", "TS-ERROR-YAML") from None
 
 
-def _unreadable(path: str | Path, reason: str) -> UsageError:
-    remedy = "pass a YAML file, or `-` for standard input"
-    return UsageError(f"{path} cannot be read: {reason}", remedy, "TS-ERROR-FILE")
-
-
 def _stdin() -> bytes:
     if sys.stdin is None:
-        raise _unreadable(STDIN, "standard input is closed")
+        raise files.unreadable(STDIN, "standard input is closed", REMEDY)
     return sys.stdin.buffer.read(MOST_BYTES + 1)
-
-
-def _regular_file(path: str | Path) -> bytes:
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise _unreadable(path, getattr(error, "strerror", None) or str(error)) from None
-    mode = os.fstat(handle).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(handle)
-        what = next((name for holds, name in KINDS if holds(mode)), "a device")
-        raise _unreadable(path, f"it is {what}, not a regular file")
-    with os.fdopen(handle, "rb") as stream:
-        try:
-            return stream.read(MOST_BYTES + 1)
-        except OSError as error:
-            raise _unreadable(path, error.strerror or str(error)) from None
 
 
 def compose(text: str) -> Composed:

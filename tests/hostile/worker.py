@@ -2,9 +2,9 @@
 
     python -m tests.hostile.worker < requests > answers
 
-A request is one JSON line: {"argv": [...], "out": directory}; the answer is {"status": int | null, "signal": int | null,
-"hung": bool, "seconds": float}. The child's output lies in `out`/stdout and `out`/stderr. Importing once and forking
-makes thousands of runs affordable; a child that hangs or dies takes nothing with it.
+A request is one JSON line: {"argv": [...], "out": directory}; the answer has "status" and "signal" (int or null),
+"hung" (bool) and "seconds". The child writes to stdout and stderr in `out`. Importing once and forking makes
+thousands of runs affordable; a child that hangs or dies takes nothing with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 CPU_SECONDS = 5
-WALL_SECONDS = 12.0  # other work may hold the processor; a wait on a FIFO or a lock ends here
+WALL_SECONDS = 45.0  # other work may hold the processor; a wait on a FIFO or a lock ends here
 MEMORY = 6 * 2**30
 
 
@@ -71,7 +71,15 @@ def _warm() -> None:
 
     for name in ("inspect", "convert", "build_config", "plan", "serve", "lint", "bench", "check", "app"):
         importlib.import_module(f"trtspec.cli.{name}")
-    for name in ("httpx", "jinja2", "yaml", "numpy", "safetensors", "pydantic"):
+    for name in (
+        "httpx",
+        "jinja2",
+        "yaml",
+        "numpy",
+        "safetensors.torch",
+        "pydantic",
+        "trtspec.heads.convert.conversion",
+    ):
         importlib.import_module(name)
 
 

@@ -4,8 +4,8 @@
 
 SOURCES holds `tensorrt_llm/llmapi/llm_args.py` and what it takes its classes from (`usage/config.py`, the LoRA
 configuration, the registry of KV connectors). Everything else that those files import is replaced by stand-ins, so that
-neither a GPU nor the engine's binaries are needed. A request is one JSON line, {"text": YAML}; its answer is {"accepts":
-bool, "why": str}. The first line that is written names the fields of the class, as {"fields": [...]}.
+neither a GPU nor the engine's binaries are needed. A request is one JSON line, {"text": YAML}; its answer is
+{"accepts": bool, "why": str}. The first line that is written names the fields of the class, as {"fields": [...]}.
 
 A file is judged as trtllm-serve does: `yaml.safe_load`, merged over the options' defaults by the release's own
 `update_llm_args_with_extra_dict`, then handed to `TorchLlmArgs`.

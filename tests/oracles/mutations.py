@@ -231,7 +231,14 @@ class Mutator:
         elif what == "lost":
             chosen.pop(self.rng.choice(list(chosen)))
         elif what == "other type":
-            kinds = [*(base["decoding_type"] for base in SPECULATION), "Medusa", "Lookahead", "DSpark", "eagle3", "EAGLE"]
+            kinds = [
+                *(base["decoding_type"] for base in SPECULATION),
+                "Medusa",
+                "Lookahead",
+                "DSpark",
+                "eagle3",
+                "EAGLE",
+            ]
             chosen["decoding_type"] = self.rng.choice(kinds)
         elif what == "extra":
             inside = [path for path in self.paths if path.startswith("speculative_config.")]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trtspec import files
 from trtspec.bench.acceptance import TurnCounts, ratio_with_spread
-from trtspec.errors import Problem, UsageError
+from trtspec.errors import Problem, TrtspecError, UsageError
 
 SAME = ("dataset_sha256", "temperature", "max_tokens", "api", "extra_body")
 
@@ -17,9 +17,9 @@ def read_results(path: Path) -> dict[str, Any]:
     """results.json of a directory or a file. Raises UsageError when it is not one."""
     file = path / "results.json" if path.is_dir() else path
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = files.read_object(file)
         found["workload"], found["concurrency"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, TrtspecError, KeyError, TypeError) as error:
         raise UsageError(
             f"{file} is not a result of `trtspec bench`: {error}",
             "pass the directory given to bench -o, or its results.json",

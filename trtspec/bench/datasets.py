@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trtspec import data_files
+from trtspec import data_files, files
 from trtspec.bench import text_quality
 from trtspec.errors import Problem, UsageError
 
@@ -40,9 +39,9 @@ def load_dataset(name: str, samples: int | None = None) -> Dataset:
     path = data_files.kimi_nano_dir() / "prompts_heldout.jsonl" if name == NANO else Path(name)
     if not path.is_file():
         raise UsageError(f"the dataset {path} does not exist", "pass --dataset FILE.jsonl, or --dataset nano")
-    raw = path.read_bytes()
+    raw = files.read_bytes(path, remedy="pass a .jsonl file")
     questions: list[Question] = []
-    for number, line in enumerate(raw.decode("utf-8").splitlines(), start=1):
+    for number, line in enumerate(files.decoded(raw, path).splitlines(), start=1):
         if line.strip():
             questions.append(parse_line(line, f"{path}:{number}", len(questions)))
     if not questions:
@@ -61,8 +60,8 @@ def load_dataset(name: str, samples: int | None = None) -> Dataset:
 def parse_line(line: str, where: str, index: int) -> Question:
     """One line of a dataset. Prompts given as token ids are refused: acceptance on ids nobody wrote means nothing."""
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
+        record = files.parse_json(line)
+    except ValueError as error:
         raise UsageError(f"{where} is not JSON: {error}", "one JSON object per line") from None
     if not isinstance(record, dict):
         raise UsageError(f"{where} is not a JSON object", "one JSON object per line")

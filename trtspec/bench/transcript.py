@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from trtspec import files
 from trtspec.bench import adapters
 from trtspec.bench.acceptance import TurnCounts
 from trtspec.bench.client import Answer, Endpoint, RequestSampling, complete, new_client, request_body
@@ -77,7 +77,7 @@ class Recording:
 def read_recording(path: Path) -> Recording:
     """A file of --record. Raises UsageError when it is something else."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = files.read_object(path)
         transcripts = [
             Transcript(**{**item, "tokens": item["tokens"] and [Token(**token) for token in item["tokens"]]})
             for item in raw["transcripts"]
@@ -85,7 +85,7 @@ def read_recording(path: Path) -> Recording:
         counts = [TurnCounts(**{**c, "histogram": c["histogram"] and tuple(c["histogram"])}) for c in raw["counts"]]
         tool = ToolReply(**raw["tool"])
         return Recording(raw["url"], raw["server"], raw["max_tokens"], transcripts, tool, counts)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, TrtspecError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"{path} is not a recording of `trtspec check --record`: {error}",
             "record one on the server without speculation: trtspec check URL --record FILE",

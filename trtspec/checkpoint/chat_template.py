@@ -14,6 +14,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from trtspec import files
 from trtspec.errors import TrtspecError
 
 
@@ -35,7 +36,7 @@ class ChatTemplate:
         """chat_template.jinja when the file exists, else `chat_template` of tokenizer_config.json."""
         path = directory / "chat_template.jinja"
         if path.is_file():
-            return ChatTemplate(path.read_text(encoding="utf-8"), str(path))
+            return ChatTemplate(files.read_text(path, remedy="repair or replace the chat template"), str(path))
         source = tokenizer_config.get("chat_template")
         if isinstance(source, list):  # several named templates
             source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)

@@ -6,13 +6,15 @@ tensor, a dtype code, a shape and byte offsets relative to the data (https://git
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trtspec import files
+from trtspec.config_values import check_kinds
 from trtspec.errors import TrtspecError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -67,9 +69,9 @@ class Checkpoint:
         path = Path(path)
         if not path.is_dir():
             raise TrtspecError(f"{path} is not a directory", "pass a checkpoint directory or a hub id such as org/name")
-        config = read_json(path / "config.json")
+        config = read_config(path / "config.json")
         quant_path = path / HF_QUANT_NAME
-        hf_quant = read_json(quant_path) if quant_path.is_file() else None
+        hf_quant = read_config(quant_path) if quant_path.is_file() else None
         weight_map = _weight_map(path)
         shards = tuple(sorted(set(weight_map.values()))) if weight_map is not None else _loose_shards(path)
         tensors = _all_headers(path, shards)
@@ -86,30 +88,35 @@ class Checkpoint:
 def read_json(path: Path) -> dict[str, Any]:
     """Parses a JSON object; raises TrtspecError naming the file when it is absent, not JSON or not an object."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return files.read_object(path, remedy=DOWNLOAD_AGAIN)
     except FileNotFoundError:
         raise TrtspecError(f"{path.parent} has no {path.name}", "pass the directory that holds config.json") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise TrtspecError(f"{path} is not valid JSON: {error}", DOWNLOAD_AGAIN) from None
-    if not isinstance(value, dict):
-        raise TrtspecError(f"{path} holds {type(value).__name__}, not a JSON object", DOWNLOAD_AGAIN)
-    return value
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json or hf_quant_config.json; raises TrtspecError also where a key holds another kind of value than
+    readers rely on."""
+    return check_kinds(read_json(path), str(path))
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file, in the order of their bytes, checked against the file's size."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as stream:
+        with files.open_regular(path, DOWNLOAD_AGAIN) as stream:
+            size = os.fstat(stream.fileno()).st_size
             prefix = stream.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
                 raise TrtspecError(f"{path} is truncated or not a safetensors file ({size} bytes)", DOWNLOAD_AGAIN)
-            header = json.loads(stream.read(length))
+            header = files.parse_json(stream.read(length))
     except FileNotFoundError:
         raise TrtspecError(f"shard {path.name} is missing in {path.parent}", DOWNLOAD_AGAIN) from None
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except OSError as error:
+        raise files.unreadable(path, error.strerror or str(error), DOWNLOAD_AGAIN) from None
+    except ValueError:
         raise TrtspecError(f"{path} has a corrupt safetensors header", DOWNLOAD_AGAIN) from None
+    if not isinstance(header, dict):
+        raise TrtspecError(f"{path} has a corrupt safetensors header", DOWNLOAD_AGAIN)
     header.pop("__metadata__", None)
     tensors = [_tensor_info(path, name, entry, 8 + length) for name, entry in header.items()]
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
@@ -125,7 +132,9 @@ def _tensor_info(path: Path, name: str, entry: dict[str, Any], data_start: int) 
         dtype, shape = entry["dtype"], tuple(int(size) for size in entry["shape"])
         begin, end = (data_start + int(offset) for offset in entry["data_offsets"])
         expected = math.prod(shape) * DTYPE_BITS[dtype] // 8
-    except (KeyError, TypeError, ValueError) as error:
+        if min((*shape, begin - data_start, end - begin)) < 0:
+            raise ValueError("a negative size")
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise TrtspecError(f"{path}: the header entry of {name} is malformed ({error!r})", DOWNLOAD_AGAIN) from None
     if end - begin != expected:
         raise TrtspecError(

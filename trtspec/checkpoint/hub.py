@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME, read_json
+from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME, read_config, read_json
 from trtspec.checkpoint.known import known, similar_ids
+from trtspec.config_values import Values
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.specs import HeadSpec, ModelSpec
 
@@ -39,7 +40,7 @@ class Resolved:
     def config(self) -> dict[str, Any]:
         """config.json of the directory, else of the known entry; raises when neither is there."""
         if self.path is not None:
-            return read_json(self.path / "config.json")
+            return read_config(self.path / "config.json")
         config = self.known["config"] if self.known else None
         if config is None:
             raise TrtspecError(
@@ -50,7 +51,7 @@ class Resolved:
 
     def hf_quant_config(self) -> dict[str, Any] | None:
         path = self.path / HF_QUANT_NAME if self.path else None
-        return read_json(path) if path is not None and path.is_file() else None
+        return read_config(path) if path is not None and path.is_file() else None
 
     def target_spec(self) -> ModelSpec:
         return ModelSpec.from_config(self.config(), self.hf_quant_config())
@@ -125,7 +126,9 @@ def cache_directory() -> Path:
 def _has_all_shards(snapshot: Path) -> bool:
     index = snapshot / INDEX_NAME
     if index.is_file():
-        return all((snapshot / shard).exists() for shard in set(read_json(index).get("weight_map", {}).values()))
+        return all(
+            (snapshot / shard).exists() for shard in set(Values(read_json(index)).mapping("weight_map").values.values())
+        )
     return any(snapshot.glob("*.safetensors"))
 
 

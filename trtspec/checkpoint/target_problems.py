@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from trtspec.checkpoint.headers import Checkpoint, read_json
 from trtspec.checkpoint.target_shapes import linear_shapes, logical_shape, stored_as
+from trtspec.config_values import Values
 from trtspec.errors import Problem
 from trtspec.formats import WeightFormat
 from trtspec.specs import ModelSpec, QuantSpec
@@ -110,7 +110,11 @@ def _files(path: Path, config: dict[str, Any]) -> list[Problem]:
     if not inline and not (path / "chat_template.jinja").is_file():
         message = "no chat template: chat requests fail or use another model's"
         problems.append(Problem("TS-TARGET-TEMPLATE", "warning", "chat_template.jinja", message, FROM_BASE))
-    modules = {reference.split(".")[0] + ".py" for reference in (config.get("auto_map") or {}).values()}
+    modules = {
+        reference.split(".")[0] + ".py"
+        for reference in (config.get("auto_map") or {}).values()
+        if isinstance(reference, str)
+    }
     absent = sorted(name for name in modules if not (path / name).is_file())
     if absent:
         message = f"config.json names remote code that is not here: {', '.join(absent)}"
@@ -123,10 +127,9 @@ def _end_of_text(path: Path, spec: ModelSpec) -> list[Problem]:
     generation = path / "generation_config.json"
     if not generation.is_file() or not spec.eos_token_ids:
         return []
-    value = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
+    ids = Values(read_json(generation), generation.name).wholes("eos_token_id")
     if not ids or set(spec.eos_token_ids) & set(ids):
         return []
-    message = f"generation_config.json ends text at {ids}, config.json at {list(spec.eos_token_ids)}"
+    message = f"generation_config.json ends text at {list(ids)}, config.json at {list(spec.eos_token_ids)}"
     remedy = "answers may run on; take the ids of the model's repository"
     return [Problem("TS-TARGET-EOS", "warning", "generation_config.json", message, remedy)]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from trtspec import files
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.errors import TrtspecError
 
@@ -102,7 +103,8 @@ class LazyTensors:
 
     def _open(self, shard: str) -> int:
         if shard not in self._files:
-            file = os.open(self.checkpoint.path / shard, os.O_RDONLY)
+            with files.open_regular(self.checkpoint.path / shard) as stream:
+                file = os.dup(stream.fileno())
             if self._files.setdefault(shard, file) != file:  # another thread was first
                 os.close(file)
         return self._files[shard]

@@ -6,10 +6,10 @@ what the user said before each answer, and asks the target for the answers.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from trtspec import files
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError, UsageError
 
@@ -27,9 +27,9 @@ def read_texts(path: Path, tokenizer: KimiTokenizer, samples: int, seq_len: int)
     of these, UsageError when there is nothing to read.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}", REMEDY) from None
+        lines = files.read_text(path, remedy=REMEDY).splitlines()
+    except FileNotFoundError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", REMEDY) from None
     found: list[tuple[int, ...]] = []
     for number, line in enumerate(lines, 1):
         if len(found) == samples:
@@ -47,8 +47,8 @@ def read_texts(path: Path, tokenizer: KimiTokenizer, samples: int, seq_len: int)
 
 def _row(line: str, path: Path, number: int) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
+        row = files.parse_json(line)
+    except ValueError as error:
         raise TrtspecError(f"{path}:{number}: not JSON ({error})", "repair or remove the line") from None
     if isinstance(row, str):
         return {"text": row}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 import codecs
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -18,6 +17,7 @@ from typing import Any
 
 import tiktoken
 
+from trtspec import files
 from trtspec.checkpoint.chat_template import ChatTemplate
 from trtspec.errors import TrtspecError
 
@@ -211,10 +211,10 @@ def _safe_pieces(text: str) -> Iterator[str]:
 def _read_ranks(path: Path) -> dict[bytes, int]:
     """Parses `tiktoken.model`: one `base64 rank` per line, ranks 0..n-1."""
     try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
+        lines = files.read_bytes(path).splitlines()
+    except FileNotFoundError:
         raise TrtspecError(
-            f"{path}: cannot read the tokenizer's ranks ({error.strerror})",
+            f"{path}: there are no tokenizer ranks here",
             "copy tiktoken.model from the original checkpoint (quantization scripts often leave it behind)",
         ) from None
     try:
@@ -251,9 +251,7 @@ def _special_tokens(config: dict[str, Any], base_size: int) -> tuple[dict[str, i
 
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in `path`, {} when there is no such file."""
-    if not path.is_file():
-        return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TrtspecError(f"{path}: not valid JSON ({error})", "download the file again") from None
+        return files.read_object(path, remedy="download the file again")
+    except FileNotFoundError:
+        return {}

@@ -7,13 +7,13 @@ draft j - 1.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtspec.errors import UsageError
+from trtspec import files
+from trtspec.errors import TrtspecError, UsageError
 from trtspec.planning.decay import Decay, lengths, other_decays, published_decay
 
 EXAMPLE = (
@@ -85,11 +85,11 @@ def parse_acceptance(text: str) -> dict[str, Acceptance]:
 
 def _from_bench(path: Path) -> dict[str, Acceptance]:
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
+        results = files.read_object(path)
         groups = {"all": results, **results["categories"]}
         doubts = tuple(problem["message"] for problem in results.get("problems", ()) if problem["severity"] != "info")
         found = {name: _from_group(group, f"{path}, {name}", doubts) for name, group in groups.items()}
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, TrtspecError, ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"{path} is not a results.json of `trtspec bench`", EXAMPLE) from None
     measured = {name: item for name, item in found.items() if item is not None}
     if "all" not in measured:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from trtspec import files
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.heads.read import read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
@@ -47,7 +48,7 @@ def _problem(where: str, what: str) -> Problem:
 def _same(one: Checkpoint, ours: TensorInfo, other: Checkpoint, theirs: TensorInfo) -> bool:
     if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
         return False
-    with (one.path / ours.shard).open("rb") as a, (other.path / theirs.shard).open("rb") as b:
+    with files.open_regular(one.path / ours.shard) as a, files.open_regular(other.path / theirs.shard) as b:
         a.seek(ours.begin)
         b.seek(theirs.begin)
         for begin in range(0, ours.nbytes, PIECE):

@@ -10,16 +10,17 @@ To add a dialect: a row here, and a writer in `config` where none of those there
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from trtspec import files
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads import config as layout
 from trtspec.checkpoint.heads.engines import HeadEngine
 from trtspec.checkpoint.heads.shapes import layer_prefix
+from trtspec.errors import TrtspecError
 
 Counting = Literal["outputs", "layers run", "by first id"]
 Feature = Literal[
@@ -226,10 +227,9 @@ def detect_dialect(config: dict[str, Any], names: set[str]) -> Dialect:
 def recorded(path: Path) -> dict[str, Any]:
     """provenance.json beside a checkpoint; {} when there is none or it cannot be read."""
     try:
-        record = json.loads((path / "provenance.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return files.read_object(path / "provenance.json")
+    except (OSError, TrtspecError):
         return {}
-    return record if isinstance(record, dict) else {}
 
 
 def dialect_of(checkpoint: Checkpoint) -> Dialect:

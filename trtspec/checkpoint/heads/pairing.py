@@ -49,7 +49,7 @@ def config_problems(head: dict[str, Any], target: dict[str, Any]) -> list[Proble
 
 def _ids(config: dict[str, Any], other: dict[str, Any]) -> set[int]:
     value = config.get("eos_token_id", other.get("eos_token_id"))
-    return set(value) if isinstance(value, list) else set() if value is None else {int(value)}
+    return set(value) if isinstance(value, list) else set() if value is None else {value}
 
 
 def yarn_problems(head: HeadSpec, target: ModelSpec) -> list[Problem]:

@@ -14,6 +14,7 @@ from trtspec.checkpoint.heads.config import flat_config, stored_ids
 from trtspec.checkpoint.heads.dialects import Dialect, detect_dialect, dialect_of
 from trtspec.checkpoint.heads.kind import no_eagle3_head
 from trtspec.checkpoint.heads.shapes import canonical_names, layer_prefix, measure
+from trtspec.config_values import Values
 from trtspec.errors import Problem, TrtspecError
 from trtspec.specs import HeadSpec, RopeSpec
 
@@ -56,14 +57,9 @@ def head_spec_from_config(
     """HeadSpec from config.json alone, for heads known only by id. `owns` tells which tensors the file holds."""
     flat = flat_config(config)
     owns = owns or {}
-    try:
-        hidden, heads = int(flat["hidden_size"]), int(flat["num_attention_heads"])
-        vocab = int(flat["vocab_size"])
-        inner = int(flat["intermediate_size"])
-    except KeyError as missing:
-        raise TrtspecError(
-            f"the head's config.json has no key {missing}", "fetch the head's config.json again"
-        ) from None
+    values = Values(flat, "the head's config.json")
+    hidden, heads = values.whole("hidden_size", least=1), values.whole("num_attention_heads", least=1)
+    vocab = values.whole("vocab_size", least=1)
     dialect = dialect or detect_dialect(config, set())
     mla = bool(flat.get("kv_lora_rank"))
     aux = aux_layers(config, dialect)
@@ -72,18 +68,18 @@ def head_spec_from_config(
         attention="mla" if mla else "mha",
         dialect=dialect.name,
         hidden_size=hidden,
-        target_hidden_size=int(flat.get("target_hidden_size") or hidden),
-        intermediate_size=inner,
+        target_hidden_size=values.whole("target_hidden_size", hidden),
+        intermediate_size=values.whole("intermediate_size", least=1),
         num_attention_heads=heads,
-        num_key_value_heads=int(flat.get("num_key_value_heads") or heads),
-        head_dim=int(flat.get("head_dim") or hidden // heads),
+        num_key_value_heads=values.whole("num_key_value_heads", heads),
+        head_dim=values.whole("head_dim", max(hidden // heads, 1)),
         vocab_size=vocab,
-        draft_vocab_size=int(flat.get("draft_vocab_size") or vocab),
-        rms_norm_eps=float(flat.get("rms_norm_eps", 1e-6)),
+        draft_vocab_size=values.whole("draft_vocab_size", vocab),
+        rms_norm_eps=values.number("rms_norm_eps", 1e-6),
         rope=RopeSpec.from_config(flat),
-        num_aux=len(aux) if aux else int(flat.get("num_aux_hidden_states") or 3),
+        num_aux=len(aux) if aux else values.whole("num_aux_hidden_states", 3),
         aux_layers=aux,
-        max_position_embeddings=int(flat.get("max_position_embeddings") or 4096),
+        max_position_embeddings=values.whole("max_position_embeddings", 4096),
         has_lm_head=owns.get("lm_head", True),
         has_embed_tokens=owns.get("embed_tokens", False),
         has_d2t=owns.get("d2t", False),
@@ -92,8 +88,8 @@ def head_spec_from_config(
     )
     if mla:
         ranks = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        values: dict[str, Any] = {rank: int(flat.get(rank) or 0) for rank in ranks}
-        spec = replace(spec, **values, head_dim=values["qk_nope_head_dim"] + values["qk_rope_head_dim"])
+        sizes: dict[str, Any] = {rank: values.whole(rank, 0) for rank in ranks}
+        spec = replace(spec, **sizes, head_dim=sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"])
     return replace(spec, eagle="3.1" if spec.fc_norm or spec.norm_output else "3")
 
 

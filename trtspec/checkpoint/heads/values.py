@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from trtspec import files
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.errors import Problem
 from trtspec.specs import HeadSpec, ModelSpec
@@ -24,7 +25,7 @@ KINDS = {"F16": "<f2", "F32": "<f4", "I64": "<i8", "I32": "<i4", "BOOL": "?", "U
 
 def read_values(checkpoint: Checkpoint, info: TensorInfo) -> np.ndarray:
     """A small tensor's values as float32 or its own integers, read from its bytes without torch."""
-    with (checkpoint.path / info.shard).open("rb") as stream:
+    with files.open_regular(checkpoint.path / info.shard) as stream:
         stream.seek(info.begin)
         return decode(stream.read(info.nbytes), info.dtype).reshape(info.shape)
 
@@ -74,7 +75,7 @@ def not_finite(name: str, bad: int, seen: int) -> Problem:
 
 
 def _pieces(checkpoint: Checkpoint, info: TensorInfo, everything: bool) -> Iterator[bytes]:
-    with (checkpoint.path / info.shard).open("rb") as stream:
+    with files.open_regular(checkpoint.path / info.shard) as stream:
         if everything or info.nbytes <= WHOLE:
             starts, size = range(info.begin, info.end, 4 * PIECE), 4 * PIECE
         else:
@@ -141,7 +142,7 @@ def _rows_by_offset(checkpoint: Checkpoint, info: TensorInfo, offsets: np.ndarra
     """TorchSpec's pruning takes row d2t[i] of the full lm_head, not row i + d2t[i]: equal offsets, equal rows."""
     pairs = np.flatnonzero(np.diff(offsets) == 0)[:16]
     width = info.nbytes // max(info.shape[0], 1)
-    with (checkpoint.path / info.shard).open("rb") as stream:
+    with files.open_regular(checkpoint.path / info.shard) as stream:
         for row in pairs:
             stream.seek(info.begin + int(row) * width)
             rows = stream.read(2 * width)
@@ -176,7 +177,7 @@ def embedding_problems(head: Checkpoint, own: TensorInfo, target: Checkpoint, sp
 
 def _rows(checkpoint: Checkpoint, info: TensorInfo, rows: np.ndarray) -> np.ndarray:
     width, found = info.nbytes // info.shape[0], []
-    with (checkpoint.path / info.shard).open("rb") as stream:
+    with files.open_regular(checkpoint.path / info.shard) as stream:
         for row in rows:
             stream.seek(info.begin + int(row) * width)
             found.append(decode(stream.read(width), info.dtype).astype(np.float64))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trtspec.checkpoint.headers import Checkpoint, read_json
+from trtspec.checkpoint.headers import Checkpoint, read_config
 from trtspec.checkpoint.writer import write_shard
 from trtspec.errors import TrtspecError
 from trtspec.report import write_json
@@ -27,7 +27,7 @@ def opened(path: Path, scratch: Path | None = None) -> Iterator[Checkpoint]:
     if not pickles:
         yield Checkpoint.open(path)
         return
-    config = read_json(path / "config.json")
+    config = read_config(path / "config.json")
     with TemporaryDirectory(prefix="trtspec-head-", dir=scratch) as directory:
         for number, file in enumerate(pickles):
             write_shard(Path(directory) / f"model-{number:05d}.safetensors", load_tensors(file))
