@@ -114,7 +114,7 @@ class Inputs:
         directory = self.room / f"case{number}"
         directory.mkdir()
         target, head = self._copy(self.target, directory / "target"), self._copy(self.head, directory / "head")
-        ways = (self._checkpoint, self._checkpoint, self._checkpoint, self._yaml, self._yaml, self._measured)
+        ways = (*[self._checkpoint] * 4, *[self._yaml] * 3, self._measured)
         return self.rng.choice(ways)(directory, target, head)
 
     def _copy(self, source: Path, place: Path) -> Path:

@@ -33,10 +33,7 @@ class Front:
 
 def read_front(path: Path) -> Front:
     """Raises UsageError for a file that cannot be read; what is wrong inside is a problem of the result."""
-    try:
-        document = Document.parse(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read ({error})", "write it with `trtspec build-config`") from None
+    document = Document.read(path)
     if document.error or not isinstance(document.value, dict):
         raise UsageError(f"{path} is not a YAML mapping", "write it with `trtspec build-config`")
     host, port = str(document.get("hostname", "localhost")), document.get("port", 8000)
