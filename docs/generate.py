@@ -74,13 +74,17 @@ def spellings(option: Any) -> list[str]:
         return flags
     annotation = option.type_descriptor.annotation
     choices = get_args(annotation) if get_origin(annotation) is Literal else ()
-    kind = "|".join(map(str, choices)) or getattr(annotation, "__name__", "value").upper()
+    kind = option.metavar or "|".join(map(str, choices)) or getattr(annotation, "__name__", "value").upper()
     return [*flags[:-1], f"{flags[-1]} {kind}"]
 
 
 def row(label: str, param: Any) -> str:
     default = param.default
-    shown = "" if default in (None, False, (), []) or callable(default) or "UNSET" in repr(default) else f"`{default}`"
+    shown = (
+        "" if default in (None, False, (), [], "") or callable(default) or "UNSET" in repr(default) else f"`{default}`"
+    )
+    told = getattr(param, "show_default", None)
+    shown = told if isinstance(told, str) else shown
     text = " ".join((param.help or "").split()).replace("|", "\\|")
     return f"| {label.replace('|', chr(92) + '|')} | {text} | {'required' if param.required else shown} |"
 

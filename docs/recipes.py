@@ -50,6 +50,7 @@ WANTED = [
     ("k2.7-code", "no-head", 8, "b200", "throughput"),
     *(("k2.6", "eagle3", n, gpu, "128k") for n, gpu in ((4, "b200"), (8, "b200"), (4, "gb200"))),
 ]  # fmt: skip
+SWEEP = "1.3.0rc21"  # the release of InferenceX's sweep
 LONG = 131072
 LONG_REQUESTS = {(4, "b200"): 4, (8, "b200"): 16, (4, "gb200"): 6}
 VERSIONS = ("1.3.0rc16", "1.3.0rc17", "1.3.0rc20", "1.3.0rc21", "1.3.0rc22", "1.3.0rc25", "1.3.0rc29", "1.4.0rc1")
@@ -71,6 +72,12 @@ def intents() -> dict[str, tuple[Intent, str]]:
         stem = name.removesuffix(".yml")
         what = {"front": "the front of both servers"}.get(stem, f"{stem} server of two, 8k prompts")
         found[f"kimi-k2.6-nvfp4-eagle3-4xgb200-disaggregated-{stem}"] = (part, f"disaggregated: {what}")
+    apart = replace(intent("k2.5", "no-head", 8, "b200", "throughput"), version=SWEEP, isl=8192, osl=1024)
+    context = replace(apart, role="context", tp_size=4, max_batch_size=2, max_num_tokens=16384)
+    generation = replace(apart, role="generation", concurrency=1024)
+    for stem, part in (("4xb200-disaggregated-context", context), ("8xb200-disaggregated-generation", generation)):
+        what = f"disaggregated throughput: {part.role} server of InferenceX's sweep, 8k prompts"
+        found[f"kimi-k2.5-nvfp4-no-head-{stem}"] = (part, what)
     return found
 
 

@@ -45,7 +45,7 @@ REFUSED = [
     ([K26, "--role", "context", "--format", "helm-values"], UsageError, "--format is not used by one part"),
     ([K26, "--force"], UsageError, "--force is not used by a text on stdout"),
     ([K26, "--image", "x:1"], UsageError, "--image is not used by --format yaml"),
-    (["/models/made-later", "--format", "helm-values"], UsageError, "neither a directory nor a hub id"),
+    (["/models/made-later", "--format", "helm-values"], UsageError, "where a job makes it later"),
     ([K26, "--gpu", "b100"], UsageError, "choose one of"),
 ]  # fmt: skip
 

@@ -270,6 +270,35 @@ def test_any_intent_is_refused_with_a_reason_or_written_clean_and_written_again(
         assert values["engineConfig"] == recipe.text and values["nodes"] * values["gpusPerNode"] == intent.tp_size
 
 
+OLD_LINES = [
+    "nvidia/Kimi-K2.6-NVFP4 --head nvidia/Kimi-K2.6-Eagle3 --trtllm-version 1.3.0rc20 --goal latency --tp-size 4 "
+    "--max-batch-size 32 --max-num-tokens 8192 --max-seq-len 8192 --draft-len 3 --gpu b200 --trust-remote-code",
+    "nvidia/Kimi-K2.6-NVFP4 --trtllm-version 1.3.0rc20 --goal throughput --tp-size 8 --max-batch-size 128 "
+    "--max-num-tokens 8192 --max-seq-len 8192 --nodes 2 --gpu gb200 --ep-size 8 --isl 4096 --osl 4096 "
+    "--concurrency 1024 --attention-dp --set kv_cache_config.dtype=fp8 --set 'stream_interval=10' --trust-remote-code",
+    "nvidia/Kimi-K2.6-NVFP4 --trtllm-version 1.3.0rc20 --goal latency --tp-size 4 --max-batch-size 32 "
+    "--max-num-tokens 8192 --max-seq-len 8192 --format helm-values",
+]
+
+
+@pytest.mark.parametrize("words", OLD_LINES)
+def test_a_first_line_written_before_still_parses(words: str) -> None:
+    line = f"# TensorRT-LLM 1.3.0rc20: trtspec build-config {words}"
+    intent = parse_intent(f"{line}\n")
+    assert intent is not None and intent.version == "1.3.0rc20"
+    assert intent.first_line() == line.replace("'", "")
+    with pytest.raises(UsageError, match="does not parse"):
+        parse_intent(f"{line} --no-such-option 3\n")
+
+
+def test_the_front_of_before_still_parses() -> None:
+    line = "# TensorRT-LLM 1.3.0rc20: trtspec build-config nvidia/Kimi-K2.6-NVFP4 --trtllm-version 1.3.0rc20"
+    intent = parse_intent(
+        f"{line} --goal latency --tp-size 4 --draft-len 3 --role front --context-url a:1 --context-url b:2\n"
+    )
+    assert intent is not None and (intent.role, intent.context_urls) == ("front", ("a:1", "b:2"))
+
+
 def test_sizes_follow_the_workload() -> None:
     target = "nvidia/Kimi-K2.6-NVFP4"
     intent = an_intent(target, "1.4.0rc1", isl=100_000, osl=4_000, concurrency=20)

@@ -41,6 +41,7 @@ def build_config(options: BuildConfigOptions) -> None:
     from trtspec.trtllm.names import choose_version, load_head, load_target
 
     _refuse_unused(options)
+    _refuse_absent(options)
     target = load_target(options.target, options.like).spec
     head = load_head(options.head).spec if options.head else None
     version, reason = choose_version(options.version or None, target, head)
@@ -87,6 +88,18 @@ def _refuse_unused(options: BuildConfigOptions) -> None:
         refuse_unused(options, {"draft_len"}, "by a server without a head", "name one with --head")
     if options.output is None and options.disaggregated is None:
         refuse_unused(options, {"force"}, "by a text on stdout", "name a file with --output")
+
+
+def _refuse_absent(options: BuildConfigOptions) -> None:
+    """Raises UsageError for a directory that is not there and is not said to be like a published checkpoint."""
+    from trtspec.errors import UsageError
+
+    path = options.target.startswith(("/", ".", "~"))
+    if path and options.like is None and not Path(options.target).expanduser().exists():
+        remedy = (
+            "check the path; where a job makes it later, name the published checkpoint that it will equal with --like"
+        )
+        raise UsageError(f"{options.target} does not exist", remedy)
 
 
 def _wanted(intent: Intent, options: BuildConfigOptions) -> dict[Path | None, list[Intent]]:

@@ -173,8 +173,8 @@ class Intent:
         return self.like or self.target
 
     @property
-    def here(self) -> str:
-        """The target, or the published one that it is like as long as its directory is not there."""
+    def known_target(self) -> str:
+        """What can be looked at: the target, or the published one that it is like as long as its directory is away."""
         return self.target if self.like is None or Path(self.target).is_dir() else self.like
 
     def fitted(self, positions: int) -> Intent:

@@ -195,7 +195,8 @@ def _header(intent: Intent) -> str:
         "# options of trtllm-serve and stand nowhere in this file: which of the two wins changed between versions.",
     ]
     if intent.role is not None:
-        lines.append(f"# The {intent.role} server of a disaggregated deployment; the other one needs the same head.")
+        same = "needs the same head" if intent.head else "runs without a head, too"
+        lines.append(f"# The {intent.role} server of a disaggregated deployment; the other one {same}.")
     if intent.nodes > 1:
         lines.append(f"# One server over {intent.nodes} nodes of {intent.gpus_per_node} GPUs, one rank per GPU.")
     if intent.trust_remote_code:

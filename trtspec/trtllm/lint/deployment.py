@@ -34,7 +34,7 @@ def deployment_of(
         document = Document.parse(document)
     written = parse_intent(document.text)
     named_head = head_in(document)
-    named_target = written.here if written else ""
+    named_target = written.known_target if written else ""
     target_name = target or (named_target if named_target and findable(named_target) else None)
     head_name = head or (named_head if named_head and findable(named_head) else None)
     target_spec = load_target(target_name).spec if target_name else None
