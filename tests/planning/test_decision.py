@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -87,6 +88,15 @@ def test_what_build_config_refuses_is_never_recommended(words: tuple[str, ...], 
     assert decision.best is None and "No command" in shown and reason in shown
     assert "trtspec build-config" not in shown and run(["plan", *words]).exit_code == 1  # raised: status 3 of main
     assert decision.fits, "memory is not the reason"
+
+
+def test_a_head_of_another_target_is_never_recommended() -> None:
+    options = parse(PlanOptions, [NVFP4, "--head", HEAD, "--acceptance", "2.62@3"], "plan")
+    head = replace(load_head(HEAD).spec, target_hidden_size=4096)
+    decision, setting = planned(options, load_target(NVFP4).spec, head)
+    assert decision.best is None and {problem.code for problem in decision.refused} == {"TS-PAIR-WIDTH"}
+    shown = text(decision, load_target(NVFP4).spec, (NVFP4, HEAD), setting, head=head)
+    assert "No command: the head fuses states of width 4096" in shown
 
 
 def test_overrides_of_the_plan_reach_the_command() -> None:

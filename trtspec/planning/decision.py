@@ -11,6 +11,7 @@ import shlex
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.errors import Problem
 from trtspec.planning.layout import Layout
 from trtspec.planning.memory import memory
@@ -182,7 +183,7 @@ def ranked(
     plans = [plan_layout(model, head, layout, setting) for layout in chosen]
     rows, refused = [], []
     for plan in plans:
-        reason = next(iter(route_refusals(model, plan.layout, setting)), None)
+        reason = next(iter(route_refusals(model, head, plan.layout, setting)), None)
         refused += [reason] if reason else []
         for concurrency in setting.workload.concurrency:
             rows.append(Row(plan, concurrency, plan.draft_length(concurrency) if plan.points else None, reason))
@@ -195,8 +196,10 @@ def _rank(row: Row, targets: Targets) -> tuple[bool, float, float, int]:
     return (row.held and row.refused is None, -missed, row.tokens_per_s or 0.0, row.concurrency)
 
 
-def route_refusals(model: ModelSpec, layout: Layout, setting: Setting) -> list[Problem]:
-    return refusals(
+def route_refusals(model: ModelSpec, head: HeadSpec | None, layout: Layout, setting: Setting) -> list[Problem]:
+    """Why TensorRT-LLM would not run such a server: the target, the GPU, the layout, or a head of another target."""
+    pair = pair_problems(head, model, tp_size=layout.attention_tp) if head is not None else []
+    return [problem for problem in pair if problem.severity == "error"] + refusals(
         model,
         gpu=setting.gpu,
         tp_size=layout.gpus,
