@@ -36,7 +36,16 @@ from trtspec.models.stream import LayerStream, States
 from trtspec.quant.conversion import fingerprint
 from trtspec.quant.modelopt import InputObserver
 from trtspec.quant.policy import Policy
-from trtspec.report import existing, file_sha256, package_versions, peak_rss, provenance, refuse_overwrite, write_json
+from trtspec.report import (
+    OutputOptions,
+    existing,
+    file_sha256,
+    package_versions,
+    peak_rss,
+    provenance,
+    refuse_overwrite,
+    write_json,
+)
 
 FORMAT_VERSION = 1  # raised when the same options would give other scales
 JOURNAL_NAME = "journal.jsonl"
@@ -101,10 +110,7 @@ def calibrate_checkpoint(
     output: Path,
     policy: Policy,
     options: CalibrationOptions | None = None,
-    *,
-    dry_run: bool = False,
-    restart: bool = False,
-    force: bool = False,
+    again: OutputOptions | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Writes `output`, safetensors with `<hub name of the linear>.input_scale`; returns the `calibrate` JSON object.
@@ -113,16 +119,18 @@ def calibrate_checkpoint(
     run writes. `progress` gets layers done and in all. Raises TrtspecError or UsageError before the first layer for
     what the source's headers, the data, the options, disk and permissions can tell.
     """
-    start = time.monotonic()
+    start, again = time.monotonic(), again or OutputOptions()
     calibration = prepare(source, data, output, policy, options or CalibrationOptions())
     with calibration.stream:
-        if dry_run:
-            return _estimate(calibration) | {"resumes": _begun(calibration, force) and not restart}
-        if not restart and not force and _is_finished(calibration):
+        if again.dry_run:
+            return _estimate(calibration) | {"resumes": _begun(calibration, again.force) and not again.restart}
+        if not again.restart and not again.force and _is_finished(calibration):
             return _result(calibration, _provenance(output)["layers"], calibration.stream.num_layers, start)
-        _claim(calibration, force)
+        _claim(calibration, again.force)
         remedy = "pass --restart to begin anew, or repeat the command as it was"
-        with Journal(calibration.work / JOURNAL_NAME, calibration.header, restart=restart, remedy=remedy) as journal:
+        with Journal(
+            calibration.work / JOURNAL_NAME, calibration.header, restart=again.restart, remedy=remedy
+        ) as journal:
             resumed = _measure(calibration, journal, progress)
             layers = [journal.done[_key(index)] for index in range(calibration.stream.num_layers)]
             _finish(calibration, layers)

@@ -9,6 +9,7 @@ import platform
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,15 @@ def fsync_directory(directory: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """What to do where an output stands already: only look, begin anew, or replace what the user made."""
+
+    dry_run: bool = False
+    restart: bool = False
+    force: bool = False
 
 
 def refuse_overwrite(path: Path, force: bool) -> None:

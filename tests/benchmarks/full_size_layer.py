@@ -19,6 +19,7 @@ import torch
 from tests.tiny import target_config, text_config
 from tests.tiny_formats import FP8_CONFIG, INT4_CONFIG, pack_int4
 from trtspec.checkpoint.writer import ShardFile, layout_of, write_index
+from trtspec.quant.conversion import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.streaming import quantize_checkpoint
 
@@ -94,7 +95,9 @@ def main() -> None:
         begin = time.monotonic()
         source = make_layer(root / "in", arguments.format, arguments.experts, arguments.shards)
         print(f"generated in {time.monotonic() - begin:.0f} s", flush=True)
-        result = quantize_checkpoint(source, root / "out", load_policy("k2.5"), workers=arguments.workers)
+        result = quantize_checkpoint(
+            source, root / "out", load_policy("k2.5"), ConversionOptions(workers=arguments.workers)
+        )
         rate = result["bytes_in"] / result["seconds"]
         print(
             f"{arguments.format}: {result['quantized']} linears, {result['bytes_in'] / 1e9:.2f} GB in "

@@ -38,6 +38,7 @@ from trtspec.models.quantized import NVFP4Linear
 from trtspec.models.weights import load_target
 from trtspec.nano.measure import held_out
 from trtspec.quant import nvfp4
+from trtspec.quant.conversion import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.streaming import quantize_checkpoint
 
@@ -143,7 +144,9 @@ def variants(source: Path, folder: Path, weights: str, samples: int) -> Iterator
         calibrate_checkpoint(source, data, scales, POLICY, chosen)
     for activations, file in (("W4A4, scales one", None), ("W4A4, calibrated", scales)):
         out = folder.with_name(f"{folder.name}-{activations[-10:].strip(', ')}")
-        quantize_checkpoint(source, out, POLICY, kv_cache=None, input_scales=file, weight_scales=weights, workers=1)
+        quantize_checkpoint(
+            source, out, POLICY, ConversionOptions(kv_cache=None, input_scales=file, weight_scales=weights, workers=1)
+        )
         model = load_target(out, dtype=torch.float32)
         linears = [module for module in model.modules() if isinstance(module, NVFP4Linear)]
         if file is None:

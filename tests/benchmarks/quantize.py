@@ -27,6 +27,7 @@ from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 from tests.benchmarks.full_size_layer import make_layer
 from tests.tiny_formats import pack_int4
 from trtspec.formats import WeightFormat
+from trtspec.quant.conversion import ConversionOptions
 from trtspec.quant.packing import Rows, Scaling, TorchPacker, choose_packer
 from trtspec.quant.policy import load_policy
 from trtspec.quant.streaming import quantize_checkpoint
@@ -104,7 +105,9 @@ def whole_job(format: str, root: Path, arguments: argparse.Namespace) -> None:
     def quantize() -> None:
         shutil.rmtree(target, ignore_errors=True)
         begin = time.thread_time(), time.process_time()
-        results.append(quantize_checkpoint(source, target, load_policy("k2.5"), workers=arguments.workers))
+        results.append(
+            quantize_checkpoint(source, target, load_policy("k2.5"), ConversionOptions(workers=arguments.workers))
+        )
         cpu.append((time.thread_time() - begin[0], time.process_time() - begin[1]))
 
     size = sum(path.stat().st_size for path in source.glob("*.safetensors"))

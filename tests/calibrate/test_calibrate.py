@@ -22,8 +22,10 @@ from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint, equal_le
 from trtspec.checkpoint.texts import read_texts
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError, UsageError
+from trtspec.quant.conversion import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.streaming import quantize_checkpoint
+from trtspec.report import OutputOptions
 
 ROOT = Path(__file__).parents[2]
 FLOAT32 = CalibrationOptions(samples=24, seq_len=40, dtype=torch.float32)
@@ -102,7 +104,7 @@ def test_all_scales_equal_modelopts_whole_model_calibration(tmp_path, data, form
 def test_experts_share_a_scale_and_quantize_takes_the_file(tmp_path, data):
     source = make_target(tmp_path / "in", layers=3, experts=4)
     result = calibrate_checkpoint(source, data, tmp_path / "s.safetensors", K25, FLOAT32)
-    quantize_checkpoint(source, tmp_path / "out", K25, input_scales=tmp_path / "s.safetensors")
+    quantize_checkpoint(source, tmp_path / "out", K25, ConversionOptions(input_scales=tmp_path / "s.safetensors"))
     scales = load_file(tmp_path / "s.safetensors")
     written = {n: t for f in (tmp_path / "out").glob("*.safetensors") for n, t in load_file(f).items()}
     assert {name for name in written if name.endswith("input_scale")} == set(scales)
@@ -208,7 +210,7 @@ def test_changes_are_refused_and_damage_is_repaired(tmp_path, data):
 def test_dry_run_tells_and_writes_nothing(tmp_path, data):
     source = make_target(tmp_path / "in", layers=3, experts=4)
     before = sorted(tmp_path.rglob("*"))
-    plan = calibrate_checkpoint(source, data, tmp_path / "s.safetensors", K26, FLOAT32, dry_run=True)
+    plan = calibrate_checkpoint(source, data, tmp_path / "s.safetensors", K26, FLOAT32, OutputOptions(dry_run=True))
     assert sorted(tmp_path.rglob("*")) == before
     assert plan["linears"] == 2 * 4 * 3 and plan["states_bytes"] == plan["tokens"] * 64 * 4
 

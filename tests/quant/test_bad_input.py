@@ -20,6 +20,7 @@ from trtspec.errors import TrtspecError, UsageError
 from trtspec.quant.conversion import JOURNAL_NAME, SPARE_BYTES
 from trtspec.quant.policy import load_policy
 from trtspec.quant.streaming import quantize_checkpoint
+from trtspec.report import OutputOptions
 
 EXPERT = "language_model.model.layers.1.mlp.experts.2.down_proj"
 K26 = load_policy("k2.6")
@@ -139,7 +140,7 @@ def test_a_full_disk(small_disk, tmp_path):
         stream.write(bytes(free - 4096))
     os.link(out / "model.safetensors", small_disk / "kept")
     with pytest.raises(TrtspecError, match="No space left on device") as caught:
-        quantize_checkpoint(source, out, K26, restart=True)
+        quantize_checkpoint(source, out, K26, again=OutputOptions(restart=True))
     assert (
         "free space" in caught.value.remedy and not list(out.glob("*.safetensors")) and not list(out.glob(".*partial"))
     )

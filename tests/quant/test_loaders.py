@@ -18,6 +18,7 @@ from tests.quant.test_streaming import tensors_of
 from tests.tiny import make_target
 from trtspec.models.weights import load_target
 from trtspec.quant import nvfp4
+from trtspec.quant.conversion import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.streaming import quantize_checkpoint
 
@@ -46,7 +47,7 @@ def as_compressed_tensors(tensors: Tensors, module: str) -> Tensors:
 @pytest.mark.parametrize("format", ["bf16", "int4", "fp8-block"])
 def test_modelopt_and_compressed_tensors_dequantize_every_tensor_alike(tmp_path, format):
     source = make_target(tmp_path / "in", format=format, layers=2)
-    quantize_checkpoint(source, tmp_path / "out", load_policy("k2.5"), workers=1)
+    quantize_checkpoint(source, tmp_path / "out", load_policy("k2.5"), ConversionOptions(workers=1))
     tensors, scheme = tensors_of(tmp_path / "out"), preset_name_to_scheme("NVFP4", ["Linear"])
     modules = modules_of(tensors)
     assert len(modules) > 10
@@ -67,7 +68,7 @@ def test_transformers_computes_what_the_reference_model_computes(tmp_path):
     from transformers.quantizers import AutoHfQuantizer
 
     source = make_target(tmp_path / "in", format="int4", nested=False, layers=3)
-    quantize_checkpoint(source, tmp_path / "out", load_policy("k2.5"), kv_cache=None, workers=1)
+    quantize_checkpoint(source, tmp_path / "out", load_policy("k2.5"), ConversionOptions(kv_cache=None, workers=1))
     tokens, model = prompts(), load_target(tmp_path / "out", dtype=torch.float32, activation="weight-only")
     with torch.no_grad():
         expected = model(tokens).logits
@@ -97,7 +98,7 @@ def test_transformers_reads_plain_linears_but_not_experts_under_compressed_tenso
     from transformers import AutoModelForCausalLM
 
     source = make_target(tmp_path / "in", format="int4", nested=False, layers=2)
-    quantize_checkpoint(source, tmp_path / "out", load_policy("k2.5"), kv_cache=None, workers=1)
+    quantize_checkpoint(source, tmp_path / "out", load_policy("k2.5"), ConversionOptions(kv_cache=None, workers=1))
     config, tensors = json.loads((tmp_path / "out" / "config.json").read_text()), tensors_of(tmp_path / "out")
     modules = modules_of(tensors)
     renamed = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in modules}

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_target
 from trtspec.quant import nvfp4
+from trtspec.quant.conversion import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.streaming import quantize_checkpoint
 
@@ -48,7 +49,7 @@ def test_every_tensor_equals_modelopts_export(tmp_path, format, nested, config, 
         theirs = {name: tensor for name, tensor in theirs.items() if name.startswith("language_model.")}
     scales = tmp_path / "scales.safetensors"
     save_file({name: tensor for name, tensor in theirs.items() if name.endswith("input_scale")}, scales)
-    quantize_checkpoint(source, tmp_path / "out", load_policy(policy), input_scales=scales)
+    quantize_checkpoint(source, tmp_path / "out", load_policy(policy), ConversionOptions(input_scales=scales))
     ours = {n: t for file in sorted((tmp_path / "out").glob("*.safetensors")) for n, t in load_file(file).items()}
     assert set(ours) == set(theirs)
     quantized = sum(name.endswith("weight_scale_2") for name in ours)

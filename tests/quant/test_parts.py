@@ -16,16 +16,18 @@ import pytest
 from tests.tiny import make_target
 from trtspec.checkpoint.journal import Journal
 from trtspec.errors import TrtspecError, UsageError
+from trtspec.quant.conversion import ConversionOptions
 from trtspec.quant.parts import parse_part
 from trtspec.quant.policy import load_policy
 from trtspec.quant.streaming import quantize_checkpoint
 from trtspec.quant.verify import compare
+from trtspec.report import OutputOptions
 
 K25 = load_policy("k2.5")
 
 
-def quantize(source: Path, out: Path, **options):
-    return quantize_checkpoint(source, out, K25, workers=1, **options)
+def quantize(source: Path, out: Path, again: OutputOptions | None = None, **options):
+    return quantize_checkpoint(source, out, K25, ConversionOptions(workers=1, **options), again)
 
 
 def files(path: Path) -> dict[str, bytes]:

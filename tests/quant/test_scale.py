@@ -20,6 +20,7 @@ from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 from tests.benchmarks.full_size_layer import make_layer
 from tests.quant.test_streaming import tensors_of, weights
 from tests.tiny import make_target
+from trtspec.quant.conversion import ConversionOptions
 from trtspec.quant.policy import load_policy, shared_partners
 from trtspec.quant.streaming import quantize_checkpoint
 from trtspec.quant.verify import compare
@@ -42,7 +43,7 @@ def test_all_61_layers_equal_modelopts_path(tmp_path):
     place = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
     torn = [name for name in place if name.endswith("gate_proj.weight_packed")]
     torn = [name for name in torn if place[name] != place[name.replace("gate_proj", "up_proj")]]
-    result = quantize_checkpoint(source, tmp_path / "out", K25, workers=1)
+    result = quantize_checkpoint(source, tmp_path / "out", K25, ConversionOptions(workers=1))
     stored, got = tensors_of(source), tensors_of(tmp_path / "out")
     modules = [name.removesuffix(".weight_scale_2") for name in got if name.endswith(".weight_scale_2")]
     assert len(modules) == result["quantized"] == 3 + 60 * (8 + 1) * 3 and len(torn) > 100
@@ -70,7 +71,7 @@ def _ours(tensors: dict[str, torch.Tensor], module: str) -> torch.Tensor:
 
 def run(source: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    quantize_checkpoint(source, out, K25, workers=1)
+    quantize_checkpoint(source, out, K25, ConversionOptions(workers=1))
 
 
 @pytest.mark.slow
@@ -80,7 +81,7 @@ def test_fifty_kills(tmp_path):
     source = make_target(tmp_path / "in", format="int4", layers=4, hidden=256, experts=16, shards=24)
     expected, fork = tmp_path / "expected", multiprocessing.get_context("fork")
     begin = time.monotonic()
-    quantize_checkpoint(source, expected, K25, workers=1)
+    quantize_checkpoint(source, expected, K25, ConversionOptions(workers=1))
     usual = time.monotonic() - begin
     draw, kills, runs, amid = random.Random(0), 0, 0, 0
     stamps: dict[str, int] = {}
@@ -110,7 +111,7 @@ def test_fifty_kills(tmp_path):
 
 def measured(source: Path, out: Path, found: Any) -> None:
     torch.set_num_threads(1)
-    found.put(quantize_checkpoint(source, out, K25, workers=1)["peak_rss_bytes"])
+    found.put(quantize_checkpoint(source, out, K25, ConversionOptions(workers=1))["peak_rss_bytes"])
 
 
 @pytest.mark.slow

@@ -21,11 +21,12 @@ from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.quant import nvfp4
-from trtspec.quant.conversion import JOURNAL_NAME
+from trtspec.quant.conversion import JOURNAL_NAME, ConversionOptions
 from trtspec.quant.decode import decoded
 from trtspec.quant.plan import weight_class
 from trtspec.quant.policy import load_policy
 from trtspec.quant.streaming import quantize_checkpoint
+from trtspec.report import OutputOptions
 
 FORMATS = ["bf16", "int4", "fp8-block"]
 K25 = load_policy("k2.5")
@@ -50,7 +51,7 @@ def weights(path: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_tensor_is_what_its_source_decodes_to(tmp_path, format, policy, nested):
     source = make_target(tmp_path / "in", format=format, layers=3, shards=3, nested=nested, vision=nested)
-    result = quantize_checkpoint(source, tmp_path / "out", policy, workers=1)
+    result = quantize_checkpoint(source, tmp_path / "out", policy, ConversionOptions(workers=1))
     origin, got = LazyTensors(Checkpoint.open(source)), tensors_of(tmp_path / "out")
     spec, expected = target_spec(origin.checkpoint), {}
     plain = tensors_of(make_target(tmp_path / "plain", layers=3, nested=nested, vision=nested))
@@ -106,15 +107,15 @@ def test_configs_index_and_files(tmp_path, format):
 
 
 def test_without_an_fp8_kv_cache(tmp_path):
-    quantize_checkpoint(make_target(tmp_path / "in", layers=2), tmp_path / "out", K26, kv_cache=None)
+    quantize_checkpoint(make_target(tmp_path / "in", layers=2), tmp_path / "out", K26, ConversionOptions(kv_cache=None))
     assert "kv_cache_scheme" not in json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert target_spec(Checkpoint.open(tmp_path / "out")).quant.kv_cache is None
 
 
 def test_workers_write_the_same_bytes(tmp_path):
     source = make_target(tmp_path / "in", format="int4", layers=3, shards=4)
-    quantize_checkpoint(source, tmp_path / "one", K26, workers=1)
-    quantize_checkpoint(source, tmp_path / "two", K26, workers=2)
+    quantize_checkpoint(source, tmp_path / "one", K26, ConversionOptions(workers=1))
+    quantize_checkpoint(source, tmp_path / "two", K26, ConversionOptions(workers=2))
     assert weights(tmp_path / "one") == weights(tmp_path / "two")
 
 
@@ -125,19 +126,19 @@ def test_input_scales_from_a_file(tmp_path):
     values |= {f"{prefix}.3.down_proj.input_scale": 0.25}
     path = tmp_path / "scales.json"
     path.write_text(json.dumps(values))
-    quantize_checkpoint(source, tmp_path / "out", K26, input_scales=path)
+    quantize_checkpoint(source, tmp_path / "out", K26, ConversionOptions(input_scales=path))
     got = tensors_of(tmp_path / "out")
     scale = {name: got[f"language_model.{prefix}.{name}.input_scale"] for name in ("0.gate_proj", "1.up_proj")}
     assert all(torch.equal(value, torch.tensor(7.0) / 2688) for value in scale.values())
     assert torch.equal(got[f"language_model.{prefix}.2.down_proj.input_scale"], torch.tensor(2.0) / 2688)
     assert float(got[f"language_model.{prefix}.3.down_proj.input_scale"]) == 0.25
     save_file({name: torch.tensor(value) for name, value in values.items()}, tmp_path / "scales.safetensors")
-    quantize_checkpoint(source, tmp_path / "out2", K26, input_scales=tmp_path / "scales.safetensors")
+    quantize_checkpoint(source, tmp_path / "out2", K26, ConversionOptions(input_scales=tmp_path / "scales.safetensors"))
     assert weights(tmp_path / "out") == weights(tmp_path / "out2")
     del values[f"{prefix}.*.down_proj.input_amax"]
     path.write_text(json.dumps(values))
     with pytest.raises(TrtspecError, match="no input scale for .*layers.1.mlp.experts.1.down_proj"):
-        quantize_checkpoint(source, tmp_path / "out3", K26, input_scales=path)
+        quantize_checkpoint(source, tmp_path / "out3", K26, ConversionOptions(input_scales=path))
     assert not (tmp_path / "out3").exists()
 
 
@@ -157,7 +158,7 @@ def test_dead_weights_get_positive_scales_and_are_reported(tmp_path):
 
 def test_dry_run_writes_nothing_and_tells_the_size(tmp_path):
     source = make_target(tmp_path / "in", format="fp8-block", layers=3)
-    plan = quantize_checkpoint(source, tmp_path / "out", K26, dry_run=True)
+    plan = quantize_checkpoint(source, tmp_path / "out", K26, again=OutputOptions(dry_run=True))
     assert not (tmp_path / "out").exists()
     done = quantize_checkpoint(source, tmp_path / "out", K26)
     assert {key: plan[key] for key in ("quantized", "decoded", "copied", "bytes_in", "bytes_out")} == {
@@ -188,7 +189,7 @@ def test_changed_options_or_source_are_refused_until_restart(tmp_path):
     with pytest.raises(UsageError, match="options was") as caught:
         quantize_checkpoint(source, out, K25)
     assert "--restart" in caught.value.remedy
-    assert quantize_checkpoint(source, out, K25, restart=True)["shards_resumed"] == 0
+    assert quantize_checkpoint(source, out, K25, again=OutputOptions(restart=True))["shards_resumed"] == 0
     make_target(source, layers=2, seed=1)
     with pytest.raises(UsageError, match="source was"):
         quantize_checkpoint(source, out, K25)
@@ -198,7 +199,7 @@ def test_a_foreign_directory_is_not_touched(tmp_path):
     source, out = make_target(tmp_path / "in", layers=2), make_target(tmp_path / "other", layers=1, shards=3)
     with pytest.raises(UsageError, match="already exists"):
         quantize_checkpoint(source, out, K26)
-    quantize_checkpoint(source, out, K26, force=True)
+    quantize_checkpoint(source, out, K26, again=OutputOptions(force=True))
     assert len(Checkpoint.open(out).shards) == 2
 
 
@@ -211,7 +212,7 @@ def test_two_runs_at_once_are_refused(tmp_path):
         fcntl.flock(stream, fcntl.LOCK_EX)
         for restart in (False, True):
             with pytest.raises(UsageError, match="another run is writing"):
-                quantize_checkpoint(source, out, K26, restart=restart)
+                quantize_checkpoint(source, out, K26, again=OutputOptions(restart=restart))
     assert weights(out)
 
 
@@ -253,7 +254,7 @@ def test_a_failing_worker_process_reports_its_tensor(tmp_path):
     tensors[name][0, 0] = float("inf")
     save_file(tensors, shard, {"format": "pt"})
     with pytest.raises(TrtspecError, match=f"{name}: the weight holds NaN or infinity") as caught:
-        quantize_checkpoint(source, tmp_path / "out", K26, workers=2)
+        quantize_checkpoint(source, tmp_path / "out", K26, ConversionOptions(workers=2))
     assert caught.value.remedy
 
 

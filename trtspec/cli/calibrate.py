@@ -51,7 +51,7 @@ def calibrate(options: CalibrateOptions) -> None:
     Texts are processed layer by layer, so one machine calibrates a model of any size. An interrupted run resumes with
     the layer it stopped in. Use the result with `trtspec quantize SRC -o OUT --input-scales FILE`.
     """
-    from trtspec.report import print_json
+    from trtspec.report import OutputOptions, print_json
 
     path = source_directory(options.source)
     import torch  # only now: it takes seconds
@@ -68,9 +68,9 @@ def calibrate(options: CalibrateOptions) -> None:
         states_budget=None if options.states_memory is None else options.states_memory * GIB,
         load_ahead=options.load_ahead,
     )
-    again = {"dry_run": options.dry_run, "restart": options.restart, "force": options.force}
+    again = OutputOptions(options.dry_run, options.restart, options.force)
     with progress_bar("calibrating", unit="layers") as bar:
-        result = calibrate_checkpoint(path, options.data, options.output, policy, chosen, **again, progress=bar.show)
+        result = calibrate_checkpoint(path, options.data, options.output, policy, chosen, again, bar.show)
     if options.json_:
         print_json(result)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -144,43 +144,40 @@ def _mode(options: QuantizeOptions) -> Mode:
 
 def run(options: Any, progress: Any = None) -> dict[str, Any]:
     """What one of the records of MODES asks for; the `quantize` JSON object."""
-    common, merge = _common(options), isinstance(options, QuantizeMerge)
+    from trtspec.quant.conversion import ConversionOptions
+    from trtspec.report import OutputOptions
+
     path = source_directory(options.source)
     policy = policy_of(options.policy, options.source, path)
+    settings = ConversionOptions(
+        kv_cache=None if options.kv_cache == "none" else options.kv_cache,
+        input_scales=None if options.input_scales == "one" else Path(options.input_scales),
+    )
+    if isinstance(options, QuantizeMerge):
+        settings = replace(settings, weight_scales=options.weight_scales, merge=True)
+        again = OutputOptions()
+    else:
+        again = OutputOptions(options.dry_run, options.restart, options.force)
     if isinstance(options, QuantizeByModelOpt):
         from trtspec.quant.modelopt import quantize_with_modelopt
 
-        again: dict[str, Any] = {"dry_run": options.dry_run, "restart": options.restart, "force": options.force}
-        return quantize_with_modelopt(path, options.output, policy, **common, **again, progress=progress)
-    from trtspec.quant.parts import parse_part
+        return quantize_with_modelopt(path, options.output, policy, settings, again, progress)
     from trtspec.quant.streaming import quantize_checkpoint
 
-    common["weight_scales"] = options.weight_scales
-    if merge:
-        return quantize_checkpoint(path, options.output, policy, **common, merge=True, progress=progress)
-    return quantize_checkpoint(
-        path,
-        options.output,
-        policy,
-        **common,
-        workers=options.workers,
-        device=options.device,
-        part=parse_part(options.shard) if isinstance(options, QuantizePart) else None,
-        dry_run=options.dry_run,
-        restart=options.restart,
-        force=options.force,
-        progress=progress,
-    )
+    if isinstance(options, QuantizeWhole):
+        settings = replace(settings, **_work(options))
+    return quantize_checkpoint(path, options.output, policy, settings, again, progress)
 
 
-def _common(options: Any) -> dict[str, Any]:
-    device = getattr(options, "device", "cpu")
-    if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
-        raise UsageError(f"--device {device} is not one of cpu, cuda, cuda:N", "see `trtspec quantize --help`")
+def _work(options: QuantizeWhole) -> dict[str, Any]:
+    from trtspec.quant.parts import parse_part
+
+    if options.device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", options.device):
+        raise UsageError(f"--device {options.device} is not one of cpu, cuda, cuda:N", "see `trtspec quantize --help`")
+    part = parse_part(options.shard) if isinstance(options, QuantizePart) else None
     return {
-        "kv_cache": None if options.kv_cache == "none" else options.kv_cache,
-        "input_scales": None if options.input_scales == "one" else Path(options.input_scales),
-    }
+        "weight_scales": options.weight_scales, "workers": options.workers, "device": options.device, "part": part,
+    }  # fmt: skip
 
 
 def _show(result: dict[str, Any]) -> None:

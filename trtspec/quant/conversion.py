@@ -63,14 +63,21 @@ class Conversion:
         return sum(plan.bytes_out for plan in self.plans)
 
 
-def prepare(
-    source: Path,
-    output: Path,
-    policy: Policy,
-    kv_cache: str | None,
-    input_scales: Path | None,
-    weight_scales: str = "max",
-) -> Conversion:
+@dataclass(frozen=True)
+class ConversionOptions:
+    """The first three decide the bytes. `input_scales` None is 1.0 everywhere, `workers` 0 one per core. `part` (i, n)
+    converts every n-th shard file only; `merge` finishes what the parts wrote."""
+
+    kv_cache: str | None = "fp8"
+    input_scales: Path | None = None
+    weight_scales: str = "max"
+    workers: int = 0
+    device: str = "cpu"
+    part: tuple[int, int] | None = None
+    merge: bool = False
+
+
+def prepare(source: Path, output: Path, policy: Policy, options: ConversionOptions) -> Conversion:
     """Opens and checks everything that can be told from headers and options; raises TrtspecError or UsageError."""
     checkpoint = Checkpoint.open(source)
     spec = target_spec(checkpoint)
@@ -78,9 +85,11 @@ def prepare(
         raise UsageError(f"{source} is NVFP4 already", "pass its BF16, FP8 or INT4 source")
     if output.resolve() == source.resolve():
         raise UsageError("source and output are the same directory", "choose another --output")
-    scales = InputScales.load(input_scales)
+    scales = InputScales.load(options.input_scales)
     plans = plan_conversion(checkpoint, policy)
-    conversion = Conversion(checkpoint, spec, output, policy, kv_cache, input_scales, scales, plans, weight_scales)
+    conversion = Conversion(
+        checkpoint, spec, output, policy, options.kv_cache, options.input_scales, scales, plans, options.weight_scales
+    )
     for plan in plans:
         for weight in plan.weights:
             if weight.action == "quantize":

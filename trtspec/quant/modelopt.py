@@ -32,6 +32,7 @@ from trtspec.quant import nvfp4
 from trtspec.quant.conversion import (
     JOURNAL_NAME,
     Conversion,
+    ConversionOptions,
     begun_in,
     claim_output,
     clear_output,
@@ -45,7 +46,7 @@ from trtspec.quant.plan import ShardPlan
 from trtspec.quant.policy import TEXT_PREFIX, Policy, shared_partners
 from trtspec.quant.shard import ERROR_ROWS, Statistics
 from trtspec.quant.streaming import finish, summarize
-from trtspec.report import file_sha256, peak_rss
+from trtspec.report import OutputOptions, file_sha256, peak_rss
 from trtspec.specs import ModelSpec
 
 CONSTANT_AMAX = 2688.0  # 6 * 448: input_scale becomes exactly 1 without a calibration forward
@@ -57,27 +58,23 @@ def quantize_with_modelopt(
     source: Path,
     output: Path,
     policy: Policy,
-    *,
-    kv_cache: str | None = "fp8",
-    input_scales: Path | None = None,
-    workers: int = 1,
-    dry_run: bool = False,
-    restart: bool = False,
-    force: bool = False,
+    options: ConversionOptions | None = None,
+    again: OutputOptions | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Same arguments, files and result as `quantize_checkpoint`; not resumable, and one process whatever `workers`."""
     start = time.monotonic()
     if policy.name not in CONFIGS:
         raise UsageError(f"ModelOpt has no configuration for policy {policy.name}", "use --engine stream")
-    conversion = prepare(source, output, policy, kv_cache, input_scales)
+    options, again = options or ConversionOptions(), again or OutputOptions()
+    conversion = prepare(source, output, policy, options)
     _check_memory(conversion)
-    if (output / JOURNAL_NAME).exists() and not restart:
+    if (output / JOURNAL_NAME).exists() and not again.restart:
         raise UsageError(f"{output} holds an earlier conversion, which this engine cannot resume", "pass --restart")
-    if dry_run:
-        begun_in(output, JOURNAL_NAME, force)
+    if again.dry_run:
+        begun_in(output, JOURNAL_NAME, again.force)
         return estimate(conversion, 1) | {"device": "cpu", "resumes": False}
-    claim_output(conversion, restart, force)
+    claim_output(conversion, again.restart, again.force)
     header = {"source": fingerprint(conversion.checkpoint), "options": conversion.options, "engine": "modelopt"}
     with Journal(output / JOURNAL_NAME, header, restart=True) as journal:
         clear_output(conversion, fresh=True)

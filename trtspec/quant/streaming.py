@@ -15,6 +15,7 @@ from trtspec.errors import TrtspecError
 from trtspec.quant import export_files, parts
 from trtspec.quant.conversion import (
     Conversion,
+    ConversionOptions,
     begun_in,
     claim_output,
     clear_output,
@@ -26,7 +27,7 @@ from trtspec.quant.packing import choose_packer
 from trtspec.quant.policy import Policy
 from trtspec.quant.shard import ERROR_ROWS
 from trtspec.quant.workers import Job, convert_all, worker_count
-from trtspec.report import file_sha256, peak_rss, provenance, write_json
+from trtspec.report import OutputOptions, file_sha256, peak_rss, provenance, write_json
 
 Progress = Callable[[int, int], None]
 WEIGHT_SCALES = {"max": "by the maximum of each block", "mse": "of least squared error for each block"}
@@ -36,43 +37,39 @@ def quantize_checkpoint(
     source: Path,
     output: Path,
     policy: Policy,
-    *,
-    kv_cache: str | None = "fp8",
-    input_scales: Path | None = None,
-    weight_scales: str = "max",
-    workers: int = 0,
-    device: str = "cpu",
-    part: tuple[int, int] | None = None,
-    merge: bool = False,
-    dry_run: bool = False,
-    restart: bool = False,
-    force: bool = False,
+    options: ConversionOptions | None = None,
+    again: OutputOptions | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Converts `source` to `output` and returns the `quantize` JSON object.
 
-    Run again after a kill it continues: shards whose size and checksum are in the journal are kept as they are.
-    `part` (i, n) converts every n-th shard file only and leaves the rest, index and configs to other machines and to
-    `merge`. `progress` is called with source bytes done and in all. Raises TrtspecError or UsageError before the first
-    byte for everything that headers, options, disk and permissions can tell.
+    Run again after a kill it continues: shards whose size and checksum are in the journal are kept as they are. A part
+    leaves the other shards, index and configs to other machines and to `merge`. `progress` is called with source bytes
+    done and in all. Raises TrtspecError or UsageError before the first byte for everything that headers, options, disk
+    and permissions can tell.
     """
     start = time.monotonic()
-    whole = prepare(source, output, policy, kv_cache, input_scales, weight_scales)
+    options, again = options or ConversionOptions(), again or OutputOptions()
+    part = options.part
+    whole = prepare(source, output, policy, options)
     conversion = parts.part_of(whole, part)
-    choose_packer(weight_scales, device)  # a missing device is reported before anything is written
-    parts.check_sharing(output, part, merge)
-    if dry_run:
-        begun = begun_in(output, parts.journal_name(part), force)
-        return estimate(conversion, workers) | {"device": device, "resumes": begun and not restart}
+    choose_packer(options.weight_scales, options.device)  # a missing device is reported before anything is written
+    parts.check_sharing(output, part, options.merge)
+    if again.dry_run:
+        begun = begun_in(output, parts.journal_name(part), again.force)
+        return estimate(conversion, options.workers) | {
+            "device": options.device,
+            "resumes": begun and not again.restart,
+        }
     header = {"source": fingerprint(whole.checkpoint), "options": whole.options}
-    if merge:
+    if options.merge:
         return _merge(whole, header) | {"seconds": round(time.monotonic() - start, 3), "peak_rss_bytes": peak_rss()}
     name = parts.journal_name(part)
-    fresh = claim_output(conversion, restart, force, name)
-    with Journal(output / name, header, restart=restart) as journal:
+    fresh = claim_output(conversion, again.restart, again.force, name)
+    with Journal(output / name, header, restart=again.restart) as journal:
         clear_output(conversion, fresh, whole=part is None)
         kept = _verified(conversion, journal.done)
-        resumed = _convert(conversion, journal, kept, workers, device, progress)
+        resumed = _convert(conversion, journal, kept, options.workers, options.device, progress)
         records = {plan.shard: journal.done[plan.shard] for plan in conversion.plans}
         result = summarize(conversion, records)
         if part is None:
