@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -57,10 +58,24 @@ def convert(options: ConvertOptions) -> None:
 
     Weights pass through unchanged. A conversion that would lose something is refused with the reason, exit status 3.
     """
-    from trtspec.checkpoint.hub import resolve
-    from trtspec.heads.convert.conversion import Options, convert_head
     from trtspec.progress import progress_bar
     from trtspec.report import print_json
+
+    with progress_bar("converting") as bar:
+        result = run(options, bar.show)
+    problems: list[Problem] = result["problems"]
+    if options.json_:
+        print_json(result | {"problems": [problem.to_dict() for problem in problems]})
+    else:
+        _show(result, options.output)
+    if has_errors(problems):
+        raise CheckFailed(f"{options.head} was not converted to {options.to}", "follow the remedy of each error above")
+
+
+def run(options: ConvertOptions, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+    """The conversion that the options ask for, as the `convert` JSON object; `problems` are Problem objects."""
+    from trtspec.checkpoint.hub import resolve
+    from trtspec.heads.convert.conversion import Options, convert_head
 
     chosen = Options(
         to=options.to,
@@ -72,15 +87,7 @@ def convert(options: ConvertOptions) -> None:
         force=options.force,
     )
     pair = resolve(options.target, allow_download=False) if options.target is not None else None
-    with progress_bar("converting") as bar:
-        result = convert_head(resolve(options.head), options.output, chosen, pair, bar.show)
-    problems: list[Problem] = result["problems"]
-    if options.json_:
-        print_json(result | {"problems": [problem.to_dict() for problem in problems]})
-    else:
-        _show(result, options.output)
-    if has_errors(problems):
-        raise CheckFailed(f"{options.head} was not converted to {options.to}", "follow the remedy of each error above")
+    return convert_head(resolve(options.head), options.output, chosen, pair, progress)
 
 
 def _show(result: dict[str, Any], output: Path) -> None:

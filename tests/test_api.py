@@ -1,0 +1,145 @@
+"""The Python API as a notebook uses it: every verb in a fresh process, after every room has been imported."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import trtspec
+from tests.tiny import make_head, make_target
+
+ROOT = Path(__file__).parent.parent
+TARGET, HEAD = "nvidia/Kimi-K2.5-NVFP4", "lightseekorg/kimi-k2.5-eagle3"
+
+EVERYTHING = """
+import importlib, pkgutil, sys
+import trtspec
+for room in [module.name for module in pkgutil.iter_modules(trtspec.__path__) if module.name != "__main__"]:
+    importlib.import_module(f"trtspec.{room}")
+for verb in ("inspect", "lint", "build_config", "plan", "quantize", "convert", "Engine"):
+    assert callable(getattr(trtspec, verb)), verb
+
+target, head, out = sys.argv[1:]
+whole = trtspec.inspect(target)
+assert whole.ok and (whole.kind, whole.format) == ("target", "bf16") and whole.parameters > 100_000
+assert trtspec.inspect(head, target).report["attention"] == "mha"
+
+made = trtspec.quantize(target, out + "/nvfp4", policy="k2.5")
+assert made.quantized > 0 and trtspec.inspect(made.output, target, sample=0).ok
+assert trtspec.quantize(target, out + "/other", dry_run=True).report["dry_run"]
+
+done = trtspec.convert(head, out + "/vllm", "vllm")
+assert done.ok and (done.output / "config.json").is_file()
+
+try:
+    trtspec.convert(head, out + "/vllm", "vllm")
+except trtspec.TrtspecError as error:
+    assert (error.code, error.exit_code) == ("TS-ERROR-USAGE", 2) and "--force" in error.remedy
+else:
+    raise SystemExit("an output was overwritten")
+
+from trtspec.engine.engine import GenerationRequest
+from trtspec.models.weights import load_target
+engine = trtspec.Engine(load_target(target))
+answer = engine.generate([GenerationRequest("a", [5, 6, 7], 4)])["a"]
+assert len(answer.token_ids) == 4
+"""
+
+LIGHT = f"""
+import sys
+import trtspec
+assert not [name for name in sys.modules if name.startswith("trtspec.")], "import trtspec loads nothing else"
+
+written = trtspec.build_config("{TARGET}", head="{HEAD}", trtllm_version="1.3.0rc20", isl=1024, osl=1024)
+assert written.values["speculative_config"]["max_draft_len"] == 3 and "--tp_size" in written.argv
+
+for form in (written.text, written.values):
+    judged = trtspec.lint(form, trtllm_version="1.3.0rc20", target="{TARGET}", head="{HEAD}")
+    assert judged.ok and judged.version == "1.3.0rc20", judged
+path = sys.argv[1] + "/engine.yml"
+open(path, "w").write("max_batchsize: 8\\n")
+judged = trtspec.lint(path, trtllm_version="1.3.0rc20")
+assert not judged.ok and judged.problems[0].where.startswith(path), judged
+assert not trtspec.lint({{"max_batchsize": 8}}, trtllm_version="1.3.0rc20").ok
+
+decision = trtspec.plan("{TARGET}", head="{HEAD}", concurrency=[1, 16], acceptance="2.6@3")
+assert decision.fits and decision.best.concurrency in (1, 16)
+assert trtspec.inspect("{TARGET}").format == "nvfp4"
+for wrong in (lambda: trtspec.plan("{TARGET}", gpu="b999"), lambda: trtspec.lint("no-such-file.yml"),
+              lambda: trtspec.build_config("{TARGET}", draft_len=5), lambda: trtspec.inspect("nobody/nothing")):
+    try:
+        wrong()
+    except trtspec.TrtspecError:
+        continue
+    raise SystemExit("no error")
+assert not {{"torch", "transformers", "modelopt"}} & set(sys.modules)
+"""
+
+
+def notebook(script: str, *words: object) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", script, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+
+
+def test_every_verb_after_every_room(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", layers=7)
+    head = make_head(tmp_path / "head", target, draft_vocab=128)
+    done = notebook(EVERYTHING, target, head, tmp_path)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_the_torch_free_verbs_load_no_torch_and_print_nothing(tmp_path: Path) -> None:
+    done = notebook(LIGHT, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_no_verb_is_named_like_a_module() -> None:
+    names = {path.stem for path in (ROOT / "trtspec").iterdir()}
+    assert not names & set(trtspec.__all__)
+    assert set(trtspec.__all__) <= set(dir(trtspec))
+    with pytest.raises(AttributeError):
+        trtspec.no_such_verb  # noqa: B018
+
+
+def test_the_package_is_typed() -> None:
+    assert (ROOT / "trtspec" / "py.typed").is_file()
+
+
+# where a name of the command line is not one of the function's, and what of a command is for its output alone
+RENAMED = {"version": "trtllm_version", "experts_over": "ep_size", "spread_attention": "attention_dp"}
+OUTPUT_ONLY = {
+    "inspect": {"json_"},
+    "lint": {"files", "installed", "fix", "diff", "strict", "json_"},
+    "plan": {"output", "verbose", "force", "json_"},
+    "build_config": {"context_urls", "generation_urls", "format", "image", "output", "disaggregated", "dry_run",
+                     "force", "json_"},
+    "quantize": {"shard", "merge", "engine", "json_"},
+    "convert": {"json_"},
+}  # fmt: skip
+OF_THE_API = {"config", "options", "progress"}
+
+
+@pytest.mark.parametrize("verb", sorted(OUTPUT_ONLY))
+def test_a_verb_has_the_options_of_its_command_with_their_defaults(verb: str) -> None:
+    from tests.cli.test_matrix import record_of
+
+    parameters = inspect.signature(getattr(trtspec, verb)).parameters
+    declared = {RENAMED.get(item.name, item.name): item.default for item in fields(record_of(verb.replace("_", "-")))}
+    assert set(declared) - OUTPUT_ONLY[verb] == set(parameters) - OF_THE_API
+    for name in set(parameters) - OF_THE_API:
+        default = parameters[name].default
+        if default is not inspect.Parameter.empty and name != "concurrency":
+            assert default == declared[name], name
+
+
+def test_the_documented_example_runs() -> None:
+    text = (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8")
+    done = notebook(text.partition("```python\n")[2].partition("```")[0])
+    assert done.returncode == 0, done.stderr
