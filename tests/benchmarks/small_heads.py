@@ -20,7 +20,7 @@ from trtspec.heads.training import module as train
 from trtspec.heads.training.features import Features, compute_features, dumps_of, write_dumps
 from trtspec.heads.training.loop import Result, train_head
 from trtspec.heads.training.options import TrainOptions, new_head_spec
-from trtspec.heads.training.state import CurvePoint
+from trtspec.heads.training.state import CurvePoint, KeptState
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.weights import load_target
@@ -80,10 +80,9 @@ class Workshop:
         on_step: Callable[[CurvePoint], None] = lambda _: None,
     ) -> Result:  # fmt: skip
         """Trains in place on the shared states; goes on where a killed run in `work` was, refuses other options."""
-        return train_head(
-            module, self.features, options, work=work, curve_path=work / "training.jsonl", save_every=50,
-            fingerprint={"options": options.to_dict(), "samples": len(self.features.samples)}, on_step=on_step,
-        )  # fmt: skip
+        fingerprint = {"options": options.to_dict(), "samples": len(self.features.samples)}
+        kept = KeptState(work, work / "training.jsonl", fingerprint, save_every=50)
+        return train_head(module, self.features, options, kept, on_step=on_step)
 
     def acceptance(
         self, head: Eagle3Head, prompts: list[list[int]], draft_len: int, temperature: float, max_tokens: int

@@ -18,7 +18,7 @@ from trtspec.report import print_json, refuse_overwrite, say
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trtspec.heads.training.options import TrainingRecipe, TrainOptions
+    from trtspec.heads.training.options import FeatureSource, TrainingRecipe, TrainOptions
     from trtspec.heads.training.plan import TrainingPlan
     from trtspec.heads.training.processes import World
     from trtspec.heads.training.state import CurvePoint
@@ -37,7 +37,7 @@ class Run:
 
     target: str
     data: Path
-    features: str
+    features: FeatureSource
     init: Path | None
     output: Path
     device: str
@@ -175,10 +175,10 @@ def train(command: TrainCommand) -> None:
     run reproduces the same loss curve. At the end, the acceptance of the head is measured on held-out prompts in the
     reference engine. Under torchrun or accelerate launch, the processes share each batch.
     """
-    from trtspec.heads.training.options import WORK_NAME, read_recipe
+    from trtspec.heads.training.options import WORK_NAME, feature_source, read_recipe
 
     recipe = read_recipe(command.config)
-    features = command.features or recipe.features
+    features = feature_source(command.features or recipe.features)
     narrow(command, _mode(command, features), MODES, selecting=("dry_run",))
     if command.steps is not None:
         refuse_unused(command, ["epochs"], "with --steps, which replaces it")
@@ -213,11 +213,10 @@ def train(command: TrainCommand) -> None:
         _show(command.output, record)
 
 
-def _mode(command: TrainCommand, features: str) -> Mode:
+def _mode(command: TrainCommand, features: FeatureSource) -> Mode:
     if command.dry_run:
         return FORECAST
-    apart = features.partition(":")[0] in ("stream", "http", "https")
-    return WITHOUT_LAYERS if apart else WITH_LAYERS
+    return WITH_LAYERS if features.needs_layers else WITHOUT_LAYERS
 
 
 def _options(command: TrainCommand) -> TrainOptions:
@@ -308,6 +307,7 @@ def _train_and_measure(
     run: Run, target_dir: Path, plan: TrainingPlan, options: TrainOptions, world: World
 ) -> dict[str, Any]:
     from trtspec.cli.train_measure import measure_acceptance
+    from trtspec.heads.training.options import TrainingRun
     from trtspec.heads.training.run import run_training
     from trtspec.heads.training.state import write_record
     from trtspec.progress import progress_bar
@@ -321,10 +321,8 @@ def _train_and_measure(
         text = "--acceptance-prompts is not used where the target does not fit in memory beside its dumps"
         raise UsageError(text, "leave it out, serve both, then run `trtspec bench`")
     with progress_bar("training", plan.steps, "steps") as bar:
-        record = run_training(
-            target_dir, model, plan, options, run.output, data=run.data, init=run.init, save_every=run.save_every,
-            device=run.device, on_step=_shown(bar.advance), world=world,
-        )  # fmt: skip
+        work = TrainingRun(target_dir, run.data, run.output, run.init, run.save_every, run.device)
+        record = run_training(work, model, plan, options, on_step=_shown(bar.advance), world=world)
     if not whole and run.acceptance_prompts:
         say("Acceptance is not measured without the target's layers; serve both, then run `trtspec bench`")
     elif record and run.acceptance_prompts and record["held_out"]:
@@ -340,15 +338,13 @@ def _target(target_dir: Path, plan: TrainingPlan, dtype: Any, device: str) -> tu
     another way: streamed, from a server, or from dumps of a target that does not fit."""
     import psutil
 
-    from trtspec.heads.training.features_server import is_served
-    from trtspec.heads.training.features_stream import is_streamed
     from trtspec.heads.training.plan import MEMORY_SHARE
     from trtspec.models.stream import LayerStream
     from trtspec.models.weights import load_target
 
     stored = sum(path.stat().st_size for path in target_dir.glob("*.safetensors"))
     large = stored > MEMORY_SHARE * psutil.virtual_memory().available
-    apart = is_streamed(plan.features) or is_served(plan.features) or (large and plan.dumped is not None)
+    apart = not plan.features.needs_layers or (large and plan.dumped is not None)
     if not apart:
         return load_target(target_dir, dtype=dtype, device=device), True
     with LayerStream(target_dir, dtype=dtype, device=device) as stream:

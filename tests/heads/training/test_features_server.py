@@ -22,8 +22,8 @@ from trtspec.errors import MissingDependency, TrtspecError
 from trtspec.heads.training import features_server
 from trtspec.heads.training import module as train
 from trtspec.heads.training.features import compute_features
-from trtspec.heads.training.features_server import is_served, served_model
-from trtspec.heads.training.options import TrainOptions
+from trtspec.heads.training.features_server import served_model
+from trtspec.heads.training.options import InMemory, Served, TrainingRun, TrainOptions, feature_source
 from trtspec.heads.training.plan import TrainingPlan, make_plan
 from trtspec.heads.training.processes import World
 from trtspec.heads.training.run import _features, run_training
@@ -74,7 +74,7 @@ def model(target_dir):
 
 @pytest.fixture(scope="module")
 def plan(target_dir, data, model) -> TrainingPlan:
-    return make_plan(target_dir, model.spec, data, OPTIONS, "memory")
+    return make_plan(target_dir, model.spec, data, OPTIONS, InMemory())
 
 
 def captured(model, plan: TrainingPlan) -> str:
@@ -83,7 +83,7 @@ def captured(model, plan: TrainingPlan) -> str:
 
 
 def losses(target_dir, model, plan, data, output: Path, **more) -> list[float]:
-    run_training(target_dir, model, plan, OPTIONS, output, data=data, save_every=1, **more)
+    run_training(TrainingRun(target_dir, data, output, save_every=1), model, plan, OPTIONS, **more)
     return [
         row["loss"] for row in map(json.loads, (output / "training.jsonl").read_text().splitlines()) if "loss" in row
     ]
@@ -101,7 +101,7 @@ def one_by_one(model, plan: TrainingPlan) -> dict[str, tuple[torch.Tensor, torch
 def test_states_and_losses_are_those_of_the_target_in_memory(tmp_path, target_dir, data, model, plan, dtype, apart):
     """A server that sends bf16, as vLLM does, has rounded the last state before its norm; nothing else differs."""
     with serving(target_dir, captured(model, plan), dtype) as (url, _):
-        served = replace(plan, features=url)
+        served = replace(plan, features=feature_source(url))
         with closing(_features(target_dir, model, served, OPTIONS, tmp_path, World())) as features:
             unequal = 0.0
             for index, (hidden, aux) in enumerate(one_by_one(model, plan).values()):
@@ -131,11 +131,11 @@ def test_a_server_that_goes_away_is_named_and_the_run_goes_on(tmp_path, target_d
                 process.kill()
 
         with pytest.raises(TrtspecError, match=r"TS-FEATURES-SERVER .* in 5 attempts"):
-            losses(target_dir, model, replace(plan, features=url), data, tmp_path / "cut", on_step=kill)
+            losses(target_dir, model, replace(plan, features=feature_source(url)), data, tmp_path / "cut", on_step=kill)
     with pytest.raises(TrtspecError, match="does not name its model"):
-        losses(target_dir, model, replace(plan, features=url), data, tmp_path / "cut")
+        losses(target_dir, model, replace(plan, features=feature_source(url)), data, tmp_path / "cut")
     with serving(target_dir, layers, "float32") as (url, _):
-        ours = losses(target_dir, model, replace(plan, features=url), data, tmp_path / "cut")
+        ours = losses(target_dir, model, replace(plan, features=feature_source(url)), data, tmp_path / "cut")
     assert max(abs(a - b) for a, b in zip(ours, memory, strict=True)) < 1e-2
 
 
@@ -143,13 +143,14 @@ def test_a_server_that_goes_away_is_named_and_the_run_goes_on(tmp_path, target_d
 @pytest.mark.slow
 def test_a_server_that_captures_other_layers_is_refused(tmp_path, target_dir, data, model, plan):
     with serving(target_dir, "1,7", "bfloat16") as (url, _):
-        served = _features(target_dir, model, replace(plan, features=url), OPTIONS, tmp_path, World())
+        run = TrainingRun(target_dir, tmp_path / "data", tmp_path)
+        served = _features(run, model, replace(plan, features=feature_source(url)), OPTIONS, World())
         with closing(served) as features, pytest.raises(TrtspecError, match="captured .* wanted"):
             features.states(0)
 
 
 def test_urls_are_told_from_directories(tmp_path):
-    assert is_served("http://a:8000,http://b:8000") and not is_served("stream") and not is_served(str(tmp_path))
+    assert feature_source("http://a:8000, http://b:8000/") == Served(("http://a:8000", "http://b:8000"))
     with pytest.raises(TrtspecError, match="does not name its model"):
         served_model(f"http://127.0.0.1:{free_port()}")
 

@@ -12,7 +12,7 @@ from trtspec.checkpoint.hub import resolve
 from trtspec.data_files import gpu_spec
 from trtspec.errors import UsageError
 from trtspec.heads.training.forecast import forecast, forward_flops
-from trtspec.heads.training.options import TrainingRecipe, read_options, read_recipe
+from trtspec.heads.training.options import InMemory, TrainingRecipe, feature_source, read_options, read_recipe
 from trtspec.heads.training.plan import plan_without_data
 
 RECIPES = sorted((Path(__file__).parents[3] / "configs" / "train").glob("*.yaml"))
@@ -22,7 +22,7 @@ def forecast_of(path: Path) -> tuple[dict, dict]:
     recipe, options = read_recipe(path), read_options(path, {})
     resolved = resolve(recipe.target, allow_download=False)
     spec = resolved.target_spec()
-    plan = plan_without_data(spec, options, recipe, Path(recipe.data), recipe.features)
+    plan = plan_without_data(spec, options, recipe, Path(recipe.data), feature_source(recipe.features))
     return plan.to_dict(), forecast(plan, spec, options, resolved.known["bytes"], gpu_spec("b200"), recipe.target)
 
 
@@ -53,4 +53,4 @@ def test_the_active_weights_are_the_published_32_billion():
 def test_without_counts_a_target_elsewhere_cannot_be_reckoned():
     spec = resolve("moonshotai/Kimi-K2.5", allow_download=False).target_spec()
     with pytest.raises(UsageError, match="cannot be counted"):
-        plan_without_data(spec, read_options(None, {}), TrainingRecipe(), Path("answers.jsonl"), "auto")
+        plan_without_data(spec, read_options(None, {}), TrainingRecipe(), Path("answers.jsonl"), InMemory())

@@ -17,10 +17,19 @@ import torch
 from trtspec.errors import TrtspecError
 from trtspec.heads.training import module as train
 from trtspec.heads.training.features import Features, compute_features, empty_features
-from trtspec.heads.training.features_stream import StreamedFeatures, chunks_in_order, is_streamed, stream_features
+from trtspec.heads.training.features_stream import StreamedFeatures, chunks_in_order, stream_features
 from trtspec.heads.training.loop import train_head
-from trtspec.heads.training.options import TrainOptions
+from trtspec.heads.training.options import (
+    Dumped,
+    FeatureSource,
+    InMemory,
+    Served,
+    Streamed,
+    TrainOptions,
+    feature_source,
+)
 from trtspec.heads.training.plan import TrainingPlan, make_plan
+from trtspec.heads.training.state import KeptState
 from trtspec.models.stream import LayerStream
 from trtspec.models.weights import load_target
 
@@ -37,7 +46,7 @@ def stream(target_dir):
 
 @pytest.fixture(scope="module")
 def plan(target_dir, data, stream) -> TrainingPlan:
-    return make_plan(target_dir, stream.spec, data, OPTIONS, "stream")
+    return make_plan(target_dir, stream.spec, data, OPTIONS, Streamed())
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +96,8 @@ def losses(
         if point.step == stop:
             raise KeyboardInterrupt
 
-    where = {"work": directory / "work", "curve_path": directory / "curve.jsonl", "fingerprint": {}, "save_every": 1}
-    train_head(module, features, options, on_step=on_step, **where)
+    kept = KeptState(directory / "work", directory / "curve.jsonl", {}, save_every=1)
+    train_head(module, features, options, kept, on_step=on_step)
     return [json.loads(line) for line in (directory / "curve.jsonl").read_text().splitlines()]
 
 
@@ -128,7 +137,20 @@ def test_several_epochs_keep_every_chunk(tmp_path, stream, plan):
 def test_another_target_never_gets_these_chunks(tmp_path, stream, plan):
     one, other = (stream_features(stream, plan, OPTIONS, tmp_path, name) for name in ("one", "other"))
     assert isinstance(one, StreamedFeatures) and one.path(0) != other.path(0)
-    assert is_streamed("stream") and is_streamed("stream:/data") and not is_streamed("streams")
+
+
+@pytest.mark.parametrize(
+    ("text", "source"),
+    [
+        ("auto", InMemory(bounded=True)), ("memory", InMemory()), ("stream", Streamed()),
+        ("streams", Dumped(Path("streams"))),
+        ("stream:/data", Streamed(Path("/data"))), ("/dumps", Dumped(Path("/dumps"))),
+        ("http://a:8000,https://b", Served(("http://a:8000", "https://b"))),
+    ],
+)  # fmt: skip
+def test_what_features_names(text: str, source: FeatureSource) -> None:
+    assert feature_source(text) == source
+    assert str(source) == text
 
 
 def test_chunks_follow_the_first_epoch(plan, stream):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.heads.training.loop import learning_rate
-from trtspec.heads.training.options import TrainOptions
+from trtspec.heads.training.options import InMemory, TrainingRun, TrainOptions
 from trtspec.heads.training.plan import make_plan
 from trtspec.heads.training.run import run_training
 from trtspec.models.head_weights import load_head
@@ -35,10 +35,11 @@ train_once(target, data, output, OPTIONS)
 """
 
 
-def train_once(target_dir: Path, data: Path, output: Path, options: TrainOptions, **more):
+def train_once(target_dir: Path, data: Path, output: Path, options: TrainOptions, init: Path | None = None, **more):
     model = load_target(target_dir, dtype=torch.float32)
-    plan = make_plan(target_dir, model.spec, data, options, "memory")
-    return run_training(target_dir, model, plan, options, output, data=data, save_every=2, **more)
+    plan = make_plan(target_dir, model.spec, data, options, InMemory())
+    run = TrainingRun(target_dir, data, output, init, save_every=2)
+    return run_training(run, model, plan, options, **more)
 
 
 def curve(path: Path) -> list[dict]:

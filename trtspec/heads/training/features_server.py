@@ -28,15 +28,6 @@ ATTEMPTS = 5
 PATIENCE = 1.0  # seconds before the second attempt, doubled before each further one
 
 
-def is_served(features: str) -> bool:
-    """Whether `--features` names servers: one URL, or several with commas between."""
-    return features.startswith(("http://", "https://"))
-
-
-def server_urls(features: str) -> list[str]:
-    return [url.strip().rstrip("/") for url in features.split(",")]
-
-
 def served_model(url: str) -> str:
     """The name under which the server knows its model; TrtspecError when it does not answer."""
     try:

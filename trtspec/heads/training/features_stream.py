@@ -26,20 +26,14 @@ from trtspec.heads.data.samples import Sample
 from trtspec.heads.training.batches import batches_of_epoch, split_held_out
 from trtspec.heads.training.features import Features, bytes_per_token, padded, similar_length
 from trtspec.heads.training.loop import MAX_HELD_OUT
-from trtspec.heads.training.options import TrainOptions
+from trtspec.heads.training.options import Streamed, TrainOptions
 from trtspec.heads.training.plan import TrainingPlan, steps_of
 from trtspec.models.stream import LayerStream, States
 from trtspec.report import say
 from trtspec.specs import ModelSpec
 
-STREAM = "stream"
 CHUNK_BYTES = 256 * 2**30
 DISK_SHARE = 0.3  # of the free disk that a chunk may take: there are two, and the hidden states while one is made
-
-
-def is_streamed(features: str) -> bool:
-    """Whether `--features` names this way: `stream`, or `stream:DIR` to keep the files in DIR."""
-    return features.partition(":")[0] == STREAM
 
 
 @dataclass
@@ -154,12 +148,13 @@ def stream_features(
     *,
     chunk_bytes: float | None = None,
 ) -> StreamedFeatures:
-    """The features of a run whose `--features` is `stream` or `stream:DIR`; computes nothing yet.
+    """The features of a streamed run; computes nothing yet.
 
-    `target` is the digest of the target's weights. Without DIR the chunks are in `work` and go with it.
+    `target` is the digest of the target's weights. Without a directory of their own the chunks are in `work` and go
+    with it.
     """
-    _, _, place = plan.features.partition(":")
-    directory = Path(place) if place else work / "features"
+    place = plan.features.directory if isinstance(plan.features, Streamed) else None
+    directory = place or work / "features"
     layers = tuple(sorted(plan.spec.aux_layers or stream.spec.default_aux_layers))
     if chunk_bytes is None:
         existing = next(path for path in (directory.resolve(), *directory.resolve().parents) if path.exists())

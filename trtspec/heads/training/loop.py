@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from trtspec.heads.training.module import Objective, TrainingModule, head_parame
 from trtspec.heads.training.options import TrainOptions
 from trtspec.heads.training.plan import steps_of
 from trtspec.heads.training.processes import World
-from trtspec.heads.training.state import Curve, CurvePoint, load_state, save_state, state_tensors
+from trtspec.heads.training.state import Curve, CurvePoint, KeptState, load_state, save_state, state_tensors
 
 EVALUATIONS = 10  # held-out points of the learning curve
 MAX_HELD_OUT = 64  # sequences per evaluation
@@ -41,23 +40,20 @@ def train_head(
     model: TrainingModule,
     features: Features,
     options: TrainOptions,
+    kept: KeptState,
     *,
-    work: Path,
-    curve_path: Path,
-    fingerprint: dict[str, Any],
-    save_every: int = 100,
     on_step: Callable[[CurvePoint], None] = lambda _: None,
     world: World = ALONE,
 ) -> Result:
-    """Trains in place. The state is saved to `work` every `save_every` steps; a rerun goes on from there and its curve
+    """Trains in place. The state is saved as `kept` says; a rerun goes on from there and its curve
     is that of an uninterrupted run. Raises TrtspecError when the loss stops being a number."""
     train, held = split_held_out([s.id for s in features.samples], options.held_out, options.seed)
     total = steps_of(len(train), options)
     every = max(1, total // EVALUATIONS)
     stepper = Stepper(model, features, options, total, world)
-    done, position = load_state(work, stepper.parameters, stepper.optimizer, fingerprint)
+    done, position = load_state(kept.work, stepper.parameters, stepper.optimizer, kept.fingerprint)
     world.wait()  # nobody saves before everybody has read
-    curve = Curve(curve_path, position) if world.main else None
+    curve = Curve(kept.curve, position) if world.main else None
     result = Result(total, 0, 0.0, held_out_ids=[features.samples[index].id for index in held])
     began = time.monotonic()
     plan = list(_plan([len(s.tokens) for s in features.samples], train, options, total))[done:]
@@ -72,10 +68,10 @@ def train_head(
             point.held_out = stepper.evaluate(held[:MAX_HELD_OUT])
         if curve:
             curve.add(point, tokens)
-        if step % save_every == 0 or step == total:
+        if step % kept.save_every == 0 or step == total:
             tensors = world.whole(state_tensors(stepper.parameters, stepper.optimizer))
             if curve:
-                save_state(work, tensors, step, curve.position, fingerprint)
+                save_state(kept.work, tensors, step, curve.position, kept.fingerprint)
         on_step(point)
     if curve:
         curve.close()

@@ -167,7 +167,7 @@ def _norm_states(norms: nn.ModuleList, aux: torch.Tensor) -> torch.Tensor:
     return torch.cat([norm(part.float()).to(part.dtype) for norm, part in zip(norms, parts, strict=True)], -1)
 
 
-def state_client(urls: list[str], model: str, longest: int) -> Callable[[Sample], torch.Tensor | None]:
+def state_client(urls: tuple[str, ...], model: str, longest: int) -> Callable[[Sample], torch.Tensor | None]:
     """ModelOpt's client of a server that streams its states. Each thread needs its own.
 
     The function returned gives a sample's captured planes [S, layers + 1, H], None when the server dropped them; raises
@@ -181,7 +181,7 @@ def state_client(urls: list[str], model: str, longest: int) -> Callable[[Sample]
         raise MissingDependency(
             f"states from a server come over NIXL ({missing})", "install it: pip install nixl"
         ) from None
-    config = streaming.EagleVllmStreamingConfig(server_urls=urls, model=model, max_seq_len=longest)
+    config = streaming.EagleVllmStreamingConfig(server_urls=list(urls), model=model, max_seq_len=longest)
     with _silence():
         dataset = streaming.EagleVllmStreamingDataset([{}], tokenizer=None, config=config)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trtspec.checkpoint.heads.dialects import DEFAULT
 from trtspec.errors import UsageError
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # of --config's `precision`
+STREAM = "stream"
 WORK_NAME = ".trtspec"  # in the output directory, while a run is not finished
 MAX_KV_HEADS = 8  # of a new MHA head: splits over 8 GPUs, an eighth of the KV cache of 64 heads
 PEAK_LR_TIMES_WIDTH = 0.5  # the learning rate falls with width: 2e-3 at 256, 7e-5 at Kimi's 7168
@@ -91,6 +92,86 @@ class TrainOptions:
                     f"{name} is {getattr(self, name)!r}, it must be {allowed}", f"pass --{name.replace('_', '-')}"
                 )
         return self
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """The target computes its states beside the head, and they stay in memory. `bounded` refuses too many of them."""
+
+    bounded: bool = False
+    needs_layers: ClassVar = True
+
+    def __str__(self) -> str:
+        return "auto" if self.bounded else "memory"
+
+
+@dataclass(frozen=True)
+class Dumped:
+    """The states lie in a directory, or will once the target has computed them."""
+
+    directory: Path
+    needs_layers: ClassVar = True
+
+    def __str__(self) -> str:
+        return str(self.directory)
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """The target runs one decoder layer at a time over chunks of samples, kept in `directory` where one is named."""
+
+    directory: Path | None = None
+    needs_layers: ClassVar = False
+
+    def __str__(self) -> str:
+        return f"{STREAM}:{self.directory}" if self.directory else STREAM
+
+
+@dataclass(frozen=True)
+class Served:
+    """Live servers hand over the states while the head trains."""
+
+    urls: tuple[str, ...]
+    needs_layers: ClassVar = False
+
+    def __str__(self) -> str:
+        return ",".join(self.urls)
+
+
+FeatureSource = InMemory | Dumped | Streamed | Served
+
+
+def feature_source(text: str) -> FeatureSource:
+    """What `--features` names: auto, memory, a directory, `stream`, `stream:DIR`, or URLs with commas between."""
+    if text in ("auto", "memory"):
+        return InMemory(bounded=text == "auto")
+    if text.startswith(("http://", "https://")):
+        return Served(tuple(url.strip().rstrip("/") for url in text.split(",")))
+    way, _, place = text.partition(":")
+    if way == STREAM:
+        return Streamed(Path(place) if place else None)
+    return Dumped(Path(text))
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """What is trained on what and where it goes: all that the options do not say. `init`: a head to start from."""
+
+    target_dir: Path
+    data: Path
+    output: Path
+    init: Path | None = None
+    save_every: int = 100
+    device: str = "cpu"
+
+    @property
+    def work(self) -> Path:
+        """The state of the run while it is not finished."""
+        return self.output / WORK_NAME
+
+    @property
+    def curve(self) -> Path:
+        return self.output / "training.jsonl"
 
 
 @dataclass(frozen=True)

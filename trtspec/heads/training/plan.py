@@ -16,7 +16,14 @@ from trtspec.errors import UsageError
 from trtspec.heads.data.samples import Sample, read_samples
 from trtspec.heads.training.batches import split_held_out
 from trtspec.heads.training.features import Features, all_dumps, bytes_per_token, find_dumps
-from trtspec.heads.training.options import TrainingRecipe, TrainOptions, new_head_spec
+from trtspec.heads.training.options import (
+    Dumped,
+    FeatureSource,
+    InMemory,
+    TrainingRecipe,
+    TrainOptions,
+    new_head_spec,
+)
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.specs import HeadSpec, ModelSpec
 
@@ -34,7 +41,7 @@ class TrainingPlan:
     steps: int
     parameters: int
     feature_bytes: int
-    features: str  # "memory" or a directory
+    features: FeatureSource
     counted: int | None = None  # samples of a plan made without the data
     dumped: Features | None = None  # the states, where a directory holds them already
 
@@ -49,35 +56,38 @@ class TrainingPlan:
             "steps": self.steps,
             "parameters": self.parameters,
             "feature_bytes": self.feature_bytes,
-            "features": self.features,
+            "features": str(self.features),
         }
 
 
-def make_plan(target_dir: Path, target: ModelSpec, data: Path, options: TrainOptions, features: str) -> TrainingPlan:
+def make_plan(
+    target_dir: Path, target: ModelSpec, data: Path, options: TrainOptions, features: FeatureSource
+) -> TrainingPlan:
     """Reads and tokenizes the data and sizes everything. `data` may be a directory of ModelOpt dumps."""
     spec = _head_spec(target, options)
     dumped: Features | None
     if data.is_dir():
-        dumped, features = all_dumps(data, target, spec.num_aux), str(data)
+        dumped, features = all_dumps(data, target, spec.num_aux), Dumped(data)
         samples = dumped.samples
     else:
         samples = read_samples(data, KimiTokenizer(target_dir), options.seq_len)
-        named = features not in ("auto", "memory")
-        dumped = find_dumps(samples, Path(features), target, spec.num_aux) if named else None
+        named = features.directory if isinstance(features, Dumped) else None
+        dumped = find_dumps(samples, named, target, spec.num_aux) if named else None
     tokens = sum(len(sample.tokens) for sample in samples)
     size = tokens * bytes_per_token(target, spec.num_aux)
-    if features == "auto" and size > MEMORY_SHARE * psutil.virtual_memory().available:
+    bounded = isinstance(features, InMemory) and features.bounded
+    if bounded and size > MEMORY_SHARE * psutil.virtual_memory().available:
         raise UsageError(
             f"the states of {tokens:,} tokens take {size / 2**30:.1f} GiB, more than half of the free memory",
             "pass --features DIR to keep them on disk, or less data",
         )
-    where = "memory" if features == "auto" else features
+    where = InMemory() if bounded else features
     steps = steps_of(_training_samples(samples, options), options)
     return TrainingPlan(spec, samples, tokens, steps, _count(spec), size, where, dumped=dumped)
 
 
 def plan_without_data(
-    target: ModelSpec, options: TrainOptions, recipe: TrainingRecipe, data: Path, features: str
+    target: ModelSpec, options: TrainOptions, recipe: TrainingRecipe, data: Path, features: FeatureSource
 ) -> TrainingPlan:
     """The sizes of a run whose target or data are not on this machine, from the recipe's counts; `samples` stays
     empty. UsageError when the recipe does not tell them."""

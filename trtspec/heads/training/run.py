@@ -20,13 +20,13 @@ from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.heads.data.samples import Sample, coverage, draft_vocabulary
 from trtspec.heads.training import module as train
 from trtspec.heads.training.features import Features, compute_features, empty_features, write_dumps
-from trtspec.heads.training.features_server import ServedFeatures, is_served, served_model, server_urls
-from trtspec.heads.training.features_stream import is_streamed, refuse_several, stream_features
+from trtspec.heads.training.features_server import ServedFeatures, served_model
+from trtspec.heads.training.features_stream import refuse_several, stream_features
 from trtspec.heads.training.loop import ALONE, Result, train_head
-from trtspec.heads.training.options import WORK_NAME, TrainOptions
+from trtspec.heads.training.options import Dumped, Served, Streamed, TrainingRun, TrainOptions
 from trtspec.heads.training.plan import TrainingPlan
 from trtspec.heads.training.processes import World
-from trtspec.heads.training.state import CurvePoint, write_head, write_record
+from trtspec.heads.training.state import CurvePoint, KeptState, write_head, write_record
 from trtspec.models.stream import LayerStream
 from trtspec.progress import progress_bar
 from trtspec.report import file_sha256, provenance
@@ -42,8 +42,8 @@ def gather_features(model: KimiModel, plan: TrainingPlan, world: World = ALONE) 
         return plan.dumped
     with progress_bar("states of the target", plan.tokens / world.size, "tokens") as bar:
         features = _compute_together(model, plan.samples, plan.spec.aux_layers or (), bar.advance, world)
-    if plan.features != "memory" and world.main:
-        write_dumps(features, Path(plan.features))
+    if isinstance(plan.features, Dumped) and world.main:
+        write_dumps(features, plan.features.directory)
     return features
 
 
@@ -66,69 +66,59 @@ def _compute_together(
 
 
 def run_training(
-    target_dir: Path,
+    run: TrainingRun,
     model: KimiModel,
     plan: TrainingPlan,
     options: TrainOptions,
-    output: Path,
     *,
-    data: Path,
-    init: Path | None = None,
-    save_every: int = 100,
-    device: str = "cpu",
     on_step: Callable[[CurvePoint], None] = lambda _: None,
     world: World = ALONE,
 ) -> dict[str, Any]:
-    """Trains and writes the head to `output`; returns its provenance record, `held_out` (sample ids) included.
+    """Trains and writes the head to the run's output; returns its provenance record, `held_out` (sample ids) included.
 
     An interrupted run continues from its last saved state when called again with the same arguments. In a group of
-    processes all train and the main one writes. With `--features stream` the model may lack its decoder layers.
+    processes all train and the main one writes. With streamed or served states the model may lack its decoder layers.
     """
-    options = options.for_device(device)
-    work, curve = output / WORK_NAME, output / "training.jsonl"
+    options = options.for_device(run.device)
     ids = _draft_ids(plan, options, model.spec)
     module = _fresh_module(plan.spec, model, options, ids, world)
-    if init is not None:
-        train.load_head_tensors(module, initial_tensors(init))
-    source = _source(target_dir, plan.samples, init)
-    with closing(_features(target_dir, model, plan, options, work, world)) as features:
-        result = train_head(
-            module, features, options, work=work, curve_path=curve, save_every=save_every, on_step=on_step,
-            fingerprint={"options": options.to_dict(), **source}, world=world,
-        )  # fmt: skip
+    if run.init is not None:
+        train.load_head_tensors(module, initial_tensors(run.init))
+    source = _source(run.target_dir, plan.samples, run.init)
+    kept = KeptState(run.work, run.curve, {"options": options.to_dict(), **source}, run.save_every)
+    with closing(_features(run, model, plan, options, world)) as features:
+        result = train_head(module, features, options, kept, on_step=on_step, world=world)
     tensors = train.head_tensors(module, whole=world.whole)
     if not world.main:
         return {}
-    write_head(output, tensors, plan.spec, model.spec)
-    training = _summary_of_run(curve, plan, options, result, ids) | {
+    write_head(run.output, tensors, plan.spec, model.spec)
+    training = _summary_of_run(run.curve, plan, options, result, ids) | {
         "processes": world.size, "sharded": world.sharded
     }  # fmt: skip
-    named = {"target": target_dir.name, "data": data.name}
+    named = {"target": run.target_dir.name, "data": run.data.name}
     record = provenance(
         "train", named | _renamed(source), options.to_dict(),
         parameters=plan.parameters, training=training, held_out=result.held_out_ids,
     )  # fmt: skip
-    write_record(output, plan.spec, record)
-    shutil.rmtree(work, ignore_errors=True)
+    write_record(run.output, plan.spec, record)
+    shutil.rmtree(run.work, ignore_errors=True)
     return record
 
 
-def _features(
-    target_dir: Path, model: KimiModel, plan: TrainingPlan, options: TrainOptions, work: Path, world: World
-) -> Features:
+def _features(run: TrainingRun, model: KimiModel, plan: TrainingPlan, options: TrainOptions, world: World) -> Features:
     """The states of all samples, or a promise of them: a stream makes, a server sends them while training."""
-    if is_served(plan.features):
-        urls = server_urls(plan.features)
-        longest = max(len(sample.tokens) for sample in plan.samples)
-        client = partial(train.state_client, urls, served_model(urls[0]), longest)
-        client()  # what is missing is missed before the run begins
-        return ServedFeatures(plan.samples, model.spec, plan.spec.num_aux, model.norm, client)
-    if not is_streamed(plan.features):
-        return gather_features(model, plan, world)
-    refuse_several(world.size)
-    where = {"device": str(model.embed.weight.device), "threads": min(8, torch.get_num_threads())}
-    stream = LayerStream(target_dir, dtype=model.dtype, **where)  # type: ignore[arg-type]
-    return stream_features(stream, plan, options, work, _target_digest(target_dir))
+    match plan.features:
+        case Served(urls):
+            longest = max(len(sample.tokens) for sample in plan.samples)
+            client = partial(train.state_client, urls, served_model(urls[0]), longest)
+            client()  # what is missing is missed before the run begins
+            return ServedFeatures(plan.samples, model.spec, plan.spec.num_aux, model.norm, client)
+        case Streamed():
+            refuse_several(world.size)
+            where = {"device": str(model.embed.weight.device), "threads": min(8, torch.get_num_threads())}
+            stream = LayerStream(run.target_dir, dtype=model.dtype, **where)  # type: ignore[arg-type]
+            return stream_features(stream, plan, options, run.work, _target_digest(run.target_dir))
+    return gather_features(model, plan, world)
 
 
 def _source(target_dir: Path, samples: list[Sample], init: Path | None) -> dict[str, Any]:

@@ -38,6 +38,16 @@ class CurvePoint:
     held_out: dict[str, Any] | None = None  # the evaluation after this step, when one is due
 
 
+@dataclass(frozen=True)
+class KeptState:
+    """Where a run is kept while it goes on, how often, and what a run that goes on must have been begun with."""
+
+    work: Path
+    curve: Path
+    fingerprint: dict[str, Any]
+    save_every: int = 100
+
+
 class Curve:
     """training.jsonl: one line per step. `position` is what the saved state counts as written.
 
