@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from trtspec.checkpoint.known import known
+from trtspec.planning.routes import format_refusal
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.lint.finding import Deployment, Finding
 from trtspec.trtllm.releases import family
@@ -36,11 +37,10 @@ def capability(gpu: str) -> tuple[int, int]:
 
 def _gpu(document: Document, deployment: Deployment, gpu: str) -> Iterator[Finding]:
     found = capability(gpu)
-    if deployment.target is not None and deployment.target.quant.format.is_fp4 and found < BLACKWELL:
-        message = (
-            f"compute capability {gpu} has no FP4 tensor cores; this engine runs NVFP4 weights from 10.0 (B200) on"
-        )
-        yield _at(document, "TS-LINT-GPU-NVFP4", "error", "", message, "serve on Blackwell, or an FP8 checkpoint here")
+    if deployment.target is not None and deployment.target.quant.format.is_fp4:
+        refused = format_refusal(deployment.target, gpu)
+        if refused is not None:
+            yield _at(document, "TS-LINT-GPU-NVFP4", "error", "", refused.message, refused.remedy)
     if found[0] == WORKSTATION and method_of(document) is eagle3():
         message = f"Eagle3 heads on compute capability {gpu} answered gibberish (TensorRT-LLM issue 11125, 1.2.0rc8)"
         remedy = "use B200, GB200, B300 or GB300, or no head"

@@ -8,6 +8,7 @@ from typing import Any
 
 from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.known import known, same_checkpoint
+from trtspec.planning.routes import format_refusal
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 from trtspec.trtllm.lint.finding import Deployment, Finding
@@ -61,9 +62,9 @@ def _target_gates(document: Document, deployment: Deployment, target: ModelSpec)
             yield from _gated(document, deployment, "kimi_k25_guided", "TS-LINT-GUIDED-KIMI", key, remedy)
     if target.quant.format.is_fp4:
         yield from _gated(document, deployment, "kimi_nvfp4", "TS-LINT-MODEL-TOO-NEW", "")
-    if target.quant.format.is_grouped_integer:
-        message = "TensorRT-LLM does not load Kimi's native INT4 weights (reported for 1.2.0rc5; no later support seen)"
-        yield _at(document, "TS-LINT-INT4-TARGET", "error", "", message, "run `trtspec quantize` to NVFP4")
+    refused = format_refusal(target, deployment.gpu) if target.quant.format.is_grouped_integer else None
+    if refused is not None:
+        yield _at(document, "TS-LINT-INT4-TARGET", "error", "", refused.message, refused.remedy)
     if target.quant.format.is_fp4 and not any("self_attn" in item for item in target.quant.exclude):
         message = "the checkpoint quantizes attention; kv_b_proj in NVFP4 crashes the loader"
         yield _at(document, "TS-LINT-ATTENTION-QUANTIZED", "error", "", message, "quantize with a published policy")
