@@ -68,7 +68,7 @@ FILE_TRAPS = [
     ("TS-LINT-REMOVED-KEY", "sampler_type: auto\n", NEW),
     ("TS-LINT-REMOVED-KEY", "pytorch_backend_config: {use_cuda_graph: true}\n", MID),
     ("TS-LINT-KEY-UNCERTAIN", "env_overrides: {A: b}\n", OLD),
-    ("TS-LINT-KEY-UNCERTAIN", "gms_config: {somewhere: 1}\n", MID),
+    ("TS-LINT-KEY-UNCERTAIN", "sparse_attention_config: {somewhere: 1}\n", OLD),
     ("TS-LINT-VERSION-UNCERTAIN", "telemetry_config: {disabled: true}\n", "1.3.0rc9"),
     ("TS-LINT-VERSION-NEWER", GOOD, "2.0.0"),
     ("TS-LINT-BAD-VALUE", "moe_config: {backend: WIDEEP}\n", NEW),

@@ -99,7 +99,6 @@ def test_a_schedule_is_judged_as_the_engine_reads_it(version: str, schedule: Any
         ({"use_dynamic_tree": True}, "TS-LINT-COMBINATION"),
         ({"use_dynamic_tree": "yes"}, "TS-LINT-COMBINATION"),
         ({"use_dynamic_tree": True, "dynamic_tree_max_topK": 0}, "TS-LINT-OUT-OF-RANGE"),
-        ({"dynamic_tree_max_topK": 2}, "TS-LINT-DYNAMIC-TREE"),  # a width switches the tree on
         ({"eagle_choices": [[0]], "use_dynamic_tree": True, "dynamic_tree_max_topK": 2}, "TS-LINT-EXCLUSIVE-KEYS"),
     ],
 )
@@ -108,6 +107,19 @@ def test_trees_follow_the_validators(spec: dict[str, Any], refused: str) -> None
     judged = {"TS-LINT-COMBINATION", "TS-LINT-OUT-OF-RANGE", "TS-LINT-EXCLUSIVE-KEYS"} & set(codes)
     assert refused in codes if refused else not judged
     assert "TS-LINT-DYNAMIC-TREE" in codes
+
+
+def test_a_width_alone_switches_a_tree_on_in_the_older_line() -> None:
+    assert "TS-LINT-DYNAMIC-TREE" in found(MID, target=False, **EAGLE, dynamic_tree_max_topK=2)
+    assert "TS-LINT-DYNAMIC-TREE" not in found(NEW, target=False, **EAGLE, dynamic_tree_max_topK=2)
+
+
+@pytest.mark.parametrize(
+    ("choices", "refused"), [([[0], [0, 0]], False), ([[0], [1, 0]], True), ([], True), ("8", True)]
+)
+def test_static_trees_are_connected(choices: Any, refused: bool) -> None:
+    codes = found(MID, target=False, **EAGLE, eagle_choices=choices)
+    assert any(finding.severity == "error" for finding in codes.values()) == refused
 
 
 def test_an_mla_head_loads_from_the_release_that_somebody_ran() -> None:

@@ -33,6 +33,8 @@ class SpeculationMethod:
     capture: str | None = None
     capture_from_draft: bool = False
     trees: tuple[str, ...] = field(default=())
+    width_is_tree: bool = False
+    pytorch: bool = True
     own_cache: bool = False
     one_model: bool = False
     python_only: str | None = None

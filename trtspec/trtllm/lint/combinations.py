@@ -3,8 +3,10 @@ among its behaviours), and the few that compare values."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
@@ -21,6 +23,7 @@ def check_combinations(document: Document, deployment: Deployment) -> Iterator[F
             yield finding
     yield from _connector(document)
     yield from _helix(document)
+    yield from _lists(document)
 
 
 def _of_release(document: Document, deployment: Deployment, one: Behaviour) -> Finding | None:
@@ -32,6 +35,9 @@ def _of_release(document: Document, deployment: Deployment, one: Behaviour) -> F
     if any(deployment.schema.current(path) not in deployment.schema.fields for path in written):
         return None  # the key itself is refused
     if not all(_holds(document, deployment, path, wanted) for path, wanted in when.items()):
+        return None
+    unless = words.get("unless", {})
+    if unless and all(_holds(document, deployment, path, wanted) for path, wanted in unless.items()):
         return None
     names = [path.rpartition(".")[2] for path in pair]
     message = words.get("message") or f"{' and '.join(names)} exclude each other"
@@ -54,14 +60,17 @@ def _fix(document: Document, words: Any) -> Fix | None:
 
 def _holds(document: Document, deployment: Deployment, path: str, wanted: Any) -> bool:
     value = deployment.setting(document, path, _default(document, deployment, path))
-    if wanted == "given":
-        return document.has(path) or path in deployment.argv
+    if wanted in ("given", "empty"):
+        written = document.has(path) or path in deployment.argv
+        return written and (wanted == "given" or value is None)
+    if wanted == "some":
+        return bool(value)
     if wanted in ("set", "unset"):
         return (value not in (None, False, 0, "")) == (wanted == "set")  # an empty mapping is an object
     if isinstance(wanted, dict):
         (word, other), *_ = wanted.items()
-        if word == "above":
-            return isinstance(value, (int, float)) and value > other
+        if word in ("above", "below"):
+            return isinstance(value, (int, float)) and (value > other if word == "above" else value < other)
         return not any(_same(value, item) for item in (other if word == "outside" else [other]))
     return any(_same(value, item) for item in (wanted if isinstance(wanted, list) else [wanted]))
 
@@ -106,3 +115,33 @@ def _helix(document: Document) -> Iterator[Finding]:
     if document.get("cp_config.cp_type") == "HELIX" and blocks is not None and blocks != own:
         message = f"HELIX needs equal blocks: cp_config.tokens_per_block is {blocks}, kv_cache_config's is {own}"
         yield _at(document, "TS-LINT-COMBINATION", "error", "cp_config.tokens_per_block", message, f"write {own}")
+
+
+def _lists(document: Document) -> Iterator[Finding]:
+    """Lists whose items must fit each other, and a largest size that must be the largest listed."""
+    for path, entry in document.entries.items():
+        buckets = entry.value if path.startswith("prometheus_metrics_config.") else None
+        if isinstance(buckets, list) and _numbers(buckets) and any(a >= b for a, b in pairwise(buckets)):
+            yield _at(document, "TS-LINT-COMBINATION", "error", path, f"{entry.name} must increase", "sort it")
+    for sizes, largest in (("num_tokens", "max_num_token"), ("seq_lens", "max_seq_len")):
+        for parent in ("cuda_graph_config", "encoder_cuda_graph_config"):
+            listed, most = document.get(f"{parent}.{sizes}"), document.get(f"{parent}.{largest}")
+            if _numbers(listed) and isinstance(most, int) and most not in (0, max(listed)):
+                message = f"{largest} {most} and the largest of {sizes}, {max(listed)}, must be equal"
+                fix = partial(delete_key, path=f"{parent}.{largest}")
+                place = f"{parent}.{largest}"
+                yield _at(document, "TS-LINT-GRAPH-SIZES", "error", place, message, f"keep {sizes} only", fix)
+    old, new = document.get("torch_compile_config.capture_num_tokens"), document.get("prefill_capture_num_tokens")
+    if isinstance(old, list) and isinstance(new, list) and set(old) != set(new):
+        message = "capture_num_tokens and prefill_capture_num_tokens are two names of one setting and differ"
+        key = "torch_compile_config.capture_num_tokens"
+        fix = partial(delete_key, path=key)
+        yield _at(document, "TS-LINT-COMBINATION", "error", key, message, "keep prefill_capture_num_tokens", fix)
+    ratios = document.get("kv_cache_config.pool_ratio")
+    if _numbers(ratios) and (min(ratios) <= 0 or not math.isclose(sum(ratios), 1, rel_tol=0, abs_tol=1e-6)):
+        message = "pool_ratio values must be above 0 and add up to 1"
+        yield _at(document, "TS-LINT-COMBINATION", "error", "kv_cache_config.pool_ratio", message, "correct the shares")
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, (int, float)) for item in value)

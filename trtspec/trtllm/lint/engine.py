@@ -76,7 +76,8 @@ def _token_budget(document: Document, deployment: Deployment) -> Iterator[Findin
 
 def _cuda_graphs(document: Document, deployment: Deployment) -> Iterator[Finding]:
     key = "cuda_graph_config"
-    sizes, largest = document.get(f"{key}.batch_sizes"), document.get(f"{key}.max_batch_size") or 0
+    sizes, written = document.get(f"{key}.batch_sizes"), document.get(f"{key}.max_batch_size")
+    largest = written if _whole(written) else 0
     whole = isinstance(sizes, list) and bool(sizes) and all(_whole(size) for size in sizes)
     if whole and largest and largest != max(sizes):
         message = f"max_batch_size {largest} and the largest of batch_sizes, {max(sizes)}, must be equal"

@@ -25,7 +25,7 @@ def check_speculation(document: Document, deployment: Deployment) -> Iterator[Fi
         yield from _required(document, method)
         yield from _two_names(document, deployment)
         yield from _for_kimi(document, deployment, method)
-        yield from _trees(document, method)
+        yield from _trees(document, deployment, method)
         yield from _two_models(document, deployment)
         yield from _sampling(document, deployment, method)
     yield from _schedule(document, deployment)
@@ -74,7 +74,7 @@ def _two_names(document: Document, deployment: Deployment) -> Iterator[Finding]:
 
 
 def _for_kimi(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
-    if deployment.target is None or method.kimi["runs"] == "yes":
+    if method.kimi["runs"] == "yes" or (deployment.target is None and method.pytorch):
         return
     key, why = f"{SPEC}.decoding_type", method.kimi["why"]
     remedy = f"use an Eagle3 head: `decoding_type: {eagle3().spellings[0]}`"
@@ -85,12 +85,16 @@ def _for_kimi(document: Document, deployment: Deployment, method: SpeculationMet
         yield _at(document, "TS-LINT-UNTESTED", "warning", key, message, "measure it with `trtspec bench` first")
 
 
-def _trees(document: Document, method: SpeculationMethod) -> Iterator[Finding]:
-    """Dynamic trees; a width alone switches them on."""
+def _trees(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
+    """Dynamic and static trees; in some releases a width alone switches a dynamic one on."""
     tree, width = f"{SPEC}.use_dynamic_tree", f"{SPEC}.dynamic_tree_max_topK"
     topk, longest = document.get(width), document.get(LENGTH)
-    key = tree if document.get(tree) is True else width if isinstance(topk, int) else None
-    if key is None or not method.trees:
+    alone = method.width_is_tree and bool(deployment.schema.behaviour("width_makes_tree")) and isinstance(topk, int)
+    key = tree if document.get(tree) is True else width if alone else None
+    if not method.trees:
+        return
+    yield from _choices(document)
+    if key is None:
         return
     message = "dynamic trees are not supported for targets with latent attention, which every Kimi-K2 has"
     yield _at(document, "TS-LINT-DYNAMIC-TREE", "error", key, message, f"remove {key}", partial(delete_key, path=key))
@@ -102,6 +106,22 @@ def _trees(document: Document, method: SpeculationMethod) -> Iterator[Finding]:
         message = f"max_total_draft_tokens {total} must lie between max_draft_len {longest} and {topk * longest}"
         place = f"{SPEC}.max_total_draft_tokens"
         yield _at(document, "TS-LINT-COMBINATION", "error", place, message, "leave it out")
+
+
+def _choices(document: Document) -> Iterator[Finding]:
+    """A static tree: each path of two or more tokens continues another."""
+    key = f"{SPEC}.eagle_choices"
+    choices = document.get(key)
+    if isinstance(choices, str) and not choices.strip().startswith("["):
+        message = "eagle_choices is a list, or the text of one"
+        yield _at(document, "TS-LINT-COMBINATION", "error", key, message, "remove it: static trees are deprecated")
+    if not isinstance(choices, list) or not all(isinstance(choice, list) for choice in choices):
+        return
+    loose = [choice for choice in choices if len(choice) > 1 and choice[:-1] not in choices]
+    if loose or not choices:
+        message = f"the path {loose[0]} of eagle_choices continues no other" if loose else "eagle_choices is empty"
+        fix = partial(delete_key, path=key)
+        yield _at(document, "TS-LINT-COMBINATION", "error", key, message, "remove it: static trees are deprecated", fix)
 
 
 def _two_models(document: Document, deployment: Deployment) -> Iterator[Finding]:
