@@ -91,6 +91,12 @@ def eagle(**changes: Any) -> dict[str, Any]:
     return {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model_dir": "/head", **changes}
 
 
+def in_new_words(text: str, names: dict[str, str]) -> str:
+    for old, new in names.items():
+        text = text.replace(old, new)
+    return text
+
+
 def test_a_line_is_one_file_and_its_findings_follow(copy: Path) -> None:
     (copy / "trtllm" / "schemas" / "1.5.yaml").write_text(NEW_LINE)
     assert touched(copy) == ["trtllm/schemas/1.5.yaml"]  # of three data files that it may take
@@ -101,7 +107,9 @@ def test_a_line_is_one_file_and_its_findings_follow(copy: Path) -> None:
            yaml.safe_dump({"speculative_config": eagle(max_draft_len=0, eagle3_one_model=False)})]  # fmt: skip
     changed = ["stream_interval: 4\n", *schedules, "enable_chunked_prefill: true\nsleep_config: {}\n"]
     asked = [(text, "1.4.0rc1") for text in changed + recipes + bad]
-    asked += [(text.replace("max_draft_len", "draft_tokens"), "1.5.0rc0") for text in changed + recipes + bad]
+    new_names = {"max_draft_len": "draft_tokens", "stream_interval": "response_interval"}
+    asked += [(in_new_words(text, {"max_draft_len": "draft_tokens"}), "1.5.0rc0") for text in changed]
+    asked += [(in_new_words(text, new_names), "1.5.0rc0") for text in recipes + bad]
     found = judged(copy, [*asked, (recipes[0], "1.5.0rc0")])
     before, after = found[: len(asked) // 2], found[len(asked) // 2 : -1]
     ends, wrong = "TS-LINT-SCHEDULE-ENDS-AT-ZERO", "TS-LINT-BAD-SCHEDULE"
@@ -115,7 +123,7 @@ def test_a_line_is_one_file_and_its_findings_follow(copy: Path) -> None:
     assert any("enable_chunked_prefill and sleep_config exclude each other" in finding[3] for finding in after[3])
     assert "TS-LINT-RENAMED-KEY" in codes(found[-1])
     for old, new in zip(before[len(changed) :], after[len(changed) :], strict=True):
-        renamed = [[*finding[:2], finding[2].replace("max_draft_len", "draft_tokens")] for finding in old]
+        renamed = [[*finding[:2], in_new_words(finding[2], new_names)] for finding in old]
         ours = [finding[:3] for finding in new]
         assert renamed == ours
     assert len(recipes) > 20
