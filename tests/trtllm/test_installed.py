@@ -169,3 +169,9 @@ def test_diff_names_what_changed_between_two_releases() -> None:
     assert len(gone) == len(set(line_fields("1.3")) - set(line_fields("1.4")))
     assert run("trtspec.trtllm.schema_tools", "diff", "1.4", "nowhere.yaml").returncode == 2
     assert run("trtspec.trtllm.schema_tools", "from-installed", engine=False).returncode == 4
+
+
+def test_a_file_that_is_not_yaml_is_not_given_to_the_engine(tmp_path: Path) -> None:
+    status, found = lint("[" * 50_000, tmp_path)
+    assert (status, found["version"]) == (3, "1.4.0rc1")
+    assert [problem["code"] for problem in found["problems"]] == ["TS-LINT-LIMIT"]

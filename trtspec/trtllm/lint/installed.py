@@ -66,7 +66,7 @@ def judge(document: Document, timeout: float = 600.0) -> Verdict:
     try:
         done = subprocess.run(
             [sys.executable, "-c", code],
-            input=document.text,
+            input="" if document.error else document.text,
             capture_output=True,
             text=True,
             timeout=timeout,
