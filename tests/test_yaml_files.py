@@ -136,7 +136,7 @@ def test_what_is_no_text_file_cannot_be_read(tmp_path: Path) -> None:
     large.write_bytes(b"# " * MOST_BYTES)
     for path, words in {
         tmp_path: "directory", fifo: "pipe", loop: "symbolic link", unix: "", latin: "line 2 is not UTF-8",
-        large: "larger than", Path("/dev/zero"): "a device", tmp_path / "none": "No such file",
+        large: "more than", Path("/dev/zero"): "a device", tmp_path / "none": "no such file",
         tmp_path / "latin" / "x": "Not a directory", tmp_path / ("x" * 300): "too long",
     }.items():  # fmt: skip
         with pytest.raises(UsageError, match="cannot be read") as error:
