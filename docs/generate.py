@@ -14,9 +14,11 @@ from typing import Any, Literal, get_args, get_origin
 
 import typer
 import yaml
+from packaging.version import Version
 
 DOCS = Path(__file__).resolve().parent
 PACKAGE = DOCS.parent / "trtspec"
+SCHEMAS = PACKAGE / "trtllm" / "schemas"
 NOTE = "<!-- Written by docs/generate.py; edit the code instead. -->\n\n"
 CODE = re.compile(r"\bTS-[A-Z0-9]+(?:-[A-Z0-9]+)+\b")
 AREAS = {
@@ -124,6 +126,7 @@ def support_matrix() -> str:
     lines.append("| what | lacks it | has it | evidence |\n|---|---|---|---|")
     for gate in gates["gates"].values():
         lines.append(f"| {gate['what']} | {gate['after']} | {gate['by']} | {gate['source']} |")
+    lines += [*behaviours(), *speculation()]
     lines.append(
         "\nA Kimi with an Eagle3 head is known to run on:\n\n| model type | release | evidence |\n|---|---|---|"
     )
@@ -146,6 +149,39 @@ def support_matrix() -> str:
         targets = ", ".join(entry["targets"])
         lines.append(f"| {name} | {attention} | {version} | {entry['dialect']} | {targets} |")
     return "\n".join(lines) + "\n"
+
+
+def behaviours() -> list[str]:
+    """What releases do that costs acceptance, memory or the server, or that changed its meaning."""
+    schemas = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in SCHEMAS.glob("*.yaml")}
+    lines = ["\nWhat a release does with what it is given, where that changed or costs something:\n"]
+    lines.append("| behaviour | line | from | until | evidence |\n|---|---|---|---|---|")
+    for line in sorted(schemas, key=Version):
+        for name, entry in schemas[line]["behaviours"].items():
+            if entry is None:
+                lines.append(f"| {name.replace('_', ' ')} | {line} | | ends here | |")
+            elif "when" not in entry and "exclusive" not in entry or {"since", "until"} & set(entry):
+                ends = [between(entry.get(key)) for key in ("since", "until")]
+                told = f"{entry['evidence']}: {entry['source']}"
+                lines.append(f"| {name.replace('_', ' ')} | {line} | {ends[0]} | {ends[1]} | {told} |")
+    return lines
+
+
+def between(dates: dict[str, str] | None) -> str:
+    if dates is None:
+        return ""
+    known = dates["by"] != "unknown"
+    return f"after {dates['after']}, by {dates['by']}" if known else f"after {dates['after']}, release not known"
+
+
+def speculation() -> list[str]:
+    """Ways to speculate, from trtllm/speculation.yaml."""
+    rows = yaml.safe_load((PACKAGE / "trtllm" / "speculation.yaml").read_text(encoding="utf-8"))["methods"]
+    lines = ["\nWays to speculate:\n\n| decoding_type | draft | with a Kimi | why |\n|---|---|---|---|"]
+    for row in rows.values():
+        kimi = row["kimi"]
+        lines.append(f"| {', '.join(row['spellings'])} | {row['draft']} | {kimi['runs']} | {kimi['why']} |")
+    return lines
 
 
 def undocumented() -> list[str]:
