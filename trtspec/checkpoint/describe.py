@@ -7,8 +7,7 @@ from typing import Any
 
 from trtspec.checkpoint.detect import detect, target_spec
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.heads.kind import no_eagle3_head
-from trtspec.checkpoint.heads.read import read_head
+from trtspec.checkpoint.heads.read import no_eagle3_head, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
 from trtspec.checkpoint.heads.values import value_problems
 from trtspec.checkpoint.hub import Resolved

@@ -66,7 +66,7 @@ def synthesize(options: SynthesizeOptions) -> None:
     finished answers are not requested again. Prompts that fail are listed and left out, and the exit status is 1.
     """
     from trtspec.heads.data import prompts as reading
-    from trtspec.heads.data.sources import from_hub
+    from trtspec.heads.data.prompts import from_hub
     from trtspec.heads.data.synthesis import AnswerSampling, TargetEndpoint
 
     if options.raw:

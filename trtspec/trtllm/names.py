@@ -78,7 +78,7 @@ def require_head(resolved: Resolved) -> None:
 
 def _no_head(resolved: Resolved) -> Problem:
     """What it is instead: by its tensors where they are here, else a whole model, as its config says."""
-    from trtspec.checkpoint.heads.kind import no_eagle3_head
+    from trtspec.checkpoint.heads.read import no_eagle3_head
 
     whole = Problem(
         "TS-HEAD-FULL-MODEL", "error", "config.json", "this is a whole model, not a draft head",

@@ -152,8 +152,7 @@ def test_the_same_prompts_from_every_container(tmp_path):
     import pyarrow
     from pyarrow import parquet
 
-    from trtspec.heads.data.prompts import _distinct
-    from trtspec.heads.data.sources import hub_rows
+    from trtspec.heads.data.prompts import _distinct, hub_rows
 
     source = [{"messages": [{"role": "user", "content": f"q{n}"}], "category": "ab"[n % 2]} for n in range(7)]
     want = read_prompts(write(tmp_path / "p.jsonl", source))

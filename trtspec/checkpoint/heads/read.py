@@ -1,4 +1,4 @@
-"""The one canonical record (HeadSpec) that a head of any dialect becomes.
+"""The one canonical record (HeadSpec) that a head of any dialect becomes, and what is taken for a head and is none.
 
 Tensors are believed first: widths, ranks, the draft vocabulary and the presence of norms follow from shapes. The config
 supplies what no tensor shows (layer ids, rope, feedback). Where the two disagree, `read_head` reports a problem.
@@ -6,17 +6,21 @@ supplies what no tensor shows (layer ids, rope, feedback). Where the two disagre
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
-from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.heads.config import flat_config, stored_ids
 from trtspec.checkpoint.heads.dialects import Dialect, detect_dialect, dialect_of
-from trtspec.checkpoint.heads.kind import no_eagle3_head
 from trtspec.checkpoint.heads.shapes import canonical_names, layer_prefix, measure
 from trtspec.config_values import Values
 from trtspec.errors import Problem, TrtspecError
 from trtspec.specs import HeadSpec, RopeSpec
+
+MEDUSA = re.compile(r"^(medusa_heads?\.)?\d+\.\d+\.linear\.weight$|^medusa_heads?\.")
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+TRAIN = "pass an Eagle3 head of this target, or make one with `trtspec train`"
 
 
 def head_spec(checkpoint: Checkpoint, *, values: bool = False) -> HeadSpec:
@@ -112,3 +116,36 @@ def aux_layers(config: dict[str, Any], dialect: Dialect) -> tuple[int, ...] | No
     """Layer outputs (0-based) that the head was trained on, or None when the checkpoint does not say."""
     ids = stored_ids(config)
     return dialect.outputs(ids) if ids else None
+
+
+def no_eagle3_head(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Problem | None:
+    """Why these tensors are no Eagle3 head, by names and shapes that only other things have; None if they may be."""
+    names = set(tensors)
+    kind = config.get("speculators_model_type") or config.get("model_type")
+    if "medusa_num_heads" in config or kind == "medusa" or any(MEDUSA.search(name) for name in names):
+        message = "these are Medusa heads: they guess from the last state alone, and no Eagle3 engine path runs them"
+        return Problem("TS-HEAD-MEDUSA", "error", "tensor names", message, TRAIN)
+    if config.get("speculators_model_type", "eagle3") != "eagle3":
+        message = f"a speculators model of type {kind!r}; only eagle3 is an Eagle3 head"
+        return Problem("TS-HEAD-OTHER-DRAFT", "error", "speculators_model_type", message, TRAIN)
+    fc = next((info for name, info in tensors.items() if name.removeprefix("model.") == "fc.weight"), None)
+    if fc is not None:
+        return _first_generation(fc, names)
+    layers = {int(found[1]) for found in map(LAYER.search, names) if found}
+    if len(layers) < 2 and any(name.endswith(("eh_proj.weight", "enorm.weight")) for name in names):
+        message = "a multi-token-prediction module (eh_proj, enorm), which fuses one state and not the captured ones"
+        return Problem("TS-HEAD-OTHER-DRAFT", "error", "tensor names", message, TRAIN)
+    if len(layers) > 1 or any(".mlp.experts." in name for name in names):
+        message = f"this is a whole model ({max(layers, default=0) + 1} layers, no fc), not a draft head"
+        return Problem("TS-HEAD-FULL-MODEL", "error", "fc.weight", message, "pass the target first and a head second")
+    return None
+
+
+def _first_generation(fc: TensorInfo, names: set[str]) -> Problem | None:
+    """EAGLE-1 and EAGLE-2 fuse the embedding with one state in fc [H, 2H] and have no hidden_norm."""
+    if any(name.endswith("hidden_norm.weight") for name in names) or len(fc.shape) != 2:
+        return None
+    if fc.shape[1] != 2 * fc.shape[0]:
+        return None
+    message = f"an EAGLE-1 or EAGLE-2 head: fc {list(fc.shape)} fuses an embedding with one state, without hidden_norm"
+    return Problem("TS-HEAD-EAGLE1", "error", "fc.weight", message, TRAIN)

@@ -19,10 +19,9 @@ from trtspec.checkpoint.describe import head_facts
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.heads.config import Verifier, shared_config
 from trtspec.checkpoint.heads.dialects import OPTIONS, Dialect, recorded
-from trtspec.checkpoint.heads.kind import no_eagle3_head
 from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.heads.problems import ROPE_BASE
-from trtspec.checkpoint.heads.read import read_head
+from trtspec.checkpoint.heads.read import no_eagle3_head, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
 from trtspec.checkpoint.heads.values import value_problems
 from trtspec.checkpoint.hub import Resolved
