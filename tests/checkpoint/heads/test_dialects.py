@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from tests.tiny import make_head, make_target
 from trtspec.checkpoint.detect import target_spec
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.dialects import DIALECTS
+from trtspec.checkpoint.heads.engines import ENGINES
 from trtspec.checkpoint.heads.pairing import pair_problems, tensor_parallel_sizes, yarn_problems
 from trtspec.checkpoint.heads.read import head_spec, head_spec_from_config, read_head
 from trtspec.checkpoint.heads.values import value_problems
@@ -422,3 +424,18 @@ def test_published_draft_configs(upstream_data: Path) -> None:
     )
     assert (mha.attention, mha.aux_layers, mha.kv_elements_per_token, mha.rope.beta_fast) == ("mha", None, 16384, 32.0)
     assert isinstance(mla, HeadSpec)
+
+
+def test_rows_alone_know_dialects_and_engines_by_name() -> None:
+    """No comparison with the name of one, and no table with their names as keys, where heads are read and rewritten."""
+    package, names = Path(__file__).parents[3] / "trtspec", {*DIALECTS, *ENGINES}
+    files = [*(package / "checkpoint").rglob("*.py"), *(package / "heads" / "convert").glob("*.py")]
+    files += [package / "heads" / "card.py", package / "cli" / "convert.py", package / "cli" / "inspect.py"]
+    found = []
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            keys = node.keys if isinstance(node, ast.Dict) else []
+            parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else [key for key in keys if key]
+            words = [leaf.value for part in parts for leaf in ast.walk(part) if isinstance(leaf, ast.Constant)]
+            found += [f"{path.name}:{node.lineno} {word}" for word in words if word in names]  # type: ignore[attr-defined]
+    assert found == []

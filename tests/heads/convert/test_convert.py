@@ -19,7 +19,9 @@ from safetensors.torch import load_file
 
 from tests.heads.convert.foreign_heads import DIALECTS, IDS, expressible, write_head
 from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.heads.read import read_head
+from trtspec.checkpoint.heads.values import value_problems
 from trtspec.checkpoint.hub import resolve
 from trtspec.heads.convert.conversion import Options, convert_head
 from trtspec.models.head_weights import load_head
@@ -177,3 +179,21 @@ def test_layer_ids_follow_each_convention(room: Path, target_dir: Path, layers: 
 def test_sglang_cannot_be_told_of_the_first_layer(room: Path, target_dir: Path) -> None:
     source = write_head(room / "first", target_dir, "modelopt", aux_layers=(0, 3, 4))
     assert errors(convert(source, room / "first-sglang", "sglang", target_dir)) == {"TS-CONVERT-LAYERS"}
+
+
+# what a layout cannot help: nobody knows the base that TorchSpec trained with, or the layers that SafeAILab captured
+KNOWN = {"torchspec": {"TS-HEAD-ROPE-TORCHSPEC"}, "safeailab": {"TS-PAIR-LAYERS-UNKNOWN"}}
+
+
+def test_clean_heads_of_every_kind_have_no_finding_above_info(target_dir: Path, sources: Any) -> None:
+    model, seen = resolve(str(target_dir)).target_spec(), 0
+    for dialect, kind in itertools.product(DIALECTS, KINDS):
+        if not expressible(dialect, kind[0], kind[1]):
+            continue
+        checkpoint = Checkpoint.open(sources(dialect, *kind))
+        spec, problems = read_head(checkpoint)
+        problems += value_problems(checkpoint, checkpoint.tensors, everything=True) + pair_problems(spec, model)
+        found = {problem.code for problem in problems if problem.severity != "info"}
+        assert found <= KNOWN.get(dialect, set()), (dialect, kind)
+        seen += 1
+    assert seen >= 12

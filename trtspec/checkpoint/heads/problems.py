@@ -146,11 +146,9 @@ def _function(config: dict[str, Any], tensors: dict[str, TensorInfo], spec: Head
         remedy = "serve it with vLLM, or train a head with norm_before_residual=false"
         problems.append(Problem("TS-HEAD-NORM-RESIDUAL", "error", "norm_before_residual", message, remedy))
     dialect = DIALECTS[spec.dialect]
-    if dialect.norm_output_since and config.get("norm_output") is not None:
-        meaning = "EAGLE-3.1 feedback" if spec.norm_output else "plain EAGLE-3"
-        message = (
-            f"{dialect.title} changed what norm_output means on {dialect.norm_output_since}; read here as {meaning}"
-        )
+    if dialect.norm_output_since and config.get("norm_output") is not None and not spec.fc_norm:
+        changed = f"{dialect.title} changed what norm_output means on {dialect.norm_output_since}"
+        message = f"{changed}; read here as plain EAGLE-3, because the head has no fc_norm"
         remedy = f"check the {dialect.title} version that trained the head"
         problems.append(Problem("TS-HEAD-NORM-OUTPUT", "warning", "config.json:norm_output", message, remedy))
     if spec.fc_norm and any(f"fc_norm.{index}.weight" not in tensors for index in range(spec.num_aux)):
