@@ -63,6 +63,9 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], Severity | str]] = [
     ("TS-LINT-SAMPLED-ACCEPTANCE", "1.4.0rc1", {}, {}, ""),
     ("TS-LINT-REQUEST-ENDS-ENGINE", "1.2.1", {}, {}, "info"),
     ("TS-LINT-REQUEST-ENDS-ENGINE", "1.3.0rc13", {}, {}, ""),
+    ("TS-LINT-EXCLUSIVE-KEYS", "1.3.0rc20", {}, {"max_concurrency": 8}, "error"),  # Eagle becomes Eagle3 too late
+    ("TS-LINT-EXCLUSIVE-KEYS", "1.4.0rc1", {}, {"max_concurrency": 8, "decoding_type": "Eagle3"}, ""),
+    ("TS-LINT-EXCLUSIVE-KEYS", "1.4.0rc1", {}, {"draft_len_schedule": {8: 3}, "max_concurrency": 8}, "error"),
     ("TS-LINT-PENALTIES-OFF", "1.4.0rc1", {}, {"enable_penalty": False}, "info"),
 ]  # fmt: skip
 
@@ -74,7 +77,8 @@ def test_a_trap_is_reported_on_the_releases_that_have_it(
     finding = found(version, top, **spec).get(code)
     assert (finding.severity if finding else "") == severity
     if finding is not None:
-        assert "TensorRT-LLM" in finding.message or "DecodingBaseConfig" in finding.message  # how it is known
+        known_by = ("TensorRT-LLM", "DecodingBaseConfig", "TorchLlmArgs")
+        assert any(source in finding.message for source in known_by)
         assert finding.remedy
 
 

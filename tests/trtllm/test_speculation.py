@@ -122,6 +122,26 @@ def test_static_trees_are_connected(choices: Any, refused: bool) -> None:
     assert any(finding.severity == "error" for finding in codes.values()) == refused
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kv_cache_config: {pool_ratio: [0.5, 0.4]}\n",
+        "kv_cache_config: {free_gpu_memory_fraction: null}\n",
+        "prometheus_metrics_config: {time_to_first_token_buckets: [0.5, 0.5]}\n",
+        "cuda_graph_config: {mode: encode, num_tokens: [1, 2], max_num_token: 4}\n",
+        "attention_dp_config: {enable_balance: true, timeout_iters: -1}\n",
+        "skip_tokenizer_init: true\npost_processor_hook: a.B\n",
+        "encoder_cuda_graph_config: {mode: encode}\n",
+        "torch_compile_config: {capture_num_tokens: [1]}\nprefill_capture_num_tokens: [2]\n",
+        "kv_cache_config: {mamba_state_config: {enable_branch_snapshot: true}, use_kv_cache_manager_v2: false}\n",
+        "prefill_cuda_graph_backend: breakable\ntorch_compile_config: {}\n",
+    ],
+)
+def test_validators_of_several_keys_are_followed(text: str) -> None:
+    """Each is refused by the class of the newest line, and taken without its second setting."""
+    assert any(finding.severity == "error" for finding in lint(text, Deployment(schema_for(NEW))))
+
+
 def test_an_mla_head_loads_from_the_release_that_somebody_ran() -> None:
     head = load_head("nvidia/Kimi-K2.6-Eagle3").spec
     text = yaml.safe_dump({"speculative_config": EAGLE})

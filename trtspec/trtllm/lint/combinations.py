@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
@@ -137,6 +138,16 @@ def _lists(document: Document) -> Iterator[Finding]:
         key = "torch_compile_config.capture_num_tokens"
         fix = partial(delete_key, path=key)
         yield _at(document, "TS-LINT-COMBINATION", "error", key, message, "keep prefill_capture_num_tokens", fix)
+    balancer, place = "moe_config.load_balancer", "kv_cache_config.disk_cache_path"
+    assigned = document.get(f"{balancer}.initial_global_assignments")
+    if isinstance(assigned, dict) and not all(isinstance(layer, int) for layer in assigned):
+        message = "initial_global_assignments maps the number of each layer to its experts"
+        key = f"{balancer}.initial_global_assignments"
+        yield _at(document, "TS-LINT-COMBINATION", "error", key, message, "write numbers of layers as keys")
+    size, folder = document.get("kv_cache_config.disk_cache_size"), document.get(place)
+    if isinstance(size, int) and size > 0 and isinstance(folder, str) and folder and not Path(folder).is_dir():
+        message = f"{folder} is not a directory here; the engine stops where it is missing"
+        yield _at(document, "TS-LINT-DISK-CACHE-PATH", "warning", place, message, "make it on the machine that serves")
     ratios = document.get("kv_cache_config.pool_ratio")
     if _numbers(ratios) and (min(ratios) <= 0 or not math.isclose(sum(ratios), 1, rel_tol=0, abs_tol=1e-6)):
         message = "pool_ratio values must be above 0 and add up to 1"
