@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from trtspec.trtllm.build.config import build_named, settings_in_argv
+from trtspec.trtllm.build.config import build_named
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import PREFIX, parse_intent
 
@@ -47,7 +47,7 @@ def ours(words: str) -> dict[str, Any]:
     intent = parse_intent(f"{PREFIX}{version}: trtspec build-config {words}")
     assert intent is not None
     recipe = build_named(intent)
-    found = flat(Document.parse(recipe.text).value) | settings_in_argv(intent)
+    found = flat(Document.parse(recipe.text).value) | intent.settings_in_argv()
     argv = recipe.argv
     found["backend"] = argv[argv.index("--backend") + 1]
     for option in OPTIONS:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trtspec.errors import CheckFailed, UsageError
-from trtspec.trtllm.build.config import EngineConfig, build, build_named, disaggregated, settings_in_argv
+from trtspec.trtllm.build.config import EngineConfig, build, build_named, disaggregated
 from trtspec.trtllm.build.kubernetes import helm_values
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Goal, Intent, parse_intent
@@ -112,7 +112,7 @@ def test_whatever_is_written_passes_lint_and_comes_back_from_its_first_line() ->
         again = parse_intent(config.text)
         assert again is not None and again.command() == intent.command()
         assert built(again).text == config.text
-        assert not set(settings_in_argv(intent)) & set(Document.parse(config.text).entries)
+        assert not set(intent.settings_in_argv()) & set(Document.parse(config.text).entries)
         assert "draft_len_schedule" not in config.text
     assert written > 90
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from packaging.version import Version
@@ -206,6 +206,20 @@ class Intent:
         sized = replace(self, max_batch_size=self.batch, max_num_tokens=self.tokens, max_seq_len=self.seq_len)
         always = {"goal", "tp_size"} | ({"draft_len"} if self.head else set())
         return f"{COMMAND} {shlex.join(words(sized, always))}"
+
+    def settings_in_argv(self) -> dict[str, Any]:
+        """What travels as options of trtllm-serve, by YAML path."""
+        settings: dict[str, Any] = {
+            "max_batch_size": self.batch,
+            "max_num_tokens": self.tokens,
+            "max_seq_len": self.seq_len,
+            "tensor_parallel_size": self.tp_size,
+        }
+        if self.ep_size is not None:
+            settings["moe_expert_parallel_size"] = self.ep_size
+        if self.trust_remote_code:
+            settings["trust_remote_code"] = True
+        return settings
 
     def first_line(self) -> str:
         return f"{PREFIX}{Version(self.version)}: {self.command()}"

@@ -113,7 +113,7 @@ def _judged(intent: Intent, target: ModelSpec, head: HeadSpec | None, text: str)
 
 def judged_as(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> Deployment:
     return Deployment(
-        schema_for(intent.version), target, intent.published_as, head, intent.head or "", argv=settings_in_argv(intent),
+        schema_for(intent.version), target, intent.published_as, head, intent.head or "", argv=intent.settings_in_argv(),
         gpu=gpu_spec(intent.gpu).compute_capability if intent.gpu else None,
     )  # fmt: skip
 
@@ -156,21 +156,6 @@ def front(intent: Intent) -> str:
         f"  urls: {scalar(generations)}  # each writes answers",
     ]
     return "\n".join(lines) + "\n"
-
-
-def settings_in_argv(intent: Intent) -> dict[str, Any]:
-    """The settings of the intent that travel as options, by their YAML path."""
-    settings: dict[str, Any] = {
-        "max_batch_size": intent.batch,
-        "max_num_tokens": intent.tokens,
-        "max_seq_len": intent.seq_len,
-        "tensor_parallel_size": intent.tp_size,
-    }
-    if intent.ep_size is not None:
-        settings["moe_expert_parallel_size"] = intent.ep_size
-    if intent.trust_remote_code:
-        settings["trust_remote_code"] = True
-    return settings
 
 
 def _own(item: str) -> EngineSetting:

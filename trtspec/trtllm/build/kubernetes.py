@@ -16,7 +16,7 @@ import yaml
 
 from trtspec.data_files import gpu_spec
 from trtspec.errors import UsageError
-from trtspec.trtllm.build.config import EngineConfig, settings_in_argv
+from trtspec.trtllm.build.config import EngineConfig
 from trtspec.trtllm.intent import Intent, Role
 from trtspec.trtllm.names import load_head, load_target
 from trtspec.trtllm.releases import dynamo_release, dynamo_releases
@@ -211,7 +211,7 @@ def _arguments(config: EngineConfig, path: str) -> list[str]:
     """Options of `dynamo.trtllm`; trust of the target's code has none and travels as an override of the engine's."""
     intent, words = config.intent, config.argv
     found = ["--model-path", intent.target, "--served-model-name", intent.published_as, "--extra-engine-args", path]
-    settings = settings_in_argv(intent)
+    settings = intent.settings_in_argv()
     found += [word for key, flag in WORKER_OPTIONS.items() if key in settings for word in (flag, str(settings[key]))]
     if intent.nodes > 1:
         found += ["--gpus-per-node", str(intent.gpus_per_node)]

@@ -9,7 +9,7 @@ from typing import Any
 from trtspec.data_files import gpu_names, gpu_spec
 from trtspec.errors import Problem, UsageError
 from trtspec.trtllm.document import Document
-from trtspec.trtllm.intent import Intent, parse_intent
+from trtspec.trtllm.intent import parse_intent
 from trtspec.trtllm.lint.finding import Deployment
 from trtspec.trtllm.names import choose_version, findable, load_head, load_target
 from trtspec.trtllm.schema import Schema, schema_for
@@ -44,7 +44,7 @@ def deployment_of(
     else:
         chosen, reason = choose_version(version, target_spec, head_spec)
     schema = schema_for(chosen)
-    sizes = _sizes(written) if written is not None else {}
+    sizes = written.settings_in_argv() if written is not None else {}
     argv = {key: value for key, value in sizes.items() if not document.has(key)}
     options, problems = _options(schema, passed)
     argv |= {key: value for name, value in (options or {}).items() if (key := schema.options[name].key) is not None}
@@ -53,14 +53,6 @@ def deployment_of(
         options=options, gpu=compute_capability(gpu) if gpu else None, environ=environ or {},
     )  # fmt: skip
     return deployment, reason, problems
-
-
-def _sizes(written: Intent) -> dict[str, Any]:
-    from trtspec.trtllm.build.config import (
-        settings_in_argv,  # here: it loads the memory model, which lint does not need
-    )
-
-    return settings_in_argv(written)
 
 
 def _options(schema: Schema, passed: list[str] | None) -> tuple[dict[str, Any] | None, list[Problem]]:
