@@ -113,8 +113,8 @@ def _judged(intent: Intent, target: ModelSpec, head: HeadSpec | None, text: str)
 
 def judged_as(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> Deployment:
     return Deployment(
-        schema_for(intent.version), target, intent.published_as, head, intent.head or "", argv=intent.settings_in_argv(),
-        gpu=gpu_spec(intent.gpu).compute_capability if intent.gpu else None,
+        schema_for(intent.version), target, intent.published_as, head, intent.head or "",
+        argv=intent.settings_in_argv(), gpu=gpu_spec(intent.gpu).compute_capability if intent.gpu else None,
     )  # fmt: skip
 
 
