@@ -74,9 +74,10 @@ def main() -> None:
     found = measure(runs)
     medians = {title: [statistics.median(part) for part in zip(*times, strict=True)] for title, times in found.items()}
     bare = medians["bare Typer app"]
-    print(f"median of {runs} runs       wall    over bare    processor    over bare")
+    print(f"median of {runs} runs       wall    over bare  ratio    processor    over bare  ratio")
     for title, (wall, processor) in medians.items():
-        over = f"{(wall - bare[0]) * 1000:8.0f} ms {processor * 1000:9.0f} ms {(processor - bare[1]) * 1000:9.0f} ms"
+        over = f"{(wall - bare[0]) * 1000:8.0f} ms {wall / bare[0]:5.2f}x {processor * 1000:9.0f} ms"
+        over += f" {(processor - bare[1]) * 1000:9.0f} ms {processor / bare[1]:5.2f}x"
         print(f"{title:24} {wall * 1000:5.0f} ms {over}")
 
 

@@ -32,6 +32,7 @@ class Effect:
     instead: tuple[str, ...] | None = None
     before: Callable[[Path], None] | None = None
     slow: bool = False
+    launches: bool = False  # the situation's line without --dry-run
 
 
 @dataclass(frozen=True)

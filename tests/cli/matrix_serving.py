@@ -81,6 +81,29 @@ def intent(
     )
 
 
+ENGINE_FILE = f"""speculative_config:
+  decoding_type: Eagle
+  max_draft_len: 3
+  speculative_model_dir: {HEAD}
+"""
+
+
+def an_engine_file(out: Path) -> None:
+    out.write_text(ENGINE_FILE)
+
+
+LINT = line("lint {engine} --trtllm-version 1.3.0rc20")
+ENGINE = ("serve", TARGET, *line("--dry-run --trtllm-version 1.3.0rc20"))
+SLURM = (*ENGINE, *line("--launcher slurm --nodes 1"))
+FORWARD = ("serve", TARGET, *line("--disaggregated {front} --dry-run"))
+REFERENCE = line("serve {target} --backend reference --dry-run")
+TIMES = effects(
+    startup_timeout=Effect(line("--startup-timeout 5"), launches=True),
+    generation_timeout=Effect(line("--generation-timeout 5"), launches=True),
+    stop_grace=Effect(line("--stop-grace 5"), launches=True),
+    health_interval=Effect(line("--health-interval 5"), launches=True),
+    health_failures=Effect(line("--health-failures 5"), launches=True),
+)
 UNSERVED = frozenset({"context_urls", "generation_urls", "image"})  # by one server
 
 SERVING: dict[str, dict[str, Situation]] = {
@@ -88,6 +111,77 @@ SERVING: dict[str, dict[str, Situation]] = {
         "with a head": Situation(PLAN, SIZED | effects(acceptance="--acceptance 2.6@3", max_draft="--max-draft 2")),
         "without a head": Situation(
             ("plan", TARGET), SIZED | effects(head=f"--head {HEAD}"), refused=frozenset({"acceptance", "max_draft"})
+        ),
+    },
+    "lint": {
+        "": Situation(
+            LINT,
+            effects(
+                files=Effect(instead=line("lint {recipe} --trtllm-version 1.3.0rc20")),
+                trtllm_version="--trtllm-version 1.2.1",
+                target="--target nvidia/Kimi-K2.5-NVFP4",
+                head=Effect(line("--head nvidia/Kimi-K2.6-Eagle3"), base=(*LINT, "--target", TARGET)),
+                gpu=Effect(line("--gpu h100"), base=(*LINT, "--target", TARGET)),
+                installed="--installed",
+                fix=Effect(line("--fix"), base=line("lint {out} --trtllm-version 1.3.0rc20"), before=an_engine_file),
+                diff="--diff",
+                strict="--strict",
+                json_="--json",
+            ),
+        )
+    },
+    "serve": {
+        "the TensorRT-LLM engine": Situation(
+            ENGINE,
+            TIMES | effects(
+                target=Effect(instead=line("serve nvidia/Kimi-K2.6-NVFP4 --dry-run --trtllm-version 1.3.0rc20")),
+                passed=Effect(line("-- --log_level info")),
+                head=f"--head {HEAD}",
+                config="--config {engine}",
+                trtllm_version="--trtllm-version 1.2.1",
+                host="--host 0.0.0.0",
+                port="--port 8123",
+                goal="--goal throughput",
+                tp_size="--tp-size 8",
+                max_batch_size="--max-batch-size 7",
+                max_num_tokens="--max-num-tokens 9000",
+                max_seq_len="--max-seq-len 4096",
+                draft_len=Effect(line("--draft-len 2"), base=(*ENGINE, "--head", HEAD)),
+                served_model_name="--served-model-name kimi",
+                trust_remote_code="--trust-remote-code",
+                launcher="--launcher mpi",
+                nodes=Effect(line("--nodes 2"), base=SLURM),
+                gpus_per_node=Effect(line("--gpus-per-node 1"), base=(*SLURM, "--nodes", "4")),
+                launcher_args=Effect(("--launcher-args=--mem=0",), base=SLURM),
+                role="--role context",
+                dry_run=Effect(line("--dry-run"), base=("serve", TARGET, "--trtllm-version", "1.3.0rc20")),
+                json_="--json",
+            ),
+        ),
+        "the front of a disaggregated deployment": Situation(
+            FORWARD,
+            TIMES | effects(
+                disaggregated=Effect(instead=("serve", TARGET, *line("--disaggregated {engine} --dry-run"))),
+                json_="--json",
+            ),
+        ),
+        "the reference backend": Situation(
+            REFERENCE,
+            effects(
+                target=Effect(instead=line("serve {other} --backend reference --dry-run")),
+                head="--head {head}",
+                host="--host 0.0.0.0",
+                port="--port 8123",
+                dtype="--dtype float32",
+                device="--device cuda",
+                speculation="--speculation prompt-lookup",
+                draft_len=Effect(line("--draft-len 2"), base=(*REFERENCE, "--head", "{head}")),
+                max_batch_size="--max-batch-size 7",
+                max_seq_len="--max-seq-len 256",
+                served_model_name="--served-model-name kimi",
+                dry_run=Effect(instead=line("serve {target} --backend reference")),
+                json_="--json",
+            ),
         ),
     },
     "build-config": {

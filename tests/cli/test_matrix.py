@@ -17,7 +17,7 @@ import typer
 
 from tests.cli.matrix import Effect, Recorder, Situation, Stage
 from tests.cli.matrix_making import MAKING
-from tests.cli.matrix_serving import SERVING
+from tests.cli.matrix_serving import FRONT, SERVING, an_engine_file
 from tests.command_line import trtspec
 from tests.tiny import make_head, make_target
 from trtspec.cli.app import COMMANDS
@@ -30,11 +30,16 @@ TABLE: dict[str, dict[str, Situation]] = MAKING | SERVING
 # what chooses the mode, in the words of each situation
 SELECTING = {
     "build-config": {"role", "disaggregated", "format"},
+    "serve": {"backend", "disaggregated", "dry_run", "json_"},
     "quantize": {"engine", "shard", "merge"},
     "train": {"dry_run"},
     "check": {"against"},
     "inspect": {"against"},
 }
+
+
+# TARGET is required by every mode; the front forwards requests by its file alone
+NAMED_ONLY = {("serve", "the front of a disaggregated deployment"): {"target"}}
 
 
 def record_of(command: str) -> type:
@@ -46,14 +51,17 @@ def record_of(command: str) -> type:
 
 def modes_of(command: str) -> list[Mode]:
     """The modes of a command; those of the table where it declares none."""
-    declared = getattr(import_module(f"trtspec.cli.{command.replace('-', '_')}"), "MODES", None)
+    module = import_module(f"trtspec.cli.{command.replace('-', '_')}")
+    declared = getattr(module, "MODES", None) or getattr(module, "_modes", dict)()
+    declared = list(declared.values()) if isinstance(declared, dict) else declared
     return list(declared or [Mode(name, record_of(command), name) for name in TABLE.get(command, [""])])
 
 
 def used_in(command: str, mode: Mode) -> set[str]:
     """The fields that the mode uses, by its own record or by what the table says that it refuses."""
     situation = TABLE.get(command, {}).get(mode.name)
-    return set(fields_of(mode.record)) - (situation.refused if situation else set())
+    unused = situation.refused if situation else frozenset()
+    return set(fields_of(mode.record)) - unused - NAMED_ONLY.get((command, mode.name), set())
 
 
 def fields_of(record: type) -> list[str]:
@@ -65,6 +73,9 @@ def is_record(command: str) -> bool:
 
 
 COVERED = [name for name in NAMES if is_record(name)]
+
+
+NO_ROWS = Situation((), {})
 
 
 def row(command: str, mode: Mode, name: str) -> Effect | None:
@@ -82,7 +93,7 @@ USED = [
                  marks=[pytest.mark.slow] * is_slow(command, mode, name))
     for command in COVERED
     for mode in modes_of(command)
-    for name in sorted(used_in(command, mode))
+    for name in sorted(used_in(command, mode) | set(TABLE.get(command, {}).get(mode.name, NO_ROWS).effects))
     if row(command, mode, name) or name not in SELECTING.get(command, ())
 ]  # fmt: skip
 UNUSED = [
@@ -90,7 +101,8 @@ UNUSED = [
     for command in COVERED
     for mode in modes_of(command)
     for name in fields_of(record_of(command))
-    if name not in used_in(command, mode) and name not in SELECTING.get(command, ())
+    if name not in used_in(command, mode) | NAMED_ONLY.get((command, mode.name), set())
+    and name not in SELECTING.get(command, ())
 ]
 
 
@@ -117,6 +129,10 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     places["prompts"].write_text("\n".join(rows))
     places["recipe"] = room / "recipe.yaml"
     places["recipe"].write_text("seed: 11\n")
+    places |= {"engine": room / "engine.yml", "front": room / "front.yml"}
+    an_engine_file(places["engine"])
+    front = trtspec("build-config", "nvidia/Kimi-K2.5-NVFP4", *FRONT[2:])
+    places["front"].write_text(front.stdout)
     found = Stage({name: str(path) for name, path in places.items()}, room / "run" / "out", server)
     found.places |= {"nowhere": "http://127.0.0.1:9", "port": "47310", "taken": str(server.server_port)}
     for words in (
@@ -155,6 +171,15 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
         return finished
 
     monkeypatch.setattr("trtspec.cli.train._train", train)
+
+    def launch(plan: Any, start: Any) -> int:
+        stage.handed.append(repr(start))
+        return 0
+
+    monkeypatch.setattr("trtspec.trtllm.serve.start.launch", launch, raising=False)
+    monkeypatch.setattr(
+        "trtspec.cli.serve._run_reference", lambda start: stage.handed.append(repr(start)), raising=False
+    )
     monkeypatch.setattr("trtspec.cli.demo_stages.run_stages", lambda demo: stage.handed.append(repr(demo.sizes)))
     monkeypatch.setattr("trtspec.cli.demo.finish", lambda output, data: None)
     for name, size in {"WHOLE": 1024, "PIECE": 16, "PIECES": 8}.items():  # so that values of a tiny head are sampled
@@ -187,6 +212,8 @@ def test_an_option_of_the_mode_changes_what_is_seen(stage: Stage, command: str, 
     situation = TABLE[command][mode.name]
     effect = situation.effects[name]
     base = effect.base or situation.base
+    if effect.launches:
+        base = tuple(word for word in base if word != "--dry-run")
     words = effect.instead or (*base, *effect.words)
     plain, changed = seen(stage, base, situation, effect), seen(stage, words, situation, effect)
     assert plain != changed, f"{' '.join(words)} leaves what {' '.join(base)} leaves"
@@ -219,13 +246,19 @@ def test_an_option_of_another_mode_is_refused_by_its_flag(stage: Stage, command:
 @pytest.mark.parametrize(("command", "mode", "name"), UNUSED)
 def test_a_variable_of_another_mode_is_noted(stage: Stage, command: str, mode: Mode, name: str) -> None:
     situation = TABLE[command][mode.name]
-    flag, words = flag_of(record_of(command), name), sample_of(command, name)
-    (value,) = stage.words(words[1:]) if len(words) > 1 else ("1",)
+    if name not in options_of(command):
+        pytest.skip("an argument has no variable")
+    flag, value = flag_of(record_of(command), name), value_in(stage.words(sample_of(command, name)))
     base = situation.cheap or situation.base
     plain = stage.see(base, situation.before, situation.floats)
     found = stage.see(base, situation.before, situation.floats, **{variable(command, flag): value})
     assert f"note: {variable(command, flag)} is not used" in found["stderr"]
     assert found["status"] == plain["status"]
+
+
+def value_in(words: list[str]) -> str:
+    """As a variable holds it: of `--flag value`, `--flag=value` or a switch."""
+    return words[1] if len(words) > 1 else words[0].partition("=")[2] or "1"
 
 
 def options_of(command: str) -> list[str]:
@@ -247,12 +280,13 @@ def test_every_variable_sets_what_its_flag_sets(stage: Stage, command: str, monk
         lines = [words for words in lines if words and words[0].startswith(("--", "-o"))]
         if not lines:  # required, or what selects the mode
             continue
-        words = stage.words(lines[0])[:2]
+        words = stage.words(lines[0])
+        words = words[:1] if "=" in words[0] else words[:2]
         needed = required(command, stage, besides=flag)
         run.main([*needed, *words], standalone_mode=False)
-        off = words[0] != flag and len(words) == 1
+        off = words[0].partition("=")[0] != flag and len(words) == 1
         with monkeypatch.context() as patch:
-            patch.setenv(variable(command, flag), words[1] if len(words) > 1 else "0" if off else "1")
+            patch.setenv(variable(command, flag), "0" if off else value_in(words))
             run.main(needed, standalone_mode=False)
         assert kept[-1] == kept[-2], flag
         assert getattr(kept[-1], name) != default_of(record, name), flag
