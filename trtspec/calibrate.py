@@ -115,7 +115,7 @@ def calibrate_checkpoint(
 ) -> dict[str, Any]:
     """Writes `output`, safetensors with `<hub name of the linear>.input_scale`; returns the `calibrate` JSON object.
 
-    Run again after a kill it goes on with the layer that it stopped in, and the file is the one that an uninterrupted
+    Run again after a kill it resumes with the layer that it stopped in, and the file is the one that an uninterrupted
     run writes. `progress` gets layers done and in all. Raises TrtspecError or UsageError before the first layer for
     what the source's headers, the data, the options, disk and permissions can tell.
     """
@@ -127,7 +127,7 @@ def calibrate_checkpoint(
         if not again.restart and not again.force and _is_finished(calibration):
             return _result(calibration, _provenance(output)["layers"], calibration.stream.num_layers, start)
         _claim(calibration, again.force)
-        remedy = "pass --restart to begin anew, or repeat the command as it was"
+        remedy = "pass --restart to start over, or repeat the command as it was"
         with Journal(
             calibration.work / JOURNAL_NAME, calibration.header, restart=again.restart, remedy=remedy
         ) as journal:

@@ -1,4 +1,4 @@
-"""An asynchronous client for any OpenAI-like endpoint: one streamed answer with the time of every chunk."""
+"""An asynchronous client for any OpenAI-compatible endpoint: one streamed answer with the time of every chunk."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Journal:
         header: dict[str, Any],
         *,
         restart: bool = False,
-        remedy: str = "pass --restart to begin anew",
+        remedy: str = "pass --restart to start over",
     ) -> None:
         self.path, self.remedy = path, remedy
         self.done: dict[str, dict[str, Any]] = {}

@@ -9,7 +9,6 @@ from trtspec.formats import SIDE_PARTS, WeightFormat, format_of_dtype, packed_fo
 from trtspec.specs import ModelSpec
 
 SCALES = (*SIDE_PARTS, "k_scale", "v_scale")
-VISION = ("vision_tower.", "mm_projector.")
 
 
 def logical_parameters(info: TensorInfo) -> int:

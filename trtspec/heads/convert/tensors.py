@@ -23,7 +23,6 @@ from trtspec.specs import HeadSpec, ModelSpec
 
 Choice = Literal["auto", "keep", "drop", "target"]
 PIECE = 1 << 20  # bytes in flight; they stay in the cache while they are hashed and looked at
-REBUILT = ("d2t", "t2d")
 
 
 @dataclass(frozen=True)

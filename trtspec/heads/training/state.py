@@ -22,7 +22,7 @@ from trtspec.report import write_atomic, write_json
 from trtspec.specs import HeadSpec, ModelSpec
 
 STATE_NAME = "state.safetensors"
-RESTART = "pass --restart to begin anew, or repeat the command as it was"
+RESTART = "pass --restart to start over, or repeat the command as it was"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
