@@ -25,7 +25,7 @@ LEVEL = {
     "quant": 4,
     "checkpoint": 3,
     "data_files": 2,
-    "progress": 2, "specs": 1, "report": 1, "records": 1, "yaml_files": 1,
+    "progress": 2, "specs": 1, "report": 1, "records": 1, "yaml_files": 1, "gpus": 1,
     "files": 0, "config_values": 0,
     "formats": -1, "errors": -1,
 }  # fmt: skip
@@ -40,6 +40,7 @@ TORCH_FREE = (
     "records",
     "report",
     "progress",
+    "gpus",
     "errors",
     "data_files",
     "files",

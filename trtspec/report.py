@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import hashlib
 import json
 import os
@@ -134,8 +136,29 @@ def wanted() -> bool:
 def say(text: str) -> None:
     """A message on stderr, where it is wanted."""
     if wanted():
-        sys.stderr.write(text + "\n")
+        write_stderr(text + "\n")
+
+
+def announce(text: str) -> None:
+    """What a log must show even where no person is there, such as that a server is ready; not with -q."""
+    if os.environ.get("TRTSPEC_QUIET") != "1":
+        write_stderr(text + "\n")
+
+
+def write_stderr(text: str) -> None:
+    """Never raises: a log whose reader has gone or whose disk is full neither ends a server nor changes its status."""
+    try:
+        sys.stderr.write(text)
         sys.stderr.flush()
+    except (OSError, ValueError, AttributeError):  # AttributeError: there is no stderr at all
+        atexit.unregister(_drop_unwritten)
+        atexit.register(_drop_unwritten)
+
+
+def _drop_unwritten() -> None:
+    """Python flushes stderr at its end, and a failure there would replace the exit status by 120."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def problem_lines(problems: list[Problem]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import subprocess
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -32,7 +31,6 @@ NEEDS = {
     "check": (),
 }
 FORCED = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
-GPU_FIELDS = ("name", "memory.total", "driver_version", "compute_cap")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,16 +116,13 @@ def command_state(needs: tuple[str, ...], extras: dict[str, dict[str, str | None
 
 def query_gpus() -> list[dict[str, str]]:
     """What nvidia-smi reports; empty where there is no driver."""
-    executable = shutil.which("nvidia-smi")
-    if executable is None:
-        return []
-    query = [executable, f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (subprocess.SubprocessError, OSError):
-        return []
-    keys = ("name", "memory", "driver", "compute_capability")
-    return [dict(zip(keys, map(str.strip, line.split(",")), strict=True)) for line in done.stdout.splitlines() if line]
+    from trtspec.gpus import read_gpus
+
+    return [
+        {"name": gpu.name, "memory": f"{gpu.memory_bytes // 2**20} MiB", "driver": gpu.driver,
+         "compute_capability": gpu.capability}
+        for gpu in read_gpus() or ()
+    ]  # fmt: skip
 
 
 def hub_state() -> dict[str, Any]:

@@ -1,175 +1,243 @@
-"""`trtspec serve`: preflight, then one launch; of trtllm-serve, or of the reference backend when asked by name."""
+"""`trtspec serve`: checks, then one server: TensorRT-LLM, the front of several, or the reference backend by name."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Literal
 
-from trtspec.cli import serve_options as opt
+import typer
+
 from trtspec.cli.options import DryRunOption, HeadOption, JsonOption, TargetArgument
-
-if TYPE_CHECKING:
-    from trtspec.trtllm.serve.start import ServePlan
+from trtspec.errors import CheckFailed, MissingDependency, UsageError, has_errors
 
 
-def serve(
-    target: TargetArgument,
-    passed: opt.PassedArgument = None,
-    head: HeadOption = None,
-    backend: opt.BackendOption = "trtllm",
-    config: opt.ConfigOption = None,
-    trtllm_version: opt.VersionOption = None,
-    host: opt.HostOption = "localhost",
-    port: opt.PortOption = 8000,
-    goal: opt.GoalOption = None,
-    tp_size: opt.TpSizeOption = None,
-    max_batch_size: opt.BatchOption = None,
-    max_num_tokens: opt.TokensOption = None,
-    max_seq_len: opt.SeqLenOption = None,
-    draft_len: opt.DraftLenOption = None,
-    speculation: opt.SpeculationOption = None,
-    dtype: opt.DtypeOption = "auto",
-    device: opt.DeviceOption = "cpu",
-    served_model_name: opt.NameOption = None,
-    trust_remote_code: opt.TrustOption = False,
-    launcher: opt.LauncherOption = "direct",
-    nodes: opt.NodesOption = None,
-    gpus_per_node: opt.GpusPerNodeOption = None,
-    launcher_args: opt.LauncherArgsOption = "",
-    role: opt.RoleOption = None,
-    disaggregated: opt.DisaggregatedOption = None,
-    startup_timeout: opt.StartupOption = 7200.0,
-    generation_timeout: opt.GenerationOption = 300.0,
-    stop_grace: opt.GraceOption = 30.0,
-    dry_run: DryRunOption = False,
-    json_: JsonOption = False,
-) -> None:
-    """Check everything, then serve TARGET; signals and the exit status pass through, nothing is restarted."""
-    typed = locals()
-    if backend == "reference":
-        _serve_reference(typed)
-        return
-    _refuse_reference_options(speculation, port)
-    plan = _front_plan(typed) if disaggregated else _engine_plan(typed)
-    if dry_run:
-        _show(plan, json_)
-    else:
-        _launch(plan, {key: typed[key] for key in ("startup_timeout", "generation_timeout", "stop_grace")})
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """All options of the command. Which of them a mode uses is the fields of the mode's own record."""
 
-
-def _serve_reference(typed: dict[str, Any]) -> None:
-    from trtspec.cli.serve_reference import ReferenceRequest, launch_reference, refuse_trtllm_options, show_reference
-
-    refuse_trtllm_options(
-        {"--config": typed["config"], "--goal": typed["goal"], "--max-num-tokens": typed["max_num_tokens"],
-         "-- OPTIONS": typed["passed"] or None, "--trtllm-version": typed["trtllm_version"],
-         "--tp-size": None if typed["tp_size"] == 1 else typed["tp_size"], "--nodes": typed["nodes"],
-         "--launcher": None if typed["launcher"] == "direct" else typed["launcher"],
-         "--role": typed["role"], "--disaggregated": typed["disaggregated"]}
-    )  # fmt: skip
-    names = (
-        "target", "head", "host", "port", "dtype", "device", "speculation", "draft_len", "max_batch_size",
-        "max_seq_len", "served_model_name",
-    )  # fmt: skip
-    request = ReferenceRequest(**{name: typed[name] for name in names})
-    show_reference(request, typed["json_"]) if typed["dry_run"] else launch_reference(request)
-
-
-def _refuse_reference_options(speculation: str | None, port: int) -> None:
-    from trtspec.errors import UsageError
-
-    if port == 0:
-        raise UsageError("trtllm-serve cannot be asked for any free port", "pass --port with a number above 0")
-
-    if speculation in ("prompt-lookup", "none"):
-        remedy = "leave --head out for none; for prompt-lookup pass --backend reference"
-        raise UsageError("--speculation belongs to the reference backend", remedy)
-
-
-def _engine_plan(typed: dict[str, Any]) -> ServePlan:
-    import shlex
-
-    from trtspec.trtllm.serve.start import Request, plan_serve
-
-    name = typed["served_model_name"]
-    same = (
-        "target", "head", "config", "goal", "tp_size", "max_batch_size", "max_num_tokens", "max_seq_len", "draft_len",
-        "trust_remote_code", "host", "port", "launcher", "nodes", "gpus_per_node", "role",
-    )  # fmt: skip
-    request = Request(
-        **{key: typed[key] for key in same},
-        version=typed["trtllm_version"],
-        launcher_args=tuple(shlex.split(typed["launcher_args"])),
-        passed=[*(typed["passed"] or []), *(["--served_model_name", name] if name else [])],
-        words=_own_words(),
+    target: TargetArgument
+    passed: Annotated[
+        tuple[str, ...], typer.Argument(metavar="[-- OPTIONS]", help="After `--`: any option of trtllm-serve.")
+    ] = ()
+    head: HeadOption = None
+    backend: Annotated[
+        Literal["trtllm", "reference"],
+        typer.Option(help="trtllm: NVIDIA TensorRT-LLM. reference: plain PyTorch, on a CPU or a GPU."),
+    ] = "trtllm"
+    config: Annotated[Path | None, typer.Option(help="Engine YAML. Default: one written for this start.")] = None
+    trtllm_version: Annotated[
+        str | None, typer.Option(help="TensorRT-LLM version to check for. Default: the installed one.")
+    ] = None
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 in a container.")] = "localhost"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port (reference backend).")] = 8000
+    goal: Annotated[
+        Literal["latency", "throughput"] | None, typer.Option(help="As in build-config. Default: latency.")
+    ] = None
+    tp_size: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel size. Default: the file's, else 4.")] = (
+        None
     )
-    return plan_serve(request, launching=not typed["dry_run"])
+    max_batch_size: Annotated[int | None, typer.Option(min=1, help="Requests per step.")] = None
+    max_num_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step (trtllm).")] = None
+    max_seq_len: Annotated[int | None, typer.Option(min=1, help="Prompt and answer together, in tokens.")] = None
+    draft_len: Annotated[int | None, typer.Option(min=1, help="Tokens drafted per step. Default: 3.")] = None
+    speculation: Annotated[
+        Literal["eagle3", "prompt-lookup", "none"] | None,
+        typer.Option(help="Reference backend. Default: eagle3 with --head, else none."),
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        typer.Option(help="Reference backend: data type of the computation. auto: bfloat16 where it is native."),
+    ] = "auto"
+    device: Annotated[str, typer.Option(help="Reference backend: cpu or cuda.")] = "cpu"
+    served_model_name: Annotated[str | None, typer.Option(help="Name in /v1/models. Default: the target's.")] = None
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Let the engine run the Python code in the checkpoint.")
+    ] = False
+    launcher: Annotated[
+        Literal["direct", "slurm", "mpi", "lws"],
+        typer.Option(help="What starts the ranks on several nodes: Slurm, MPI, or a LeaderWorkerSet's leader."),
+    ] = "direct"
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes. Default: the file's, else 1.")] = None
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Default: the number of ranks divided by the number of nodes.")
+    ] = None
+    launcher_args: Annotated[str, typer.Option(help="Extra arguments for srun or mpirun, as one quoted string.")] = ""
+    role: Annotated[
+        Literal["context", "generation"] | None,
+        typer.Option(help="One half of a disaggregated deployment. Default: the file's, else none."),
+    ] = None
+    disaggregated: Annotated[
+        Path | None, typer.Option(help="Launch the front of a disaggregated deployment from this file.")
+    ] = None
+    startup_timeout: Annotated[float, typer.Option(min=0, help="Seconds until the server must be ready.")] = 7200.0
+    generation_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for the first completion once /health is OK.")
+    ] = 300.0
+    stop_grace: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for a clean shutdown before sending SIGKILL.")
+    ] = 30.0
+    health_interval: Annotated[
+        float, typer.Option(min=0, help="Seconds between two health checks of a ready server; 0 turns them off.")
+    ] = 15.0
+    health_failures: Annotated[
+        int, typer.Option(min=1, help="Failed health checks in a row after which the server is stopped as hung.")
+    ] = 8
+    dry_run: DryRunOption = False
+    json_: JsonOption = False
 
 
-def _own_words() -> tuple[str, ...]:
-    """This command as it was typed, without what makes it only look."""
-    words = sys.argv[1:]
-    end = words.index("--") if "--" in words else len(words)
-    return ("trtspec", *(w for w in words[:end] if w not in ("--dry-run", "--dry_run", "--json")), *words[end:])
+@dataclass(frozen=True, kw_only=True)
+class ReferenceStart:
+    """The options that the reference backend uses; None leaves the choice to the server."""
+
+    target: str
+    head: str | None = None
+    host: str = "localhost"
+    port: int = 8000
+    dtype: str = "auto"
+    device: str = "cpu"
+    speculation: Literal["eagle3", "prompt-lookup", "none"] | None = None
+    draft_len: int | None = None
+    max_batch_size: int | None = None
+    max_seq_len: int | None = None
+    served_model_name: str | None = None
+
+    @property
+    def drafter(self) -> Literal["eagle3", "prompt-lookup"] | None:
+        """eagle3, prompt-lookup, or None for no speculation."""
+        if self.speculation is None:
+            return "eagle3" if self.head else None
+        return None if self.speculation == "none" else self.speculation
+
+    def checked(self) -> ReferenceStart:
+        """Itself. Raises UsageError for options that contradict each other."""
+        if self.drafter == "eagle3" and not self.head:
+            raise UsageError("--speculation eagle3 needs a head", "pass --head")
+        if self.drafter != "eagle3" and self.head:
+            raise UsageError(f"--head is not used with --speculation {self.speculation}", "leave one of the two out")
+        if self.draft_len is not None and self.drafter is None:
+            raise UsageError("--draft-len is not used without speculation", "pass --head, or leave it out")
+        return self
 
 
-def _front_plan(typed: dict[str, Any]) -> ServePlan:
-    from trtspec.errors import UsageError
-    from trtspec.trtllm.serve.start import plan_front
-
-    for key in ("config", "head", "role", "nodes", "passed"):
-        if typed[key]:
-            flag = "-- OPTIONS" if key == "passed" else f"--{key}"
-            raise UsageError(f"{flag} belongs to the servers behind a front", "start them with `trtspec serve` first")
-    return plan_front(Path(typed["disaggregated"]), typed["startup_timeout"], launching=not typed["dry_run"])
-
-
-def _show(plan: ServePlan, json_: bool) -> None:
-    """The command line and the file it reads on stdout, problems on stderr; exit status 3 when one is an error."""
-    import shlex
-
-    from trtspec.errors import CheckFailed, has_errors
-    from trtspec.report import print_json, problem_lines
-
-    if json_:
-        print_json(
-            {"argv": plan.argv, "env": plan.env, "config": plan.config, "config_text": plan.config_text,
-             "version": plan.version, "version_reason": plan.version_reason, "job": plan.job or None,
-             "problems": [problem.to_dict() for problem in plan.problems]}
-        )  # fmt: skip
+def serve(options: ServeOptions) -> None:
+    """Check everything, then serve TARGET; signals and the exit status pass through, nothing is restarted."""
+    if options.backend == "reference":
+        _serve_reference(options)
     else:
-        sys.stdout.write(f"{shlex.join(plan.argv)}\n\n# {plan.config_path}\n{plan.config_text}")
-        if plan.job:
-            sys.stdout.write(f"\n# job script; submit it with sbatch\n{plan.job}")
-        sys.stderr.write("".join(f"{line}\n" for line in problem_lines(plan.problems)))
-    if has_errors(plan.problems):
+        _serve_trtllm(options)
+
+
+def _modes() -> dict[str, Any]:
+    from trtspec.records import Mode
+    from trtspec.trtllm.serve.start import EngineStart, FrontStart
+
+    return {
+        "engine": Mode("the TensorRT-LLM engine", EngineStart, "--backend trtllm"),
+        "front": Mode("the front of a disaggregated deployment", FrontStart, "--disaggregated FILE"),
+        "reference": Mode("the reference backend", ReferenceStart, "--backend reference"),
+    }
+
+
+def _narrowed(options: ServeOptions, chosen: str, *selecting: str) -> Any:
+    from trtspec.records import narrow
+
+    modes = _modes()
+    shared = ("backend", "dry_run", "json_")
+    return narrow(options, modes[chosen], list(modes.values()), selecting=(*shared, *selecting))
+
+
+def _serve_trtllm(options: ServeOptions) -> None:
+    from trtspec.records import words
+    from trtspec.report import print_json, problem_lines, write_stderr
+    from trtspec.trtllm.serve.start import launch, plan_engine, plan_front
+
+    launching = not options.dry_run
+    if options.disaggregated is not None:
+        start = _narrowed(options, "front", "disaggregated")
+        plan = plan_front(start, launching=launching)
+    else:
+        start = _narrowed(options, "engine")
+        if start.port == 0:
+            raise UsageError("trtllm-serve cannot be asked for any free port", "pass --port with a number above 0")
+        typed = words(replace(options, passed=(), dry_run=False, json_=False))
+        after = ("--", *options.passed) if options.passed else ()
+        plan = plan_engine(start, replay=("trtspec", "serve", *typed, *after), launching=launching)
+    if options.json_:
+        print_json(plan.to_dict())
+    elif options.dry_run:
+        sys.stdout.write(plan.text())
+        write_stderr("".join(f"{line}\n" for line in problem_lines(plan.problems)))
+    if not options.dry_run:
+        status = launch(plan, start)
+        if status:
+            raise typer.Exit(status)
+    elif has_errors(plan.problems):
         raise CheckFailed("a launch would be refused for the errors above")
 
 
-def _launch(plan: ServePlan, times: dict[str, Any]) -> None:
-    """Raises before anything starts when a problem is an error."""
-    import tempfile
+def _serve_reference(options: ServeOptions) -> None:
+    start: ReferenceStart = _narrowed(options, "reference").checked()
+    if options.dry_run or options.json_:
+        _show_reference(start, options)
+    if not options.dry_run:
+        _run_reference(start)
 
-    from trtspec.errors import CheckFailed, has_errors
-    from trtspec.launch.supervisor import Launch, run
-    from trtspec.report import problem_lines, say
-    from trtspec.trtllm.serve.cluster import STARTERS
-    from trtspec.trtllm.serve.command import CONFIG_NAME
-    from trtspec.trtllm.serve.preflight import require_executable
 
-    require_executable()
-    listed = "\n".join(problem_lines(plan.problems))
-    if has_errors(plan.problems):
-        raise CheckFailed(f"not launched:\n{listed}")
-    if listed:
-        sys.stderr.write(f"{listed}\n")
-    say(f"TensorRT-LLM {plan.version}: {plan.version_reason}")
-    with tempfile.TemporaryDirectory(prefix="trtspec-serve-") as directory:
-        argv = list(plan.argv)
-        if plan.config_path == CONFIG_NAME:
-            written = Path(directory) / CONFIG_NAME
-            written.write_text(plan.config_text, encoding="utf-8")
-            argv[argv.index("--extra_llm_api_options") + 1] = str(written)
-        foreign = argv[0] in STARTERS.values()
-        run(Launch(argv, plan.host, plan.port, plan.env, generates=plan.generates, own_statuses=foreign, **times))
+def _show_reference(start: ReferenceStart, options: ServeOptions) -> None:
+    """The same command with every choice written out; names are looked up, nothing is fetched."""
+    import shlex
+
+    from trtspec.records import words
+    from trtspec.report import print_json
+    from trtspec.trtllm.names import load_head, load_target
+
+    load_target(start.target)
+    if start.head:
+        load_head(start.head)
+    written_out = replace(options, speculation=start.drafter or "none", dry_run=False, json_=False)
+    argv = [sys.executable, "-m", "trtspec", "serve"]
+    argv += words(written_out, always=("backend", "host", "port", "dtype", "device"))
+    if options.json_:
+        print_json({"argv": argv, "env": {}, "config": {}, "problems": []})
+    else:
+        sys.stdout.write(shlex.join(argv) + "\n")
+
+
+def _run_reference(start: ReferenceStart) -> None:
+    """Fetches what is not here, then serves until a signal ends it."""
+    from trtspec.checkpoint.hub import resolve
+    from trtspec.trtllm.names import require_head, require_target
+
+    try:
+        from trtspec.engine.server import run
+    except ModuleNotFoundError as missing:
+        raise MissingDependency(
+            f"the reference backend needs {missing.name}", "pip install 'trtspec[reference]'"
+        ) from None
+    target, head = resolve(start.target), resolve(start.head) if start.head else None
+    require_target(target)
+    if head is not None:
+        require_head(head)
+    for name, resolved in ((start.target, target), (start.head, head)):
+        if resolved is not None and resolved.path is None:
+            raise UsageError(f"{name} is not on this machine", "pass its directory")
+    assert target.path is not None
+    sizes = {
+        key: value
+        for key in ("draft_len", "max_batch_size", "max_seq_len")
+        if (value := getattr(start, key)) is not None
+    }
+    run(
+        target.path,
+        head.path if head else None,
+        host=start.host,
+        port=start.port,
+        dtype=start.dtype,
+        device=start.device,
+        drafter=start.drafter,
+        served_model_name=start.served_model_name or target.hub_id,
+        **{key: value for key, value in sizes.items() if value is not None},
+    )

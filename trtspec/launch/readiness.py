@@ -1,30 +1,103 @@
-"""Whether a server is ready: /health says so, and a real generation comes back (a hung engine still says healthy)."""
+"""Whether a server is ready: it is the one that was started, /health says so, and a real generation comes back."""
 
 from __future__ import annotations
 
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 
-HEALTH_TIMEOUT = 2.0
+import psutil
+
+# never through a proxy: http_proxy is set on many clusters, and a proxy does not reach this machine's loopback
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def is_healthy(base_url: str) -> bool:
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a server answers. `model_names`: what /v1/models may call the model, for where the process that listens
+    cannot be seen; empty accepts any. `generates`: whether it answers a prompt by itself; one half of a disaggregated
+    pair does not. `local`: whether the process that listens is started below this one; Slurm's ranks are not."""
+
+    host: str
+    port: int
+    model_names: tuple[str, ...] = ()
+    generates: bool = True
+    local: bool = True
+
+    @property
+    def url(self) -> str:
+        """As a client on this machine reaches it."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+
+def is_healthy(url: str, timeout: float = 2.0) -> bool:
+    """Whether GET /health answers 200 within `timeout` seconds."""
     try:
-        with urllib.request.urlopen(f"{base_url}/health", timeout=HEALTH_TIMEOUT) as response:
+        with OPENER.open(f"{url}/health", timeout=timeout) as response:
             return response.status == 200
     except (OSError, ValueError, HTTPException):
         return False
 
 
-def generates(base_url: str, timeout: float) -> str | None:
+def stranger(endpoint: Endpoint, root: int) -> str | None:
+    """What answers at `endpoint`, in words, when it is not a process below `root`; None when it is, or when nobody can
+    tell and the model has the right name."""
+    if endpoint.local:
+        owned = _listens_below(endpoint.port, root)
+        if owned is not None:
+            return None if owned else _listener(endpoint.port)
+    if not endpoint.model_names:
+        return None
+    try:
+        served = model_name(endpoint.url, 10.0)
+    except (OSError, ValueError, HTTPException, LookupError, TypeError):
+        return None  # a server that cannot say its model fails to generate too, and that says why
+    return None if served in endpoint.model_names else f"a server of the model {served!r}"
+
+
+def _listens_below(port: int, root: int) -> bool | None:
+    """Whether `root` or a process below it listens on `port`; None where one of them may not be looked into."""
+    hidden = False
+    for process in _family(root):
+        try:
+            sockets = process.net_connections(kind="tcp")
+        except psutil.AccessDenied:
+            hidden = True
+            continue
+        except psutil.NoSuchProcess:
+            continue
+        if any(socket.status == psutil.CONN_LISTEN and socket.laddr.port == port for socket in sockets):
+            return True
+    return None if hidden else False
+
+
+def _family(root: int) -> Iterator[psutil.Process]:
+    try:
+        first = psutil.Process(root)
+        yield from [first, *first.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+
+
+def _listener(port: int) -> str:
+    try:
+        sockets = psutil.net_connections(kind="tcp")
+        pids = [s.pid for s in sockets if s.status == psutil.CONN_LISTEN and s.laddr.port == port and s.pid]
+        return f"{psutil.Process(pids[0]).name()} (process {pids[0]})"
+    except (psutil.Error, OSError, IndexError):
+        return "another process"
+
+
+def generation_failure(url: str, timeout: float) -> str | None:
     """None when one token comes back within `timeout` seconds, else the reason in words."""
     try:
-        model = _json(f"{base_url}/v1/models", None, timeout)["data"][0]["id"]
-        body = {"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
-        choices = _json(f"{base_url}/v1/completions", body, timeout)["choices"]
+        body = {"model": model_name(url, timeout), "prompt": "Hello", "max_tokens": 1, "temperature": 0}
+        choices = _json(f"{url}/v1/completions", body, timeout)["choices"]
         return None if choices else "the answer has no choices"
     except TimeoutError:
         return f"no answer within {timeout:g} s"
@@ -35,12 +108,17 @@ def generates(base_url: str, timeout: float) -> str | None:
         return f"no answer within {timeout:g} s" if timed_out else str(error.reason)
     except HTTPException as error:  # the server went away in the middle of its answer
         return f"the answer broke off: {type(error).__name__}"
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
+
+
+def model_name(url: str, timeout: float) -> str:
+    """What /v1/models calls the model. Raises what a broken connection or another kind of answer raises."""
+    return str(_json(f"{url}/v1/models", None, timeout)["data"][0]["id"])
 
 
 def _json(url: str, body: dict[str, Any] | None, timeout: float) -> Any:
     data = json.dumps(body).encode() if body is not None else None
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=timeout) as response:
+    with OPENER.open(request, timeout=timeout) as response:
         return json.loads(response.read())

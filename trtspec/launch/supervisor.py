@@ -1,8 +1,9 @@
-"""Runs the engine once: phases, readiness by a real generation, signals and status through, no rank left behind."""
+"""Runs a server once: phases, readiness by a real generation, health, signals and status through, no rank left."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -11,74 +12,85 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from trtspec.errors import TrtspecError
-from trtspec.launch.engine_log import LogReader, explain
-from trtspec.launch.guard import FORWARDED, UNKILLABLE
-from trtspec.launch.readiness import generates, is_healthy
-from trtspec.report import say
+from trtspec.launch.log import LogPatterns, LogReader
+from trtspec.launch.readiness import Endpoint, generation_failure, is_healthy, stranger
+from trtspec.launch.subreaper import FORWARDED, UNKILLABLE
+from trtspec.report import announce
 
-GUARD = Path(__file__).with_name("guard.py")
-UNKNOWN = (
-    "no known failure: start with `-- --log_level debug`; `trtspec doctor` checks this machine, `trtspec lint` the file"
-)
+SUBREAPER = Path(__file__).with_name("subreaper.py")
 KILLED = 128 + signal.SIGKILL
+POLL = 0.05  # seconds; a signal just before a blocking wait would be handled only after it
+STARTING_POLL = 0.2
 
 
-class EngineFailed(TrtspecError):
-    """The engine ended with an error; its exit status becomes ours."""
+class ServerFailed(TrtspecError):
+    """The server ended with an error, or was ended for one; `exit_code` is its own status where it has one."""
 
-    def __init__(self, message: str, remedy: str, status: int) -> None:
+    def __init__(self, message: str, remedy: str, status: int = 1) -> None:
         super().__init__(message, remedy)
         self.exit_code = status
 
 
 @dataclass(frozen=True)
-class Launch:
-    """`env` is added to the environment. Times in seconds. `generates`: whether a ready server answers a prompt by
-    itself; one half of a disaggregated pair does not, and is ready when it is healthy. `own_statuses`: `argv` starts
-    with a launcher such as mpirun, whose status after a signal is its own."""
+class Limits:
+    """Seconds: until it must be ready, for the first generation, between a signal and SIGKILL, and between two looks at
+    /health once it is ready (0: none). After `health_failures` looks in a row without an answer it counts as hung."""
+
+    startup: float = 7200.0
+    generation: float = 300.0
+    stop_grace: float = 30.0
+    health_interval: float = 15.0
+    health_failures: int = 8
+
+
+@dataclass(frozen=True)
+class ServerLaunch:
+    """One server to start. `env` is added to the environment. `own_statuses`: `argv` starts with a launcher such as
+    mpirun, whose status after a signal is its own."""
 
     argv: list[str]
-    host: str
-    port: int
+    endpoint: Endpoint
+    patterns: LogPatterns
     env: dict[str, str] = field(default_factory=dict)
-    startup_timeout: float = 7200.0
-    generation_timeout: float = 300.0
-    stop_grace: float = 30.0
-    generates: bool = True
+    limits: Limits = Limits()
     own_statuses: bool = False
 
 
-def run(launch: Launch) -> int:
-    """Blocks until the engine ends; returns 0. Raises EngineFailed with its status and the cause otherwise."""
+def run(launch: ServerLaunch) -> int:
+    """Blocks until the server ends. Returns its status when it ended as asked: 0, or 128 + the signal that asked.
+    Raises ServerFailed with its status and the cause otherwise."""
     started = time.monotonic()
-    with _guarded(launch) as process, _forwarded_signals(process) as asked:
-        reader = LogReader(process.stdout, started)
+    with _started(launch) as process, _forwarded_signals(process) as asked:
+        reader = LogReader(process.stdout, launch.patterns, started)
         reader.start()
+        ready = False
         try:
             ready = _wait_ready(process, launch, started, asked)
             if ready:
-                say(f"trtspec: ready on http://{launch.host}:{launch.port} ({time.monotonic() - started:.0f} s)")
-            while process.poll() is None:  # a signal just before a blocking wait would be handled only after it
-                time.sleep(0.05)
+                url = f"http://{launch.endpoint.host}:{launch.endpoint.port}"
+                announce(f"trtspec: ready on {url} ({time.monotonic() - started:.0f} s)")
+                _wait_end(process, launch, asked)
         finally:
-            _end(process, launch.stop_grace)
+            _end(process, launch.limits.stop_grace)
             reader.join(timeout=5)
-    if asked and process.returncode != KILLED and launch.own_statuses:
-        say("trtspec: stopped as asked")  # mpirun and srun have statuses of their own for that, 1 among them
-        raise SystemExit(process.returncode)
-    return _status(process.returncode, list(reader.tail), ready, bool(asked), launch.stop_grace)
+    status = process.returncode if process.returncode >= 0 else 128 - process.returncode
+    if asked and _as_asked(status, launch):
+        announce("trtspec: stopped as asked")
+    elif status:
+        _fail(launch, status, list(reader.tail), ready, bool(asked))
+    return status
 
 
 @contextlib.contextmanager
-def _guarded(launch: Launch) -> Iterator[subprocess.Popen[str]]:
-    """The engine below its guard, in a session of its own: a Ctrl-C of the terminal comes to us alone."""
-    control, held = os.pipe()
+def _started(launch: ServerLaunch) -> Iterator[subprocess.Popen[str]]:
+    """The server below its subreaper, in a session of its own: a Ctrl-C of the terminal comes to us alone."""
+    control, held = _pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(GUARD), str(launch.stop_grace), str(control), *launch.argv],
+            [sys.executable, "-I", "-S", str(SUBREAPER), str(launch.limits.stop_grace), str(control), *launch.argv],
             env={**os.environ, **launch.env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -91,12 +103,21 @@ def _guarded(launch: Launch) -> Iterator[subprocess.Popen[str]]:
         os.close(control)
         yield process
     finally:
-        os.close(held)  # ends the guard if it is still there
+        os.close(held)  # ends the subreaper if it is still there
+
+
+def _pipe() -> tuple[int, int]:
+    """Both ends above the standard streams, which a child gets replaced: where stdin is closed, os.pipe() returns 0."""
+    ends = os.pipe()
+    moved = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in ends]
+    for end in ends:
+        os.close(end)
+    return moved[0], moved[1]
 
 
 @contextlib.contextmanager
 def _forwarded_signals(process: subprocess.Popen[str]) -> Iterator[list[int]]:
-    """SIGINT, SIGTERM and SIGHUP go to the guard; the list holds what was asked for."""
+    """SIGINT, SIGTERM and SIGHUP go to the subreaper; the list holds what was asked for."""
     asked: list[int] = []
 
     def forward(number: int, _frame: Any) -> None:
@@ -111,33 +132,56 @@ def _forwarded_signals(process: subprocess.Popen[str]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _wait_ready(process: subprocess.Popen[str], launch: Launch, started: float, asked: list[int]) -> bool:
-    """True once a generation came back; False when the engine ended or was told to end before."""
-    base_url = f"http://{_reachable(launch.host)}:{launch.port}"
-    while time.monotonic() - started < launch.startup_timeout:
+def _wait_ready(process: subprocess.Popen[str], launch: ServerLaunch, started: float, asked: list[int]) -> bool:
+    """True once a generation came back; False when the server ended or was told to end before."""
+    endpoint, limits = launch.endpoint, launch.limits
+    while time.monotonic() - started < limits.startup:
         if process.poll() is not None or asked:
             return False
-        if is_healthy(base_url):
-            failure = generates(base_url, launch.generation_timeout) if launch.generates else None
-            if failure is None:
-                return True
-            if process.poll() is not None or asked:
-                return False
-            _end(process, launch.stop_grace)
+        if not is_healthy(endpoint.url):
+            time.sleep(STARTING_POLL)
+            continue
+        other = stranger(endpoint, process.pid)
+        failure = generation_failure(endpoint.url, limits.generation) if endpoint.generates and not other else None
+        if process.poll() is not None or asked:
+            return False
+        if other:
+            message = f"{other} answers on port {endpoint.port}, and this launch did not start it"
+            raise ServerFailed(message, "stop it, or pass another --port")
+        if failure:
             message = f"the server answers /health and does not generate: {failure}"
-            raise EngineFailed(message, "look at the log above; lower the load, or drop --head to tell them apart", 1)
-        time.sleep(0.2)
-    _end(process, launch.stop_grace)
-    message = f"the server was not ready after {launch.startup_timeout:.0f} s"
-    raise EngineFailed(message, "look at the log above, or pass a larger --startup-timeout", 1)
+            raise ServerFailed(message, "look at the log above; lower the load, or drop --head to tell them apart")
+        return True
+    message = f"the server was not ready after {limits.startup:.0f} s"
+    raise ServerFailed(message, "look at the log above, or pass a larger --startup-timeout")
 
 
-def _reachable(host: str) -> str:
-    return {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)
+def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[int]) -> None:
+    """Returns when the server has ended. Raises ServerFailed when it hangs: it runs, and /health does not answer."""
+    limits, failed, last = launch.limits, 0, time.monotonic()
+    while process.poll() is None:
+        time.sleep(POLL)
+        if not limits.health_interval or asked or time.monotonic() - last < limits.health_interval:
+            continue
+        healthy = is_healthy(launch.endpoint.url, limits.health_interval)
+        last = time.monotonic()
+        if healthy:
+            if failed:
+                announce("trtspec: /health answers again")
+            failed = 0
+            continue
+        if process.poll() is not None or asked:
+            continue
+        failed += 1
+        announce(f"trtspec: no answer from /health ({failed} of {limits.health_failures})")
+        if failed >= limits.health_failures:
+            message = f"the server hangs: {failed} looks at /health in a row without an answer; it was ended"
+            remedy = "look at the log above; --health-interval and --health-failures set when a server counts as hung"
+            raise ServerFailed(message, remedy)
 
 
 def _end(process: subprocess.Popen[str], grace: float) -> None:
-    """The guard ends every rank, then itself."""
+    """The subreaper ends every rank, then itself."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -147,22 +191,23 @@ def _end(process: subprocess.Popen[str], grace: float) -> None:
             process.wait()
 
 
-def _status(status: int, tail: list[str], ready: bool, asked: bool, grace: float) -> int:
-    status = status if status >= 0 else 128 - status  # the guard itself was killed
+def _as_asked(status: int, launch: ServerLaunch) -> bool:
+    """Whether a server that was asked to end did so by itself; mpirun and srun have statuses of their own for that."""
+    if launch.own_statuses:
+        return status != KILLED
+    return status in (0, *(128 + number for number in FORWARDED))
+
+
+def _fail(launch: ServerLaunch, status: int, tail: list[str], ready: bool, asked: bool) -> NoReturn:
+    grace, patterns = launch.limits.stop_grace, launch.patterns
     if asked and status == KILLED:
-        message = f"the engine did not end within {grace:g} s of the signal and was killed"
-        raise EngineFailed(message, "give it longer with --stop-grace", status)
-    if asked and status in (0, *(128 + number for number in FORWARDED)):
-        say("trtspec: stopped as asked")
-        if status:
-            raise SystemExit(status)
-    if status == 0:
-        return 0
-    known = explain(tail)
-    when = "while serving" if ready else "before it was ready"
-    if status == KILLED and known is None:
+        message = f"the server did not end within {grace:g} s of the signal and was killed"
+        raise ServerFailed(message, "give it longer with --stop-grace", status)
+    known = patterns.explain(tail)
+    ended = f"{patterns.engine} ended {'while serving' if ready else 'before it was ready'} with status {status}"
+    if known is None and status == KILLED:
         known = "it was killed, most often because the host's memory ran out", "look at `dmesg`, give it more memory"
     if known is not None:
-        raise EngineFailed(f"trtllm-serve ended {when} with status {status}: {known[0]}", known[1], status)
+        raise ServerFailed(f"{ended}: {known[0]}", known[1], status)
     last = "\n".join(f"  | {line}" for line in tail[-12:])
-    raise EngineFailed(f"trtllm-serve ended {when} with status {status}; its last lines:\n{last}", UNKNOWN, status)
+    raise ServerFailed(f"{ended}; its last lines:\n{last}", patterns.unknown, status)

@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.hub import Resolved, resolve
 from trtspec.checkpoint.known import known
 from trtspec.errors import Problem, UsageError
 from trtspec.specs import HeadSpec, ModelSpec
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -44,9 +40,15 @@ def load_target(name: str, like: str | None = None) -> Target:
 
 def _target(name: str) -> Resolved:
     resolved = resolve(name, allow_download=False)
-    if resolved.kind != "target":
-        raise UsageError(f"{name} is a draft head, not a target", "pass the target first and the head with --head")
+    require_target(resolved)
     return resolved
+
+
+def require_target(resolved: Resolved) -> None:
+    """As `load_target`, of what was found already."""
+    if resolved.kind != "target":
+        message = f"{resolved.name} is a draft head, not a target"
+        raise UsageError(message, "pass the target first and the head with --head")
 
 
 def _must_equal(name: str, here: ModelSpec, like: str) -> None:

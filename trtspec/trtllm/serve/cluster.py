@@ -14,6 +14,9 @@ STARTERS = {"slurm": "srun", "mpi": "mpirun", "lws": "mpirun"}
 RANK_WRAPPER = "trtllm-llmapi-launch"
 # trtllm-llmapi-launch expands its command unquoted: the shell would split or glob these
 SPLIT_BY_WRAPPER = frozenset(" \t\n*?[")
+CONTAINER_WORDS = frozenset(
+    {"--container-image", "--container-name", "apptainer", "singularity", "enroot", "podman", "docker", "shifter"}
+)
 # compilers' caches; on a home directory that nodes share, their ranks overwrite each other's files
 NODE_LOCAL = {"TRITON_CACHE_DIR": "/tmp/trtspec/triton", "FLASHINFER_WORKSPACE_BASE": "/tmp/trtspec/flashinfer"}
 
@@ -30,6 +33,15 @@ class Cluster:
     @property
     def ranks(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    @property
+    def contained(self) -> bool:
+        """Whether the engine runs in a container that srun or mpirun starts, so that it need not be installed here:
+        Slurm's pyxis plug-in (`--container-image`, `--container-name`), or a program in front of the command."""
+        if self.launcher == "direct":
+            return False
+        words = {word.partition("=")[0].rpartition("/")[2] for word in self.args}
+        return bool(words & CONTAINER_WORDS)
 
 
 def wrap(argv: list[str], env: dict[str, str], cluster: Cluster, environ: Mapping[str, str]) -> list[str]:
@@ -81,6 +93,14 @@ def check_cluster(
     severity = "error" if launching else "warning"
     for message, remedy in _missing(cluster, environ):
         yield Problem("TS-SERVE-LAUNCHER", severity, cluster.launcher, message, remedy)  # type: ignore[arg-type]
+
+
+def check_file(cluster: Cluster, ours: bool, launching: bool) -> Iterator[Problem]:
+    """`ours`: the configuration is written for this start, into a directory of this node."""
+    if cluster.launcher != "direct" and ours:
+        message = "a configuration written for this start lies on this node alone"
+        remedy = "write it with `trtspec build-config` where every node sees it, and pass --config"
+        yield Problem("TS-SERVE-LAUNCHER", "error" if launching else "warning", "--config", message, remedy)
 
 
 def _missing(cluster: Cluster, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -74,18 +74,26 @@ def _problem(where: str, message: str, remedy: str) -> Problem:
     return Problem("TS-SERVE-FRONT", "error", where, message, remedy)
 
 
-def unreachable(front: Front) -> Iterator[Problem]:
-    """Servers that do not say healthy yet: the front waits for them, so this is a warning."""
-    import urllib.request  # 30 ms that no other dry run should pay
+def check_servers(front: Front, names: tuple[str, ...]) -> Iterator[Problem]:
+    """Servers that do not answer yet, for which the front waits, and those of another model. `names`: what /v1/models
+    may call the target."""
     from http.client import HTTPException
+
+    from trtspec.launch.readiness import OPENER, model_name  # 30 ms that no other dry run should pay
 
     for role, addresses in front.servers.items():
         for address in addresses:
             try:
-                with urllib.request.urlopen(f"http://{address}/health", timeout=2):
-                    continue
-            except (OSError, ValueError, HTTPException) as error:
+                with OPENER.open(f"http://{address}/health", timeout=2):
+                    pass
+                served = model_name(f"http://{address}", 2)
+            except (OSError, ValueError, HTTPException, LookupError, TypeError) as error:
                 reason = getattr(error, "reason", error)
-            message = f"the {role} server {address} does not answer yet ({reason})"
-            remedy = f"start it with `trtspec serve TARGET --config FILE --role {role}`"
-            yield Problem("TS-SERVE-FRONT-WAITS", "warning", address, message, remedy)
+                message = f"the {role} server {address} does not answer yet ({reason})"
+                remedy = f"start it with `trtspec serve TARGET --config FILE --role {role}`"
+                yield Problem("TS-SERVE-FRONT-WAITS", "warning", address, message, remedy)
+                continue
+            if served not in names:
+                message = f"the {role} server {address} calls its model {served!r}, not {' or '.join(names)}"
+                remedy = "pass the target that the servers serve; one with --served-model-name may keep its name"
+                yield Problem("TS-SERVE-FRONT-MODEL", "warning", address, message, remedy)

@@ -1,13 +1,24 @@
-"""One `serve` request put together: target, head, configuration, command line and every problem before the launch."""
+"""One start of TensorRT-LLM: options -> intent -> configuration -> command -> problems -> launch.
+
+`plan_engine` and `plan_front` say everything about a start and start nothing; `launch` starts what they planned.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+import shlex
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trtspec.errors import Problem, UsageError
+from trtspec.checkpoint.hub import Resolved
+from trtspec.errors import CheckFailed, Problem, UsageError, has_errors
+from trtspec.gpus import read_gpus
+from trtspec.launch.log import LogPatterns
+from trtspec.launch.readiness import Endpoint
+from trtspec.report import problem_lines, say, write_stderr
 from trtspec.trtllm.build.config import compose
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent, parse_intent
@@ -18,46 +29,50 @@ from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.lint.machine import check_tool_parser
 from trtspec.trtllm.names import Head, Target, choose_version, findable, load_head, load_target
 from trtspec.trtllm.schema import schema_for
-from trtspec.trtllm.serve.cluster import Cluster, check_cluster, environment, job_script, wrap
-from trtspec.trtllm.serve.command import CONFIG_NAME, build_command
-from trtspec.trtllm.serve.front import read_front, unreachable
-from trtspec.trtllm.serve.machine import check_hardware, check_host, read_gpus
-from trtspec.trtllm.serve.preflight import check_engine, check_environment, check_port, engine_version, preflight
+from trtspec.trtllm.serve import cluster, front, preflight
+from trtspec.trtllm.serve.command import CONFIG_NAME, Command, build_command
 from trtspec.trtllm.speculation import head_in
 
 # the engine's log shows a phase when it begins, not when a buffer is full
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
 # seconds that the front of a disaggregated deployment waits for one answer; upstream's 180 cut long thoughts off
 REQUEST_TIMEOUT = 3600.0
+# settings of the intent that have an option of the same name
+INTENT_OPTIONS = ("goal", "tp_size", "max_batch_size", "max_num_tokens", "max_seq_len", "draft_len")
 
 
-@dataclass(frozen=True)
-class Request:
-    """What the user typed; sizes that are None were not typed."""
+@dataclass(frozen=True, kw_only=True)
+class EngineStart:
+    """The options of `trtspec serve` that a TensorRT-LLM engine uses; None: not given. Times in seconds."""
 
     target: str
+    passed: tuple[str, ...] = ()
     head: str | None = None
     config: Path | None = None
-    version: str | None = None
+    trtllm_version: str | None = None
+    host: str = "localhost"
+    port: int = 8000
     goal: str | None = None
     tp_size: int | None = None
     max_batch_size: int | None = None
     max_num_tokens: int | None = None
     max_seq_len: int | None = None
     draft_len: int | None = None
+    served_model_name: str | None = None
     trust_remote_code: bool = False
-    host: str = "localhost"
-    port: int = 8000
-    passed: list[str] = field(default_factory=list)
     launcher: str = "direct"
     nodes: int | None = None
     gpus_per_node: int | None = None
-    launcher_args: tuple[str, ...] = ()
+    launcher_args: str = ""
     role: str | None = None
-    words: tuple[str, ...] = ()  # the whole command as typed, for a job script
+    startup_timeout: float = 7200.0
+    generation_timeout: float = 300.0
+    stop_grace: float = 30.0
+    health_interval: float = 15.0
+    health_failures: int = 8
 
-    def typed_sizes(self) -> dict[str, int]:
-        """By YAML path."""
+    def sizes(self) -> dict[str, int]:
+        """What was given, by YAML path."""
         sizes = {
             "tensor_parallel_size": self.tp_size,
             "max_batch_size": self.max_batch_size,
@@ -67,158 +82,281 @@ class Request:
         return {key: value for key, value in sizes.items() if value is not None}
 
 
-@dataclass(frozen=True)
-class ServePlan:
-    """`config_text` is what the engine reads; `config_path` is the user's file, or the name that ours will have.
-    `job`: a batch script for Slurm, where that launcher is asked for. `generates`: as in launch.Launch."""
+@dataclass(frozen=True, kw_only=True)
+class FrontStart:
+    """The options that the front of a disaggregated deployment uses; its address stands in the file."""
+
+    target: str
+    disaggregated: Path
+    startup_timeout: float = 7200.0
+    generation_timeout: float = 300.0
+    stop_grace: float = 30.0
+    health_interval: float = 15.0
+    health_failures: int = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerPlan:
+    """Everything about a start. `config_text` is what the engine reads; `config_path` is the user's file, or the name
+    that ours will have. `version` and why that one. `job`: a batch script for Slurm, where that launcher is asked for.
+    """
 
     argv: list[str]
     env: dict[str, str]
     config_text: str
     config_path: str
     problems: list[Problem]
-    version: str
-    version_reason: str
-    host: str
-    port: int
+    version: tuple[str, str]
+    endpoint: Endpoint
     job: str = ""
-    generates: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object of `--json`."""
+        return {
+            "argv": self.argv,
+            "env": self.env,
+            "config": Document.parse(self.config_text).value or {},
+            "config_text": self.config_text,
+            "version": self.version[0],
+            "version_reason": self.version[1],
+            "job": self.job or None,
+            "problems": [problem.to_dict() for problem in self.problems],
+        }
+
+    def text(self) -> str:
+        """The command, the file that it reads and the job script, for a person."""
+        job = f"\n# job script; submit it with sbatch\n{self.job}" if self.job else ""
+        return f"{shlex.join(self.argv)}\n\n# {self.config_path}\n{self.config_text}{job}"
+
+
+@dataclass(frozen=True)
+class _File:
+    """The configuration of a start: the user's, or the one written for it. `written_for` is what build-config says on
+    its first line; None for a file by hand."""
+
+    path: str
+    text: str
+    written_for: Intent | None
+    ours: bool
 
     @property
-    def config(self) -> dict[str, Any]:
-        return Document.parse(self.config_text).value or {}
+    def document(self) -> Document:
+        return Document.parse(self.text)
 
 
-def plan_serve(request: Request, *, launching: bool) -> ServePlan:
-    """Raises for what cannot be answered at all (unknown ids, unreadable files); everything else is a problem."""
-    text = _read(request.config)
-    written = parse_intent(text) if text is not None else None
-    target = load_target(request.target)
-    head_name = request.head or (head_in(Document.parse(text)) if text is not None else None)
-    head = load_head(head_name) if head_name and (request.head or findable(head_name)) else None
-    installed = engine_version() if launching and request.version is None else None
-    asked = request.version or installed
-    if asked is None and written is not None:
-        version, reason = written.version, f"the version {request.config} was written for"
+def plan_engine(start: EngineStart, *, replay: tuple[str, ...] = (), launching: bool) -> ServerPlan:
+    """Raises for what cannot be answered at all (unknown ids, unreadable files, options that contradict each other);
+    everything else is a problem of the plan. `replay` is this command as words, for a job script."""
+    target = load_target(start.target)
+    given = _user_file(start)
+    head = _head(start, given)
+    reach = cluster.Cluster(start.launcher, args=_launcher_args(start))
+    version, problems = _version(start, given, target, head, launching and not reach.contained)
+    intent = _intent(start, given, version[0], target)
+    file = given or _File(CONFIG_NAME, compose(intent, target.spec, head.spec if head else None), None, True)
+
+    role = start.role or intent.role
+    command = _command(start, intent, target, file, role)
+    gpus = read_gpus()
+    named = compute_capability(intent.gpu) if intent.gpu else None
+    deployment = Deployment(
+        schema_for(version[0]), target.spec, intent.target, head.spec if head else None, intent.head or "",
+        argv=command.settings, gpu=gpus[0].capability if launching and gpus else named,
+    )  # fmt: skip
+    world = _ranks(deployment, file.document)
+    nodes = start.nodes or intent.nodes
+    reach = replace(reach, nodes=nodes, gpus_per_node=start.gpus_per_node or -(-world // nodes))
+
+    problems += command.problems
+    problems += [found.problem(file.path) for found in lint(file.text, deployment)]
+    problems += [found.problem(file.path) for found in check_tool_parser(deployment, command.argv)]
+    problems += _request_problems(start, target, head, command, file)
+    needed = min(world, reach.gpus_per_node)
+    problems += preflight.check_gpus(needed, gpus)
+    if launching:
+        models = [target.resolved, *([head.resolved] if head else [])]
+        problems += preflight.check_hardware(gpus or [], deployment, file.document, needed, os.environ)
+        problems += preflight.check_host(models, start.host, target.spec.remote_code, os.environ)
+        problems += [] if reach.contained else engine_problems(file.text, file.path)
+    problems += [] if reach.contained else preflight.check_engine()
+    problems += cluster.check_cluster(reach, command.argv, world, os.environ, launching)
+    problems += cluster.check_file(reach, file.ours, launching)
+    env = {**ENVIRONMENT, **cluster.environment(reach, os.environ)}
+    return ServerPlan(
+        argv=cluster.wrap(command.argv, env, reach, os.environ),
+        env=env,
+        config_text=file.text,
+        config_path=file.path,
+        problems=problems if launching else [preflight.mentioned(problem) for problem in problems],
+        version=version,
+        endpoint=Endpoint(
+            start.host, start.port, _model_names(start), generates=role is None, local=reach.launcher != "slurm"
+        ),
+        job=cluster.job_script(reach, list(replay)) if reach.launcher == "slurm" else "",
+    )
+
+
+def plan_front(start: FrontStart, *, launching: bool) -> ServerPlan:
+    """The front of a disaggregated deployment; the servers that it names are started by themselves."""
+    path = start.disaggregated
+    read = front.read_front(path)
+    problems = [
+        *read.problems,
+        *preflight.check_environment(os.environ),
+        *front.check_servers(read, _model_names(start)),
+    ]
+    if launching:
+        problems += [*preflight.check_port(read.host, read.port), *preflight.check_engine()]
+    version = preflight.engine_version() or "" if launching else ""
+    return ServerPlan(
+        argv=read.argv(start.startup_timeout, REQUEST_TIMEOUT),
+        env=dict(ENVIRONMENT),
+        config_text=path.read_text(encoding="utf-8"),
+        config_path=str(path),
+        problems=problems,
+        version=(version, "installed here" if version else "not asked"),
+        endpoint=Endpoint(read.host, read.port, _model_names(start)),
+    )
+
+
+def launch(plan: ServerPlan, start: EngineStart | FrontStart) -> int:
+    """Blocks until the server ends; returns its status when it ended as asked. Raises before anything starts when a
+    problem of the plan is an error, and ServerFailed when the server fails."""
+    from trtspec.launch.supervisor import Limits, ServerLaunch, run
+
+    foreign = plan.argv[0] in cluster.STARTERS.values()
+    listed = "\n".join(problem_lines(plan.problems))
+    if any(problem.code == "TS-SERVE-NO-ENGINE" for problem in plan.problems):
+        preflight.require_executable()
+    if has_errors(plan.problems):
+        raise CheckFailed(f"not launched:\n{listed}")
+    if listed:
+        write_stderr(f"{listed}\n")
+    say(f"TensorRT-LLM {plan.version[0]}: {plan.version[1]}")
+    limits = Limits(
+        start.startup_timeout, start.generation_timeout, start.stop_grace, start.health_interval, start.health_failures
+    )
+    patterns = LogPatterns.load(Path(__file__).with_name("log_patterns.yaml"))
+    with tempfile.TemporaryDirectory(prefix="trtspec-serve-") as directory:
+        argv = list(plan.argv)
+        if plan.config_path == CONFIG_NAME:
+            written = Path(directory) / CONFIG_NAME
+            written.write_text(plan.config_text, encoding="utf-8")
+            argv[argv.index("--extra_llm_api_options") + 1] = str(written)
+        return run(ServerLaunch(argv, plan.endpoint, patterns, plan.env, limits, own_statuses=foreign))
+
+
+def _user_file(start: EngineStart) -> _File | None:
+    """The file of --config. Raises UsageError where it cannot be read, is a front's, or already says what an option
+    would decide."""
+    path = start.config
+    if path is None:
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read ({error})", "write one with `trtspec build-config`") from None
+    written = parse_intent(text)
+    if written is not None and written.role == "front":
+        raise UsageError(f"{path} is the file of a front", f"pass it as --disaggregated {path}")
+    decided = {"--draft-len": start.draft_len, "--goal": start.goal if written is not None else None}
+    for flag, value in decided.items():
+        if value is not None:
+            raise UsageError(f"{flag} is not used with --config: {path} decides it", "change the file, or leave it out")
+    return _File(str(path), text, written, False)
+
+
+def _launcher_args(start: EngineStart) -> tuple[str, ...]:
+    if start.launcher == "direct" and start.launcher_args:
+        raise UsageError("--launcher-args is not used without a launcher", "pass --launcher slurm, mpi or lws")
+    try:
+        return tuple(shlex.split(start.launcher_args))
+    except ValueError as error:
+        message = f"--launcher-args {start.launcher_args!r} does not parse: {error}"
+        raise UsageError(message, "quote it as for a shell") from None
+
+
+def _head(start: EngineStart, file: _File | None) -> Head | None:
+    """The head that was given, else the one that the file names, where that can be looked at here."""
+    named = head_in(file.document) if file is not None else None
+    if start.head and file is not None and named is None and not file.document.error:
+        message = f"--head is not used with --config: {file.path} has no speculative_config that names a head"
+        raise UsageError(message, "write the file again with `trtspec build-config TARGET --head HEAD`")
+    if start.draft_len is not None and not start.head:
+        raise UsageError("--draft-len is not used without a draft head", "pass --head, or leave it out")
+    if start.head:
+        return load_head(start.head)
+    return load_head(named) if named and findable(named) else None
+
+
+def _version(
+    start: EngineStart, file: _File | None, target: Target, head: Head | None, installed_counts: bool
+) -> tuple[tuple[str, str], list[Problem]]:
+    """The version to judge for and why, and what is doubtful about it. `installed_counts`: the engine that will run is
+    the one that is installed here."""
+    asked, problems = start.trtllm_version, []
+    installed = preflight.engine_version() if installed_counts and asked is None else None
+    written = file.written_for if file is not None else None
+    if asked is None and installed is None and written is not None:
+        version, reason = written.version, f"the version {file.path if file else ''} was written for"
     else:
-        version, reason = choose_version(asked, target.spec, head.spec if head else None)
-    intent = _intent(request, written, version, head_name).fitted(target.spec.max_position_embeddings)
-    if intent.role == "front":
-        raise UsageError(f"{request.config} is the file of a front", f"pass it as --disaggregated {request.config}")
-    problems: list[Problem] = []
-    if launching and asked is None:
+        version, reason = choose_version(asked or installed, target.spec, head.spec if head else None)
+    if installed_counts and asked is None and installed is None:
         message = f"the installed engine does not tell its version; judged for {version}"
         problems.append(
             Problem("TS-SERVE-VERSION-UNKNOWN", "warning", "trtllm-serve", message, "pass --trtllm-version")
         )
-    if text is None:
-        text = compose(intent, target.spec, head.spec if head else None)
-    elif written is not None and written.version != version:
-        message = f"{request.config} was written for TensorRT-LLM {written.version} and is judged for {version}"
-        problems.append(Problem("TS-SERVE-OTHER-VERSION", "warning", str(request.config), message, "write it again"))
-    return _assemble(request, intent, target, head, text, problems, (version, reason), launching)
+    if written is not None and file is not None and written.version != version:
+        message = f"{file.path} was written for TensorRT-LLM {written.version} and is judged for {version}"
+        problems.append(Problem("TS-SERVE-OTHER-VERSION", "warning", file.path, message, "write it again"))
+    return (version, reason), problems
 
 
-def _assemble(
-    request: Request,
-    intent: Intent,
-    target: Target,
-    head: Head | None,
-    text: str,
-    problems: list[Problem],
-    version: tuple[str, str],
-    launching: bool,
-) -> ServePlan:
-    schema = schema_for(version[0])
-    path = str(request.config) if request.config else CONFIG_NAME
-    document = Document.parse(text)
-    role = request.role or intent.role
-    passed = [*request.passed, *(["--server_role", role.upper()] if role else [])]
-    command = build_command(
-        intent, target.spec, schema, document,
-        host=request.host, port=request.port, config_path=path, explicit=request.typed_sizes(), passed=passed,
-    )  # fmt: skip
-    gpus = read_gpus() if launching else []
-    named = compute_capability(intent.gpu) if intent.gpu else None
-    deployment = Deployment(
-        schema, target.spec, intent.target, head.spec if head else None, intent.head or "", argv=command.settings,
-        gpu=gpus[0].capability if gpus else named,
-    )  # fmt: skip
-    found = [
-        finding.problem(path) for finding in [*lint(text, deployment), *check_tool_parser(deployment, command.argv)]
-    ]
-    trusted = "--trust_remote_code" in command.argv or document.get("trust_remote_code") is True
-    resolved = [target.resolved, *([head.resolved] if head else [])]
-    world = _gpus(deployment, document)
-    cluster = _cluster(request, intent, world)
-    ready = preflight(
-        resolved, host=request.host, port=request.port, gpus_needed=min(world, cluster.gpus_per_node),
-        remote_code=target.spec.remote_code, trusted=trusted, environ=os.environ, launching=launching,
-    )  # fmt: skip
-    if launching:
-        ready += check_hardware(gpus, deployment, document, min(world, cluster.gpus_per_node), os.environ)
-        ready += check_host(resolved, request.host, target.spec.remote_code, os.environ)
-        ready += engine_problems(text, path)
-    reach = list(check_cluster(cluster, command.argv, world, os.environ, launching))
-    if cluster.launcher != "direct" and request.config is None:
-        message = "a configuration written for this start lies on this node alone"
-        remedy = "write it with `trtspec build-config` where every node sees it, and pass --config"
-        reach.append(Problem("TS-SERVE-LAUNCHER", "error" if launching else "warning", "--config", message, remedy))
-    env = {**ENVIRONMENT, **environment(cluster, os.environ)}
-    return ServePlan(
-        wrap(command.argv, env, cluster, os.environ), env, text, path,
-        [*problems, *command.problems, *found, *ready, *reach], *version, request.host, request.port,
-        job_script(cluster, list(request.words)) if cluster.launcher == "slurm" else "", role is None,
+def _intent(start: EngineStart, file: _File | None, version: str, target: Target) -> Intent:
+    """What was given, over what the file's first line says, over the goal's defaults."""
+    written = file.written_for if file is not None else None
+    base = written or Intent(target=start.target, version=version)
+    given: dict[str, Any] = {key: value for key in INTENT_OPTIONS if (value := getattr(start, key)) is not None}
+    named = start.head or (head_in(file.document) if file is not None else None)
+    trusted = start.trust_remote_code or base.trust_remote_code
+    intent = replace(base, target=start.target, version=version, head=named, trust_remote_code=trusted, **given)
+    return intent.fitted(target.spec.max_position_embeddings)
+
+
+def _command(start: EngineStart, intent: Intent, target: Target, file: _File, role: str | None) -> Command:
+    passed = list(start.passed)
+    passed += ["--served_model_name", start.served_model_name] if start.served_model_name else []
+    passed += ["--server_role", role.upper()] if role else []
+    return build_command(
+        intent, target.spec, schema_for(intent.version), file.document,
+        host=start.host, port=start.port, config_path=file.path, explicit=start.sizes(), passed=passed,
     )  # fmt: skip
 
 
-def _cluster(request: Request, intent: Intent, world: int) -> Cluster:
-    """What was typed, over what the file's first line says, over one node with every GPU."""
-    nodes = request.nodes or intent.nodes
-    each = request.gpus_per_node or -(-world // nodes)
-    return Cluster(request.launcher, nodes, each, request.launcher_args)
+def _request_problems(
+    start: EngineStart, target: Target, head: Head | None, command: Command, file: _File
+) -> Iterator[Problem]:
+    """Environment, port, files and remote code."""
+    yield from preflight.check_environment(os.environ)
+    yield from preflight.check_port(start.host, start.port)
+    models: list[Resolved] = [target.resolved, *([head.resolved] if head else [])]
+    for resolved in models:
+        yield from preflight.check_files(resolved, os.environ)
+    trusted = "--trust_remote_code" in command.argv or file.document.get("trust_remote_code") is True
+    if target.spec.remote_code and not trusted:
+        yield preflight.remote_code_problem(target.resolved)
 
 
-def plan_front(path: Path, startup_timeout: float, *, launching: bool) -> ServePlan:
-    """The front of a disaggregated deployment; the servers that it names are started by themselves."""
-    front = read_front(path)
-    problems = [*front.problems, *check_environment(os.environ), *unreachable(front)]
-    if launching:
-        problems += [*check_port(front.host, front.port), *check_engine()]
-    version = engine_version() or "" if launching else ""
-    return ServePlan(
-        front.argv(startup_timeout, REQUEST_TIMEOUT), dict(ENVIRONMENT), path.read_text(encoding="utf-8"), str(path),
-        problems, version, "installed here" if version else "not asked", front.host, front.port,
-    )  # fmt: skip
+def _model_names(start: EngineStart | FrontStart) -> tuple[str, ...]:
+    """What a server of this target may call it in /v1/models."""
+    name = start.served_model_name if isinstance(start, EngineStart) else None
+    return (name,) if name else tuple(dict.fromkeys((start.target, Path(start.target).resolve().name)))
 
 
-def _read(config: Path | None) -> str | None:
-    if config is None:
-        return None
-    try:
-        return config.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{config} cannot be read ({error})", "write one with `trtspec build-config`") from None
-
-
-def _intent(request: Request, written: Intent | None, version: str, head: str | None) -> Intent:
-    """What was typed, over what the file's first line says, over the goal's defaults."""
-    start = written or Intent(target=request.target, version=version)
-    typed = {
-        key: value
-        for key in ("goal", "tp_size", "max_batch_size", "max_num_tokens", "max_seq_len", "draft_len")
-        if (value := getattr(request, key)) is not None
-    }
-    trusted = request.trust_remote_code or start.trust_remote_code
-    return replace(start, target=request.target, version=version, head=head, trust_remote_code=trusted, **typed)
-
-
-def _gpus(deployment: Deployment, document: Document) -> int:
-    sizes = [
-        deployment.setting(document, key, 1)
-        for key in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
-    ]
+def _ranks(deployment: Deployment, document: Document) -> int:
+    """How many the parallel sizes make."""
     product = 1
-    for size in sizes:
+    for key in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
+        size = deployment.setting(document, key, 1)
         product *= size if isinstance(size, int) and size > 0 else 1
     return product

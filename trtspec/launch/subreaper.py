@@ -1,11 +1,11 @@
-"""Stands between `trtspec serve` and the engine, so that no rank outlives either of them.
+"""The process between trtspec and a server: a child subreaper, so that no rank outlives either of them.
 
 Run by path, standard library only (it starts in a hundredth of a second):
-`python -I -S guard.py GRACE CONTROL ARGV...`. GRACE: seconds between a request to end and SIGKILL. CONTROL: read end
-of a pipe that trtspec holds open; its end means that trtspec is gone, however it went.
+`python -I -S subreaper.py GRACE CONTROL ARGV...`. GRACE: seconds between a request to end and SIGKILL. CONTROL: read
+end of a pipe that trtspec holds open; its end means that trtspec is gone, however it went.
 
-Process groups do not hold an MPI job together: Open MPI's daemon gives every rank a group of its own. So the guard is
-a child subreaper (prctl(2)): what the engine starts and leaves behind becomes the guard's child, and is ended with it.
+Process groups do not hold an MPI job together: Open MPI's daemon gives every rank a group of its own. A child subreaper
+(prctl(2)) adopts what the server starts and leaves behind, and ends it too.
 """
 
 from __future__ import annotations
@@ -33,14 +33,20 @@ def main(grace: float, control: int, argv: list[str]) -> int:
     try:
         engine = subprocess.Popen(argv, process_group=0, preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
     except OSError as error:
-        print(f"{argv[0]} cannot be started: {error.strerror}", flush=True)
+        _report(f"{argv[0]} cannot be started: {error.strerror}")
         return 127
     status = _until_it_ends(engine.pid, control, wake, asked, grace)
     engine.returncode = status
     stuck = _end_descendants(wake, grace)
     if stuck:
-        print(f"these processes do not end, not even by SIGKILL: {stuck}", flush=True)
+        _report(f"these processes do not end, not even by SIGKILL: {stuck}")
     return status if status >= 0 else 128 - status
+
+
+def _report(text: str) -> None:
+    """To the log, as long as somebody reads it."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from trtspec.launch.readiness import generates, is_healthy
+from trtspec.launch.readiness import generation_failure, is_healthy
 
 CUT = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 96\r\n\r\n"
 
@@ -27,5 +27,5 @@ def test_an_answer_that_breaks_off_is_a_reason(answer: bytes) -> None:
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         assert is_healthy(url) is (answer == CUT)
-        assert generates(url, 5.0)
+        assert generation_failure(url, 5.0)
         thread.join(5)
