@@ -17,6 +17,7 @@ from typing import Any
 
 from trtspec.errors import Problem, UsageError
 
+_dropped: list[Any] = []  # streams that failed
 answered = False  # whether stdout has the object of `--json`
 VERSIONED_PACKAGES = ("trtspec", "torch", "transformers", "nvidia-modelopt", "safetensors")
 
@@ -150,15 +151,20 @@ def write_stderr(text: str) -> None:
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
-    except (OSError, ValueError, AttributeError):  # AttributeError: there is no stderr at all
-        atexit.unregister(_drop_unwritten)
-        atexit.register(_drop_unwritten)
+    except (OSError, ValueError):
+        drop_unwritten(sys.stderr)
 
 
-def _drop_unwritten() -> None:
-    """Python flushes stderr at its end, and a failure there would replace the exit status by 120."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+def drop_unwritten(stream: Any) -> None:
+    """Python flushes its streams when it ends, and a failure there would replace the exit status by 120."""
+    if stream not in _dropped:
+        _dropped.append(stream)
+        atexit.register(_to_nowhere, stream)
+
+
+def _to_nowhere(stream: Any) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def problem_lines(problems: list[Problem]) -> list[str]:

@@ -31,8 +31,10 @@ def start(standin_path: Path, tmp_path: Path, free_port: int, tiny_target: Path,
     def run(
         *words: str, target: Path = tiny_target, head: Path | None = tiny_head, **env: str
     ) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "trtspec", "serve", str(target), "--port", str(free_port), "--tp-size", "1"]
-        command += ["--max-seq-len", "128", *(["--head", str(head)] if head else []), *words]
+        command = [sys.executable, "-m", "trtspec", "serve", str(target)]
+        if "--disaggregated" not in words:
+            command += ["--port", str(free_port), "--tp-size", "1", "--max-seq-len", "128"]
+        command += [*(["--head", str(head)] if head else []), *words]
         environment = {
             **os.environ, "STANDIN_RECORD": str(tmp_path / "record"), "TRTSPEC_PROGRESS": "1", **env,
         }  # fmt: skip
@@ -123,6 +125,28 @@ def test_a_failure_passes_its_status_and_cause(
     _, log = process.communicate(timeout=60)
     assert process.returncode == status, log
     assert says in log and "\n-> " in log and "Traceback" not in log
+    nothing_left(tmp_path, free_port)
+
+
+@pytest.mark.parametrize("log", ["a full disk", "a reader that has gone"])
+def test_the_status_does_not_depend_on_the_log(
+    standin_path: Path, tmp_path: Path, free_port: int, tiny_target: Path, log: str
+) -> None:
+    if log == "a full disk":
+        stream = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, stream = os.pipe()
+        os.close(reader)
+    command = [sys.executable, "-m", "trtspec", "serve", str(tiny_target), "--port", str(free_port), "--tp-size", "1"]
+    environment = {
+        **os.environ, "STANDIN_RECORD": str(tmp_path / "record"), "TRTSPEC_PROGRESS": "1",
+        "STANDIN_MODE": "crash-loading",
+    }  # fmt: skip
+    done = subprocess.run(
+        [*command, "--max-seq-len", "128"], env=environment, stdout=stream, stderr=stream, timeout=60, check=False
+    )
+    os.close(stream)
+    assert done.returncode == 17
     nothing_left(tmp_path, free_port)
 
 

@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from trtspec.cli.app import app
+from trtspec.errors import UsageError
 
 K25 = ["nvidia/Kimi-K2.5-NVFP4", "--head", "nvidia/Kimi-K2.5-Eagle3"]
 RECIPE = str(Path(__file__).parents[2] / "configs" / "kimi-k2.5-nvfp4-eagle3-4xb200-latency.yml")
@@ -86,9 +90,10 @@ def test_a_setting_in_file_and_option_is_refused(tmp_path: Path) -> None:
         (["serve", K25[0], "--trtllm-version", "new", "--dry-run"], 2, "not a TensorRT-LLM version"),
         (["serve", K25[0], "--config", "/nowhere.yml", "--dry-run"], 2, "cannot be read"),
         (["serve", "moonshotai/Kimi-K3", "--dry-run"], 1, "K3"),
-        (["serve", K25[0], "--backend", "reference", "--config", "x.yml", "--dry-run"], 2, "trtllm backend"),
+        (["serve", K25[0], "--backend", "reference", "--config", "x.yml", "--dry-run"], 2, "--backend trtllm"),
         (["serve", K25[0], "--backend", "reference", "--speculation", "eagle3", "--dry-run"], 2, "needs a head"),
-        (["serve", K25[0], "--speculation", "prompt-lookup", "--dry-run"], 2, "reference backend"),
+        (["serve", K25[0], "--speculation", "prompt-lookup", "--dry-run"], 2, "--backend reference"),
+        (["serve", K25[2], "--backend", "reference"], 2, "is a draft head, not a target"),
         (["serve", K25[0], "--port", "0", "--dry-run"], 2, "port"),
         (["lint", "/nowhere.yml"], 2, "cannot be read"),
         (["build-config", K25[0], "--set", "max_batch_size=3"], 2, "--max-batch-size"),
@@ -99,14 +104,14 @@ def test_errors_are_one_message_with_their_status(words: list[str], status: int,
     answer = trtspec(*words, PATH="/usr/bin:/bin")
     assert answer.returncode == status, answer.stderr
     assert says in answer.stderr and "Traceback" not in answer.stderr
-    assert answer.stdout == ""
+    assert words[0] == "lint" or answer.stdout == ""  # lint lists every file that it was given
 
 
 def test_reference_dry_run_names_every_choice() -> None:
     answer = dry(*K25, "--backend", "reference", "--port", "9", "--draft-len", "2", "--dtype", "float32")
     assert answer["status"] == 0
     words = " ".join(answer["argv"])
-    assert "--backend reference --head nvidia/Kimi-K2.5-Eagle3" in words
+    assert "--head nvidia/Kimi-K2.5-Eagle3 --backend reference" in words
     assert "--speculation eagle3" in words and "--draft-len 2" in words and "--dtype float32" in words
 
 
@@ -176,6 +181,105 @@ def test_a_cluster_that_cannot_work_is_refused(words: list[str], code: str) -> N
     answer = dry(*K25, *WORLD, *words)
     errors = {problem["code"] for problem in answer["problems"] if problem["severity"] == "error"}
     assert answer["status"] == 3 and errors == {code}
+
+
+ENGINE_ONLY = (
+    "--config x", "--trtllm-version 1.4.0rc1", "--goal latency", "--tp-size 1", "--max-num-tokens 9",
+    "--trust-remote-code", "--launcher direct", "--nodes 1", "--gpus-per-node 1", "--launcher-args x", "--role context",
+    "--startup-timeout 9", "--generation-timeout 9", "--stop-grace 9", "--health-interval 9", "--health-failures 9",
+)  # fmt: skip
+REFERENCE_ONLY = ("--speculation eagle3", "--speculation none", "--dtype auto", "--device cpu")
+NOT_THE_FRONTS = (
+    "--head x", "--host h", "--port 8000", "--max-batch-size 1", "--max-seq-len 9", "--draft-len 3",
+    "--served-model-name x", *REFERENCE_ONLY,
+    *(option for option in ENGINE_ONLY if not any(word in option for word in ("timeout", "-grace", "health"))),
+)  # fmt: skip
+
+
+def refusal(*words: str) -> UsageError:
+    answer = CliRunner().invoke(app, ["serve", *words, "--dry-run"])
+    assert isinstance(answer.exception, UsageError), (answer.exception, answer.output)
+    return answer.exception
+
+
+@pytest.mark.parametrize(
+    ("mode", "how", "option"),
+    [
+        *(("the TensorRT-LLM engine", [], option) for option in REFERENCE_ONLY),
+        *(("the reference backend", ["--backend", "reference"], option) for option in ENGINE_ONLY),
+        ("the reference backend", ["--backend", "reference"], "--disaggregated x"),
+        *(("the front of", ["--disaggregated", "x"], option) for option in NOT_THE_FRONTS),
+    ],
+)
+def test_an_option_that_the_mode_does_not_use_is_refused_by_name(mode: str, how: list[str], option: str) -> None:
+    error = refusal(K25[0], *how, *shlex.split(option))
+    assert error.message.startswith(f"{option.split()[0]} is not used by {mode}") and error.remedy
+
+
+@pytest.mark.parametrize("how", [["--backend", "reference"], ["--disaggregated", "x"]])
+def test_words_for_trtllm_serve_are_refused_where_there_is_none(how: list[str]) -> None:
+    assert "[-- OPTIONS] is not used by" in refusal(K25[0], *how, "--", "--log_level", "debug").message
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--draft-len", "3"], "--draft-len is not used without a draft head"),
+        (["--backend", "reference", "--draft-len", "3"], "--draft-len is not used without speculation"),
+        (["--backend", "reference", "--head", "x", "--speculation", "none"], "--head is not used with"),
+        (["--launcher-args", "--hostfile h"], "--launcher-args is not used without a launcher"),
+        (["--launcher", "mpi", "--launcher-args", "'"], "does not parse"),
+        (["--config", "FILE", "--draft-len", "3"], "--draft-len is not used with --config"),
+        (["--config", "FILE", "--head", K25[2]], "has no speculative_config"),
+        (["--config", "WRITTEN", "--goal", "throughput"], "--goal is not used with --config"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(tmp_path: Path, words: list[str], says: str) -> None:
+    file, written = tmp_path / "c.yml", tmp_path / "w.yml"
+    file.write_text("print_iter_log: true\n")
+    written.write_text(f"# TensorRT-LLM 1.3.0rc20: trtspec build-config {K25[0]}\nprint_iter_log: true\n")
+    places = {"FILE": str(file), "WRITTEN": str(written)}
+    assert says in refusal(K25[0], *(places.get(word, word) for word in words)).message
+
+
+def test_a_variable_that_the_mode_does_not_use_is_a_note() -> None:
+    """An image sets them for every backend."""
+    answer = trtspec(
+        "serve", K25[0], "--backend", "reference", "--dry-run", TRTSPEC_SERVE_TRTLLM_VERSION="1.4.0rc1",
+        TRTSPEC_SERVE_STOP_GRACE="9",
+    )  # fmt: skip
+    assert answer.returncode == 0
+    for name in ("TRTSPEC_SERVE_TRTLLM_VERSION", "TRTSPEC_SERVE_STOP_GRACE"):
+        assert f"note: {name} is not used by the reference backend" in answer.stderr
+
+
+def test_every_option_has_a_variable() -> None:
+    answer = dry(K25[0], TRTSPEC_SERVE_MAX_SEQ_LEN="4096", TRTSPEC_SERVE_PORT="8123", TRTSPEC_SERVE_TP_SIZE="8")
+    words = " ".join(answer["argv"])
+    assert "--max_seq_len 4096" in words and "--port 8123" in words and "--tp_size 8" in words
+
+
+def test_json_is_printed_for_a_failure_too(tmp_path: Path) -> None:
+    for words, code in ((["--dtype", "float32"], "TS-ERROR-USAGE"), (["--config", str(tmp_path)], "TS-ERROR-USAGE")):
+        answer = trtspec("serve", K25[0], "--json", *words)
+        assert answer.returncode == 2 and json.loads(answer.stdout)["error"]["code"] == code
+    launched = trtspec("serve", K25[0], "--json", PATH="/usr/bin:/bin")
+    assert launched.returncode == 4 and json.loads(launched.stdout)["argv"][0] == "trtllm-serve"
+
+
+def test_a_container_brings_the_engine(tmp_path: Path) -> None:
+    """On the node that submits there is no trtllm-serve, and the launch goes through to srun."""
+    file, srun = tmp_path / "c.yml", tmp_path / "srun"
+    file.write_text("print_iter_log: true\n")
+    srun.write_text('#!/bin/sh\necho "srun got $*"\nexit 9\n')
+    srun.chmod(0o755)
+    words = [K25[0], *WORLD, "--config", str(file), "--launcher", "slurm", "--nodes", "2"]
+    inside = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "PATH": f"{tmp_path}:/usr/bin:/bin", "HF_HUB_OFFLINE": "0"}
+    here = trtspec("serve", *words, **inside)
+    assert here.returncode == 4 and "trtllm-serve is not on PATH" in here.stderr
+    contained = trtspec("serve", *words, "--launcher-args", "--container-image=nvcr.io/x:1.3.0rc20", **inside)
+    assert contained.returncode == 9 and "srun got --mpi=pmix --nodes 2" in contained.stderr, contained.stderr
+    assert "TS-SERVE-NO-ENGINE" not in contained.stderr
 
 
 CONTEXT, GENERATION = "context_servers: {urls: ['a:1']}\n", "generation_servers: {urls: ['b:1']}\n"

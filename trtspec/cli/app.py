@@ -130,6 +130,11 @@ def main() -> None:
     """Entry point. Every failure is one TrtspecError here: its message on stderr, its exit status, and with `--json`
     an object with `ok` (false) and `error` on stdout, unless stdout has the command's own object already."""
     report.answered = False
+    if os.getpid() == 1:
+        from trtspec.launch.init import fork_below_init
+
+        fork_below_init()
+    _open_missing_streams()
     try:
         status = app(prog_name="trtspec", standalone_mode=False)
     except TrtspecError as error:
@@ -154,6 +159,17 @@ def main() -> None:
     sys.exit(status if isinstance(status, int) else 0)
 
 
+def _open_missing_streams() -> None:
+    """A file or pipe that is opened later must not take the number of a standard stream that the caller closed."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            stream = open(os.devnull, mode)  # noqa: SIM115  # gets the lowest free number, which is this one
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+
+
 def _missing(module: str) -> TrtspecError:
     package = module.partition(".")[0]
     if package in EXTRAS:
@@ -176,14 +192,18 @@ def _fail(error: TrtspecError) -> None:
 
         Console(stderr=True).print(Panel(Text(body), title=title, title_align="left", border_style="red"))
     else:  # logs and pipes: no frame, so that paths are never wrapped
-        sys.stderr.write(f"{title}: {body}\n")
+        report.write_stderr(f"{title}: {body}\n")
     sys.exit(error.exit_code)
 
 
 def _answer(error: TrtspecError) -> None:
     """The object of `--json` for a failure."""
     if _wants_json(sys.argv[1:]) and not report.answered:
-        report.print_json({"ok": False, "error": error.to_dict()})
+        try:
+            report.print_json({"ok": False, "error": error.to_dict()})
+            sys.stdout.flush()
+        except OSError:  # nobody reads it any more, and the exit status still says what happened
+            report.drop_unwritten(sys.stdout)
 
 
 def _wants_json(words: list[str]) -> bool:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from trtspec.cli.options import DryRunOption, HeadOption, JsonOption, TargetArgument
 from trtspec.errors import CheckFailed, MissingDependency, UsageError, has_errors
+from trtspec.records import Mode, narrow, words
+from trtspec.trtllm.serve.options import EngineStart, FrontStart
+
+if TYPE_CHECKING:
+    from trtspec.checkpoint.hub import Resolved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +128,13 @@ class ReferenceStart:
         return self
 
 
+ENGINE = Mode("the TensorRT-LLM engine", EngineStart, "--backend trtllm")
+FRONT = Mode("the front of a disaggregated deployment", FrontStart, "--disaggregated FILE")
+REFERENCE = Mode("the reference backend", ReferenceStart, "--backend reference")
+MODES = (ENGINE, FRONT, REFERENCE)
+SHARED = ("backend", "dry_run", "json_")  # what chooses the mode, and what all of them take
+
+
 def serve(options: ServeOptions) -> None:
     """Check everything, then serve TARGET; signals and the exit status pass through, nothing is restarted."""
     if options.backend == "reference":
@@ -130,36 +143,16 @@ def serve(options: ServeOptions) -> None:
         _serve_trtllm(options)
 
 
-def _modes() -> dict[str, Any]:
-    from trtspec.records import Mode
-    from trtspec.trtllm.serve.start import EngineStart, FrontStart
-
-    return {
-        "engine": Mode("the TensorRT-LLM engine", EngineStart, "--backend trtllm"),
-        "front": Mode("the front of a disaggregated deployment", FrontStart, "--disaggregated FILE"),
-        "reference": Mode("the reference backend", ReferenceStart, "--backend reference"),
-    }
-
-
-def _narrowed(options: ServeOptions, chosen: str, *selecting: str) -> Any:
-    from trtspec.records import narrow
-
-    modes = _modes()
-    shared = ("backend", "dry_run", "json_")
-    return narrow(options, modes[chosen], list(modes.values()), selecting=(*shared, *selecting))
-
-
 def _serve_trtllm(options: ServeOptions) -> None:
-    from trtspec.records import words
     from trtspec.report import print_json, problem_lines, write_stderr
     from trtspec.trtllm.serve.start import launch, plan_engine, plan_front
 
     launching = not options.dry_run
     if options.disaggregated is not None:
-        start = _narrowed(options, "front", "disaggregated")
+        start = narrow(options, FRONT, MODES, selecting=(*SHARED, "disaggregated"))
         plan = plan_front(start, launching=launching)
     else:
-        start = _narrowed(options, "engine")
+        start = narrow(options, ENGINE, MODES, selecting=SHARED)
         if start.port == 0:
             raise UsageError("trtllm-serve cannot be asked for any free port", "pass --port with a number above 0")
         typed = words(replace(options, passed=(), dry_run=False, json_=False))
@@ -171,7 +164,7 @@ def _serve_trtllm(options: ServeOptions) -> None:
         sys.stdout.write(plan.text())
         write_stderr("".join(f"{line}\n" for line in problem_lines(plan.problems)))
     if not options.dry_run:
-        status = launch(plan, start)
+        status = launch(plan)
         if status:
             raise typer.Exit(status)
     elif has_errors(plan.problems):
@@ -179,7 +172,7 @@ def _serve_trtllm(options: ServeOptions) -> None:
 
 
 def _serve_reference(options: ServeOptions) -> None:
-    start: ReferenceStart = _narrowed(options, "reference").checked()
+    start: ReferenceStart = narrow(options, REFERENCE, MODES, selecting=SHARED).checked()
     if options.dry_run or options.json_:
         _show_reference(start, options)
     if not options.dry_run:
@@ -190,7 +183,6 @@ def _show_reference(start: ReferenceStart, options: ServeOptions) -> None:
     """The same command with every choice written out; names are looked up, nothing is fetched."""
     import shlex
 
-    from trtspec.records import words
     from trtspec.report import print_json
     from trtspec.trtllm.names import load_head, load_target
 
@@ -208,36 +200,38 @@ def _show_reference(start: ReferenceStart, options: ServeOptions) -> None:
 
 def _run_reference(start: ReferenceStart) -> None:
     """Fetches what is not here, then serves until a signal ends it."""
-    from trtspec.checkpoint.hub import resolve
     from trtspec.trtllm.names import require_head, require_target
 
     try:
-        from trtspec.engine.server import run
+        from trtspec.engine.server import ServerOptions, run
     except ModuleNotFoundError as missing:
         raise MissingDependency(
             f"the reference backend needs {missing.name}", "pip install 'trtspec[reference]'"
         ) from None
-    target, head = resolve(start.target), resolve(start.head) if start.head else None
-    require_target(target)
-    if head is not None:
-        require_head(head)
-    for name, resolved in ((start.target, target), (start.head, head)):
-        if resolved is not None and resolved.path is None:
-            raise UsageError(f"{name} is not on this machine", "pass its directory")
-    assert target.path is not None
-    sizes = {
-        key: value
-        for key in ("draft_len", "max_batch_size", "max_seq_len")
-        if (value := getattr(start, key)) is not None
-    }
-    run(
-        target.path,
-        head.path if head else None,
+    target = _local(start.target, require_target)
+    head = _local(start.head, require_head) if start.head else None
+    sizes: dict[str, Any] = {key: getattr(start, key) for key in ("draft_len", "max_batch_size", "max_seq_len")}
+    options = ServerOptions(
         host=start.host,
         port=start.port,
         dtype=start.dtype,
         device=start.device,
         drafter=start.drafter,
-        served_model_name=start.served_model_name or target.hub_id,
+        served_model_name=start.served_model_name or target[1],
         **{key: value for key, value in sizes.items() if value is not None},
     )
+    run(target[0], head[0] if head else None, options)
+
+
+def _local(name: str, require: Callable[[Resolved], None]) -> tuple[Path, str | None]:
+    """Directory and hub id of a checkpoint, fetched where it must be; what it is, is checked before as far as known."""
+    from trtspec.checkpoint.hub import resolve
+
+    known = resolve(name, allow_download=False)
+    if known.path is not None or known.known is not None:
+        require(known)
+    resolved = resolve(name)
+    require(resolved)
+    if resolved.path is None:
+        raise UsageError(f"{name} is not on this machine", "pass its directory")
+    return resolved.path, resolved.hub_id

@@ -29,8 +29,8 @@ STARTING_POLL = 0.2
 class ServerFailed(TrtspecError):
     """The server ended with an error, or was ended for one; `exit_code` is its own status where it has one."""
 
-    def __init__(self, message: str, remedy: str, status: int = 1) -> None:
-        super().__init__(message, remedy)
+    def __init__(self, message: str, remedy: str, code: str, status: int = 1) -> None:
+        super().__init__(message, remedy, code)
         self.exit_code = status
 
 
@@ -147,13 +147,14 @@ def _wait_ready(process: subprocess.Popen[str], launch: ServerLaunch, started: f
             return False
         if other:
             message = f"{other} answers on port {endpoint.port}, and this launch did not start it"
-            raise ServerFailed(message, "stop it, or pass another --port")
+            raise ServerFailed(message, "stop it, or pass another --port", "TS-SERVE-OTHER-SERVER")
         if failure:
             message = f"the server answers /health and does not generate: {failure}"
-            raise ServerFailed(message, "look at the log above; lower the load, or drop --head to tell them apart")
+            remedy = "look at the log above; lower the load, or drop --head to tell them apart"
+            raise ServerFailed(message, remedy, "TS-SERVE-NOT-READY")
         return True
     message = f"the server was not ready after {limits.startup:.0f} s"
-    raise ServerFailed(message, "look at the log above, or pass a larger --startup-timeout")
+    raise ServerFailed(message, "look at the log above, or pass a larger --startup-timeout", "TS-SERVE-NOT-READY")
 
 
 def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[int]) -> None:
@@ -177,7 +178,7 @@ def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[
         if failed >= limits.health_failures:
             message = f"the server hangs: {failed} looks at /health in a row without an answer; it was ended"
             remedy = "look at the log above; --health-interval and --health-failures set when a server counts as hung"
-            raise ServerFailed(message, remedy)
+            raise ServerFailed(message, remedy, "TS-SERVE-HUNG")
 
 
 def _end(process: subprocess.Popen[str], grace: float) -> None:
@@ -202,12 +203,12 @@ def _fail(launch: ServerLaunch, status: int, tail: list[str], ready: bool, asked
     grace, patterns = launch.limits.stop_grace, launch.patterns
     if asked and status == KILLED:
         message = f"the server did not end within {grace:g} s of the signal and was killed"
-        raise ServerFailed(message, "give it longer with --stop-grace", status)
+        raise ServerFailed(message, "give it longer with --stop-grace", "TS-SERVE-KILLED", status)
     known = patterns.explain(tail)
     ended = f"{patterns.engine} ended {'while serving' if ready else 'before it was ready'} with status {status}"
     if known is None and status == KILLED:
         known = "it was killed, most often because the host's memory ran out", "look at `dmesg`, give it more memory"
     if known is not None:
-        raise ServerFailed(f"{ended}: {known[0]}", known[1], status)
+        raise ServerFailed(f"{ended}: {known[0]}", known[1], "TS-SERVE-ENDED", status)
     last = "\n".join(f"  | {line}" for line in tail[-12:])
-    raise ServerFailed(f"{ended}; its last lines:\n{last}", patterns.unknown, status)
+    raise ServerFailed(f"{ended}; its last lines:\n{last}", patterns.unknown, "TS-SERVE-ENDED", status)

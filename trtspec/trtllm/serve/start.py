@@ -9,7 +9,7 @@ import os
 import shlex
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from trtspec.errors import CheckFailed, Problem, UsageError, has_errors
 from trtspec.gpus import read_gpus
 from trtspec.launch.log import LogPatterns
 from trtspec.launch.readiness import Endpoint
+from trtspec.launch.supervisor import Limits, ServerLaunch, run
 from trtspec.report import problem_lines, say, write_stderr
 from trtspec.trtllm.build.config import compose
 from trtspec.trtllm.document import Document
@@ -31,7 +32,9 @@ from trtspec.trtllm.names import Head, Target, choose_version, findable, load_he
 from trtspec.trtllm.schema import schema_for
 from trtspec.trtllm.serve import cluster, front, preflight
 from trtspec.trtllm.serve.command import CONFIG_NAME, Command, build_command
+from trtspec.trtllm.serve.options import EngineStart, FrontStart
 from trtspec.trtllm.speculation import head_in
+from trtspec.yaml_files import read_text
 
 # the engine's log shows a phase when it begins, not when a buffer is full
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
@@ -39,60 +42,6 @@ ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
 REQUEST_TIMEOUT = 3600.0
 # settings of the intent that have an option of the same name
 INTENT_OPTIONS = ("goal", "tp_size", "max_batch_size", "max_num_tokens", "max_seq_len", "draft_len")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineStart:
-    """The options of `trtspec serve` that a TensorRT-LLM engine uses; None: not given. Times in seconds."""
-
-    target: str
-    passed: tuple[str, ...] = ()
-    head: str | None = None
-    config: Path | None = None
-    trtllm_version: str | None = None
-    host: str = "localhost"
-    port: int = 8000
-    goal: str | None = None
-    tp_size: int | None = None
-    max_batch_size: int | None = None
-    max_num_tokens: int | None = None
-    max_seq_len: int | None = None
-    draft_len: int | None = None
-    served_model_name: str | None = None
-    trust_remote_code: bool = False
-    launcher: str = "direct"
-    nodes: int | None = None
-    gpus_per_node: int | None = None
-    launcher_args: str = ""
-    role: str | None = None
-    startup_timeout: float = 7200.0
-    generation_timeout: float = 300.0
-    stop_grace: float = 30.0
-    health_interval: float = 15.0
-    health_failures: int = 8
-
-    def sizes(self) -> dict[str, int]:
-        """What was given, by YAML path."""
-        sizes = {
-            "tensor_parallel_size": self.tp_size,
-            "max_batch_size": self.max_batch_size,
-            "max_num_tokens": self.max_num_tokens,
-            "max_seq_len": self.max_seq_len,
-        }
-        return {key: value for key, value in sizes.items() if value is not None}
-
-
-@dataclass(frozen=True, kw_only=True)
-class FrontStart:
-    """The options that the front of a disaggregated deployment uses; its address stands in the file."""
-
-    target: str
-    disaggregated: Path
-    startup_timeout: float = 7200.0
-    generation_timeout: float = 300.0
-    stop_grace: float = 30.0
-    health_interval: float = 15.0
-    health_failures: int = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +57,7 @@ class ServerPlan:
     problems: list[Problem]
     version: tuple[str, str]
     endpoint: Endpoint
+    limits: Limits
     job: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,6 +70,8 @@ class ServerPlan:
             "version": self.version[0],
             "version_reason": self.version[1],
             "job": self.job or None,
+            "endpoint": asdict(self.endpoint),
+            "limits": asdict(self.limits),
             "problems": [problem.to_dict() for problem in self.problems],
         }
 
@@ -192,6 +144,7 @@ def plan_engine(start: EngineStart, *, replay: tuple[str, ...] = (), launching: 
         endpoint=Endpoint(
             start.host, start.port, _model_names(start), generates=role is None, local=reach.launcher != "slurm"
         ),
+        limits=_limits(start),
         job=cluster.job_script(reach, list(replay)) if reach.launcher == "slurm" else "",
     )
 
@@ -211,19 +164,18 @@ def plan_front(start: FrontStart, *, launching: bool) -> ServerPlan:
     return ServerPlan(
         argv=read.argv(start.startup_timeout, REQUEST_TIMEOUT),
         env=dict(ENVIRONMENT),
-        config_text=path.read_text(encoding="utf-8"),
+        config_text=read_text(path),
         config_path=str(path),
         problems=problems,
         version=(version, "installed here" if version else "not asked"),
         endpoint=Endpoint(read.host, read.port, _model_names(start)),
+        limits=_limits(start),
     )
 
 
-def launch(plan: ServerPlan, start: EngineStart | FrontStart) -> int:
+def launch(plan: ServerPlan) -> int:
     """Blocks until the server ends; returns its status when it ended as asked. Raises before anything starts when a
     problem of the plan is an error, and ServerFailed when the server fails."""
-    from trtspec.launch.supervisor import Limits, ServerLaunch, run
-
     foreign = plan.argv[0] in cluster.STARTERS.values()
     listed = "\n".join(problem_lines(plan.problems))
     if any(problem.code == "TS-SERVE-NO-ENGINE" for problem in plan.problems):
@@ -233,9 +185,6 @@ def launch(plan: ServerPlan, start: EngineStart | FrontStart) -> int:
     if listed:
         write_stderr(f"{listed}\n")
     say(f"TensorRT-LLM {plan.version[0]}: {plan.version[1]}")
-    limits = Limits(
-        start.startup_timeout, start.generation_timeout, start.stop_grace, start.health_interval, start.health_failures
-    )
     patterns = LogPatterns.load(Path(__file__).with_name("log_patterns.yaml"))
     with tempfile.TemporaryDirectory(prefix="trtspec-serve-") as directory:
         argv = list(plan.argv)
@@ -243,7 +192,7 @@ def launch(plan: ServerPlan, start: EngineStart | FrontStart) -> int:
             written = Path(directory) / CONFIG_NAME
             written.write_text(plan.config_text, encoding="utf-8")
             argv[argv.index("--extra_llm_api_options") + 1] = str(written)
-        return run(ServerLaunch(argv, plan.endpoint, patterns, plan.env, limits, own_statuses=foreign))
+        return run(ServerLaunch(argv, plan.endpoint, patterns, plan.env, plan.limits, own_statuses=foreign))
 
 
 def _user_file(start: EngineStart) -> _File | None:
@@ -252,10 +201,7 @@ def _user_file(start: EngineStart) -> _File | None:
     path = start.config
     if path is None:
         return None
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read ({error})", "write one with `trtspec build-config`") from None
+    text = read_text(path)
     written = parse_intent(text)
     if written is not None and written.role == "front":
         raise UsageError(f"{path} is the file of a front", f"pass it as --disaggregated {path}")
@@ -351,6 +297,12 @@ def _model_names(start: EngineStart | FrontStart) -> tuple[str, ...]:
     """What a server of this target may call it in /v1/models."""
     name = start.served_model_name if isinstance(start, EngineStart) else None
     return (name,) if name else tuple(dict.fromkeys((start.target, Path(start.target).resolve().name)))
+
+
+def _limits(start: EngineStart | FrontStart) -> Limits:
+    return Limits(
+        start.startup_timeout, start.generation_timeout, start.stop_grace, start.health_interval, start.health_failures
+    )
 
 
 def _ranks(deployment: Deployment, document: Document) -> int:

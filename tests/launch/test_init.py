@@ -1,0 +1,70 @@
+"""trtspec as process 1 of a container: signals reach it at any moment, and no process stays a zombie."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+# a PID namespace with a /proc of its own, as a container has
+CONTAINER = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
+
+
+def containers_work() -> bool:
+    return shutil.which("unshare") is not None and subprocess.run([*CONTAINER, "true"], check=False).returncode == 0
+
+
+pytestmark = pytest.mark.skipif(not containers_work(), reason="this machine makes no PID namespaces")
+
+ORPHANS = """
+import os, subprocess, sys, time
+from pathlib import Path
+from trtspec.launch.init import fork_below_init
+
+fork_below_init()
+assert os.getpid() != 1
+for _ in range(20):
+    subprocess.run(["sh", "-c", "sleep 0.3 & exit"], check=True)
+time.sleep(1)
+states = [stat.read_text().rpartition(")")[2].split()[0] for stat in Path("/proc").glob("[0-9]*/stat")]
+print("zombies", states.count("Z"))
+sys.exit(7)
+"""
+
+
+def test_orphans_are_collected_and_the_status_passes() -> None:
+    done = subprocess.run(
+        [*CONTAINER, sys.executable, "-c", ORPHANS], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (7, "zombies 0\n"), done.stderr
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_checks_before_a_launch(tmp_path: Path, number: int, status: int) -> None:
+    """The engine is asked for its version, and does not answer."""
+    engine, asked = tmp_path / "trtllm-serve", tmp_path / "asked"
+    engine.write_text(f"#!/bin/sh\ntouch {asked}\nexec sleep 600\n")
+    engine.chmod(0o755)
+    words = [sys.executable, "-m", "trtspec", "serve", "nvidia/Kimi-K2.6-NVFP4"]
+    process = subprocess.Popen(
+        [*CONTAINER, *words], env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        while not asked.exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        (first,) = psutil.Process(process.pid).children()
+        first.send_signal(number)
+        assert process.wait(10) == status
+    finally:
+        process.kill()
+        process.communicate()

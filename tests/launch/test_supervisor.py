@@ -1,0 +1,154 @@
+"""A launch of a tiny server over loopback: whose server it is, whether it hangs, and what happens to the streams."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+HERE = Path(__file__).parent
+Launched = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def launch(port: int) -> Iterator[Launched]:
+    running: list[subprocess.Popen[str]] = []
+
+    def start(
+        mode: str = "serve", redirect: str = "", env: dict[str, str] | None = None, **more: Any
+    ) -> subprocess.Popen[str]:
+        words = [sys.executable, str(HERE / "launch_one.py"), str(port), mode, json.dumps(more)]
+        process = subprocess.Popen(
+            ["sh", "-c", f"exec {shlex.join(words)} {redirect}"],
+            stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})},
+        )  # fmt: skip
+        running.append(process)
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    assert process.stderr is not None
+    seen = ""
+    for line in process.stderr:
+        seen += line
+        if text in line:
+            return seen
+    raise AssertionError(f"ended with {process.wait()}:\n{seen[-3000:]}")
+
+
+def server_below(process: subprocess.Popen[str]) -> psutil.Process:
+    return next(p for p in psutil.Process(process.pid).children(recursive=True) if "tiny_server.py" in p.cmdline()[3])
+
+
+def test_ready_and_stopped_are_said_without_a_terminal(launch: Launched) -> None:
+    process = launch()
+    read_until(process, "trtspec: ready on http://127.0.0.1:")
+    process.send_signal(signal.SIGTERM)
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 143 and "trtspec: stopped as asked" in log
+
+
+def test_quiet_is_quiet(launch: Launched, port: int) -> None:
+    process = launch(env={"TRTSPEC_QUIET": "1"})
+    for _ in range(600):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            break
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert "trtspec:" not in process.communicate(timeout=30)[1]
+
+
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&-"])
+def test_a_closed_stdin_does_not_break_the_control_pipe(launch: Launched, closed: str) -> None:
+    process = launch(redirect=closed)
+    read_until(process, "ready on")
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 143
+
+
+def test_another_server_on_the_port_is_not_ours(launch: Launched, port: int) -> None:
+    other = subprocess.Popen([sys.executable, "-I", "-S", str(HERE / "tiny_server.py"), str(port), "serve"])
+    try:
+        process = launch("silent")
+        _, log = process.communicate(timeout=60)
+    finally:
+        other.kill()
+        other.wait()
+    assert process.returncode == 1 and "ready" not in log
+    assert "TS-SERVE-OTHER-SERVER: " in log and f"(process {other.pid}) answers on port {port}" in log
+
+
+@pytest.mark.parametrize(("names", "status"), [(["tiny"], 143), (["other"], 1)])
+def test_where_the_listening_process_cannot_be_seen_the_model_tells(
+    launch: Launched, names: list[str], status: int
+) -> None:
+    process = launch(endpoint={"local": False, "model_names": names})
+    log = read_until(process, "ready on" if status == 143 else "a server of the model 'tiny' answers on port")
+    if status == 143:
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == status, log
+
+
+def test_a_server_that_hangs_is_ended(launch: Launched) -> None:
+    process = launch(limits={"health_interval": 0.3, "health_failures": 3})
+    read_until(process, "ready on")
+    server = server_below(process)
+    server.suspend()
+    log = read_until(process, "TS-SERVE-HUNG")
+    assert "no answer from /health (1 of 3)" in log and "3 looks at /health in a row" in log
+    assert process.wait(30) == 1 and not server.is_running()
+
+
+def test_a_server_that_recovers_is_kept(launch: Launched) -> None:
+    process = launch(limits={"health_interval": 0.3, "health_failures": 1000})
+    read_until(process, "ready on")
+    server = server_below(process)
+    server.suspend()
+    read_until(process, "no answer from /health (2 of 1000)")
+    server.resume()
+    read_until(process, "/health answers again")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 143
+
+
+def test_a_line_without_an_end_takes_no_memory(launch: Launched) -> None:
+    process = launch("long-line")
+    assert process.stderr is not None
+    end, asked = b"", False
+    while piece := os.read(process.stderr.fileno(), 2**16):
+        if b"ready on" in (end := (end + piece)[-(2**17) :]) and not asked:
+            process.send_signal(signal.SIGTERM)
+            asked = True
+    peak = int(end.rpartition(b"peak ")[2].split()[0])
+    assert 0 < peak < 150
+
+
+def test_a_proxy_is_not_asked_for_this_machine(launch: Launched) -> None:
+    process = launch(env={"http_proxy": "http://127.0.0.1:9", "no_proxy": "", "NO_PROXY": ""})
+    read_until(process, "ready on")
