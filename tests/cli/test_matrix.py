@@ -35,7 +35,6 @@ SELECTING = {
     "train": {"dry_run"},
     "check": {"against"},
     "inspect": {"against"},
-    "serve": {"backend", "disaggregated", "dry_run", "json_"},
 }
 
 

@@ -232,6 +232,7 @@ def test_words_for_trtllm_serve_are_refused_where_there_is_none(how: list[str]) 
         (["--config", "FILE", "--draft-len", "3"], "--draft-len is not used with --config"),
         (["--config", "FILE", "--head", K25[2]], "has no speculative_config"),
         (["--config", "WRITTEN", "--goal", "throughput"], "--goal is not used with --config"),
+        (["--config", "-"], "--config - : the engine reads its configuration from a file"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(tmp_path: Path, words: list[str], says: str) -> None:
@@ -260,7 +261,7 @@ def test_every_option_has_a_variable() -> None:
 
 
 def test_json_is_printed_for_a_failure_too(tmp_path: Path) -> None:
-    for words, code in ((["--dtype", "float32"], "TS-ERROR-USAGE"), (["--config", str(tmp_path)], "TS-ERROR-USAGE")):
+    for words, code in ((["--dtype", "float32"], "TS-ERROR-USAGE"), (["--config", str(tmp_path)], "TS-ERROR-FILE")):
         answer = trtspec("serve", K25[0], "--json", *words)
         assert answer.returncode == 2 and json.loads(answer.stdout)["error"]["code"] == code
     launched = trtspec("serve", K25[0], "--json", PATH="/usr/bin:/bin")

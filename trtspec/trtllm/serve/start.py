@@ -34,7 +34,7 @@ from trtspec.trtllm.serve import cluster, front, preflight
 from trtspec.trtllm.serve.command import CONFIG_NAME, Command, build_command
 from trtspec.trtllm.serve.options import EngineStart, FrontStart
 from trtspec.trtllm.speculation import head_in
-from trtspec.yaml_files import read_text
+from trtspec.yaml_files import STDIN, read_text
 
 # the engine's log shows a phase when it begins, not when a buffer is full
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
@@ -201,6 +201,8 @@ def _user_file(start: EngineStart) -> _File | None:
     path = start.config
     if path is None:
         return None
+    if str(path) == STDIN:
+        raise UsageError("--config - : the engine reads its configuration from a file", "pass the path of one")
     text = read_text(path)
     written = parse_intent(text)
     if written is not None and written.role == "front":
