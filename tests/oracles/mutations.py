@@ -26,6 +26,22 @@ SAMPLES: dict[str, list[Any]] = {
     "list[int]": [[1, 2, 4]], "list[float]": [[0.5, 0.5], [0.1, 0.2]], "list[str]": [["a"]], "dict[int,int]": [{4: 3}],
     "dict[str,str]": [{"a": "b"}], "null": [None],
 }  # fmt: skip
+# Keys whose classes cannot be run from the sources alone, with the reason.
+NOT_RUN = {
+    "backend": "another backend has another class of arguments (AutoDeploy's, the TensorRT engine's)",
+    "build_config": "tensorrt_llm.builder is not among the sources; trtllm-serve drops it for the PyTorch backend",
+    "calib_config": "a field of the TensorRT engine's class",
+    "cp_config.cp_type": "the enumeration in tensorrt_llm.mapping is not among the sources",
+    "decoding_config": "a class of the engine's binary",
+    "disagg_cluster": "taken out by trtllm-serve before the class sees it",
+    "enable_build_cache": "a class of the TensorRT engine",
+    "quant_config": "a class of tensorrt_llm.models, which is not among the sources",
+    "tokenizer": "loaded from its path",
+    "custom_tokenizer": "imported by its name",
+    "moe_config.load_balancer": "a path is opened; only a mapping can be judged",
+    "kv_cache_config.disk_cache_path": "must exist on the machine that serves",
+    "speculative_config.speculative_model": "DSpark and DFlash look into the directory",
+}
 SPECULATION: list[dict[str, Any]] = [
     {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model_dir": "/models/head"},
     {"decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": "/models/head"},
@@ -60,7 +76,7 @@ CONFLICTS: list[dict[str, Any]] = [
     {"kv_cache_config": {"pool_ratio": [0.5, 0.5]}},
     {"kv_cache_config": {"pool_ratio": [1.5, -0.5]}},
     {"kv_cache_config": {"disk_cache_size": 1024}},
-    {"kv_cache_config": {"disk_cache_size": 1024, "disk_cache_path": "/no/such/folder"}},
+    {"kv_cache_config": {"disk_cache_size": 1024, "disk_cache_path": "/"}},
     {"kv_cache_config": {"mamba_state_cache_interval": 256, "mamba_state_config": {"periodic_snapshot_interval": 256}}},
     {"kv_cache_config": {"mamba_state_config": {"enable_branch_snapshot": True}, "use_kv_cache_manager_v2": False}},
     {"kv_cache_config": {"dtype": "fp8_ds_mla", "enable_kv_pool_rebalance": True}},
@@ -73,7 +89,6 @@ CONFLICTS: list[dict[str, Any]] = [
     {"load_format": "GMS", "moe_config": {"load_balancer": {"num_slots": 288}}},
     {"load_format": "DUMMY"},
     {"moe_config": {"load_balancer": {"num_slot": 288}}},
-    {"moe_config": {"load_balancer": "/no/such/file.yaml"}},
     {"encode_only": True, "mm_encoder_only": True},
     {"disable_mm_encoder": True, "mm_encoder_only": True},
     {"torch_compile_config": {"enable_piecewise_cuda_graph": True}, "prefill_cuda_graph_backend": "breakable"},
@@ -136,7 +151,7 @@ class Mutator:
             value = copy.deepcopy(self.rng.choice(self.bases))
             way = self.rng.choice(ways)
             what = way(value)
-            if what:
+            if what and not any(_is_written(value, path) for path in NOT_RUN):
                 yield f"{way.__name__[1:]} {what}", yaml.safe_dump(value, sort_keys=False)
 
     def _leaves(self, value: dict[str, Any], prefix: str = "") -> list[str]:
@@ -292,3 +307,17 @@ def _set(value: dict[str, Any], path: str, item: Any) -> None:
             here[part] = {}
         here = here[part]
     here[name] = item
+
+
+def _is_written(value: dict[str, Any], path: str) -> bool:
+    """Whether a key of NOT_RUN stands in a file with a value that would have to be run."""
+    item = _get(value, path)
+    if path == "backend":
+        return path in value and item != "pytorch"
+    if path == "moe_config.load_balancer":
+        return isinstance(item, str)
+    if path == "kv_cache_config.disk_cache_path":
+        return item not in (None, "/")
+    if path == "speculative_config.speculative_model":
+        return bool(_get(value, "speculative_config.decoding_type") == "DSpark")
+    return item is not None or path in value

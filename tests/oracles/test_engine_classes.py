@@ -1,0 +1,129 @@
+"""Files with a mistake in them, judged by lint and by TensorRT-LLM's own classes.
+
+TRTSPEC_TRTLLM_SOURCES names a folder with one folder of sources for each release, called like it (1.4.0rc1); without it
+these tests are skipped. Upstream's sources are never part of the project.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.oracles.mutations import Mutator
+from trtspec.trtllm.lint.finding import Deployment, Finding
+from trtspec.trtllm.lint.linter import lint
+from trtspec.trtllm.schema import schema_for
+
+SOME, ALL = 300, 5000
+AGREE = 0.997
+# Errors of lint about what the engine does with a file that its classes take: code, key (a pattern), reason.
+BEYOND = (
+    ("TS-LINT-DYNAMIC-TREE", "", "no Kimi runs with dynamic trees: latent attention"),
+    ("TS-LINT-HEAD-ARCH", "", "the other head class is not Kimi's"),
+    ("TS-LINT-EPLB-SLOTS", "", "MoeLoadBalancerConfig.setup asserts it when the model loads"),
+    ("TS-LINT-KV-CONNECTOR", "", "py_executor_creator asserts it"),
+    ("TS-LINT-TRANSCEIVER", "", "the transceiver refuses it when it is made"),
+    ("TS-LINT-DUPLICATE-KEY", "", "YAML keeps the last of two without a word"),
+    ("TS-LINT-NO-EFFECT", "", "the setting is dropped or overwritten without a word"),
+    ("TS-LINT-REJECTION-CRASH", "", "the server stops at its first warm-up step"),
+    ("TS-LINT-GUIDED-SCHEDULE", "", "the server stops while graphs are captured"),
+    ("TS-LINT-TWO-MODEL", "", "two-model speculation with latent attention has no class"),
+    ("TS-LINT-MLA-TWO-MODEL", "", "two-model speculation with latent attention has no class"),
+    ("TS-LINT-FORCED-ACCEPTANCE", "", "made-up throughput"),
+    ("TS-LINT-DISAGGREGATED-NO-HEAD", "", "the two sides of a disaggregated server must agree"),
+    ("TS-LINT-TRANSFER-BUFFER", "", "the buffer is too small for the longest prompt"),
+    ("TS-LINT-SET-TWICE", "", "which of two places wins changed between releases"),
+    ("TS-LINT-MTP-KIMI", "", "Kimi-K2 has no MTP layers"),
+    ("TS-LINT-BACKEND", "", "the attention backend does not run Eagle3 heads"),
+    ("TS-LINT-COMBINATION", "moe_.*parallel_size", "Mapping asserts it when the ranks start"),
+    ("TS-LINT-COMBINATION", "enable_iter_req_stats", "nothing is collected without enable_iter_perf_stats"),
+    ("TS-LINT-COMBINATION", "return_perf_metrics|perf_metrics_max_requests", "nothing is collected"),
+    ("TS-LINT-BAD-VALUE", "reasoning_parser", "trtllm-serve looks it up when the first answer is parsed"),
+    ("TS-LINT-BAD-VALUE", "attn_backend", "get_attention_backend raises when the model is built"),
+    ("TS-LINT-(BAD-VALUE|WRONG-TYPE)", r"telemetry_config\.usage_context", "trtllm-serve overwrites it"),
+    (
+        "TS-LINT-WRONG-TYPE",
+        r"batched_logits_processor|checkpoint_loader|.*\.drafter|.*\.resource_manager",
+        "a Python object, which no file can hold",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Judged:
+    what: str
+    text: str
+    errors: tuple[Finding, ...]
+    why: str  # why the class refuses it, "" where it takes it
+
+    @property
+    def agrees(self) -> bool:
+        return bool(self.errors) == bool(self.why)
+
+    @property
+    def false_alarm(self) -> bool:
+        """An error where the class takes the file, and which is about the class."""
+        return not self.why and any(not is_beyond(finding) for finding in self.errors)
+
+    @property
+    def stricter(self) -> bool:
+        return not self.why and bool(self.errors) and not self.false_alarm
+
+
+def is_beyond(finding: Finding) -> bool:
+    return any(re.fullmatch(code, finding.code) and re.match(key, finding.key) for code, key, _ in BEYOND)
+
+
+def releases() -> list[str]:
+    place = os.environ.get("TRTSPEC_TRTLLM_SOURCES")
+    if not place:
+        return []
+    return sorted(folder.name for folder in Path(place).iterdir() if (folder / "tensorrt_llm").is_dir())
+
+
+def judged(release: str, count: int, seed: int) -> Iterator[Judged]:
+    schema = schema_for(release)
+    cases = list(itertools.islice(Mutator(schema, seed), count))
+    sources = Path(os.environ["TRTSPEC_TRTLLM_SOURCES"]) / release
+    words = [sys.executable, "-m", "tests.oracles.engine_classes", str(sources)]
+    asked = "".join(json.dumps({"text": text}) + "\n" for _, text in cases)
+    done = subprocess.run(words, input=asked, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    answers = [json.loads(line) for line in done.stdout.splitlines()][1:]
+    assert len(answers) == count
+    for (what, text), answer in zip(cases, answers, strict=True):
+        found = lint(text, Deployment(schema))
+        yield Judged(what, text, tuple(f for f in found if f.severity == "error"), answer["why"])
+
+
+def compare(release: str, count: int, seed: int) -> None:
+    every = list(judged(release, count, seed))
+    alarms = [one for one in every if one.false_alarm]
+    missed = [one for one in every if one.why and not one.errors]
+    stricter = sum(one.stricter for one in every)
+    refused = sum(bool(one.why) for one in every)
+    agreed = count - len(alarms) - len(missed)
+    print(f"\n{release}: {count} files, {refused} refused by the class, {agreed} judged alike ({agreed / count:.2%}),")
+    print(f"{stricter} of them with an error about behaviour alone; {len(alarms)} false alarms, {len(missed)} missed")
+    lines = [f"ALARM {one.what}: {[(f.code, f.key, f.message) for f in one.errors]}" for one in alarms]
+    lines += [f"MISSED {one.what}: {one.why[:300]}" for one in missed]
+    assert not alarms and agreed >= AGREE * count, "\n".join(lines[:60])
+
+
+@pytest.mark.parametrize("release", releases() or [pytest.param("", marks=pytest.mark.skip("no sources"))])
+def test_lint_agrees_with_some_files(release: str) -> None:
+    compare(release, SOME, seed=11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", releases() or [pytest.param("", marks=pytest.mark.skip("no sources"))])
+def test_lint_agrees_with_5000_files(release: str) -> None:
+    compare(release, ALL, seed=int(os.environ.get("TRTSPEC_SEED", "1")))
