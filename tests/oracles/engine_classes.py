@@ -18,6 +18,7 @@ import importlib.abc
 import importlib.machinery
 import json
 import logging
+import signal
 import sys
 import types
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+SECONDS = 5.0  # of one file
 STANDIN_MODEL = "/models/target"
 REAL = (
     "tensorrt_llm.llmapi.llm_args",
@@ -196,6 +198,7 @@ class Engine:
         import yaml
 
         module = self.module
+        signal.setitimer(signal.ITIMER_REAL, SECONDS)  # an absurd graph size is counted up to, forever
         try:
             given = yaml.safe_load(text)
             values = {} if given is None else given
@@ -209,10 +212,17 @@ class Engine:
             module.TorchLlmArgs(**merged)
         except Exception as error:  # whatever it raises, the server does not start
             return f"{type(error).__name__}: {error}"[:500]
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         return ""
 
 
+def _too_long(*_: Any) -> None:
+    raise TimeoutError(f"not judged within {SECONDS} s")
+
+
 def main() -> None:
+    signal.signal(signal.SIGALRM, _too_long)
     engine = Engine(Path(sys.argv[1]))
     sys.stdout.write(json.dumps({"fields": engine.fields()}) + "\n")
     for line in sys.stdin:

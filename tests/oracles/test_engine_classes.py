@@ -48,6 +48,13 @@ BEYOND = (
     ("TS-LINT-COMBINATION", "enable_iter_req_stats", "nothing is collected without enable_iter_perf_stats"),
     ("TS-LINT-COMBINATION", "return_perf_metrics|perf_metrics_max_requests", "nothing is collected"),
     ("TS-LINT-BAD-VALUE", "reasoning_parser", "trtllm-serve looks it up when the first answer is parsed"),
+    ("TS-LINT-BAD-VALUE", "dtype", "looked up when the model's configuration is read"),
+    ("TS-LINT-WRONG-TYPE", r"moe_config\.load_balancer$", "MoeLoadBalancer takes a mapping or a path"),
+    ("TS-LINT-WRONG-TYPE", r"speculative_config\.num_nextn_predict_layers", "dropped beside max_draft_len"),
+    ("TS-LINT-BAD-VALUE", r"sparse_attention_config\.kt_cache_dtype", "looked up when the cache is made"),
+    ("TS-LINT-WRONG-TYPE", "telemetry_config$", "anything but a mapping is dropped without a word"),
+    ("TS-LINT-WRONG-TYPE", "load_format$", "the class takes the number of an enumeration, which nobody publishes"),
+    ("TS-LINT-EAGLE-NO-HEAD", "", "an empty name is taken, and no head is found by it"),
     ("TS-LINT-BAD-VALUE", "attn_backend", "get_attention_backend raises when the model is built"),
     ("TS-LINT-(BAD-VALUE|WRONG-TYPE)", r"telemetry_config\.usage_context", "trtllm-serve overwrites it"),
     (

@@ -70,7 +70,8 @@ def test_known_differences_between_lines() -> None:
 
 def test_every_field_has_a_type_and_every_object_its_parent() -> None:
     kinds = {"int", "float", "bool", "str", "object", "null", "list[int]", "list[float]", "list[str]",
-             "list[list[int]]", "dict[int,int]", "dict[str,str]"}  # fmt: skip
+             "list[list[int]]",
+             "dict[int,int]", "dict[str,str]", "dict[str,object]", "dict[int,list[int]]"}  # fmt: skip
     for line in LINES:
         schema = schema_for(
             {"1.0": "1.0.0", "1.1": "1.1.0", "1.2": "1.2.1", "1.3": "1.3.0rc20", "1.4": "1.4.0rc1"}[line]

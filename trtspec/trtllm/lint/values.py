@@ -60,7 +60,7 @@ def _validator(
             return core_schema.list_schema(made(kind[5:-1]), min_length=length)
         if kind.startswith("dict["):
             key, _, item = kind[5:-1].partition(",")
-            if key == "str":  # env_overrides, which turns keys and values into strings itself
+            if (key, item) == ("str", "str"):  # env_overrides, which turns keys and values into strings itself
                 return core_schema.dict_schema(min_length=length)
             return core_schema.dict_schema(made(key), made(item), min_length=length)
         return core_schema.dict_schema(min_length=length)
