@@ -312,6 +312,8 @@ def _pairs(node: Node, constructor: Any) -> list[Pair]:
 
 
 def _scalar_value(node: Node, constructor: Any) -> Any:
+    if any("\ud800" <= character <= "\udfff" for character in node.text):
+        raise YamlError("half a character (a lone surrogate), which no text can hold", node.line + 1, node.column + 1)
     if node.tag == STRING:
         return node.text
     if node.tag in NUMBERS and len(node.text) > MOST_DIGITS:

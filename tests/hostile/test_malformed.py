@@ -72,7 +72,7 @@ def complaint(case: Case, answer: dict[str, object]) -> str:
         return f"ran longer than {SECONDS:.0f} s"
     if answer["signal"] is not None or answer["status"] not in STATUSES:
         return f"signal {answer['signal']}, status {answer['status']}: {last}"
-    if "unexpected" in err.lower() or "TS-ERROR-UNEXPECTED" in out or "Traceback" in err:
+    if "Error: unexpected " in err or "TS-ERROR-UNEXPECTED" in out or "Traceback" in err:
         return last
     if answer["status"] != 0 and not err.strip() and not out.strip():
         return f"status {answer['status']} without a word"
