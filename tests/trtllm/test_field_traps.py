@@ -11,7 +11,7 @@ import yaml
 from trtspec.errors import Severity
 from trtspec.trtllm.lint.finding import Deployment, Finding
 from trtspec.trtllm.lint.linter import lint
-from trtspec.trtllm.lint.traps import request_limits
+from trtspec.trtllm.lint.speculation import request_limits
 from trtspec.trtllm.names import load_head, load_target
 from trtspec.trtllm.schema import schema_for
 

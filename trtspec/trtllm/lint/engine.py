@@ -1,15 +1,19 @@
-"""Rules about the engine around the model: token budget, CUDA graphs, MoE kernels, KV cache, transfer, environment."""
+"""Rules about the engine around the model: token budget, CUDA graphs, MoE kernels, KV cache, transfer, environment, and
+what the schema files say of settings beside each other (`exclusive` and `when` among a release's behaviours)."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
-from trtspec.trtllm.lint.finding import Deployment, Finding
-from trtspec.trtllm.schema import UNKNOWN
+from trtspec.trtllm.lint.finding import Deployment, Finding, Fix, finding_at
+from trtspec.trtllm.schema import UNKNOWN, Behaviour
 from trtspec.trtllm.speculation import decoding_type, draft_length, step_tokens
 
 FORCED_ACCEPTANCE = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
@@ -25,12 +29,6 @@ def check_engine(document: Document, deployment: Deployment) -> Iterator[Finding
     yield from _forced_acceptance(document, deployment)
 
 
-def _at(
-    document: Document, code: str, severity: Any, key: str, message: str, remedy: str = "", fix: Any = None
-) -> Finding:
-    return Finding(code, severity, key, message, remedy, document.line(key), fix)
-
-
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -44,11 +42,13 @@ def _double_settings(document: Document, deployment: Deployment) -> Iterator[Fin
             message = f"{key} stands in the file and on the command line; in {deployment.version} {who}, in other "
             message += "versions the other"
             fix = partial(delete_key, path=key)
-            yield _at(document, "TS-LINT-SET-TWICE", "error", key, message, f"remove {key} from the file", fix)
+            yield finding_at(document, "TS-LINT-SET-TWICE", "error", key, message, f"remove {key} from the file", fix)
     nested = document.get("build_config")
     if isinstance(nested, dict) and deployment.schema.behaviour("build_config").get("dropped") in (True, UNKNOWN):
         message = "build_config is dropped for the pytorch backend: what stands in it is silently lost"
-        yield _at(document, "TS-LINT-NO-EFFECT", "error", "build_config", message, "move its keys to the top level")
+        yield finding_at(
+            document, "TS-LINT-NO-EFFECT", "error", "build_config", message, "move its keys to the top level"
+        )
 
 
 def _token_budget(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -60,18 +60,18 @@ def _token_budget(document: Document, deployment: Deployment) -> Iterator[Findin
         fixable = draft and document.has("max_num_tokens")
         fix = partial(set_value, path="max_num_tokens", value=batch * step) if fixable else None
         remedy = f"at least {batch * step}"
-        yield _at(document, "TS-LINT-TOKEN-BUDGET", "warning", "max_num_tokens", message, remedy, fix)
+        yield finding_at(document, "TS-LINT-TOKEN-BUDGET", "warning", "max_num_tokens", message, remedy, fix)
     length = deployment.setting(document, "max_seq_len")
     limit = deployment.target.max_position_embeddings if deployment.target else None
     if _whole(length) and limit and length > limit:
         message = f"max_seq_len {length} is beyond the model's {limit} positions"
-        yield _at(document, "TS-LINT-SEQUENCE-TOO-LONG", "error", "max_seq_len", message, f"at most {limit}")
+        yield finding_at(document, "TS-LINT-SEQUENCE-TOO-LONG", "error", "max_seq_len", message, f"at most {limit}")
     chunked = deployment.setting(document, "enable_chunked_prefill", False)
     if _whole(length) and _whole(tokens) and length > tokens and not chunked:
         message = f"prompts longer than max_num_tokens ({tokens}) are refused without chunked prefill, and max_seq_len "
         message += f"allows {length}"
         remedy = "turn enable_chunked_prefill on, or raise max_num_tokens"
-        yield _at(document, "TS-LINT-LONG-PROMPTS", "info", "max_seq_len", message, remedy)
+        yield finding_at(document, "TS-LINT-LONG-PROMPTS", "info", "max_seq_len", message, remedy)
 
 
 def _cuda_graphs(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -83,12 +83,12 @@ def _cuda_graphs(document: Document, deployment: Deployment) -> Iterator[Finding
         message = f"max_batch_size {largest} and the largest of batch_sizes, {max(sizes)}, must be equal"
         fix = partial(delete_key, path=f"{key}.max_batch_size")
         remedy = "keep batch_sizes only"
-        yield _at(document, "TS-LINT-GRAPH-SIZES", "error", f"{key}.max_batch_size", message, remedy, fix)
+        yield finding_at(document, "TS-LINT-GRAPH-SIZES", "error", f"{key}.max_batch_size", message, remedy, fix)
     batch = deployment.setting(document, "max_batch_size")
     if document.has(key) and document.get(key) is None:
         if batch and decoding_type(document):
             message = "CUDA graphs are off: at small batches a step then costs several times its kernels"
-            yield _at(document, "TS-LINT-GRAPHS-OFF", "info", key, message, "right for a prefill-only server")
+            yield finding_at(document, "TS-LINT-GRAPHS-OFF", "info", key, message, "right for a prefill-only server")
         return
     covered = max(sizes) if whole else largest or 128
     if _whole(batch) and batch > covered:
@@ -97,7 +97,7 @@ def _cuda_graphs(document: Document, deployment: Deployment) -> Iterator[Finding
         value = [*sizes, batch] if whole else batch
         fix = partial(set_value if document.has(place) else add_key, path=place, value=value)
         remedy = f"let them reach {batch}"
-        yield _at(document, "TS-LINT-GRAPHS-TOO-SMALL", "warning", key, message, remedy, fix)
+        yield finding_at(document, "TS-LINT-GRAPHS-TOO-SMALL", "warning", key, message, remedy, fix)
 
 
 def _moe(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -109,25 +109,27 @@ def _moe(document: Document, deployment: Deployment) -> Iterator[Finding]:
         )
         fix = partial(set_value if document.has(key) else add_key, path=key, value="TRTLLM")
         remedy = "name it: `moe_config: {backend: TRTLLM}`"
-        yield _at(document, "TS-LINT-MOE-AUTO", "warning", key, message, remedy, fix)
+        yield finding_at(document, "TS-LINT-MOE-AUTO", "warning", key, message, remedy, fix)
     combine = "moe_config.use_low_precision_moe_combine"
     if target is not None and not target.quant.format.is_fp4 and document.get(combine) is True:
         message = f"low-precision combine is for NVFP4 weights; these are {target.quant.format}"
-        yield _at(document, "TS-LINT-COMBINATION", "error", combine, message, f"remove {combine}")
+        yield finding_at(document, "TS-LINT-COMBINATION", "error", combine, message, f"remove {combine}")
     balancer = document.get("moe_config.load_balancer")
     slots = balancer.get("num_slots") if isinstance(balancer, dict) else None
     experts = deployment.setting(document, "moe_expert_parallel_size")
     if _whole(slots) and _whole(experts) and experts > 0 and slots % experts:
         message = f"num_slots {slots} does not divide by moe_expert_parallel_size {experts}"
         path = "moe_config.load_balancer.num_slots"
-        yield _at(document, "TS-LINT-EPLB-SLOTS", "error", path, message, "use a multiple")
+        yield finding_at(document, "TS-LINT-EPLB-SLOTS", "error", path, message, "use a multiple")
     if isinstance(balancer, str) and not os.path.isfile(balancer):
         message = f"{balancer} is not a file here; the engine stops with FileNotFoundError where it is missing"
-        yield _at(document, "TS-LINT-EPLB-FILE", "warning", "moe_config.load_balancer", message, "check the path")
+        yield finding_at(
+            document, "TS-LINT-EPLB-FILE", "warning", "moe_config.load_balancer", message, "check the path"
+        )
     tp, moe_tp = deployment.setting(document, "tensor_parallel_size"), document.get("moe_tensor_parallel_size")
     if all(_whole(item) and item > 0 for item in (tp, moe_tp, experts)) and moe_tp * experts != tp:
         message = f"moe_tensor_parallel_size {moe_tp} x moe_expert_parallel_size {experts} must be {tp}"
-        yield _at(document, "TS-LINT-COMBINATION", "error", "moe_tensor_parallel_size", message, "leave one out")
+        yield finding_at(document, "TS-LINT-COMBINATION", "error", "moe_tensor_parallel_size", message, "leave one out")
 
 
 def _transfer(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -136,7 +138,9 @@ def _transfer(document: Document, deployment: Deployment) -> Iterator[Finding]:
     if backend and deployment.head is not None and decoding_type(document) is None:
         message = "this looks like one side of a disaggregated server; both sides need the same speculative_config, "
         message += "because the KV layout depends on it"
-        yield _at(document, "TS-LINT-DISAGGREGATED-NO-HEAD", "error", key, message, "add speculative_config here too")
+        yield finding_at(
+            document, "TS-LINT-DISAGGREGATED-NO-HEAD", "error", key, message, "add speculative_config here too"
+        )
 
 
 def _transfer_buffer(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -152,7 +156,7 @@ def _transfer_buffer(document: Document, deployment: Deployment) -> Iterator[Fin
     if buffer < longest:
         message = f"prompts of {longest} tokens are accepted and the transfer buffer holds {buffer}"
         fix = partial(set_value, path=key, value=longest)
-        yield _at(document, "TS-LINT-TRANSFER-BUFFER", "warning", key, message, f"at least {longest}", fix)
+        yield finding_at(document, "TS-LINT-TRANSFER-BUFFER", "warning", key, message, f"at least {longest}", fix)
 
 
 def _forced_acceptance(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -162,8 +166,152 @@ def _forced_acceptance(document: Document, deployment: Deployment) -> Iterator[F
         message = f"{FORCED_ACCEPTANCE} accepts drafts unseen: the throughput is made up and the text is corrupt"
         path = f"{key}.{FORCED_ACCEPTANCE}"
         fix = partial(delete_key, path=path)
-        yield _at(document, "TS-LINT-FORCED-ACCEPTANCE", "error", path, message, "remove it", fix)
+        yield finding_at(document, "TS-LINT-FORCED-ACCEPTANCE", "error", path, message, "remove it", fix)
     if deployment.environ.get(FORCED_ACCEPTANCE):
         message = f"the environment sets {FORCED_ACCEPTANCE}: throughput would be made up and the text corrupt"
         remedy = f"unset {FORCED_ACCEPTANCE}"
         yield Finding("TS-LINT-FORCED-ACCEPTANCE", "error", "environment", message, remedy)
+
+
+CONNECTOR = "kv_connector_config"
+
+
+def check_combinations(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    for one in deployment.schema.combinations():
+        finding = _of_release(document, deployment, one)
+        if finding is not None:
+            yield finding
+    yield from _connector(document)
+    yield from _helix(document)
+    yield from _lists(document)
+
+
+def _of_release(document: Document, deployment: Deployment, one: Behaviour) -> Finding | None:
+    """What a release says of settings beside each other; a warning with the interval where it is not known."""
+    words = one.values or one.otherwise
+    pair = words.get("exclusive", ())
+    when = words.get("when") or dict.fromkeys(pair, "set")
+    written = [path for path in when if document.has(path) or path in deployment.argv]
+    if any(deployment.schema.current(path) not in deployment.schema.fields for path in written):
+        return None  # the key itself is refused
+    if not all(_holds(document, deployment, path, wanted) for path, wanted in when.items()):
+        return None
+    unless = words.get("unless", {})
+    if unless and all(_holds(document, deployment, path, wanted) for path, wanted in unless.items()):
+        return None
+    names = [path.rpartition(".")[2] for path in pair]
+    message = words.get("message") or f"{' and '.join(names)} exclude each other"
+    severity = words.get("severity", "error")
+    if one.interval:
+        message += f" (changed {one.interval}; not known for {deployment.version})"
+        severity = "warning" if severity == "error" else severity
+    key = words.get("at") or next(iter(when))
+    code, remedy = words.get("code", "TS-LINT-COMBINATION"), words.get("remedy", "keep one of the two")
+    return Finding(code, severity, key, f"{message} ({one.source})", remedy, document.line(key), _fix(document, words))
+
+
+def _fix(document: Document, words: Any) -> Fix | None:
+    if "drop" in words and document.has(words["drop"]):
+        return partial(delete_key, path=words["drop"])
+    for path, value in words.get("write", {}).items():
+        return partial(set_value if document.has(path) else add_key, path=path, value=value)
+    return None
+
+
+def _holds(document: Document, deployment: Deployment, path: str, wanted: Any) -> bool:
+    value = deployment.setting(document, path, _default(document, deployment, path))
+    if wanted in ("given", "empty"):
+        written = document.has(path) or path in deployment.argv
+        return written and (wanted == "given" or value is None)
+    if wanted == "some":
+        return bool(value)
+    if wanted in ("set", "unset"):
+        return (value not in (None, False, 0, "")) == (wanted == "set")  # an empty mapping is an object
+    if isinstance(wanted, dict):
+        (word, other), *_ = wanted.items()
+        if word in ("above", "below"):
+            return isinstance(value, (int, float)) and (value > other if word == "above" else value < other)
+        return not any(_same(value, item) for item in (other if word == "outside" else [other]))
+    return any(_same(value, item) for item in (wanted if isinstance(wanted, list) else [wanted]))
+
+
+def _default(document: Document, deployment: Deployment, path: str) -> Any:
+    """What the engine takes where the file says nothing; an object that is not written has no settings."""
+    parent, field = path.rpartition(".")[0], deployment.schema.fields.get(deployment.schema.current(path))
+    if field is None or field.default is UNKNOWN or field.is_object or (parent and not document.has(parent)):
+        return None
+    return field.default
+
+
+def _same(value: Any, wanted: Any) -> bool:
+    if isinstance(wanted, bool):
+        return value is wanted
+    if isinstance(value, str) and isinstance(wanted, str):
+        return value.lower() == wanted.lower()
+    return value == wanted
+
+
+def _connector(document: Document) -> Iterator[Finding]:
+    if not isinstance(document.get(CONNECTOR), dict):
+        return
+    parts = [
+        f"{CONNECTOR}.{name}" for name in ("connector_module", "connector_scheduler_class", "connector_worker_class")
+    ]
+    if not document.get(f"{CONNECTOR}.connector") and not all(document.get(part) for part in parts):
+        message = "a KV connector is a preset (`connector`) or a module with both of its classes"
+        remedy = "write `connector: kvbm`, or all three"
+        yield finding_at(document, "TS-LINT-KV-CONNECTOR", "error", CONNECTOR, message, remedy)
+
+
+def _helix(document: Document) -> Iterator[Finding]:
+    blocks = document.get("cp_config.tokens_per_block")
+    own = document.get("kv_cache_config.tokens_per_block", 32)
+    if document.get("cp_config.cp_type") == "HELIX" and blocks is not None and blocks != own:
+        message = f"HELIX needs equal blocks: cp_config.tokens_per_block is {blocks}, kv_cache_config's is {own}"
+        yield finding_at(
+            document, "TS-LINT-COMBINATION", "error", "cp_config.tokens_per_block", message, f"write {own}"
+        )
+
+
+def _lists(document: Document) -> Iterator[Finding]:
+    """Lists whose items must fit each other, and a largest size that must be the largest listed."""
+    for path, entry in document.entries.items():
+        buckets = entry.value if path.startswith("prometheus_metrics_config.") else None
+        if isinstance(buckets, list) and _numbers(buckets) and any(a >= b for a, b in pairwise(buckets)):
+            yield finding_at(document, "TS-LINT-COMBINATION", "error", path, f"{entry.name} must increase", "sort it")
+    for sizes, largest in (("num_tokens", "max_num_token"), ("seq_lens", "max_seq_len")):
+        for parent in ("cuda_graph_config", "encoder_cuda_graph_config"):
+            listed, most = document.get(f"{parent}.{sizes}"), document.get(f"{parent}.{largest}")
+            if _numbers(listed) and isinstance(most, int) and most not in (0, max(listed)):
+                message = f"{largest} {most} and the largest of {sizes}, {max(listed)}, must be equal"
+                fix = partial(delete_key, path=f"{parent}.{largest}")
+                place = f"{parent}.{largest}"
+                yield finding_at(document, "TS-LINT-GRAPH-SIZES", "error", place, message, f"keep {sizes} only", fix)
+    old, new = document.get("torch_compile_config.capture_num_tokens"), document.get("prefill_capture_num_tokens")
+    if isinstance(old, list) and isinstance(new, list) and set(old) != set(new):
+        message = "capture_num_tokens and prefill_capture_num_tokens are two names of one setting and differ"
+        key = "torch_compile_config.capture_num_tokens"
+        fix = partial(delete_key, path=key)
+        yield finding_at(document, "TS-LINT-COMBINATION", "error", key, message, "keep prefill_capture_num_tokens", fix)
+    balancer, place = "moe_config.load_balancer", "kv_cache_config.disk_cache_path"
+    assigned = document.get(f"{balancer}.initial_global_assignments")
+    if isinstance(assigned, dict) and not all(isinstance(layer, int) for layer in assigned):
+        message = "initial_global_assignments maps the number of each layer to its experts"
+        key = f"{balancer}.initial_global_assignments"
+        yield finding_at(document, "TS-LINT-COMBINATION", "error", key, message, "write numbers of layers as keys")
+    size, folder = document.get("kv_cache_config.disk_cache_size"), document.get(place)
+    if isinstance(size, int) and size > 0 and isinstance(folder, str) and folder and not Path(folder).is_dir():
+        message = f"{folder} is not a directory here; the engine stops where it is missing"
+        yield finding_at(
+            document, "TS-LINT-DISK-CACHE-PATH", "warning", place, message, "make it on the machine that serves"
+        )
+    ratios = document.get("kv_cache_config.pool_ratio")
+    if _numbers(ratios) and (min(ratios) <= 0 or not math.isclose(sum(ratios), 1, rel_tol=0, abs_tol=1e-6)):
+        message = "pool_ratio values must be above 0 and add up to 1"
+        yield finding_at(
+            document, "TS-LINT-COMBINATION", "error", "kv_cache_config.pool_ratio", message, "correct the shares"
+        )
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, (int, float)) for item in value)

@@ -49,6 +49,13 @@ class Finding:
         return {**self.problem(file).to_dict(), **place, "fixable": self.fix is not None}
 
 
+def finding_at(
+    document: Document, code: str, severity: Severity, key: str, message: str, remedy: str = "", fix: Fix | None = None
+) -> Finding:
+    """With the line of its key, or of the nearest parent that is there."""
+    return Finding(code, severity, key, message, remedy, document.line(key), fix)
+
+
 @dataclass(frozen=True)
 class Deployment:
     """What a file is judged against. `argv` holds settings that travel as options, by their YAML path; `options` those

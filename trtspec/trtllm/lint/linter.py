@@ -11,14 +11,11 @@ from typing import Any
 from pydantic_core import ValidationError
 
 from trtspec.trtllm.document import CannotEdit, Document, same
-from trtspec.trtllm.lint.combinations import check_combinations
-from trtspec.trtllm.lint.engine import check_engine
+from trtspec.trtllm.lint.engine import check_combinations, check_engine
 from trtspec.trtllm.lint.finding import Deployment, Finding
 from trtspec.trtllm.lint.keys import check_keys
-from trtspec.trtllm.lint.machine import check_machine
-from trtspec.trtllm.lint.model import check_model
-from trtspec.trtllm.lint.speculation import check_speculation
-from trtspec.trtllm.lint.traps import check_traps
+from trtspec.trtllm.lint.model import check_machine, check_model
+from trtspec.trtllm.lint.speculation import check_speculation, check_traps
 from trtspec.trtllm.lint.values import as_engine, check_value
 from trtspec.trtllm.schema import Schema, newest_known
 

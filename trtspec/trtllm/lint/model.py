@@ -1,9 +1,10 @@
-"""Rules that need the target or the head: gates by release, captured layers, pairing, parsers."""
+"""Rules that need the target, the head, the GPU or the command line that a file is served with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from trtspec.checkpoint.heads.pairing import pair_problems
@@ -11,7 +12,7 @@ from trtspec.checkpoint.known import known, same_checkpoint
 from trtspec.planning.routes import format_refusal
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
-from trtspec.trtllm.lint.finding import Deployment, Finding
+from trtspec.trtllm.lint.finding import Deployment, Finding, finding_at
 from trtspec.trtllm.releases import family, gate, reports
 from trtspec.trtllm.schema import LINES, line_fields
 from trtspec.trtllm.speculation import MODEL_KEYS, SPEC, decoding_type, eagle3, method_of
@@ -32,12 +33,6 @@ def check_model(document: Document, deployment: Deployment) -> Iterator[Finding]
             yield from _reported(document, deployment, deployment.target, deployment.head)
 
 
-def _at(
-    document: Document, code: str, severity: Any, key: str, message: str, remedy: str = "", fix: Any = None
-) -> Finding:
-    return Finding(code, severity, key, message, remedy, document.line(key), fix)
-
-
 def _gated(
     document: Document, deployment: Deployment, name: str, code: str, key: str, otherwise: str = ""
 ) -> Iterator[Finding]:
@@ -48,10 +43,10 @@ def _gated(
     remedy = f"use {needed.by} or later" + otherwise
     if state == "no":
         message = f"TensorRT-LLM {deployment.version} is too old for this: {needed.what} ({needed.interval})"
-        yield _at(document, code, "error", key, message, remedy)
+        yield finding_at(document, code, "error", key, message, remedy)
     else:
         message = f"not known for {deployment.version}: {needed.what} ({needed.interval})"
-        yield _at(document, code, "warning", key, message, remedy)
+        yield finding_at(document, code, "warning", key, message, remedy)
 
 
 def _target_gates(document: Document, deployment: Deployment, target: ModelSpec) -> Iterator[Finding]:
@@ -64,15 +59,17 @@ def _target_gates(document: Document, deployment: Deployment, target: ModelSpec)
         yield from _gated(document, deployment, "kimi_nvfp4", "TS-LINT-MODEL-TOO-NEW", "")
     refused = format_refusal(target, deployment.gpu) if target.quant.format.is_grouped_integer else None
     if refused is not None:
-        yield _at(document, "TS-LINT-INT4-TARGET", "error", "", refused.message, refused.remedy)
+        yield finding_at(document, "TS-LINT-INT4-TARGET", "error", "", refused.message, refused.remedy)
     if target.quant.format.is_fp4 and not any("self_attn" in item for item in target.quant.exclude):
         message = "the checkpoint quantizes attention; kv_b_proj in NVFP4 crashes the loader"
-        yield _at(document, "TS-LINT-ATTENTION-QUANTIZED", "error", "", message, "quantize with a published policy")
+        yield finding_at(
+            document, "TS-LINT-ATTENTION-QUANTIZED", "error", "", message, "quantize with a published policy"
+        )
     if target.remote_code and document.get("trust_remote_code") is False:
         message = "Kimi's tokenizer and config classes are code of the checkpoint; without trust the load fails"
         fix = partial(delete_key, path="trust_remote_code")
         remedy = "pass --trust_remote_code instead"
-        yield _at(document, "TS-LINT-REMOTE-CODE-OFF", "error", "trust_remote_code", message, remedy, fix)
+        yield finding_at(document, "TS-LINT-REMOTE-CODE-OFF", "error", "trust_remote_code", message, remedy, fix)
 
 
 def right_parser(target: ModelSpec, name: str) -> str | None:
@@ -95,7 +92,7 @@ def _parser(document: Document, deployment: Deployment, target: ModelSpec) -> It
     stated = document.has("reasoning_parser") and right is not None
     fix = partial(set_value, path="reasoning_parser", value=right) if stated else None
     remedy = f"use {right or 'kimi_k2, or none for K2-Instruct'}"
-    yield _at(document, "TS-LINT-WRONG-PARSER", "error", "reasoning_parser", message, remedy, fix)
+    yield finding_at(document, "TS-LINT-WRONG-PARSER", "error", "reasoning_parser", message, remedy, fix)
 
 
 def _head_gates(document: Document, deployment: Deployment, head: HeadSpec) -> Iterator[Finding]:
@@ -109,10 +106,14 @@ def _head_gates(document: Document, deployment: Deployment, head: HeadSpec) -> I
         yield from _gated(document, deployment, "eagle31", "TS-LINT-EAGLE31-OLD-ENGINE", SPEC, remedy)
         if head.attention == "mla":
             message = "the change that brought EAGLE-3.1 lists Kimi's 3.1 MLA head as not tested"
-            yield _at(document, "TS-LINT-UNTESTED", "info", SPEC, message, "measure acceptance with `trtspec bench`")
+            yield finding_at(
+                document, "TS-LINT-UNTESTED", "info", SPEC, message, "measure acceptance with `trtspec bench`"
+            )
     if head.norm_before_residual:
         message = "the head's residual is the normalised state; this engine computes the plain one, without a word"
-        yield _at(document, "TS-LINT-HEAD-FUNCTION", "error", SPEC, message, "train one without norm_before_residual")
+        yield finding_at(
+            document, "TS-LINT-HEAD-FUNCTION", "error", SPEC, message, "train one without norm_before_residual"
+        )
     if head.layer_prefix == "layers.0.":
         remedy = ", or `trtspec convert` the head"
         yield from _gated(document, deployment, "head_layers_prefix", "TS-LINT-HEAD-NAMES-OLD-ENGINE", SPEC, remedy)
@@ -125,23 +126,25 @@ def _head_gates(document: Document, deployment: Deployment, head: HeadSpec) -> I
 def _reported(document: Document, deployment: Deployment, target: ModelSpec, head: HeadSpec) -> Iterator[Finding]:
     for report in reports(deployment.schema.version, target, head) if method_of(document) is eagle3() else ():
         message = f"{report['what']} on {report['version']} ({report['source']})"
-        yield _at(document, "TS-LINT-REPORTED", "warning", SPEC, message, report["remedy"])
+        yield finding_at(document, "TS-LINT-REPORTED", "warning", SPEC, message, report["remedy"])
 
 
 def _head_use(document: Document, deployment: Deployment) -> Iterator[Finding]:
     written = next((document.get(key) for key in MODEL_KEYS if document.get(key)), None)
     if decoding_type(document) is None:
         message = f"the head {deployment.head_name} is given and the file does not use it"
-        yield _at(document, "TS-LINT-HEAD-UNUSED", "warning", "", message, "add speculative_config, or drop --head")
+        yield finding_at(
+            document, "TS-LINT-HEAD-UNUSED", "warning", "", message, "add speculative_config, or drop --head"
+        )
     elif written and deployment.head_name and not same_checkpoint(str(written), deployment.head_name):
         message = f"the file names the head {written}, the command {deployment.head_name}"
         key = next(key for key in MODEL_KEYS if document.has(key))
-        yield _at(document, "TS-LINT-HEAD-DIFFERS", "warning", key, message, "name one head in both")
+        yield finding_at(document, "TS-LINT-HEAD-DIFFERS", "warning", key, message, "name one head in both")
     head = deployment.head
     shared = head is not None and head.has_embed_tokens and head.target_hidden_size == head.hidden_size
     if shared and deployment.target is not None and method_of(document) is eagle3():
         message = "the engine shares the target's embedding and ignores the head's own copy"
-        yield _at(document, "TS-LINT-HEAD-EMBEDDING", "info", SPEC, message, "harmless unless it was fine-tuned")
+        yield finding_at(document, "TS-LINT-HEAD-EMBEDDING", "info", SPEC, message, "harmless unless it was fine-tuned")
 
 
 def expected_layers(target: ModelSpec | None, head: HeadSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -168,20 +171,20 @@ def _capture_layers(document: Document, deployment: Deployment, head: HeadSpec) 
                 f"the head was trained on layers {trained} and TensorRT-LLM {deployment.version} can only capture "
             )
             message += ", ".join(map(str, default))
-            yield _at(document, "TS-LINT-CAPTURE-LAYERS-FIXED", "error", SPEC, message, _first_with_capture())
+            yield finding_at(document, "TS-LINT-CAPTURE-LAYERS-FIXED", "error", SPEC, message, _first_with_capture())
             return
         message = f"the head was trained on layers {trained}; the engine does not read that from the head and takes "
         message += f"{', '.join(map(str, default))}: acceptance near 0 on a healthy server"
         remedy = f"add `eagle3_layers_to_capture: [{trained}]`"
         fix = partial(add_key, path=CAPTURE, value=list(wanted))
-        yield _at(document, "TS-LINT-CAPTURE-LAYERS-MISSING", "error", CAPTURE, message, remedy, fix)
+        yield finding_at(document, "TS-LINT-CAPTURE-LAYERS-MISSING", "error", CAPTURE, message, remedy, fix)
     elif isinstance(written, list) and sorted(written) != sorted(wanted):
         message = f"eagle3_layers_to_capture {written} is not what the head was trained on ({trained})"
         if sorted(written) == sorted(layer + 1 for layer in wanted):
             message += "; these are layer inputs as vLLM counts them, one above the outputs that this engine counts"
         fix = partial(set_value, path=CAPTURE, value=list(wanted))
         remedy = f"write [{trained}]"
-        yield _at(document, "TS-LINT-CAPTURE-LAYERS-WRONG", "error", CAPTURE, message, remedy, fix)
+        yield finding_at(document, "TS-LINT-CAPTURE-LAYERS-WRONG", "error", CAPTURE, message, remedy, fix)
 
 
 def _first_with_capture() -> str:
@@ -199,4 +202,74 @@ def _pair(document: Document, deployment: Deployment, head: HeadSpec) -> Iterato
     names = {"head_id": deployment.head_name or None, "target_id": deployment.target_name or None}
     for problem in pair_problems(head, deployment.target, tp_size=ranks, **names):
         remedy = f"{problem.where}: {problem.remedy}"
-        yield _at(document, problem.code, problem.severity, SPEC, problem.message, remedy)
+        yield finding_at(document, problem.code, problem.severity, SPEC, problem.message, remedy)
+
+
+BLACKWELL = (10, 0)
+WORKSTATION = 12  # SM120 and SM121
+ONLY_BLACKWELL = ("use_cute_dsl_bf16_bmm", "use_cute_dsl_bf16_gemm")
+
+
+def check_machine(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    if deployment.gpu is not None:
+        yield from _gpu(document, deployment, deployment.gpu)
+    if deployment.options is not None:
+        yield from _command(document, deployment, deployment.options)
+
+
+def capability(gpu: str) -> tuple[int, int]:
+    """(10, 3) of "10.3"."""
+    major, _, minor = gpu.partition(".")
+    return int(major), int(minor or 0)
+
+
+def _gpu(document: Document, deployment: Deployment, gpu: str) -> Iterator[Finding]:
+    found = capability(gpu)
+    if deployment.target is not None and deployment.target.quant.format.is_fp4:
+        refused = format_refusal(deployment.target, gpu)
+        if refused is not None:
+            yield finding_at(document, "TS-LINT-GPU-NVFP4", "error", "", refused.message, refused.remedy)
+    if found[0] == WORKSTATION and method_of(document) is eagle3():
+        message = f"Eagle3 heads on compute capability {gpu} answered gibberish (TensorRT-LLM issue 11125, 1.2.0rc8)"
+        remedy = "use B200, GB200, B300 or GB300, or no head"
+        yield finding_at(document, "TS-LINT-GPU-EAGLE", "error", SPEC, message, remedy)
+    for key in ONLY_BLACKWELL:
+        if document.get(key) is True and found < BLACKWELL:
+            yield finding_at(document, "TS-LINT-COMBINATION", "error", key, f"{key} needs Blackwell", "remove it")
+    if document.get("moe_config.backend") == "TRTLLM" and found < BLACKWELL:
+        message = f"the TRTLLM MoE kernels are for Blackwell; compute capability {gpu} has CUTLASS and DEEPGEMM"
+        yield finding_at(document, "TS-LINT-COMBINATION", "error", "moe_config.backend", message, "write CUTLASS")
+
+
+def right_tool_parser(deployment: Deployment) -> str | None:
+    """Every Kimi-K2 writes its tool calls alike; the data say so for each published one."""
+    entry = known(deployment.target_name) if deployment.target_name else None
+    if entry is not None:
+        return entry[1].get("tool_parser")
+    return "kimi_k2" if deployment.target is not None else None
+
+
+def check_tool_parser(deployment: Deployment, argv: Sequence[str]) -> Iterator[Finding]:
+    """The tool parser of a command line of trtllm-serve."""
+    right = right_tool_parser(deployment)
+    written = next((value for flag, value in pairwise(argv) if flag == "--tool_parser"), None)
+    if written in (None, "auto") or right is None or written == right:
+        return
+    message = f"--tool_parser {written}: tool calls of this model stay in the text, without an error"
+    if written == "kimi_k25":
+        message = "there is no tool parser kimi_k25; K2.5 and later write tool calls as K2 does"
+    yield Finding("TS-LINT-WRONG-TOOL-PARSER", "error", "--tool_parser", message, f"pass --tool_parser {right}")
+
+
+def _command(document: Document, deployment: Deployment, options: Mapping[str, Any]) -> Iterator[Finding]:
+    yield from check_tool_parser(deployment, ("--tool_parser", options.get("tool_parser") or "auto"))
+    target = deployment.target
+    if target is None:
+        return
+    if target.remote_code and deployment.setting(document, "trust_remote_code") is None:
+        message = "neither the command line nor the file trusts the code that Kimi's tokenizer and config classes are"
+        remedy = "pass --trust_remote_code"
+        yield Finding("TS-LINT-REMOTE-CODE-OFF", "error", "--trust_remote_code", message, remedy)
+    if family(target) == "kimi_k25" and deployment.setting(document, "reasoning_parser") is None:
+        message = "no reasoning parser: the thinking lands in the answer"
+        yield Finding("TS-LINT-NO-PARSER", "warning", "--reasoning_parser", message, "pass --reasoning_parser kimi_k25")

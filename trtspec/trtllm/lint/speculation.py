@@ -1,5 +1,6 @@
-"""Rules about speculative_config itself: what its method needs, and what the release does with a schedule, a tree or a
-second engine."""
+"""Rules about speculation: what its method needs, what the release does with a schedule, a tree or a second engine, and
+what deployers met in the field: settings that the engine takes and that cost acceptance, memory or the server. Which
+releases do so, and who says it, stands among the behaviours of the schema files."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from trtspec.errors import Severity
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
-from trtspec.trtllm.lint.finding import Deployment, Finding
+from trtspec.trtllm.lint.finding import Deployment, Finding, finding_at
 from trtspec.trtllm.schema import UNKNOWN, Behaviour
 from trtspec.trtllm.speculation import LENGTH, MODEL_KEYS, SPEC, SpeculationMethod, decoding_type, eagle3, method_of
 
@@ -20,7 +22,7 @@ def check_speculation(document: Document, deployment: Deployment) -> Iterator[Fi
     method = method_of(document)
     if isinstance(document.get(SPEC), dict) and decoding_type(document) is None:
         message, remedy = "speculative_config has no decoding_type", f"add `decoding_type: {eagle3().spellings[0]}`"
-        yield _at(document, "TS-LINT-NO-DECODING-TYPE", "error", SPEC, message, remedy)
+        yield finding_at(document, "TS-LINT-NO-DECODING-TYPE", "error", SPEC, message, remedy)
     if method is not None:
         yield from _required(document, method)
         yield from _two_names(document, deployment)
@@ -33,26 +35,20 @@ def check_speculation(document: Document, deployment: Deployment) -> Iterator[Fi
     yield from _backend(document)
 
 
-def _at(
-    document: Document, code: str, severity: Any, key: str, message: str, remedy: str = "", fix: Any = None
-) -> Finding:
-    return Finding(code, severity, key, message, remedy, document.line(key), fix)
-
-
 def _required(document: Document, method: SpeculationMethod) -> Iterator[Finding]:
     eagle = method is eagle3()
     if method.draft_required and not any(document.get(key) for key in MODEL_KEYS):
         code = "TS-LINT-EAGLE-NO-HEAD" if eagle else "TS-LINT-NO-DRAFT-MODEL"
         message = f"{method.name} is asked for and none is named: the engine stops with `Draft model must be provided`"
-        yield _at(document, code, "error", SPEC, message, "add `speculative_model_dir: <draft>`")
+        yield finding_at(document, code, "error", SPEC, message, "add `speculative_model_dir: <draft>`")
     if method.length_required and document.get(LENGTH) in (None, 0):
         code = "TS-LINT-EAGLE-NO-DRAFT-LEN" if eagle else "TS-LINT-NO-DRAFT-LENGTH"
         fix = partial(set_value if document.has(LENGTH) else add_key, path=LENGTH, value=3)
         message = f"max_draft_len must be above 0 for {decoding_type(document)}"
-        yield _at(document, code, "error", LENGTH, message, "write `max_draft_len: 3`", fix)
+        yield finding_at(document, code, "error", LENGTH, message, "write `max_draft_len: 3`", fix)
     if method.python_only is not None:
         message = f"{decoding_type(document)} needs {method.python_only}, a Python object, which no file can hold"
-        yield _at(document, "TS-LINT-NO-DRAFT-MODEL", "error", SPEC, message, "use another decoding_type")
+        yield finding_at(document, "TS-LINT-NO-DRAFT-MODEL", "error", SPEC, message, "use another decoding_type")
 
 
 def _two_names(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -60,17 +56,17 @@ def _two_names(document: Document, deployment: Deployment) -> Iterator[Finding]:
         message = "speculative_model and speculative_model_dir are two names of one setting"
         remedy = "keep speculative_model_dir, which every version takes"
         fix = partial(delete_key, path=MODEL_KEYS[1])
-        yield _at(document, "TS-LINT-DUPLICATE-KEY", "error", MODEL_KEYS[1], message, remedy, fix)
+        yield finding_at(document, "TS-LINT-DUPLICATE-KEY", "error", MODEL_KEYS[1], message, remedy, fix)
     key = f"{SPEC}.num_eagle_layers"
     if document.has(key):
         message = "num_eagle_layers is overwritten by max_draft_len; it belongs to the TensorRT-engine backend"
         fix = partial(delete_key, path=key)
-        yield _at(document, "TS-LINT-NO-EFFECT", "warning", key, message, "remove it", fix)
+        yield finding_at(document, "TS-LINT-NO-EFFECT", "warning", key, message, "remove it", fix)
     key = f"{SPEC}.eagle3_model_arch"
     if document.get(key) == "mistral_large3":
         message = "mistral_large3 names another head class; llama3 covers the MHA and MLA heads of Kimi"
         fix = partial(delete_key, path=key)
-        yield _at(document, "TS-LINT-HEAD-ARCH", "error", key, message, "remove eagle3_model_arch", fix)
+        yield finding_at(document, "TS-LINT-HEAD-ARCH", "error", key, message, "remove eagle3_model_arch", fix)
 
 
 def _for_kimi(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
@@ -79,10 +75,10 @@ def _for_kimi(document: Document, deployment: Deployment, method: SpeculationMet
     key, why = f"{SPEC}.decoding_type", method.kimi["why"]
     remedy = f"use an Eagle3 head: `decoding_type: {eagle3().spellings[0]}`"
     if method.kimi["runs"] == "no":
-        yield _at(document, method.kimi["code"], "error", key, why, remedy)
+        yield finding_at(document, method.kimi["code"], "error", key, why, remedy)
     else:
         message = f"{method.name} with a Kimi: {why}"
-        yield _at(document, "TS-LINT-UNTESTED", "warning", key, message, "measure it with `trtspec bench` first")
+        yield finding_at(document, "TS-LINT-UNTESTED", "warning", key, message, "measure it with `trtspec bench` first")
 
 
 def _trees(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
@@ -97,15 +93,17 @@ def _trees(document: Document, deployment: Deployment, method: SpeculationMethod
     if key is None:
         return
     message = "dynamic trees are not supported for targets with latent attention, which every Kimi-K2 has"
-    yield _at(document, "TS-LINT-DYNAMIC-TREE", "error", key, message, f"remove {key}", partial(delete_key, path=key))
+    yield finding_at(
+        document, "TS-LINT-DYNAMIC-TREE", "error", key, message, f"remove {key}", partial(delete_key, path=key)
+    )
     total = document.get(f"{SPEC}.max_total_draft_tokens")
     if isinstance(topk, int) and topk <= 0:
         message = f"dynamic_tree_max_topK must be above 0, not {topk}"
-        yield _at(document, "TS-LINT-OUT-OF-RANGE", "error", width, message, "remove it")
+        yield finding_at(document, "TS-LINT-OUT-OF-RANGE", "error", width, message, "remove it")
     elif all(isinstance(item, int) for item in (topk, longest, total)) and not longest <= total <= topk * longest:
         message = f"max_total_draft_tokens {total} must lie between max_draft_len {longest} and {topk * longest}"
         place = f"{SPEC}.max_total_draft_tokens"
-        yield _at(document, "TS-LINT-COMBINATION", "error", place, message, "leave it out")
+        yield finding_at(document, "TS-LINT-COMBINATION", "error", place, message, "leave it out")
 
 
 def _choices(document: Document) -> Iterator[Finding]:
@@ -114,14 +112,18 @@ def _choices(document: Document) -> Iterator[Finding]:
     choices = document.get(key)
     if isinstance(choices, str) and not choices.strip().startswith("["):
         message = "eagle_choices is a list, or the text of one"
-        yield _at(document, "TS-LINT-COMBINATION", "error", key, message, "remove it: static trees are deprecated")
+        yield finding_at(
+            document, "TS-LINT-COMBINATION", "error", key, message, "remove it: static trees are deprecated"
+        )
     if not isinstance(choices, list) or not all(isinstance(choice, list) for choice in choices):
         return
     loose = [choice for choice in choices if len(choice) > 1 and choice[:-1] not in choices]
     if loose or not choices:
         message = f"the path {loose[0]} of eagle_choices continues no other" if loose else "eagle_choices is empty"
         fix = partial(delete_key, path=key)
-        yield _at(document, "TS-LINT-COMBINATION", "error", key, message, "remove it: static trees are deprecated", fix)
+        yield finding_at(
+            document, "TS-LINT-COMBINATION", "error", key, message, "remove it: static trees are deprecated", fix
+        )
 
 
 def _two_models(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -135,12 +137,12 @@ def _two_models(document: Document, deployment: Deployment) -> Iterator[Finding]
         message = "two-model mode has no class for an MLA head: `Unknown architecture for AutoModelForCausalLM`"
         # which release was the first to ignore the key is not known
         message += "; later releases ignore the key and use one model" if ignored is True else ""
-        severity = "warning" if ignored is True else "error"
-        yield _at(document, "TS-LINT-MLA-TWO-MODEL", severity, key, message, "remove eagle3_one_model", fix)
+        severity: Severity = "warning" if ignored is True else "error"
+        yield finding_at(document, "TS-LINT-MLA-TWO-MODEL", severity, key, message, "remove eagle3_one_model", fix)
         return
     message = "two-model mode is deprecated, loses accuracy on long prompts in some releases and the overlap scheduler"
     remedy = "remove eagle3_one_model: one model is the default"
-    yield _at(document, "TS-LINT-TWO-MODEL", "warning", key, message, remedy, fix)
+    yield finding_at(document, "TS-LINT-TWO-MODEL", "warning", key, message, remedy, fix)
 
 
 def schedule_of(document: Document) -> dict[int, int] | None:
@@ -154,19 +156,19 @@ def schedule_of(document: Document) -> dict[int, int] | None:
 def _schedule(document: Document, deployment: Deployment) -> Iterator[Finding]:
     if document.get(CONCURRENCY) and deployment.schema.behaviour("max_concurrency").get("ends_at_zero") is True:
         message = "above max_concurrency the draft length is 0, and acceptance may stay collapsed after a burst"
-        yield _at(document, ENDS_AT_ZERO, "warning", CONCURRENCY, message, "leave it out")
+        yield finding_at(document, ENDS_AT_ZERO, "warning", CONCURRENCY, message, "leave it out")
     schedule, meaning = schedule_of(document), deployment.schema.behaviour("draft_len_schedule")
     if schedule is None or not (meaning or meaning.otherwise):
         return
     if not schedule:
         message = "the engine's class refuses an empty draft_len_schedule"
         fix = partial(delete_key, path=SCHEDULE)
-        yield _at(document, "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, "remove it", fix)
+        yield finding_at(document, "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, "remove it", fix)
         return
     if meaning.get("bounds") is UNKNOWN:
         message = "the keys turned from lower bounds into upper bounds of the batch size, and it is not known whether "
         message += f"{deployment.version} is before or after ({meaning.interval})"
-        yield _at(document, "TS-LINT-SCHEDULE-MEANING", "error", SCHEDULE, message, f"remove {SCHEDULE}")
+        yield finding_at(document, "TS-LINT-SCHEDULE-MEANING", "error", SCHEDULE, message, f"remove {SCHEDULE}")
         return
     yield from _schedule_values(document, deployment, schedule, meaning)
 
@@ -177,19 +179,21 @@ def _schedule_values(
     longest, lengths = document.get(LENGTH), schedule.values()
     if min(schedule) < 1 or min(lengths) < 0 or (isinstance(longest, int) and max(lengths) > longest):
         message = f"batch sizes start at 1 and draft lengths lie between 0 and max_draft_len ({longest})"
-        yield _at(document, "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, "correct the entries out of range")
+        yield finding_at(
+            document, "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, "correct the entries out of range"
+        )
     smallest = meaning.get("first") == "smallest"
     wanted = "the smallest key" if smallest else f"key {meaning.get('first')}"
     first = schedule.get(min(schedule) if smallest else meaning.get("first"))
     if isinstance(longest, int) and first != longest:
         message = f"{wanted} must have the value of max_draft_len ({longest}), not {first}"
-        yield _at(document, "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, f"write {wanted}: {longest}")
+        yield finding_at(document, "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, f"write {wanted}: {longest}")
     if reaches_zero(document, deployment, schedule):
         message = "large batches draft nothing, and acceptance may stay collapsed after the burst"
         remedy = "leave the schedule out"
         if meaning.get("beyond") == "zero":
             remedy += ", or let its last key cover max_batch_size with a value of 1 or more"
-        yield _at(document, ENDS_AT_ZERO, "warning", SCHEDULE, message, remedy)
+        yield finding_at(document, ENDS_AT_ZERO, "warning", SCHEDULE, message, remedy)
 
 
 def reaches_zero(document: Document, deployment: Deployment, schedule: dict[int, int]) -> bool:
@@ -206,7 +210,7 @@ def _switch_off(document: Document) -> Iterator[Finding]:
             message = f"once acceptance falls below {name}, speculation stays off until the server is restarted"
             fix = partial(delete_key, path=key)
             remedy = "leave it out, and watch acceptance from outside"
-            yield _at(document, "TS-LINT-SWITCHES-OFF", "warning", key, message, remedy, fix)
+            yield finding_at(document, "TS-LINT-SWITCHES-OFF", "warning", key, message, remedy, fix)
 
 
 def _sampling(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
@@ -220,7 +224,7 @@ def _sampling(document: Document, deployment: Deployment, method: SpeculationMet
     if asked.interval:
         message += f" (changed {asked.interval}; not known for {deployment.version})"
     fix = partial(set_value if document.has(key) else add_key, path=key, value=True)
-    yield _at(document, "TS-LINT-GREEDY-ONLY", "warning", key, message, f"add `{name}: true`", fix)
+    yield finding_at(document, "TS-LINT-GREEDY-ONLY", "warning", key, message, f"add `{name}: true`", fix)
 
 
 def _above_one(value: Any) -> bool:
@@ -234,10 +238,175 @@ def _backend(document: Document) -> Iterator[Finding]:
     if value in ("tensorrt", "trt", "_autodeploy"):
         message = f"backend {value} does not run Eagle3 heads on Blackwell"
         fix = partial(delete_key, path="backend")
-        yield _at(document, "TS-LINT-BACKEND", "error", "backend", message, "use the pytorch backend", fix)
+        yield finding_at(document, "TS-LINT-BACKEND", "error", "backend", message, "use the pytorch backend", fix)
     if _above_one(document.get("max_beam_width")):
         message = "nobody has examined beam search together with speculation"
-        yield _at(document, "TS-LINT-UNTESTED", "warning", "max_beam_width", message, "leave it at 1")
+        yield finding_at(document, "TS-LINT-UNTESTED", "warning", "max_beam_width", message, "leave it at 1")
     if _above_one(document.get("pipeline_parallel_size")):
         message = "no published recipe runs an Eagle3 head with pipeline parallelism"
-        yield _at(document, "TS-LINT-UNTESTED", "warning", "pipeline_parallel_size", message, "use tensor parallel")
+        yield finding_at(
+            document, "TS-LINT-UNTESTED", "warning", "pipeline_parallel_size", message, "use tensor parallel"
+        )
+
+
+REUSE, V2 = "kv_cache_config.enable_block_reuse", "kv_cache_config.use_kv_cache_manager_v2"
+HOST, TRANSFER = "kv_cache_config.host_cache_size", "cache_transceiver_config.backend"
+REJECTION = f"{SPEC}.use_rejection_sampling"
+
+
+def check_traps(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    method = method_of(document)
+    if method is None:
+        return
+    if separate_cache(document, deployment, method):
+        yield from _prefix_reuse(document, deployment)
+        yield from _memory(document, deployment)
+        yield from _transfer(document, deployment)
+    yield from _guided(document, deployment)
+    yield from _sampled_acceptance(document, deployment, method)
+    yield from _requests(document, deployment, method)
+    yield from _pruned_head(document, deployment, method)
+
+
+def separate_cache(document: Document, deployment: Deployment, method: SpeculationMethod) -> bool:
+    """Whether this release gives the draft a cache manager of its own."""
+    separate = deployment.schema.behaviour("separate_draft_cache")
+    unless = separate.values.get("unless") or separate.otherwise.get("unless")
+    return method.own_cache and unless is not None and deployment.setting(document, unless) is not True
+
+
+def blinds_draft(document: Document, deployment: Deployment) -> Behaviour | None:
+    """The behaviour, where a reused prefix of this server hides from the draft; None where it does not."""
+    blind, mended = (deployment.schema.behaviour(name) for name in ("prefix_reuse_blinds_draft", "draft_kv_reuse_v2"))
+    if not blind and not blind.otherwise:
+        return None
+    chosen = deployment.setting(document, V2)
+    spread = deployment.setting(document, "pipeline_parallel_size", 1)
+    if mended and not mended.interval and chosen is True and spread in (None, 1):
+        return None
+    # a transceiver makes the engine keep the draft's layers in the target's cache
+    return None if deployment.setting(document, TRANSFER) else blind
+
+
+def _doubt(deployment: Deployment, one: Behaviour) -> str:
+    return f"; whether {deployment.version} does so is not known (changed {one.interval})" if one.interval else ""
+
+
+def _prefix_reuse(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    blind = blinds_draft(document, deployment)
+    if blind is None or document.get(REUSE, True) in (False, None):
+        return
+    words = blind.values or blind.otherwise
+    message = f"over a reused prefix the draft sees nothing ({words['measured']}): every multi-turn chat is such a case"
+    message += f"{_doubt(deployment, blind)} ({blind.source})"
+    remedy = "write `enable_block_reuse: false`, or true if prompts that repeat matter more than drafts"
+    mended = deployment.schema.behaviour("draft_kv_reuse_v2")
+    if mended and not mended.interval:
+        remedy = f"write `use_kv_cache_manager_v2: true`, which has this mended ({mended.source}), or {remedy[6:]}"
+    # who writes it has decided; who leaves it out may not know that it is on
+    severity: Severity = "info" if document.has(REUSE) else "warning"
+    yield finding_at(document, "TS-LINT-PREFIX-REUSE", severity, REUSE, message, remedy)
+
+
+def _memory(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    claims = deployment.schema.behaviour("draft_claims_host_cache")
+    size = document.get(HOST)
+    if (claims or claims.otherwise) and isinstance(size, int) and size > 0:
+        message = f"the draft's cache takes host_cache_size once more: {2 * size / 2**30:.0f} GiB of host memory are "
+        message += f"pinned{_doubt(deployment, claims)} ({claims.source})"
+        yield finding_at(
+            document, "TS-LINT-HOST-CACHE-TWICE", "warning", HOST, message, "halve it, or plan for twice of it"
+        )
+    claims = deployment.schema.behaviour("draft_claims_gpu_budget")
+    if (claims or claims.otherwise) and document.get(V2) is True:
+        message = "cache manager V2 gives the whole GPU budget to the target and to the draft: out of memory under load"
+        message += f"{_doubt(deployment, claims)} ({claims.source})"
+        fix = partial(delete_key, path=V2)
+        yield finding_at(document, "TS-LINT-CACHE-BUDGET-TWICE", "warning", V2, message, f"remove {V2}", fix)
+
+
+def _transfer(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    lost = deployment.schema.behaviour("draft_cache_not_transferred")
+    words = lost.values or lost.otherwise
+    if words and deployment.setting(document, TRANSFER):
+        message = f"a draft cache of its own is not handed over between servers ({words['measured']})"
+        message += f"{_doubt(deployment, lost)} ({lost.source})"
+        remedy = "measure acceptance on long prompts with `trtspec bench`, or use attention DP, which shares the cache"
+        yield finding_at(document, "TS-LINT-DRAFT-CACHE-LOST", "info", TRANSFER, message, remedy)
+
+
+def _guided(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    """A grammar masks one row per draft token; graphs of a draft length of 0 have none."""
+    crash, schedule = deployment.schema.behaviour("guided_schedule_crashes"), schedule_of(document)
+    key = "guided_decoding_backend"
+    if not (crash or crash.otherwise) or not deployment.setting(document, key) or not schedule:
+        return
+    if reaches_zero(document, deployment, schedule):
+        message = "guided decoding with a draft_len_schedule that reaches 0 crashes while CUDA graphs are recorded"
+        message += f"{_doubt(deployment, crash)} ({crash.source})"
+        severity: Severity = "warning" if crash.interval else "error"
+        remedy = "leave the schedule out, or keep every length at 1 or more"
+        place = f"{SPEC}.draft_len_schedule"
+        fix = partial(delete_key, path=place)
+        yield finding_at(document, "TS-LINT-GUIDED-SCHEDULE", severity, place, message, remedy, fix)
+
+
+def _sampled_acceptance(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
+    """Said to those whose file speaks of sampling; greedy decoding is not concerned."""
+    rule = deployment.schema.behaviour("rejection_sampling")
+    concerned = document.get(REJECTION) is False or document.has(f"{SPEC}.advanced_sampling_mode")
+    if not rule or not method.one_model or not concerned or document.get(REJECTION) is True:
+        return
+    message = "without use_rejection_sampling a sampled draft is accepted only where the target's own sample equals "
+    message += f"it: acceptance falls with temperature ({rule.source})"
+    remedy = "measure at your temperature, with use_rejection_sampling on and off"
+    key = REJECTION if document.has(REJECTION) else f"{SPEC}.advanced_sampling_mode"
+    yield finding_at(document, "TS-LINT-SAMPLED-ACCEPTANCE", "info", key, message, remedy)
+
+
+def request_limits(deployment: Deployment, penalties: bool = False) -> dict[str, tuple[str, ...]]:
+    """What this release does with request parameters under one-model speculation: those that end the engine, those it
+    ignores, and those it refuses; in an unknown interval a parameter stands in each that it may belong to."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name in ("requests_end_engine", "requests_ignored", "requests_refused"):
+        one = deployment.schema.behaviour(name)
+        both = [*one.values.get("parameters", ()), *one.otherwise.get("parameters", ())]
+        found[name.removeprefix("requests_")] = tuple(dict.fromkeys(both))
+    key = deployment.schema.behaviour("penalties_need_a_key")
+    asked = tuple(key.values.get("parameters", ()))
+    found["ignored"] = tuple(name for name in found["ignored"] if name not in asked or key.interval)
+    if key and not penalties:
+        found["refused"] += asked
+    return found
+
+
+def _requests(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
+    """Requests that would end the engine: what is refused or ignored costs only its own caller, and check says it."""
+    if not method.one_model:
+        return
+    ends = deployment.schema.behaviour("requests_end_engine")
+    if ends or ends.otherwise:
+        listed = ", ".join(request_limits(deployment)["end_engine"])
+        message = f"under speculation a request that asks for {listed} ends the engine for everybody"
+        message += f"{_doubt(deployment, ends)} ({ends.source})"
+        until = ends.interval and ends.interval.rpartition("by ")[2]
+        remedy = "refuse such requests in front of the server" + (f", or use {until} or later" if until else "")
+        yield finding_at(document, "TS-LINT-REQUEST-ENDS-ENGINE", "info", SPEC, message, remedy)
+    key = deployment.schema.behaviour("penalties_need_a_key")
+    if key and not key.interval and document.get(key.values["key"]) is False:
+        names = ", ".join(key.values["parameters"])
+        message = f"requests with {names} are refused while enable_penalty is off ({key.source})"
+        fix = partial(set_value if document.has(key.values["key"]) else add_key, path=key.values["key"], value=True)
+        yield finding_at(document, "TS-LINT-PENALTIES-OFF", "info", key.values["key"], message, "turn it on", fix)
+
+
+def _pruned_head(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
+    head, target = deployment.head, deployment.target
+    rule = deployment.schema.behaviour("pruned_mla_head")
+    if not rule or head is None or target is None or not method.reads_target or head.attention != "mla":
+        return
+    if head.draft_vocab_size is not None and head.draft_vocab_size < target.vocab_size:
+        message = f"an MLA head of {head.draft_vocab_size:,} of {target.vocab_size:,} tokens: the engine's loader for "
+        message += f"such heads meets d2t and fails ({rule.source})"
+        remedy = "train a head with the full vocabulary, or an MHA head"
+        yield finding_at(document, "TS-LINT-PRUNED-MLA-HEAD", "error", SPEC, message, remedy)

@@ -27,7 +27,7 @@ from trtspec.trtllm.lint.deployment import compute_capability
 from trtspec.trtllm.lint.finding import Deployment
 from trtspec.trtllm.lint.installed import engine_problems
 from trtspec.trtllm.lint.linter import lint
-from trtspec.trtllm.lint.machine import check_tool_parser
+from trtspec.trtllm.lint.model import check_tool_parser
 from trtspec.trtllm.names import Head, Target, choose_version, findable, load_head, load_target
 from trtspec.trtllm.schema import schema_for
 from trtspec.trtllm.serve import cluster, front, preflight
