@@ -13,7 +13,15 @@ from typer.core import TyperCommand, TyperGroup
 
 from trtspec import report
 from trtspec.errors import Interrupted, MissingDependency, TrtspecError, Unexpected, UsageError
-from trtspec.records import CLICK_ERROR, click_command, note, unknown_variables, variable, without_types
+from trtspec.records import (
+    CLICK_ERROR,
+    click_command,
+    ignore_service_links,
+    note,
+    unknown_variables,
+    variable,
+    without_types,
+)
 
 COMMANDS = {
     "Start here": {
@@ -72,7 +80,11 @@ class LazyCommand(TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         command = self.load()
-        for name in unknown_variables(command, os.environ) if all(p.envvar for p in _options(command)) else ():
+        unknown = unknown_variables(command, os.environ) if all(p.envvar for p in _options(command)) else []
+        links = ignore_service_links(command, os.environ)
+        if links:
+            note(f"{', '.join(links)}: set by Kubernetes for a Service of this name, not options of trtspec; ignored")
+        for name in sorted(set(unknown) - set(links)):
             note(f"{name} is set, and trtspec {self.name} has no such option")
         return command.make_context(info_name, args, parent, **extra)
 
