@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from trtspec.errors import TrtspecError
 from trtspec.launch.log import LogPatterns
 from trtspec.launch.readiness import Endpoint
 from trtspec.launch.supervisor import Limits, ServerLaunch, run
-from trtspec.report import write_stderr
+from trtspec.report import peak_rss, write_stderr
 
 if __name__ == "__main__":
     port, mode, more = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
@@ -26,5 +25,5 @@ if __name__ == "__main__":
     except TrtspecError as error:
         write_stderr(f"{error.code}: {error.message}\n")
         status = error.exit_code
-    write_stderr(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024} MiB\n")
+    write_stderr(f"peak {peak_rss() // 2**20} MiB\n")
     sys.exit(status)
