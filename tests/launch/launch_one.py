@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trtspec.errors import TrtspecError
 from trtspec.launch.log import LogPatterns
-from trtspec.launch.readiness import Endpoint
+from trtspec.launch.readiness import ServerAddress
 from trtspec.launch.supervisor import Limits, ServerLaunch, run
 from trtspec.report import peak_rss, write_stderr
 
@@ -19,7 +19,7 @@ if __name__ == "__main__":
     try:
         status = run(
             ServerLaunch(
-                words, Endpoint("127.0.0.1", port, **more.get("endpoint", {})), LogPatterns("tiny"), {}, limits
+                words, ServerAddress("127.0.0.1", port, **more.get("endpoint", {})), LogPatterns("tiny"), {}, limits
             )
         )
     except TrtspecError as error:

@@ -13,7 +13,7 @@ import time
 import psutil
 
 from trtspec.launch.log import LogPatterns
-from trtspec.launch.readiness import Endpoint, is_healthy
+from trtspec.launch.readiness import ServerAddress, is_healthy
 from trtspec.launch.supervisor import ServerLaunch, run
 
 
@@ -31,7 +31,7 @@ def main(target: str, config: str, cycles: int) -> None:
     for cycle in range(cycles):
         stopper = threading.Thread(target=stop, daemon=True)
         stopper.start()
-        run(ServerLaunch(words, Endpoint("localhost", port), LogPatterns("trtllm-serve"), {"STANDIN_LOAD": "0"}))
+        run(ServerLaunch(words, ServerAddress("localhost", port), LogPatterns("trtllm-serve"), {"STANDIN_LOAD": "0"}))
         stopper.join()
         if cycle in (0, cycles - 1):
             own = psutil.Process()

@@ -8,7 +8,7 @@ from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent
 from trtspec.trtllm.names import load_target
 from trtspec.trtllm.schema import schema_for
-from trtspec.trtllm.serve.command import build_command, parse_passed
+from trtspec.trtllm.serve.command import Given, build_command, parse_passed
 
 TARGET = "nvidia/Kimi-K2.6-NVFP4"
 
@@ -47,7 +47,7 @@ def command(
 ) -> list[str]:
     built = build_command(
         Intent(target=TARGET, version=version, trust_remote_code=True), load_target(TARGET).spec, schema_for(version),
-        Document.parse(text), host="h", port=1, config_path="c", explicit=explicit or {}, passed=passed,
+        Document.parse(text), Given("h", 1, "c", explicit or {}, passed),
     )  # fmt: skip
     return built.argv
 
@@ -85,7 +85,7 @@ def test_parsers_follow_the_model() -> None:
         intent = Intent(target=target, version="1.4.0rc1")
         built = build_command(
             intent, load_target(target).spec, schema_for("1.4.0rc1"), Document.parse(""),
-            host="h", port=1, config_path="c", explicit={}, passed=[],
+            Given("h", 1, "c"),
         )  # fmt: skip
         assert built.argv[built.argv.index("--tool_parser") + 1] == "kimi_k2"
         return built.argv[built.argv.index("--reasoning_parser") + 1] if "--reasoning_parser" in built.argv else None

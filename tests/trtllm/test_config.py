@@ -23,7 +23,7 @@ from trtspec.trtllm.lint.deployment import deployment_of
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.names import load_head, load_target
 from trtspec.trtllm.schema import schema_for
-from trtspec.trtllm.serve.command import CONFIG_NAME, build_command
+from trtspec.trtllm.serve.command import Given, build_command
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS, DOCS = ROOT / "configs", ROOT / "docs"
@@ -49,9 +49,7 @@ def built(intent: Intent) -> EngineConfig:
 def argv(intent: Intent, text: str) -> list[str]:
     target = load_target(intent.target).spec
     schema, document = schema_for(intent.version), Document.parse(text)
-    command = build_command(
-        intent, target, schema, document, host="0.0.0.0", port=8000, config_path=CONFIG_NAME, explicit={}, passed=[]
-    )
+    command = build_command(intent, target, schema, document, Given())
     return command.argv
 
 

@@ -17,7 +17,7 @@ OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class ServerAddress:
     """Where a server answers. `model_names`: what /v1/models may call the model, for where the process that listens
     cannot be seen; empty accepts any. `generates`: whether it answers a prompt by itself; one half of a disaggregated
     pair does not. `local`: whether the process that listens is started below this one; Slurm's ranks are not."""
@@ -44,7 +44,7 @@ def is_healthy(url: str, timeout: float = 2.0) -> bool:
         return False
 
 
-def stranger(endpoint: Endpoint, root: int) -> str | None:
+def stranger(endpoint: ServerAddress, root: int) -> str | None:
     """What answers at `endpoint`, in words, when it is not a process below `root`; None when it is, or when nobody can
     tell and the model has the right name."""
     if endpoint.local:

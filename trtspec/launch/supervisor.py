@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from trtspec.errors import TrtspecError
 from trtspec.launch.log import LogPatterns, LogReader
-from trtspec.launch.readiness import Endpoint, generation_failure, is_healthy, stranger
+from trtspec.launch.readiness import ServerAddress, generation_failure, is_healthy, stranger
 from trtspec.launch.subreaper import FORWARDED, UNKILLABLE
 from trtspec.report import announce
 
@@ -52,7 +52,7 @@ class ServerLaunch:
     mpirun, whose status after a signal is its own."""
 
     argv: list[str]
-    endpoint: Endpoint
+    endpoint: ServerAddress
     patterns: LogPatterns
     env: dict[str, str] = field(default_factory=dict)
     limits: Limits = Limits()

@@ -19,7 +19,7 @@ from trtspec.trtllm.lint.finding import Deployment, Finding
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.names import load_head, load_target
 from trtspec.trtllm.schema import schema_for
-from trtspec.trtllm.serve.command import CONFIG_NAME, build_command
+from trtspec.trtllm.serve.command import CONFIG_NAME, Given, build_command
 from trtspec.trtllm.speculation import SPEC
 from trtspec.yaml_files import YamlError, load_text
 
@@ -68,10 +68,8 @@ def build(intent: Intent, target: ModelSpec, head: HeadSpec | None, config_path:
         raise CheckFailed(f"{intent.target} cannot be served like this:\n" + "\n".join(problem_lines(refused)))
     text = compose(intent, target, head)
     findings = _judged(intent, target, head, text)
-    command = build_command(
-        intent, target, schema_for(intent.version), Document.parse(text),
-        host="0.0.0.0", port=8000, config_path=config_path, explicit={}, passed=[],
-    )  # fmt: skip
+    given = Given(config_path=config_path)
+    command = build_command(intent, target, schema_for(intent.version), Document.parse(text), given)
     return EngineConfig(intent, text, command.argv, findings)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,24 +43,30 @@ class Command:
     problems: list[Problem] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a command line has beside the intent. `sizes`, by YAML path, go to argv even where the file has them, and
+    are then reported; `passed` are words for trtllm-serve itself."""
+
+    host: str = "0.0.0.0"
+    port: int = 8000
+    config_path: str = CONFIG_NAME
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    passed: Sequence[str] = ()
+
+
 def build_command(
     intent: Intent,
     target: ModelSpec,
     schema: Schema,
     document: Document,
-    *,
-    host: str,
-    port: int,
-    config_path: str,
-    explicit: dict[str, Any],
-    passed: list[str],
+    given: Given,
 ) -> Command:
-    """`explicit` holds sizes the user typed, by YAML path: they go to argv even where the file has them (and are
-    then reported); all others go to argv only where the file does not have them."""
-    options, problems = parse_passed(schema, passed)
-    given = {item.option.name for item in options}
-    argv = ["trtllm-serve", intent.target, "--host", host, "--port", str(port)]
-    argv += [] if "backend" in given or document.has("backend") else ["--backend", "pytorch"]
+    """Sizes that were not given go to argv only where the file does not have them."""
+    options, problems = parse_passed(schema, given.passed)
+    chosen = {item.option.name for item in options}
+    argv = ["trtllm-serve", intent.target, "--host", given.host, "--port", str(given.port)]
+    argv += [] if "backend" in chosen or document.has("backend") else ["--backend", "pytorch"]
     settings: dict[str, Any] = {}
     wanted = {
         "max_batch_size": intent.batch,
@@ -70,17 +76,17 @@ def build_command(
         "moe_expert_parallel_size": intent.ep_size,
     }
     for key, flag in SIZE_OPTIONS:
-        value = explicit.get(key, wanted[key])
-        if value is None or key in given or (key not in explicit and document.has(key)):
+        value = given.sizes.get(key, wanted[key])
+        if value is None or key in chosen or (key not in given.sizes and document.has(key)):
             continue
         settings[key] = value
         argv += [flag, str(value)]
-    argv += _kimi_options(intent, target, schema, document, given, settings)
+    argv += _kimi_options(intent, target, schema, document, chosen, settings)
     for item in options:
         argv += [item.flag] if item.option.is_flag else [item.flag, str(item.value)]
         if item.option.key:
             settings[item.option.key] = item.value
-    argv += ["--extra_llm_api_options", config_path]
+    argv += ["--extra_llm_api_options", given.config_path]
     return Command(argv, settings, problems)
 
 
@@ -112,7 +118,7 @@ def _takes(schema: Schema, name: str, value: str) -> bool:
     return option is not None and schema.certain(option.since) and value in option.choices
 
 
-def parse_passed(schema: Schema, words: list[str]) -> tuple[list[Passed], list[Problem]]:
+def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[list[Passed], list[Problem]]:
     """Options after `--` by the schema: `--flag value`, `--flag=value` and flags without a value."""
     passed: list[Passed] = []
     problems: list[Problem] = []

@@ -17,7 +17,7 @@ from trtspec.checkpoint.hub import Resolved
 from trtspec.errors import CheckFailed, Problem, UsageError, has_errors
 from trtspec.gpus import read_gpus
 from trtspec.launch.log import LogPatterns
-from trtspec.launch.readiness import Endpoint
+from trtspec.launch.readiness import ServerAddress
 from trtspec.launch.supervisor import Limits, ServerLaunch, run
 from trtspec.report import problem_lines, say, write_stderr
 from trtspec.trtllm.build.config import compose
@@ -31,7 +31,7 @@ from trtspec.trtllm.lint.model import check_tool_parser
 from trtspec.trtllm.names import Head, Target, choose_version, findable, load_head, load_target
 from trtspec.trtllm.schema import schema_for
 from trtspec.trtllm.serve import cluster, front, preflight
-from trtspec.trtllm.serve.command import CONFIG_NAME, Command, build_command
+from trtspec.trtllm.serve.command import CONFIG_NAME, Command, Given, build_command
 from trtspec.trtllm.serve.options import EngineStart, FrontStart
 from trtspec.trtllm.speculation import head_in
 from trtspec.yaml_files import STDIN, read_text
@@ -56,7 +56,7 @@ class ServerPlan:
     config_path: str
     problems: list[Problem]
     version: tuple[str, str]
-    endpoint: Endpoint
+    endpoint: ServerAddress
     limits: Limits
     job: str = ""
 
@@ -141,7 +141,7 @@ def plan_engine(start: EngineStart, *, replay: tuple[str, ...] = (), launching: 
         config_path=file.path,
         problems=problems if launching else [preflight.mentioned(problem) for problem in problems],
         version=version,
-        endpoint=Endpoint(
+        endpoint=ServerAddress(
             start.host, start.port, _model_names(start), generates=role is None, local=reach.launcher != "slurm"
         ),
         limits=_limits(start),
@@ -168,7 +168,7 @@ def plan_front(start: FrontStart, *, launching: bool) -> ServerPlan:
         config_path=str(path),
         problems=problems,
         version=(version, "installed here" if version else "not asked"),
-        endpoint=Endpoint(read.host, read.port, _model_names(start)),
+        endpoint=ServerAddress(read.host, read.port, _model_names(start)),
         limits=_limits(start),
     )
 
@@ -275,10 +275,8 @@ def _command(start: EngineStart, intent: Intent, target: Target, file: _File, ro
     passed = list(start.passed)
     passed += ["--served_model_name", start.served_model_name] if start.served_model_name else []
     passed += ["--server_role", role.upper()] if role else []
-    return build_command(
-        intent, target.spec, schema_for(intent.version), file.document,
-        host=start.host, port=start.port, config_path=file.path, explicit=start.sizes(), passed=passed,
-    )  # fmt: skip
+    given = Given(start.host, start.port, file.path, start.sizes(), passed)
+    return build_command(intent, target.spec, schema_for(intent.version), file.document, given)
 
 
 def _request_problems(
