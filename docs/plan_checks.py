@@ -18,7 +18,7 @@ from trtspec.planning.memory import memory
 from trtspec.planning.points import HOST_US, Setting, Workload, assumptions, plan_layout
 from trtspec.planning.step import StepModel
 from trtspec.planning.weights import checkpoint_bytes
-from trtspec.trtllm.names import load_head, load_target
+from trtspec.trtllm.deployment import load_head, load_target
 
 DOCS = Path(__file__).resolve().parent
 START, END = "<!-- tables: written by docs/plan_checks.py -->", "<!-- end of tables -->"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from trtspec.trtllm.build.config import build_named, disaggregated, judged_as
 from trtspec.trtllm.build.kubernetes import helm_values
+from trtspec.trtllm.deployment import load_head, load_target
 from trtspec.trtllm.intent import Goal, Intent
 from trtspec.trtllm.lint.linter import lint
-from trtspec.trtllm.names import load_head, load_target
 from trtspec.trtllm.releases import default_version
 from trtspec.trtllm.schema import schema_for
 

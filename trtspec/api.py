@@ -109,8 +109,8 @@ def lint(
 ) -> LintReport:
     """Judges an engine configuration: a mapping, YAML text, or the path of a file. Text has a line break or a colon
     followed by a space; every other string is a path. `options`: of trtllm-serve, used with the file."""
+    from trtspec.trtllm.deployment import deployment_of
     from trtspec.trtllm.document import Document
-    from trtspec.trtllm.lint.deployment import deployment_of
     from trtspec.trtllm.lint.linter import lint as find
 
     name, document = _document(config, Document)
@@ -163,8 +163,8 @@ def build_config(
     from dataclasses import replace
 
     from trtspec.trtllm.build.config import build
+    from trtspec.trtllm.deployment import choose_version, load_head, load_target
     from trtspec.trtllm.intent import Intent
-    from trtspec.trtllm.names import choose_version, load_head, load_target
 
     if head is None and draft_len != 3:
         raise UsageError("draft_len is not used without a head", "name the head")
@@ -202,7 +202,7 @@ def plan(
     """Whether a target fits, how fast it runs and which settings serve it best: ranked rows, the best one, and why a
     layout is refused."""
     from trtspec.cli.plan import PlanOptions, planned
-    from trtspec.trtllm.names import load_head, load_target
+    from trtspec.trtllm.deployment import load_head, load_target
 
     if acceptance is not None and head is None:
         raise UsageError("acceptance is not used without a head", "name the head")

@@ -11,7 +11,7 @@ from trtspec.planning.acceptance import Acceptance, parse_acceptance
 from trtspec.planning.decay import Decay, fit, lengths, mean, other_decays, published_curves, published_decay, rates_of
 from trtspec.planning.layout import Layout
 from trtspec.planning.points import Setting, Workload, plan_layout
-from trtspec.trtllm.names import load_head, load_target
+from trtspec.trtllm.deployment import load_head, load_target
 
 CURVES: dict[str, list[float]] = published_curves()["curves"]
 KIMI: list[str] = published_curves()["decay"]

@@ -21,7 +21,7 @@ from trtspec.planning.memory import memory
 from trtspec.planning.points import Setting, Workload, plan_layout
 from trtspec.planning.step import StepModel, distinct_experts
 from trtspec.planning.weights import checkpoint_bytes, head_weights, weight_classes
-from trtspec.trtllm.names import load_head, load_target
+from trtspec.trtllm.deployment import load_head, load_target
 
 GIB, GB = 2**30, 1e9
 TARGET = "nvidia/Kimi-K2.6-NVFP4"

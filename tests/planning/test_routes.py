@@ -11,7 +11,7 @@ from trtspec.planning.layout import Layout
 from trtspec.planning.memory import memory
 from trtspec.planning.routes import LONGEST_DRAFT, OLDEST_CAPABILITY, refusals
 from trtspec.specs import ModelSpec
-from trtspec.trtllm.names import load_target
+from trtspec.trtllm.deployment import load_target
 
 NVFP4, INT4, FP8 = "nvidia/Kimi-K2.6-NVFP4", "moonshotai/Kimi-K2.6", "moonshotai/Kimi-K2-Instruct-0905"
 

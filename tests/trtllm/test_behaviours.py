@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trtspec.trtllm.lint.finding import Deployment
+from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.schema import LINES, SCHEMAS, UNKNOWN, schema_for
 

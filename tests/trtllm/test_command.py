@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from trtspec.trtllm.deployment import load_target
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent
-from trtspec.trtllm.names import load_target
 from trtspec.trtllm.schema import schema_for
 from trtspec.trtllm.serve.command import Given, build_command, parse_passed
 

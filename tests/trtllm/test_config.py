@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.trtllm.build.config import EngineConfig, build, build_named, disaggregated
 from trtspec.trtllm.build.kubernetes import helm_values
+from trtspec.trtllm.deployment import deployment_of, load_head, load_target
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Goal, Intent, parse_intent
-from trtspec.trtllm.lint.deployment import deployment_of
 from trtspec.trtllm.lint.linter import lint
-from trtspec.trtllm.names import load_head, load_target
 from trtspec.trtllm.schema import schema_for
 from trtspec.trtllm.serve.command import Given, build_command
 

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from trtspec.errors import Severity
-from trtspec.trtllm.lint.finding import Deployment, Finding
+from trtspec.trtllm.deployment import Deployment, load_head, load_target
+from trtspec.trtllm.lint.finding import Finding
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.lint.speculation import request_limits
-from trtspec.trtllm.names import load_head, load_target
 from trtspec.trtllm.schema import schema_for
 
 EAGLE = {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model_dir": "/h"}

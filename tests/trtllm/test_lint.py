@@ -9,9 +9,8 @@ import pytest
 import yaml
 
 from trtspec.specs import HeadSpec, ModelSpec, QuantSpec
-from trtspec.trtllm.lint.finding import Deployment
+from trtspec.trtllm.deployment import Deployment, load_head, load_target
 from trtspec.trtllm.lint.linter import fix, lint
-from trtspec.trtllm.names import load_head, load_target
 from trtspec.trtllm.schema import schema_for
 
 GOOD = """\

@@ -48,9 +48,9 @@ NEW_METHOD = """\
 """
 JUDGE = """\
 import json, sys
-from trtspec.trtllm.lint.finding import Deployment
+from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.lint.linter import lint
-from trtspec.trtllm.names import load_target
+from trtspec.trtllm.deployment import load_target
 from trtspec.trtllm.schema import schema_for
 target = load_target("nvidia/Kimi-K2.6-NVFP4").spec
 asked = json.load(sys.stdin)

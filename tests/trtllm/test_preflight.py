@@ -11,9 +11,8 @@ import pytest
 from trtspec.checkpoint.hub import resolve
 from trtspec.gpus import InstalledGpu, read_gpus
 from trtspec.launch.log import LogPatterns
+from trtspec.trtllm.deployment import Deployment, load_target
 from trtspec.trtllm.document import Document
-from trtspec.trtllm.lint.finding import Deployment
-from trtspec.trtllm.names import load_target
 from trtspec.trtllm.schema import parse_version, schema_for
 from trtspec.trtllm.serve import preflight
 from trtspec.trtllm.serve.preflight import (

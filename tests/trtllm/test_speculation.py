@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from trtspec.trtllm.lint.finding import Deployment
+from trtspec.trtllm.deployment import Deployment, load_head, load_target
 from trtspec.trtllm.lint.linter import lint
-from trtspec.trtllm.names import load_head, load_target
 from trtspec.trtllm.schema import LINES, line_fields, schema_for
 from trtspec.trtllm.speculation import eagle3, methods
 

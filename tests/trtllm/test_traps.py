@@ -16,10 +16,9 @@ import yaml
 
 from trtspec.errors import UsageError
 from trtspec.specs import QuantSpec
-from trtspec.trtllm.lint.deployment import compute_capability, deployment_of
-from trtspec.trtllm.lint.finding import Deployment, Finding
+from trtspec.trtllm.deployment import Deployment, compute_capability, deployment_of, load_head, load_target
+from trtspec.trtllm.lint.finding import Finding
 from trtspec.trtllm.lint.linter import lint
-from trtspec.trtllm.names import load_head, load_target
 from trtspec.trtllm.schema import schema_for
 
 NEW, MID, OLD = "1.4.0rc1", "1.3.0rc20", "1.2.1"

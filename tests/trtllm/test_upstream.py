@@ -13,7 +13,7 @@ import yaml
 from annotated_types import Ge, Gt
 from pydantic import TypeAdapter, ValidationError
 
-from trtspec.trtllm.lint.finding import Deployment
+from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.lint.values import check_value
 from trtspec.trtllm.schema import schema_for

@@ -38,7 +38,7 @@ def build_config(options: BuildConfigOptions) -> None:
     """Write the engine YAML for exactly one TensorRT-LLM version; it always passes `trtspec lint`."""
     from trtspec.report import refuse_overwrite, say
     from trtspec.trtllm.build.config import build
-    from trtspec.trtllm.names import choose_version, load_head, load_target
+    from trtspec.trtllm.deployment import choose_version, load_head, load_target
 
     _refuse_unused(options)
     _refuse_absent(options)

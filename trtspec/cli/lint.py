@@ -141,8 +141,8 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
     import os
 
     from trtspec.errors import TrtspecError
+    from trtspec.trtllm.deployment import deployment_of
     from trtspec.trtllm.document import Document
-    from trtspec.trtllm.lint.deployment import deployment_of
     from trtspec.trtllm.lint.linter import fix
     from trtspec.trtllm.lint.linter import lint as find
 

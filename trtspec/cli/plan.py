@@ -94,7 +94,7 @@ def plan(options: PlanOptions) -> None:
     from trtspec.errors import CheckFailed
     from trtspec.planning.report import text, to_dict
     from trtspec.report import print_json
-    from trtspec.trtllm.names import load_head, load_target
+    from trtspec.trtllm.deployment import load_head, load_target
 
     if options.output is not None:
         _check_output(options.output, options.force)

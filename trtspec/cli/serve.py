@@ -184,7 +184,7 @@ def _show_reference(start: ReferenceStart, options: ServeOptions) -> None:
     import shlex
 
     from trtspec.report import print_json
-    from trtspec.trtllm.names import load_head, load_target
+    from trtspec.trtllm.deployment import load_head, load_target
 
     load_target(start.target)
     if start.head:
@@ -200,7 +200,7 @@ def _show_reference(start: ReferenceStart, options: ServeOptions) -> None:
 
 def _run_reference(start: ReferenceStart) -> None:
     """Fetches what is not here, then serves until a signal ends it."""
-    from trtspec.trtllm.names import require_head, require_target
+    from trtspec.trtllm.deployment import require_head, require_target
 
     try:
         from trtspec.engine.server import ServerOptions, run

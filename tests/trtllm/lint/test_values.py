@@ -85,7 +85,7 @@ kv_cache_config: {dtype: 3}
 
 
 def test_a_schedule_with_string_keys_is_judged_like_one_with_numbers() -> None:
-    from trtspec.trtllm.lint.finding import Deployment
+    from trtspec.trtllm.deployment import Deployment
     from trtspec.trtllm.lint.linter import lint
 
     spec = (

@@ -13,11 +13,11 @@ from trtspec.planning.routes import refusals
 from trtspec.report import problem_lines
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.build.settings import FRACTION, EngineSetting, engine_settings
+from trtspec.trtllm.deployment import Deployment, load_head, load_target
 from trtspec.trtllm.document import Document, scalar
 from trtspec.trtllm.intent import Intent, Role
-from trtspec.trtllm.lint.finding import Deployment, Finding
+from trtspec.trtllm.lint.finding import Finding
 from trtspec.trtllm.lint.linter import lint
-from trtspec.trtllm.names import load_head, load_target
 from trtspec.trtllm.schema import schema_for
 from trtspec.trtllm.serve.command import CONFIG_NAME, Given, build_command
 from trtspec.trtllm.speculation import SPEC

@@ -17,8 +17,8 @@ import yaml
 from trtspec.data_files import gpu_spec
 from trtspec.errors import UsageError
 from trtspec.trtllm.build.config import EngineConfig
+from trtspec.trtllm.deployment import load_head, load_target
 from trtspec.trtllm.intent import Intent, Role
-from trtspec.trtllm.names import load_head, load_target
 from trtspec.trtllm.releases import dynamo_release, dynamo_releases
 
 IMAGE = "nvcr.io/nvidia/ai-dynamo/tensorrtllm-runtime"

@@ -11,8 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
-from trtspec.trtllm.lint.finding import Deployment, Finding, Fix, finding_at
+from trtspec.trtllm.lint.finding import Finding, Fix, finding_at
 from trtspec.trtllm.schema import UNKNOWN, Behaviour
 from trtspec.trtllm.speculation import decoding_type, draft_length, step_tokens
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trtspec.errors import Problem, Severity
-from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.document import Document, Edit
-from trtspec.trtllm.schema import Schema
 
 Fix = Callable[[Document], Edit]
 
@@ -54,28 +52,3 @@ def finding_at(
 ) -> Finding:
     """With the line of its key, or of the nearest parent that is there."""
     return Finding(code, severity, key, message, remedy, document.line(key), fix)
-
-
-@dataclass(frozen=True)
-class Deployment:
-    """What a file is judged against. `argv` holds settings that travel as options, by their YAML path; `options` those
-    of trtllm-serve by name, where the command line is known (else None). `gpu` is a compute capability such as "10.0";
-    `environ` the variables that the server will see."""
-
-    schema: Schema
-    target: ModelSpec | None = None
-    target_name: str = ""
-    head: HeadSpec | None = None
-    head_name: str = ""
-    argv: dict[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] | None = None
-    gpu: str | None = None
-    environ: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def version(self) -> str:
-        return str(self.schema.version)
-
-    def setting(self, document: Document, path: str, default: Any = None) -> Any:
-        """The value that the engine will see: the option's if there is one, else the file's."""
-        return self.argv.get(path, document.get(path, default))

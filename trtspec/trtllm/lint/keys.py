@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 from trtspec.errors import Severity
+from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.document import Document, Entry, delete_key, move_key, scalar, set_value
-from trtspec.trtllm.lint.finding import Deployment, Finding, Fix
+from trtspec.trtllm.lint.finding import Finding, Fix
 from trtspec.trtllm.lint.values import check_value
 from trtspec.trtllm.schema import DISCRIMINATORS, LINES, Field, Removed, Schema, line_fields, removed_in
 

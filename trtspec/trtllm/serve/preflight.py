@@ -23,10 +23,9 @@ from trtspec.planning.layout import Layout
 from trtspec.planning.memory import memory
 from trtspec.report import file_sha256
 from trtspec.specs import HeadSpec, ModelSpec
+from trtspec.trtllm.deployment import Deployment, installed_version
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.lint.engine import FORCED_ACCEPTANCE
-from trtspec.trtllm.lint.finding import Deployment
-from trtspec.trtllm.names import installed_version
 from trtspec.trtllm.releases import driver_for
 
 EXECUTABLE = "trtllm-serve"

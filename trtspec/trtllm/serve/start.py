@@ -21,14 +21,21 @@ from trtspec.launch.readiness import ServerAddress
 from trtspec.launch.supervisor import Limits, ServerLaunch, run
 from trtspec.report import problem_lines, say, write_stderr
 from trtspec.trtllm.build.config import compose
+from trtspec.trtllm.deployment import (
+    Deployment,
+    Head,
+    Target,
+    choose_version,
+    compute_capability,
+    findable,
+    load_head,
+    load_target,
+)
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent, parse_intent
-from trtspec.trtllm.lint.deployment import compute_capability
-from trtspec.trtllm.lint.finding import Deployment
 from trtspec.trtllm.lint.installed import engine_problems
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.lint.model import check_tool_parser
-from trtspec.trtllm.names import Head, Target, choose_version, findable, load_head, load_target
 from trtspec.trtllm.schema import schema_for
 from trtspec.trtllm.serve import cluster, front, preflight
 from trtspec.trtllm.serve.command import CONFIG_NAME, Command, Given, build_command
