@@ -25,8 +25,8 @@ LEVEL = {
     "quant": 4,
     "checkpoint": 3,
     "data_files": 2,
-    "progress": 2, "specs": 1, "report": 1, "records": 1, "yaml_files": 1, "gpus": 1,
-    "files": 0, "config_values": 0,
+    "progress": 2, "specs": 1, "report": 1, "records": 1, "gpus": 1,
+    "files": 0,
     "formats": -1, "errors": -1,
 }  # fmt: skip
 TORCH_FREE = (
@@ -44,7 +44,6 @@ TORCH_FREE = (
     "errors",
     "data_files",
     "files",
-    "config_values",
     "bench",
 )
 TORCH_FREE_CHECKPOINT = ("headers", "detect", "heads", "hub", "tokenizer")

@@ -1,7 +1,10 @@
 """Files that somebody else wrote: read within bounds, and never waited for.
 
 Whatever stands at a path (nothing, a directory, a pipe, a loop of links, a failing disk, gigabytes), opening it ends in
-bytes or in one error that names the file and the reason.
+bytes or in one error that names the file and the reason. YAML is read as nodes with positions and the values that
+`yaml.safe_load` would give: size, depth and the number of values that aliases expand to are bounded on the parser's
+events, before anything is built from them, because composing a deep file overflows the C stack, and a few aliases of
+aliases stand for more values than any memory holds.
 """
 
 from __future__ import annotations
@@ -9,8 +12,12 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
+
+import yaml
 
 from trtspec.errors import TrtspecError, UsageError
 
@@ -93,3 +100,329 @@ def parse_json(text: str | bytes) -> Any:
 
 def unreadable(path: str | Path, reason: str, remedy: str = "") -> UsageError:
     return UsageError(f"{path} cannot be read: {reason}", remedy or "pass a regular file", CODE)
+
+
+FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# The engine's own parser, which differs from the C one in corners; above this length the C one is used, for its speed.
+EXACT_UP_TO = 16_384
+MOST_BYTES = 2**20  # an engine file has a few thousand
+MOST_VALUES = 30_000  # with every alias written out; an inline expert placement of 61 layers has 25,000
+MOST_LEVELS = 64
+MOST_KEY = 1000  # characters of one key
+MOST_DIGITS = 400  # of one number; more than any float has
+MOST_SHOWN = 200  # characters of a message that quotes the file
+STDIN = "-"
+BLOCK = ("|", ">")
+STRING, MAPPING, SEQUENCE, MERGE, VALUE = (
+    f"tag:yaml.org,2002:{name}" for name in ("str", "map", "seq", "merge", "value")
+)
+NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+REMEDY = "pass a YAML file, or `-` for standard input"
+
+
+class YamlError(Exception):
+    """Text that is not YAML or is beyond the limits (`beyond`); `line` and `column` count from 1."""
+
+    def __init__(self, message: str, line: int, column: int = 1, beyond: bool = False) -> None:
+        super().__init__(message)
+        self.message = message if len(message) <= MOST_SHOWN else f"{message[:MOST_SHOWN]} ..."
+        self.line, self.column, self.beyond = line, column, beyond
+
+
+@dataclass(slots=True)
+class Node:
+    """One value of the text. `start` and `end` are offsets of characters, `line` and `column` count from 0.
+
+    `items` are the nodes of a sequence or the (key, value) nodes of a mapping; `text` is what a scalar says. `style` is
+    the quote or the `|` or `>` of a scalar, "flow" for a collection in brackets, else empty. An `alias` stands for a
+    value that is written elsewhere, and has its items. `value` is set by `construct`.
+    """
+
+    kind: Literal["scalar", "sequence", "mapping"]
+    tag: str
+    start: int
+    end: int
+    line: int
+    column: int
+    style: str = ""
+    text: str = ""
+    items: list[Any] = field(default_factory=list)
+    alias: bool = False
+    value: Any = None
+    pairs: list[Pair] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One key of a mapping as it counts; `merged` ones come from another mapping, through `<<`."""
+
+    key: Any
+    key_node: Node
+    value_node: Node
+    merged: bool
+
+
+@dataclass(frozen=True)
+class Composed:
+    """`scalars` are the offsets (start, end) in which a `#` begins no comment."""
+
+    root: Node | None
+    scalars: list[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class _Open:
+    """A collection that has not ended: the count of values before it, its anchor, a key that waits for its value."""
+
+    node: Node
+    before: int
+    anchor: str | None
+    key: Node | None = None
+
+
+def read_yaml_text(path: str | Path) -> str:
+    """The text of a regular file, or of standard input for `-`. Raises UsageError for what cannot be read as UTF-8
+    text of at most MOST_BYTES; never waits for a pipe or a device."""
+    if str(path) != STDIN:
+        try:
+            return read_text(path, MOST_BYTES, REMEDY)
+        except FileNotFoundError:
+            raise unreadable(path, "there is no such file", REMEDY) from None
+    data = _stdin()
+    if len(data) > MOST_BYTES:
+        raise unreadable(path, f"it is larger than {MOST_BYTES // 2**20} MiB", REMEDY)
+    try:
+        return data.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise unreadable(path, f"line {line} is not UTF-8 text", REMEDY) from None
+
+
+def load_text(text: str) -> Any:
+    """The value of a YAML text. Raises YamlError."""
+    return construct(compose(text).root)
+
+
+def load_file(path: str | Path) -> Any:
+    """The value of a YAML file. Raises UsageError for a file that cannot be read or is not YAML."""
+    text = read_yaml_text(path)
+    try:
+        return load_text(text)
+    except YamlError as error:
+        message = f"{path}:{error.line} is not valid YAML: {error.message}"
+        raise UsageError(message, "correct that line", "TS-ERROR-YAML") from None
+
+
+def _stdin() -> bytes:
+    if sys.stdin is None:
+        raise unreadable(STDIN, "standard input is closed", REMEDY)
+    return sys.stdin.buffer.read(MOST_BYTES + 1)
+
+
+def compose(text: str) -> Composed:
+    """The nodes of one YAML document. Raises YamlError."""
+    try:
+        loader = (yaml.SafeLoader if len(text) <= EXACT_UP_TO else FAST_LOADER)(text)
+    except (yaml.YAMLError, UnicodeError) as error:
+        raise _syntax(text, error) from None
+    try:
+        return _Composer(text, loader).compose()
+    except yaml.YAMLError as error:
+        raise _syntax(text, error) from None
+    finally:
+        loader.dispose()
+
+
+def _syntax(text: str, error: Exception) -> YamlError:
+    mark = getattr(error, "problem_mark", None)
+    if isinstance(error, yaml.reader.ReaderError) and isinstance(error.position, int):
+        before = text.encode("utf-8", "replace")[: error.position].decode("utf-8", "replace")
+        lines = before.split("\n")
+        return YamlError(str(error.reason), len(lines), len(lines[-1]) + 1)
+    reason = getattr(error, "problem", None) or str(error)
+    if mark is None:
+        return YamlError(reason, 1)
+    return YamlError(reason, min(mark.line, text.count("\n")) + 1, mark.column + 1)
+
+
+class _Composer:
+    """Nodes from events, iteratively, with the count of values that the whole would have without aliases."""
+
+    def __init__(self, text: str, loader: Any) -> None:
+        self.text, self.loader = text, loader
+        self.open: list[_Open] = []
+        self.anchors: dict[str, tuple[Node, int] | None] = {}  # with its count; None: the value has not ended
+        self.count = 0
+        self.root: Node | None = None
+        self.scalars: list[tuple[int, int]] = []
+
+    def compose(self) -> Composed:
+        documents = 0
+        while not isinstance(event := self.loader.get_event(), yaml.StreamEndEvent):
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    raise self._error(event, "a second YAML document begins here, and the engine reads one")
+            elif isinstance(event, yaml.ScalarEvent):
+                self._scalar(event)
+            elif isinstance(event, yaml.CollectionStartEvent):
+                self._begin(event)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                self._end(event)
+            elif isinstance(event, yaml.AliasEvent):
+                self._alias(event)
+        return Composed(self.root, self.scalars)
+
+    def _error(self, event: Any, message: str, beyond: bool = False) -> YamlError:
+        return YamlError(message, event.start_mark.line + 1, event.start_mark.column + 1, beyond)
+
+    def _scalar(self, event: Any) -> None:
+        tag = event.tag
+        if tag is None or tag == "!":
+            tag = self.loader.resolve(yaml.ScalarNode, event.value, event.implicit)
+        first, last = event.start_mark, event.end_mark
+        node = Node("scalar", tag, first.index, last.index, first.line, first.column, event.style or "", event.value)
+        begin = node.start
+        if node.style in BLOCK:  # the line that opens it may end in a comment
+            begin = self.text.find("\n", node.start, node.end) + 1 or node.end
+            node.end = node.start + len(self.text[node.start : node.end].rstrip())
+        self.scalars.append((begin, node.end))
+        self._define(event, event.anchor, (node, 1))
+        self._add(event, node, 1)
+
+    def _begin(self, event: Any) -> None:
+        if len(self.open) >= MOST_LEVELS:
+            raise self._error(event, f"nested deeper than {MOST_LEVELS} levels", beyond=True)
+        mapping = isinstance(event, yaml.MappingStartEvent)
+        tag = event.tag
+        if tag is None or tag == "!":
+            tag = MAPPING if mapping else SEQUENCE
+        mark = event.start_mark
+        style = "flow" if event.flow_style else ""
+        node = Node("mapping" if mapping else "sequence", tag, mark.index, mark.index, mark.line, mark.column, style)
+        self._define(event, event.anchor, None)
+        self.open.append(_Open(node, self.count, event.anchor))
+
+    def _end(self, event: Any) -> None:
+        ended = self.open.pop()
+        node = ended.node
+        node.end = event.end_mark.index if node.style == "flow" else _last(node)
+        if ended.anchor is not None:
+            self.anchors[ended.anchor] = (node, self.count - ended.before + 1)
+        self._add(event, node, 1)
+
+    def _define(self, event: Any, anchor: str | None, found: tuple[Node, int] | None) -> None:
+        if anchor is not None and anchor in self.anchors:
+            raise self._error(event, f"the anchor {anchor!r} is defined twice")
+        if anchor is not None:
+            self.anchors[anchor] = found
+
+    def _alias(self, event: Any) -> None:
+        if event.anchor not in self.anchors:
+            raise self._error(event, f"the alias {event.anchor!r} is not defined above")
+        found = self.anchors[event.anchor]
+        if found is None:
+            raise self._error(event, f"the alias {event.anchor!r} is inside the value that it stands for")
+        node, weight = found
+        first, last = event.start_mark, event.end_mark
+        self.scalars.append((first.index, last.index))
+        here = replace(node, start=first.index, end=last.index, line=first.line, column=first.column, alias=True)
+        self._add(event, here, weight)
+
+    def _add(self, event: Any, node: Node, weight: int) -> None:
+        self.count += weight
+        if self.count > MOST_VALUES:
+            raise self._error(event, f"more than {MOST_VALUES:,} values, with aliases written out", beyond=True)
+        if not self.open:
+            self.root = node
+            return
+        parent = self.open[-1]
+        if parent.node.kind == "sequence":
+            parent.node.items.append(node)
+        elif parent.key is None:
+            parent.key = node
+        else:
+            parent.node.items.append((parent.key, node))
+            parent.key = None
+
+
+def _last(node: Node) -> int:
+    """Where the last value of a block collection ends; the parser's own mark is at the next key, behind comments."""
+    if not node.items:
+        return node.start
+    item = node.items[-1]
+    return item[1].end if isinstance(item, tuple) else item.end
+
+
+def construct(root: Node | None) -> Any:
+    """The value of a document as `yaml.safe_load` gives it, kept in the nodes too. Raises YamlError."""
+    return None if root is None else _construct(root, yaml.constructor.SafeConstructor())
+
+
+def _construct(node: Node, constructor: Any) -> Any:
+    if node.kind == "scalar":
+        node.value = _scalar_value(node, constructor)
+    elif node.kind == "sequence" and node.tag == SEQUENCE:
+        node.value = [_construct(item, constructor) for item in node.items]
+    elif node.kind == "mapping" and node.tag == MAPPING:
+        node.pairs, node.value = _pairs(node, constructor), {}
+        for pair in node.pairs:
+            try:
+                node.value[pair.key] = pair.value_node.value
+            except TypeError:
+                raise _wrong(pair.key_node, "a key cannot be a list or a mapping") from None
+    else:
+        node.value = _checked(node, constructor, _as_yaml(node))
+    return node.value
+
+
+def _pairs(node: Node, constructor: Any) -> list[Pair]:
+    """Merged pairs first: of equal keys the last one counts, and those of an earlier mapping before a later one's."""
+    merged: list[Pair] = []
+    own: list[Pair] = []
+    for key_node, value_node in node.items:
+        if key_node.tag == MERGE:
+            sources = [value_node] if value_node.kind == "mapping" else value_node.items
+            if value_node.kind == "scalar" or any(getattr(item, "kind", "") != "mapping" for item in sources):
+                raise _wrong(value_node, "`<<` takes a mapping or a list of mappings")
+            for source in reversed(sources):
+                merged += [replace(pair, merged=True) for pair in _pairs(source, constructor)]
+            continue
+        if len(key_node.text) > MOST_KEY:
+            raise YamlError(f"a key of more than {MOST_KEY} characters", key_node.line + 1, key_node.column + 1, True)
+        key = key_node.text if key_node.tag == VALUE else _construct(key_node, constructor)
+        _construct(value_node, constructor)
+        own.append(Pair(key, key_node, value_node, False))
+    return merged + own
+
+
+def _scalar_value(node: Node, constructor: Any) -> Any:
+    if any("\ud800" <= character <= "\udfff" for character in node.text):
+        raise YamlError("half a character (a lone surrogate), which no text can hold", node.line + 1, node.column + 1)
+    if node.tag == STRING:
+        return node.text
+    if node.tag in NUMBERS and len(node.text) > MOST_DIGITS:
+        raise YamlError(f"a number of more than {MOST_DIGITS} characters", node.line + 1, node.column + 1, True)
+    return _checked(node, constructor, yaml.ScalarNode(node.tag, node.text))
+
+
+def _checked(node: Node, constructor: Any, made: yaml.Node) -> Any:
+    try:
+        return constructor.construct_object(made, deep=True)
+    except yaml.YAMLError as error:
+        raise _wrong(node, getattr(error, "problem", None) or str(error)) from None
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
+        kind = node.tag.rpartition(":")[2]
+        raise _wrong(node, f"{node.text[:40]!r} is not a value of the type !!{kind}") from None
+
+
+def _as_yaml(node: Node) -> yaml.Node:
+    if node.kind == "scalar":
+        return yaml.ScalarNode(node.tag, node.text)
+    if node.kind == "sequence":
+        return yaml.SequenceNode(node.tag, [_as_yaml(item) for item in node.items])
+    return yaml.MappingNode(node.tag, [(_as_yaml(key), _as_yaml(value)) for key, value in node.items])
+
+
+def _wrong(node: Node, message: str) -> YamlError:
+    return YamlError(message, node.line + 1, node.column + 1)

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tests.tiny import make_target
-from trtspec.checkpoint.hub import resolve
-from trtspec.checkpoint.known import catalogue, expand_patterns, known, real_pair
+from trtspec.checkpoint.hub import catalogue, expand_patterns, known, real_pair, resolve
 from trtspec.data_files import gpu_names, gpu_spec
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
 

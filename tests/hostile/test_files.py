@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from trtspec import files
-from trtspec.config_values import Values, check_kinds
 from trtspec.errors import TrtspecError
-from trtspec.yaml_files import YamlError, compose, construct
+from trtspec.files import YamlError, compose, construct
+from trtspec.specs import Values, check_kinds
 
 
 def test_a_pipe_a_loop_a_directory_and_a_failing_disk_are_named(tmp_path: Path) -> None:

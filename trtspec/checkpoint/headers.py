@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from trtspec import files
-from trtspec.config_values import check_kinds
 from trtspec.errors import TrtspecError
+from trtspec.specs import check_kinds
 
 INDEX_NAME = "model.safetensors.index.json"
 HF_QUANT_NAME = "hf_quant_config.json"

@@ -9,10 +9,9 @@ from typing import Any
 
 from trtspec.checkpoint.headers import Checkpoint, read_json
 from trtspec.checkpoint.target_shapes import linear_shapes, logical_shape, stored_as
-from trtspec.config_values import Values
 from trtspec.errors import Problem
 from trtspec.formats import WeightFormat
-from trtspec.specs import ModelSpec, QuantSpec
+from trtspec.specs import ModelSpec, QuantSpec, Values
 
 REMEDY = "fetch the checkpoint again"
 FROM_BASE = "copy it from the base model's repository"

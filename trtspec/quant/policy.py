@@ -10,8 +10,8 @@ from typing import Any
 
 from trtspec.data_files import load_yaml
 from trtspec.errors import UsageError
+from trtspec.files import load_file
 from trtspec.specs import ModelSpec
-from trtspec.yaml_files import load_file
 
 TEXT_PREFIX = "language_model."
 # Modules that read the same input share a scale: the larger amax of the group serves all of it.

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.hub import Resolved, resolve
-from trtspec.checkpoint.known import known
+from trtspec.checkpoint.hub import Resolved, known, resolve
 from trtspec.data_files import gpu_names, gpu_spec
 from trtspec.errors import Problem, UsageError
 from trtspec.specs import HeadSpec, ModelSpec

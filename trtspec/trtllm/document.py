@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from trtspec.yaml_files import BLOCK, Node, YamlError, compose, construct, read_text
+from trtspec.files import BLOCK, Node, YamlError, compose, construct, read_yaml_text
 
 INDENT = "  "
 
@@ -72,7 +72,7 @@ class Document:
     def read(path: str | Path) -> Document:
         """Raises UsageError for a file that cannot be read; text that is not YAML is a document with an `error`."""
         name = "<stdin>" if str(path) == "-" else os.fsencode(path).decode("utf-8", "replace")
-        return Document.parse(read_text(path), name)
+        return Document.parse(read_yaml_text(path), name)
 
     @staticmethod
     def parse(text: str, name: str = "") -> Document:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from trtspec.checkpoint.known import known, real_pair
+from trtspec.checkpoint.hub import known, real_pair
 from trtspec.errors import Problem, Severity
 from trtspec.specs import HeadSpec, ModelSpec
 

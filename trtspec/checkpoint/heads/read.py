@@ -14,9 +14,8 @@ from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.heads.config import flat_config, stored_ids
 from trtspec.checkpoint.heads.dialects import Dialect, detect_dialect, dialect_of
 from trtspec.checkpoint.heads.shapes import canonical_names, layer_prefix, measure
-from trtspec.config_values import Values
 from trtspec.errors import Problem, TrtspecError
-from trtspec.specs import HeadSpec, RopeSpec
+from trtspec.specs import HeadSpec, RopeSpec, Values
 
 MEDUSA = re.compile(r"^(medusa_heads?\.)?\d+\.\d+\.linear\.weight$|^medusa_heads?\.")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

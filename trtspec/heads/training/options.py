@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trtspec.checkpoint.heads.dialects import DEFAULT
 from trtspec.errors import UsageError
+from trtspec.files import load_file
 from trtspec.specs import Attention, HeadSpec, ModelSpec, RopeSpec
-from trtspec.yaml_files import load_file
 
 if TYPE_CHECKING:
     import torch

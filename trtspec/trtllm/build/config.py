@@ -8,6 +8,7 @@ from typing import Any
 
 from trtspec.data_files import gpu_spec
 from trtspec.errors import CheckFailed, UsageError
+from trtspec.files import YamlError, load_text
 from trtspec.planning.layout import Layout
 from trtspec.planning.routes import refusals
 from trtspec.report import problem_lines
@@ -21,7 +22,6 @@ from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.schema import schema_for
 from trtspec.trtllm.serve.command import CONFIG_NAME, Given, build_command
 from trtspec.trtllm.speculation import SPEC
-from trtspec.yaml_files import YamlError, load_text
 
 FILES: dict[Role, str] = {"context": "context.yml", "generation": "generation.yml", "front": "front.yml"}
 TOLD = ("TS-LINT-VERSION-NEWER", "TS-PAIR-")  # warnings about what was chosen, not about what is written

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from trtspec.checkpoint.heads.pairing import pair_problems
-from trtspec.checkpoint.known import known, same_checkpoint
+from trtspec.checkpoint.hub import known, same_checkpoint
 from trtspec.planning.routes import format_refusal
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.deployment import Deployment

@@ -15,6 +15,7 @@ from typing import Any
 
 from trtspec.checkpoint.hub import Resolved
 from trtspec.errors import CheckFailed, Problem, UsageError, has_errors
+from trtspec.files import STDIN, read_yaml_text
 from trtspec.gpus import read_gpus
 from trtspec.launch.log import LogPatterns
 from trtspec.launch.readiness import ServerAddress
@@ -41,7 +42,6 @@ from trtspec.trtllm.serve import cluster, front, preflight
 from trtspec.trtllm.serve.command import CONFIG_NAME, Command, Given, build_command
 from trtspec.trtllm.serve.options import EngineStart, FrontStart
 from trtspec.trtllm.speculation import head_in
-from trtspec.yaml_files import STDIN, read_text
 
 # the engine's log shows a phase when it begins, not when a buffer is full
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
@@ -171,7 +171,7 @@ def plan_front(start: FrontStart, *, launching: bool) -> ServerPlan:
     return ServerPlan(
         argv=read.argv(start.startup_timeout, REQUEST_TIMEOUT),
         env=dict(ENVIRONMENT),
-        config_text=read_text(path),
+        config_text=read_yaml_text(path),
         config_path=str(path),
         problems=problems,
         version=(version, "installed here" if version else "not asked"),
@@ -210,7 +210,7 @@ def _user_file(start: EngineStart) -> _File | None:
         return None
     if str(path) == STDIN:
         raise UsageError("--config - : the engine reads its configuration from a file", "pass the path of one")
-    text = read_text(path)
+    text = read_yaml_text(path)
     written = parse_intent(text)
     if written is not None and written.role == "front":
         raise UsageError(f"{path} is the file of a front", f"pass it as --disaggregated {path}")

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from trtspec.errors import UsageError
-from trtspec.yaml_files import MOST_BYTES, MOST_VALUES, YamlError, load_file, load_text, read_text
+from trtspec.files import MOST_BYTES, MOST_VALUES, YamlError, load_file, load_text, read_yaml_text
 
 ALIAS_BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30)
@@ -140,16 +140,16 @@ def test_what_is_no_text_file_cannot_be_read(tmp_path: Path) -> None:
         tmp_path / "latin" / "x": "Not a directory", tmp_path / ("x" * 300): "too long",
     }.items():  # fmt: skip
         with pytest.raises(UsageError, match="cannot be read") as error:
-            read_text(path)
+            read_yaml_text(path)
         assert words in error.value.message and error.value.code == "TS-ERROR-FILE"
     with pytest.raises(UsageError, match="cannot be read"):
-        read_text("nul\0byte")
+        read_yaml_text("nul\0byte")
 
 
 def test_a_byte_order_mark_and_line_ends_are_kept_out_of_the_values(tmp_path: Path) -> None:
     file = tmp_path / "file.yml"
     file.write_bytes(b"\xef\xbb\xbfa: 1\r\nb: x\r\n")
-    assert read_text(file) == "a: 1\r\nb: x\r\n"
+    assert read_yaml_text(file) == "a: 1\r\nb: x\r\n"
     assert load_file(file) == {"a": 1, "b": "x"}
     file.write_text("a: [1\n")
     with pytest.raises(UsageError, match=r"file\.yml:2 is not valid YAML"):
