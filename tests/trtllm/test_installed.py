@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trtspec.trtllm.lint.values import check_value
+from trtspec.trtllm.lint.keys import check_value
 from trtspec.trtllm.schema import Field, line_fields
 
 ENGINE = Path(__file__).parent / "standin_engine"

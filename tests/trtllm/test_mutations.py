@@ -17,8 +17,8 @@ import yaml
 
 from tests.trtllm.test_upstream import NEWEST, SAMPLES, accepts, adapter, leaves, serve_options
 from trtspec.trtllm.deployment import Deployment
+from trtspec.trtllm.lint.keys import check_value
 from trtspec.trtllm.lint.linter import lint
-from trtspec.trtllm.lint.values import check_value
 from trtspec.trtllm.schema import DISCRIMINATORS, LINES, Field, line_fields, schema_for
 from trtspec.trtllm.serve.command import parse_passed
 

@@ -14,8 +14,8 @@ from annotated_types import Ge, Gt
 from pydantic import TypeAdapter, ValidationError
 
 from trtspec.trtllm.deployment import Deployment
+from trtspec.trtllm.lint.keys import check_value
 from trtspec.trtllm.lint.linter import lint
-from trtspec.trtllm.lint.values import check_value
 from trtspec.trtllm.schema import schema_for
 
 NEWEST = "1.4.0rc1"

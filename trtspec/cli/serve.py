@@ -13,7 +13,7 @@ import typer
 from trtspec.cli.options import DryRunOption, HeadOption, JsonOption, TargetArgument
 from trtspec.errors import CheckFailed, MissingDependency, UsageError, has_errors
 from trtspec.records import Mode, narrow, words
-from trtspec.trtllm.serve.options import EngineStart, FrontStart
+from trtspec.trtllm.serve.start import EngineStart, FrontStart
 
 if TYPE_CHECKING:
     from trtspec.checkpoint.hub import Resolved

@@ -9,8 +9,8 @@ from pydantic import Field as Limits
 from pydantic import TypeAdapter, ValidationError
 
 from trtspec.trtllm.document import Document
+from trtspec.trtllm.lint.keys import check_value
 from trtspec.trtllm.lint.linter import as_the_engine_sees_it
-from trtspec.trtllm.lint.values import check_value
 from trtspec.trtllm.schema import Field, schema_for
 
 SAMPLES: list[Any] = [

@@ -221,9 +221,9 @@ def _fix(document: Document, words: Any) -> Fix | None:
 
 def _holds(document: Document, deployment: Deployment, path: str, wanted: Any) -> bool:
     value = deployment.setting(document, path, _default(document, deployment, path))
-    if wanted in ("given", "empty"):
+    if wanted in ("given", "filled", "empty"):
         written = document.has(path) or path in deployment.argv
-        return written and (wanted == "given" or value is None)
+        return written and (wanted == "given" or (value is None) == (wanted == "empty"))
     if wanted == "some":
         return bool(value)
     if wanted in ("set", "unset"):

@@ -14,10 +14,9 @@ from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.document import CannotEdit, Document, same
 from trtspec.trtllm.lint.engine import check_combinations, check_engine
 from trtspec.trtllm.lint.finding import Finding
-from trtspec.trtllm.lint.keys import check_keys
+from trtspec.trtllm.lint.keys import as_engine, check_keys, check_value
 from trtspec.trtllm.lint.model import check_machine, check_model
 from trtspec.trtllm.lint.speculation import check_speculation, check_traps
-from trtspec.trtllm.lint.values import as_engine, check_value
 from trtspec.trtllm.schema import Schema, newest_known
 
 RULES = (check_speculation, check_model, check_engine, check_combinations, check_machine, check_traps)

@@ -1,6 +1,7 @@
 """One start of TensorRT-LLM: options -> intent -> configuration -> command -> problems -> launch.
 
-`plan_engine` and `plan_front` say everything about a start and start nothing; `launch` starts what they planned.
+`EngineStart` and `FrontStart` are the options of `trtspec serve` that each kind of server uses. `plan_engine` and
+`plan_front` say everything about a start and start nothing; `launch` starts what they planned.
 """
 
 from __future__ import annotations
@@ -38,10 +39,65 @@ from trtspec.trtllm.lint.installed import engine_problems
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.lint.model import check_tool_parser
 from trtspec.trtllm.schema import schema_for
-from trtspec.trtllm.serve import cluster, front, preflight
+from trtspec.trtllm.serve import command as commands
+from trtspec.trtllm.serve import front, preflight
 from trtspec.trtllm.serve.command import CONFIG_NAME, Command, Given, build_command
-from trtspec.trtllm.serve.options import EngineStart, FrontStart
 from trtspec.trtllm.speculation import head_in
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStart:
+    """The options of `trtspec serve` that a TensorRT-LLM engine uses; None: not given. Times in seconds."""
+
+    target: str
+    passed: tuple[str, ...] = ()
+    head: str | None = None
+    config: Path | None = None
+    trtllm_version: str | None = None
+    host: str = "localhost"
+    port: int = 8000
+    goal: str | None = None
+    tp_size: int | None = None
+    max_batch_size: int | None = None
+    max_num_tokens: int | None = None
+    max_seq_len: int | None = None
+    draft_len: int | None = None
+    served_model_name: str | None = None
+    trust_remote_code: bool = False
+    launcher: str = "direct"
+    nodes: int | None = None
+    gpus_per_node: int | None = None
+    launcher_args: str = ""
+    role: str | None = None
+    startup_timeout: float = 7200.0
+    generation_timeout: float = 300.0
+    stop_grace: float = 30.0
+    health_interval: float = 15.0
+    health_failures: int = 8
+
+    def sizes(self) -> dict[str, int]:
+        """What was given, by YAML path."""
+        sizes = {
+            "tensor_parallel_size": self.tp_size,
+            "max_batch_size": self.max_batch_size,
+            "max_num_tokens": self.max_num_tokens,
+            "max_seq_len": self.max_seq_len,
+        }
+        return {key: value for key, value in sizes.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontStart:
+    """The options that the front of a disaggregated deployment uses; its address stands in the file."""
+
+    target: str
+    disaggregated: Path
+    startup_timeout: float = 7200.0
+    generation_timeout: float = 300.0
+    stop_grace: float = 30.0
+    health_interval: float = 15.0
+    health_failures: int = 8
+
 
 # the engine's log shows a phase when it begins, not when a buffer is full
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
@@ -109,7 +165,7 @@ def plan_engine(start: EngineStart, *, replay: tuple[str, ...] = (), launching: 
     target = load_target(start.target)
     given = _user_file(start)
     head = _head(start, given)
-    reach = cluster.Cluster(start.launcher, args=_launcher_args(start))
+    reach = commands.Cluster(start.launcher, args=_launcher_args(start))
     version, problems = _version(start, given, target, head, launching and not reach.contained)
     intent = _intent(start, given, version[0], target)
     file = given or _File(CONFIG_NAME, compose(intent, target.spec, head.spec if head else None), None, True)
@@ -138,11 +194,11 @@ def plan_engine(start: EngineStart, *, replay: tuple[str, ...] = (), launching: 
         problems += preflight.check_host(models, start.host, target.spec.remote_code, os.environ)
         problems += [] if reach.contained else engine_problems(file.text, file.path)
     problems += [] if reach.contained else preflight.check_engine()
-    problems += cluster.check_cluster(reach, command.argv, world, os.environ, launching)
-    problems += cluster.check_file(reach, file.ours, launching)
-    env = {**ENVIRONMENT, **cluster.environment(reach, os.environ)}
+    problems += commands.check_cluster(reach, command.argv, world, os.environ, launching)
+    problems += commands.check_file(reach, file.ours, launching)
+    env = {**ENVIRONMENT, **commands.environment(reach, os.environ)}
     return ServerPlan(
-        argv=cluster.wrap(command.argv, env, reach, os.environ),
+        argv=commands.wrap(command.argv, env, reach, os.environ),
         env=env,
         config_text=file.text,
         config_path=file.path,
@@ -152,7 +208,7 @@ def plan_engine(start: EngineStart, *, replay: tuple[str, ...] = (), launching: 
             start.host, start.port, _model_names(start), generates=role is None, local=reach.launcher != "slurm"
         ),
         limits=_limits(start),
-        job=cluster.job_script(reach, list(replay)) if reach.launcher == "slurm" else "",
+        job=commands.job_script(reach, list(replay)) if reach.launcher == "slurm" else "",
     )
 
 
@@ -183,7 +239,7 @@ def plan_front(start: FrontStart, *, launching: bool) -> ServerPlan:
 def launch(plan: ServerPlan) -> int:
     """Blocks until the server ends; returns its status when it ended as asked. Raises before anything starts when a
     problem of the plan is an error, and ServerFailed when the server fails."""
-    foreign = plan.argv[0] in cluster.STARTERS.values()
+    foreign = plan.argv[0] in commands.STARTERS.values()
     listed = "\n".join(problem_lines(plan.problems))
     if any(problem.code == "TS-SERVE-NO-ENGINE" for problem in plan.problems):
         preflight.require_executable()
