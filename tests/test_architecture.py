@@ -179,3 +179,72 @@ def test_functions_fit_a_screen(path: Path) -> None:
         if body_length(node) > 60
     ]
     assert not offenders, "\n".join(offenders)
+
+
+def test_no_class_name_twice() -> None:
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module_name(path))
+    assert not {name: where for name, where in places.items() if len(where) > 1}
+
+
+def depends_on(path: Path, modules: set[str]) -> set[str]:
+    """Modules of the package that a file imports anywhere, in functions and for types too."""
+    found = set()
+    for name, _ in imports(parsed(path)):
+        plain = name.removeprefix("trtspec.").replace(".", "/")
+        found |= {plain, plain.rpartition("/")[0]} & modules
+    return found
+
+
+def test_no_cycles_between_files() -> None:
+    modules = {module_name(path) for path in FILES}
+    ahead = {module_name(path): depends_on(path, modules) - {module_name(path)} for path in FILES}
+    while leaves := {name for name, needs in ahead.items() if not needs}:
+        ahead = {name: needs - leaves for name, needs in ahead.items() if name not in leaves}
+    while tops := set(ahead) - {need for needs in ahead.values() for need in needs}:
+        ahead = {name: needs for name, needs in ahead.items() if name not in tops}
+    assert not ahead, f"files that import each other in a circle are among {sorted(ahead)}"
+
+
+def test_functions_take_at_most_eight_parameters() -> None:
+    offenders = []
+    for path in FILES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                taken = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                count = len([argument for argument in taken if argument.arg not in ("self", "cls")])
+                if count > 8:
+                    offenders.append(f"{module_name(path)}:{node.lineno} {node.name} takes {count}")
+    assert not offenders, "\n".join(offenders)
+
+
+def owned_words() -> dict[str, tuple[str, ...]]:
+    """Names that one file spells and all others ask for -> the files that may compare with them."""
+    from trtspec.checkpoint.heads.dialects import DIALECTS
+    from trtspec.data_files import gpu_names
+    from trtspec.formats import WeightFormat
+    from trtspec.trtllm import schema
+
+    words: dict[str, tuple[str, ...]] = {format.value: ("formats",) for format in WeightFormat}
+    words |= {name: ("checkpoint/heads/dialects", "checkpoint/heads/config") for name in DIALECTS}
+    words |= {path.stem: ("trtllm/schema",) for path in schema.SCHEMAS.glob("*.yaml")}
+    return words | {name: ("data_files",) for name in gpu_names()}
+
+
+def test_formats_dialects_lines_and_gpus_are_compared_in_their_owners_only() -> None:
+    owners, offenders = owned_words(), []
+    for path in FILES:
+        for node in ast.walk(parsed(path)):
+            sides: list[ast.expr] = []
+            if isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+            elif isinstance(node, ast.MatchValue):
+                sides = [node.value]
+            for item in (item for side in sides for item in ast.walk(side)):
+                word = item.value if isinstance(item, ast.Constant) else None
+                if isinstance(word, str) and word in owners and module_name(path) not in owners[word]:
+                    offenders.append(f"{module_name(path)}:{item.lineno} compares with {word!r}")
+    assert not offenders, "\n".join(offenders)
