@@ -14,10 +14,9 @@ import pytest
 import yaml
 
 from tests.docker.chart import CHART, HERE, RECIPES, ROOT, VALUES, chart, golden, kind, load, objects_of
-from trtspec.trtllm.deployment import deployment_of
+from trtspec.trtllm.deployment import deployment_of, parse_passed
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.schema import schema_for
-from trtspec.trtllm.serve.command import parse_passed
 
 helm_python = pytest.importorskip("helm_python")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")

@@ -19,8 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.oracles.mutations import Mutator
-from trtspec.trtllm.deployment import Deployment
-from trtspec.trtllm.lint.finding import Finding
+from trtspec.trtllm.deployment import Deployment, Finding
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.schema import schema_for
 

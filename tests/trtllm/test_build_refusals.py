@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 from trtspec.cli.app import app
 from trtspec.errors import CheckFailed, TrtspecError, UsageError
 from trtspec.trtllm.build.config import build, build_named
-from trtspec.trtllm.deployment import deployment_of, load_head, load_target
+from trtspec.trtllm.deployment import Finding, deployment_of, load_head, load_target
 from trtspec.trtllm.intent import Intent, parse_intent
-from trtspec.trtllm.lint.finding import Finding
 from trtspec.trtllm.lint.linter import lint
 
 K26, HEAD = "nvidia/Kimi-K2.6-NVFP4", "nvidia/Kimi-K2.6-Eagle3"

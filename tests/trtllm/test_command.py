@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from trtspec.trtllm.deployment import load_target
+from trtspec.trtllm.deployment import load_target, parse_passed
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent
 from trtspec.trtllm.schema import schema_for
-from trtspec.trtllm.serve.command import Given, build_command, parse_passed
+from trtspec.trtllm.serve.command import Given, build_command
 
 TARGET = "nvidia/Kimi-K2.6-NVFP4"
 

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from trtspec.errors import Severity
-from trtspec.trtllm.deployment import Deployment, load_head, load_target
-from trtspec.trtllm.lint.finding import Finding
+from trtspec.trtllm.deployment import Deployment, Finding, load_head, load_target
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.lint.speculation import request_limits
 from trtspec.trtllm.schema import schema_for

@@ -16,11 +16,10 @@ import pytest
 import yaml
 
 from tests.trtllm.test_upstream import NEWEST, SAMPLES, accepts, adapter, leaves, serve_options
-from trtspec.trtllm.deployment import Deployment
+from trtspec.trtllm.deployment import Deployment, parse_passed
 from trtspec.trtllm.lint.keys import check_value
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.schema import DISCRIMINATORS, LINES, Field, line_fields, schema_for
-from trtspec.trtllm.serve.command import parse_passed
 
 OLDER = "1.3.0rc20"
 KEY_CODES = {"TS-LINT-UNKNOWN-KEY", "TS-LINT-RENAMED-KEY", "TS-LINT-REMOVED-KEY", "TS-LINT-WRONG-TYPE",

@@ -9,8 +9,8 @@ import yaml
 
 from trtspec.trtllm.deployment import Deployment, load_head, load_target
 from trtspec.trtllm.lint.linter import lint
+from trtspec.trtllm.releases import eagle3, methods
 from trtspec.trtllm.schema import LINES, line_fields, schema_for
-from trtspec.trtllm.speculation import eagle3, methods
 
 NEW, MID, OLD = "1.4.0rc1", "1.3.0rc20", "1.2.1"
 TARGET = load_target("nvidia/Kimi-K2.6-NVFP4").spec

@@ -16,8 +16,7 @@ import yaml
 
 from trtspec.errors import UsageError
 from trtspec.specs import QuantSpec
-from trtspec.trtllm.deployment import Deployment, compute_capability, deployment_of, load_head, load_target
-from trtspec.trtllm.lint.finding import Finding
+from trtspec.trtllm.deployment import Deployment, Finding, compute_capability, deployment_of, load_head, load_target
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.schema import schema_for
 

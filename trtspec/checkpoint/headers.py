@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtspec import files
 from trtspec.errors import TrtspecError
+from trtspec.files import open_regular, parse_json, read_object, unreadable
 from trtspec.specs import check_kinds
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -88,7 +88,7 @@ class Checkpoint:
 def read_json(path: Path) -> dict[str, Any]:
     """Parses a JSON object; raises TrtspecError naming the file when it is absent, not JSON or not an object."""
     try:
-        return files.read_object(path, remedy=DOWNLOAD_AGAIN)
+        return read_object(path, remedy=DOWNLOAD_AGAIN)
     except FileNotFoundError:
         raise TrtspecError(f"{path.parent} has no {path.name}", "pass the directory that holds config.json") from None
 
@@ -102,17 +102,17 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file, in the order of their bytes, checked against the file's size."""
     try:
-        with files.open_regular(path, DOWNLOAD_AGAIN) as stream:
+        with open_regular(path, DOWNLOAD_AGAIN) as stream:
             size = os.fstat(stream.fileno()).st_size
             prefix = stream.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
                 raise TrtspecError(f"{path} is truncated or not a safetensors file ({size} bytes)", DOWNLOAD_AGAIN)
-            header = files.parse_json(stream.read(length))
+            header = parse_json(stream.read(length))
     except FileNotFoundError:
         raise TrtspecError(f"shard {path.name} is missing in {path.parent}", DOWNLOAD_AGAIN) from None
     except OSError as error:
-        raise files.unreadable(path, error.strerror or str(error), DOWNLOAD_AGAIN) from None
+        raise unreadable(path, error.strerror or str(error), DOWNLOAD_AGAIN) from None
     except ValueError:
         raise TrtspecError(f"{path} has a corrupt safetensors header", DOWNLOAD_AGAIN) from None
     if not isinstance(header, dict):

@@ -13,8 +13,8 @@ from trtspec.cli.options import JsonOption
 
 if TYPE_CHECKING:
     from trtspec.errors import Problem, Severity, TrtspecError
+    from trtspec.trtllm.deployment import Finding
     from trtspec.trtllm.document import Document
-    from trtspec.trtllm.lint.finding import Finding
     from trtspec.trtllm.lint.installed import Verdict
 
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}

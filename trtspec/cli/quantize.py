@@ -112,6 +112,7 @@ PART = Mode("--shard", QuantizePart, "--shard i/n")
 MERGE = Mode("--merge", QuantizeMerge, "--merge")
 MODELOPT = Mode("--engine modelopt", QuantizeByModelOpt, "--engine modelopt")
 MODES = (WHOLE, PART, MERGE, MODELOPT)
+ENGINES = {"stream": WHOLE, "modelopt": MODELOPT}
 
 
 def quantize(options: QuantizeOptions) -> None:
@@ -136,7 +137,7 @@ def quantize(options: QuantizeOptions) -> None:
 def _mode(options: QuantizeOptions) -> Mode:
     if options.shard is not None and options.merge:
         raise UsageError("--shard and --merge exclude each other", "run --merge once all parts are complete")
-    if options.engine == "modelopt":
+    if ENGINES[options.engine] is MODELOPT:
         refuse_unused(options, ("shard", "merge"), "by --engine modelopt", "leave it out, or use --engine stream")
         return MODELOPT
     return MERGE if options.merge else PART if options.shard is not None else WHOLE

@@ -1,10 +1,12 @@
-"""What a file is judged for: the version, the target, the head and the GPU, from the names that a user typed or that
-the file itself gives. Nothing is downloaded for it."""
+"""What a file is judged for, and what is found. A `Deployment` is the version, the target, the head and the GPU, from
+the names that a user typed or that the file itself gives (nothing is downloaded for it); a `Finding` is a problem with
+its place in the file and the edit that corrects it."""
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,12 +15,12 @@ from typing import Any
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.hub import Resolved, known, resolve
 from trtspec.data_files import gpu_names, gpu_spec
-from trtspec.errors import Problem, UsageError
+from trtspec.errors import Problem, Severity, UsageError
 from trtspec.specs import HeadSpec, ModelSpec
-from trtspec.trtllm.document import Document
+from trtspec.trtllm.document import Document, Edit
 from trtspec.trtllm.intent import parse_intent
-from trtspec.trtllm.schema import Schema, schema_for
-from trtspec.trtllm.speculation import head_in
+from trtspec.trtllm.releases import head_in
+from trtspec.trtllm.schema import Option, Schema, schema_for
 
 
 @dataclass(frozen=True)
@@ -209,10 +211,93 @@ def deployment_of(
 def _options(schema: Schema, passed: list[str] | None) -> tuple[dict[str, Any] | None, list[Problem]]:
     if passed is None:
         return None, []
-    from trtspec.trtllm.serve.command import parse_passed
-
     options, problems = parse_passed(schema, passed)
     return {item.option.name: item.value for item in options}, problems
+
+
+@dataclass(frozen=True)
+class Passed:
+    """One option after `--`, as the schema understands it."""
+
+    option: Option
+    flag: str
+    value: Any
+
+
+def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[list[Passed], list[Problem]]:
+    """Options after `--` by the schema: `--flag value`, `--flag=value` and flags without a value."""
+    passed: list[Passed] = []
+    problems: list[Problem] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, has_value, text = word.partition("=")
+        option = schema.option(flag)
+        if not flag.startswith("-") or option is None:
+            problems.append(_unknown(schema, flag))
+            while rest and not rest[0].startswith("-"):
+                rest.pop(0)
+            continue
+        if option.is_flag:
+            passed.append(Passed(option, flag, not flag.startswith("--no-")))
+            continue
+        if not has_value and not rest:
+            problems.append(
+                Problem("TS-SERVE-OPTION-VALUE", "error", flag, f"{flag} needs a value", f"write {flag} VALUE")
+            )
+            break
+        value = text if has_value else rest.pop(0)
+        problems += _check_value(option, flag, value)
+        passed.append(Passed(option, flag, _converted(option, value)))
+    return passed, [*problems, *_doubts(schema, passed), *_repeated(passed)]
+
+
+def _unknown(schema: Schema, flag: str) -> Problem:
+    flags = [known for option in schema.options.values() for known in option.flags]
+    near = difflib.get_close_matches(flag.replace("-", "_"), [known.replace("-", "_") for known in flags], n=1)
+    by_plain = {known.replace("-", "_"): known for known in flags}
+    remedy = f"did you mean {by_plain[near[0]]}?" if near else "trtllm-serve --help lists its options"
+    message = f"trtllm-serve {schema.version} has no option {flag}"
+    return Problem("TS-SERVE-UNKNOWN-OPTION", "error", flag, message, remedy)
+
+
+def _check_value(option: Option, flag: str, text: str) -> Iterator[Problem]:
+    kinds = {"int": int, "float": float}
+    if option.type in kinds:
+        try:
+            kinds[option.type](text)
+        except ValueError:
+            message = f"{flag} takes {option.type}, not {text!r}"
+            yield Problem("TS-SERVE-OPTION-VALUE", "error", flag, message, f"write {flag} and a number")
+    if option.choices and text not in option.choices:
+        message = f"{flag} takes one of {', '.join(option.choices)}, not {text!r}"
+        yield Problem("TS-SERVE-OPTION-VALUE", "error", flag, message, "choose one of them")
+
+
+def _converted(option: Option, text: str) -> Any:
+    try:
+        return {"int": int, "float": float}.get(option.type, str)(text)
+    except ValueError:
+        return text
+
+
+def _doubts(schema: Schema, passed: list[Passed]) -> Iterator[Problem]:
+    for item in passed:
+        since = item.option.since
+        if since is not None and not schema.certain(since):
+            message = (
+                f"not known whether trtllm-serve {schema.version} has {item.flag}: it came {schema.interval(since)}"
+            )
+            yield Problem("TS-SERVE-OPTION-UNCERTAIN", "warning", item.flag, message, "try `trtllm-serve --help`")
+
+
+def _repeated(passed: list[Passed]) -> Iterator[Problem]:
+    seen: set[str] = set()
+    for item in passed:
+        if item.option.name in seen and not item.option.multiple:
+            message = f"{item.flag} is given more than once"
+            yield Problem("TS-SERVE-OPTION-REPEATED", "error", item.flag, message, "give it once")
+        seen.add(item.option.name)
 
 
 def compute_capability(gpu: str) -> str:
@@ -224,3 +309,48 @@ def compute_capability(gpu: str) -> str:
         listed = ", ".join(gpu_names())
         raise UsageError(f"the GPU {gpu!r} is not known", f"choose one of {listed}, or a capability such as sm120")
     return gpu_spec(gpu).compute_capability
+
+
+Fix = Callable[[Document], Edit]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`key` is the dotted path; `line` and `column` count from 1 (None: no line of the file is at fault). `width` is
+    the number of characters at fault; `on_value` says that they are the value's and not the key's."""
+
+    code: str
+    severity: Severity
+    key: str
+    message: str
+    remedy: str = ""
+    line: int | None = None
+    fix: Fix | None = field(default=None, compare=False)
+    on_value: bool = False
+    column: int | None = None
+    width: int = 1
+
+    def placed(self, document: Document) -> Finding:
+        """With the column and width of its key or value in the text."""
+        entry = document.entries.get(self.key)
+        if self.column is not None or entry is None or entry.line != self.line:
+            return self
+        node = entry.key_node
+        if self.on_value and entry.value_node.line == node.line and entry.value_node.end > entry.value_node.start:
+            node = entry.value_node
+        return replace(self, column=node.column + 1, width=max(node.end - node.start, 1))
+
+    def problem(self, file: str) -> Problem:
+        where = f"{file}:{self.line}" if self.line else file
+        return Problem(self.code, self.severity, f"{where} {self.key}".rstrip(), self.message, self.remedy)
+
+    def to_dict(self, file: str) -> dict[str, Any]:
+        place = {"line": self.line, "column": self.column, "key": self.key}
+        return {**self.problem(file).to_dict(), **place, "fixable": self.fix is not None}
+
+
+def finding_at(
+    document: Document, code: str, severity: Severity, key: str, message: str, remedy: str = "", fix: Fix | None = None
+) -> Finding:
+    """With the line of its key, or of the nearest parent that is there."""
+    return Finding(code, severity, key, message, remedy, document.line(key), fix)

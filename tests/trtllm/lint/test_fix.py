@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from tests.trtllm.lint.engine_files import written
-from trtspec.trtllm.deployment import Deployment
+from trtspec.trtllm.deployment import Deployment, Finding
 from trtspec.trtllm.document import CannotEdit, Document, Entry, add_key
-from trtspec.trtllm.lint.finding import Finding
 from trtspec.trtllm.lint.linter import fix, lint
 from trtspec.trtllm.schema import schema_for
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trtspec import files
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads import config as layout
 from trtspec.checkpoint.heads.engines import HeadEngine
 from trtspec.checkpoint.heads.shapes import layer_prefix
 from trtspec.errors import TrtspecError
+from trtspec.files import read_object
 
 Counting = Literal["outputs", "layers run", "by first id"]
 Feature = Literal[
@@ -227,7 +227,7 @@ def detect_dialect(config: dict[str, Any], names: set[str]) -> Dialect:
 def recorded(path: Path) -> dict[str, Any]:
     """provenance.json beside a checkpoint; {} when there is none or it cannot be read."""
     try:
-        return files.read_object(path / "provenance.json")
+        return read_object(path / "provenance.json")
     except (OSError, TrtspecError):
         return {}
 

@@ -21,16 +21,14 @@ from trtspec.planning.layout import Layout
 from trtspec.planning.routes import refusals
 from trtspec.report import problem_lines
 from trtspec.specs import HeadSpec, ModelSpec
-from trtspec.trtllm.deployment import Deployment, load_head, load_target
+from trtspec.trtllm.deployment import Deployment, Finding, load_head, load_target
 from trtspec.trtllm.document import Document, scalar
 from trtspec.trtllm.intent import Intent, Role
-from trtspec.trtllm.lint.finding import Finding
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.lint.model import CAPTURE, expected_layers
-from trtspec.trtllm.releases import gate
+from trtspec.trtllm.releases import SPEC, eagle3, gate
 from trtspec.trtllm.schema import Schema, schema_for
 from trtspec.trtllm.serve.command import CONFIG_NAME, Given, build_command
-from trtspec.trtllm.speculation import SPEC, eagle3
 
 FILES: dict[Role, str] = {"context": "context.yml", "generation": "generation.yml", "front": "front.yml"}
 TOLD = ("TS-LINT-VERSION-NEWER", "TS-PAIR-")  # warnings about what was chosen, not about what is written

@@ -11,11 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from trtspec.trtllm.deployment import Deployment
+from trtspec.trtllm.deployment import Deployment, Finding, Fix, finding_at
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
-from trtspec.trtllm.lint.finding import Finding, Fix, finding_at
+from trtspec.trtllm.releases import decoding_type, draft_length, step_tokens
 from trtspec.trtllm.schema import UNKNOWN, Behaviour
-from trtspec.trtllm.speculation import decoding_type, draft_length, step_tokens
 
 FORCED_ACCEPTANCE = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 SIZES = ("max_batch_size", "max_num_tokens", "max_seq_len")

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtspec.errors import MissingDependency, Problem, TrtspecError
+from trtspec.trtllm.deployment import Finding
 from trtspec.trtllm.document import Document
-from trtspec.trtllm.lint.finding import Finding
 
 PACKAGE = "tensorrt_llm"
 MARK = "trtspec-verdict:"  # the engine prints on stdout while it is imported

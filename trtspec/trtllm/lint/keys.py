@@ -15,9 +15,8 @@ from typing import Any, Literal
 from pydantic_core import CoreSchema, SchemaValidator, ValidationError, core_schema
 
 from trtspec.errors import Severity
-from trtspec.trtllm.deployment import Deployment
+from trtspec.trtllm.deployment import Deployment, Finding, Fix
 from trtspec.trtllm.document import Document, Entry, delete_key, move_key, same, scalar, set_value
-from trtspec.trtllm.lint.finding import Finding, Fix
 from trtspec.trtllm.schema import DISCRIMINATORS, LINES, Field, Removed, Schema, line_fields, removed_in
 
 Verdict = tuple[Literal["type", "value", "range", "lax"], str]

@@ -10,10 +10,9 @@ from typing import Any
 
 from pydantic_core import ValidationError
 
-from trtspec.trtllm.deployment import Deployment
+from trtspec.trtllm.deployment import Deployment, Finding
 from trtspec.trtllm.document import CannotEdit, Document, same
 from trtspec.trtllm.lint.engine import check_combinations, check_engine
-from trtspec.trtllm.lint.finding import Finding
 from trtspec.trtllm.lint.keys import as_engine, check_keys, check_value
 from trtspec.trtllm.lint.model import check_machine, check_model
 from trtspec.trtllm.lint.speculation import check_speculation, check_traps

@@ -11,12 +11,10 @@ from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.hub import known, same_checkpoint
 from trtspec.planning.routes import format_refusal
 from trtspec.specs import HeadSpec, ModelSpec
-from trtspec.trtllm.deployment import Deployment
+from trtspec.trtllm.deployment import Deployment, Finding, finding_at
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
-from trtspec.trtllm.lint.finding import Finding, finding_at
-from trtspec.trtllm.releases import family, gate, reports
+from trtspec.trtllm.releases import MODEL_KEYS, SPEC, decoding_type, eagle3, family, gate, method_of, reports
 from trtspec.trtllm.schema import LINES, line_fields
-from trtspec.trtllm.speculation import MODEL_KEYS, SPEC, decoding_type, eagle3, method_of
 
 CAPTURE = eagle3().capture_key
 

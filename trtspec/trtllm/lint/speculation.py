@@ -9,11 +9,10 @@ from functools import partial
 from typing import Any
 
 from trtspec.errors import Severity
-from trtspec.trtllm.deployment import Deployment
+from trtspec.trtllm.deployment import Deployment, Finding, finding_at
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
-from trtspec.trtllm.lint.finding import Finding, finding_at
+from trtspec.trtllm.releases import LENGTH, MODEL_KEYS, SPEC, SpeculationMethod, decoding_type, eagle3, method_of
 from trtspec.trtllm.schema import UNKNOWN, Behaviour
-from trtspec.trtllm.speculation import LENGTH, MODEL_KEYS, SPEC, SpeculationMethod, decoding_type, eagle3, method_of
 
 SCHEDULE, CONCURRENCY = f"{SPEC}.draft_len_schedule", f"{SPEC}.max_concurrency"
 ENDS_AT_ZERO = "TS-LINT-SCHEDULE-ENDS-AT-ZERO"

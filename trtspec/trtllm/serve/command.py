@@ -3,7 +3,6 @@ that is in the YAML too), and around it, over several nodes, Slurm, MPI or a Lea
 
 from __future__ import annotations
 
-import difflib
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +11,12 @@ from typing import Any
 
 from trtspec.errors import Problem
 from trtspec.specs import ModelSpec
+from trtspec.trtllm.deployment import parse_passed
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent
 from trtspec.trtllm.lint.model import right_parser
 from trtspec.trtllm.releases import gate
-from trtspec.trtllm.schema import Option, Schema
+from trtspec.trtllm.schema import Schema
 
 CONFIG_NAME = "extra-llm-api-config.yml"
 SIZE_OPTIONS = (
@@ -26,15 +26,6 @@ SIZE_OPTIONS = (
     ("tensor_parallel_size", "--tp_size"),
     ("moe_expert_parallel_size", "--ep_size"),
 )
-
-
-@dataclass(frozen=True)
-class Passed:
-    """One option after `--`, as the schema understands it."""
-
-    option: Option
-    flag: str
-    value: Any
 
 
 @dataclass
@@ -119,82 +110,6 @@ def _kimi_options(
 def _takes(schema: Schema, name: str, value: str) -> bool:
     option = schema.options.get(name)
     return option is not None and schema.certain(option.since) and value in option.choices
-
-
-def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[list[Passed], list[Problem]]:
-    """Options after `--` by the schema: `--flag value`, `--flag=value` and flags without a value."""
-    passed: list[Passed] = []
-    problems: list[Problem] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        flag, has_value, text = word.partition("=")
-        option = schema.option(flag)
-        if not flag.startswith("-") or option is None:
-            problems.append(_unknown(schema, flag))
-            while rest and not rest[0].startswith("-"):
-                rest.pop(0)
-            continue
-        if option.is_flag:
-            passed.append(Passed(option, flag, not flag.startswith("--no-")))
-            continue
-        if not has_value and not rest:
-            problems.append(
-                Problem("TS-SERVE-OPTION-VALUE", "error", flag, f"{flag} needs a value", f"write {flag} VALUE")
-            )
-            break
-        value = text if has_value else rest.pop(0)
-        problems += _check_value(option, flag, value)
-        passed.append(Passed(option, flag, _converted(option, value)))
-    return passed, [*problems, *_doubts(schema, passed), *_repeated(passed)]
-
-
-def _unknown(schema: Schema, flag: str) -> Problem:
-    flags = [known for option in schema.options.values() for known in option.flags]
-    near = difflib.get_close_matches(flag.replace("-", "_"), [known.replace("-", "_") for known in flags], n=1)
-    by_plain = {known.replace("-", "_"): known for known in flags}
-    remedy = f"did you mean {by_plain[near[0]]}?" if near else "trtllm-serve --help lists its options"
-    message = f"trtllm-serve {schema.version} has no option {flag}"
-    return Problem("TS-SERVE-UNKNOWN-OPTION", "error", flag, message, remedy)
-
-
-def _check_value(option: Option, flag: str, text: str) -> Iterator[Problem]:
-    kinds = {"int": int, "float": float}
-    if option.type in kinds:
-        try:
-            kinds[option.type](text)
-        except ValueError:
-            message = f"{flag} takes {option.type}, not {text!r}"
-            yield Problem("TS-SERVE-OPTION-VALUE", "error", flag, message, f"write {flag} and a number")
-    if option.choices and text not in option.choices:
-        message = f"{flag} takes one of {', '.join(option.choices)}, not {text!r}"
-        yield Problem("TS-SERVE-OPTION-VALUE", "error", flag, message, "choose one of them")
-
-
-def _converted(option: Option, text: str) -> Any:
-    try:
-        return {"int": int, "float": float}.get(option.type, str)(text)
-    except ValueError:
-        return text
-
-
-def _doubts(schema: Schema, passed: list[Passed]) -> Iterator[Problem]:
-    for item in passed:
-        since = item.option.since
-        if since is not None and not schema.certain(since):
-            message = (
-                f"not known whether trtllm-serve {schema.version} has {item.flag}: it came {schema.interval(since)}"
-            )
-            yield Problem("TS-SERVE-OPTION-UNCERTAIN", "warning", item.flag, message, "try `trtllm-serve --help`")
-
-
-def _repeated(passed: list[Passed]) -> Iterator[Problem]:
-    seen: set[str] = set()
-    for item in passed:
-        if item.option.name in seen and not item.option.multiple:
-            message = f"{item.flag} is given more than once"
-            yield Problem("TS-SERVE-OPTION-REPEATED", "error", item.flag, message, "give it once")
-        seen.add(item.option.name)
 
 
 LAUNCHERS = ("direct", "slurm", "mpi", "lws")

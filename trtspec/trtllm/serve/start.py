@@ -38,11 +38,11 @@ from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.lint.installed import engine_problems
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.lint.model import check_tool_parser
+from trtspec.trtllm.releases import head_in
 from trtspec.trtllm.schema import schema_for
 from trtspec.trtllm.serve import command as commands
 from trtspec.trtllm.serve import front, preflight
 from trtspec.trtllm.serve.command import CONFIG_NAME, Command, Given, build_command
-from trtspec.trtllm.speculation import head_in
 
 
 @dataclass(frozen=True, kw_only=True)
