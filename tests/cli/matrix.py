@@ -81,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/models":
             self._send(json.dumps({"data": [{"id": "tiny"}, {"id": "other"}]}))
         else:
-            self._send("{}", 404)
+            self._send("{}", 200 if self.path == "/health" else 404)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

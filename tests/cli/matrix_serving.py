@@ -161,6 +161,7 @@ SERVING: dict[str, dict[str, Situation]] = {
         "the front of a disaggregated deployment": Situation(
             FORWARD,
             TIMES | effects(
+                target=Effect(instead=line("serve nvidia/Kimi-K2.6-NVFP4 --disaggregated {front} --dry-run")),
                 disaggregated=Effect(instead=("serve", TARGET, *line("--disaggregated {engine} --dry-run"))),
                 json_="--json",
             ),

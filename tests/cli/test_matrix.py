@@ -17,7 +17,7 @@ import typer
 
 from tests.cli.matrix import Effect, Recorder, Situation, Stage
 from tests.cli.matrix_making import MAKING
-from tests.cli.matrix_serving import FRONT, SERVING, an_engine_file
+from tests.cli.matrix_serving import SERVING, an_engine_file
 from tests.command_line import trtspec
 from tests.tiny import make_head, make_target
 from trtspec.cli.app import COMMANDS
@@ -38,15 +38,12 @@ SELECTING = {
 }
 
 
-# TARGET is required by every mode; the front forwards requests by its file alone
-NAMED_ONLY = {("serve", "the front of a disaggregated deployment"): {"target"}}
-
-
 def record_of(command: str) -> type:
     module = command.replace("-", "_")
     function = getattr(import_module(f"trtspec.cli.{module}"), module)
-    hints = typing.get_type_hints(function)
-    return next(hint for name, hint in hints.items() if name != "return")
+    found = [hint for name, hint in typing.get_type_hints(function).items() if name != "return"]
+    assert len(found) == 1 and dataclasses.is_dataclass(found[0]), f"{command} does not take one record: {found}"
+    return found[0]  # type: ignore[return-value]
 
 
 def modes_of(command: str) -> list[Mode]:
@@ -59,18 +56,11 @@ def used_in(command: str, mode: Mode) -> set[str]:
     """The fields that the mode uses, by its own record or by what the table says that it refuses."""
     situation = TABLE.get(command, {}).get(mode.name)
     unused = situation.refused if situation else frozenset()
-    return set(fields_of(mode.record)) - unused - NAMED_ONLY.get((command, mode.name), set())
+    return set(fields_of(mode.record)) - unused
 
 
 def fields_of(record: type) -> list[str]:
     return [field.name for field in dataclasses.fields(record)]  # type: ignore[arg-type]
-
-
-def is_record(command: str) -> bool:
-    return dataclasses.is_dataclass(record_of(command))
-
-
-COVERED = [name for name in NAMES if is_record(name)]
 
 
 NO_ROWS = Situation((), {})
@@ -89,17 +79,17 @@ def is_slow(command: str, mode: Mode, name: str) -> bool:
 USED = [
     pytest.param(command, mode, name, id=f"{command}-{mode.name}-{name}",
                  marks=[pytest.mark.slow] * is_slow(command, mode, name))
-    for command in COVERED
+    for command in NAMES
     for mode in modes_of(command)
     for name in sorted(used_in(command, mode) | set(TABLE.get(command, {}).get(mode.name, NO_ROWS).effects))
     if row(command, mode, name) or name not in SELECTING.get(command, ())
 ]  # fmt: skip
 UNUSED = [
     pytest.param(command, mode, name, id=f"{command}-{mode.name}-{name}")
-    for command in COVERED
+    for command in NAMES
     for mode in modes_of(command)
     for name in fields_of(record_of(command))
-    if name not in used_in(command, mode) | NAMED_ONLY.get((command, mode.name), set())
+    if name not in used_in(command, mode)
     and name not in SELECTING.get(command, ())
 ]
 
@@ -129,7 +119,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     places["recipe"].write_text("seed: 11\n")
     places |= {"engine": room / "engine.yml", "front": room / "front.yml"}
     an_engine_file(places["engine"])
-    front = trtspec("build-config", "nvidia/Kimi-K2.5-NVFP4", *FRONT[2:])
+    servers = [f"--context-url=127.0.0.1:{server.server_port}", f"--generation-url=localhost:{server.server_port}"]
+    front = trtspec("build-config", "nvidia/Kimi-K2.5-NVFP4", "--role", "front", *servers)
     places["front"].write_text(front.stdout)
     found = Stage({name: str(path) for name, path in places.items()}, room / "run" / "out", server)
     found.places |= {"nowhere": "http://127.0.0.1:9", "port": "47310", "taken": str(server.server_port)}
@@ -196,7 +187,7 @@ def seen(stage: Stage, words: tuple[str, ...], situation: Situation, effect: Eff
     return _SEEN[key]
 
 
-@pytest.mark.parametrize("command", COVERED)
+@pytest.mark.parametrize("command", NAMES)
 def test_the_table_names_every_mode_and_every_option(command: str) -> None:
     table = TABLE.get(command, {})
     assert list(table) == [mode.name for mode in modes_of(command)]
@@ -217,7 +208,7 @@ def test_an_option_of_the_mode_changes_what_is_seen(stage: Stage, command: str, 
     assert plain != changed, f"{' '.join(words)} leaves what {' '.join(base)} leaves"
 
 
-@pytest.mark.parametrize("command", COVERED)
+@pytest.mark.parametrize("command", NAMES)
 def test_the_same_words_leave_the_same(stage: Stage, command: str) -> None:
     """So that a difference is the option's."""
     for situation in TABLE[command].values():
@@ -268,7 +259,7 @@ def options_of(command: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("command", COVERED)
+@pytest.mark.parametrize("command", NAMES)
 def test_every_variable_sets_what_its_flag_sets(stage: Stage, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     record, kept = record_of(command), []
     run = click_command(command, record, kept.append)

@@ -65,32 +65,18 @@ class LazyCommand(TyperCommand):
         """The command itself: the function called like its module."""
         module = str(self.name).replace("-", "_")
         function = getattr(import_module(f"trtspec.cli.{module}"), module)
+        record = next(hint for name, hint in typing.get_type_hints(function).items() if name != "return")
         epilog = f"Options can also be set as {variable(module, '')}<OPTION>."
-        hints = typing.get_type_hints(function)
-        record = hints.get("options") or hints.get("command")
-        if record is not None:
-            return click_command(str(self.name), record, function, epilog=epilog)
-        variables = f"TRTSPEC_{module.upper()}"  # TRTSPEC_SERVE_PORT=8001 is `serve --port 8001`
-        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        single.command(self.name, epilog=epilog, context_settings={"auto_envvar_prefix": variables})(function)
-        command = typer.main.get_command(single)
-        for parameter in command.params:
-            parameter.show_envvar = False  # type: ignore[attr-defined]  # the epilog says it once
-        return command  # type: ignore[return-value]
+        return click_command(str(self.name), record, function, epilog=epilog)
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         command = self.load()
-        unknown = unknown_variables(command, os.environ) if all(p.envvar for p in _options(command)) else []
         links = ignore_service_links(command, os.environ)
         if links:
             note(f"{', '.join(links)}: set by Kubernetes for a Service of this name, not options of trtspec; ignored")
-        for name in sorted(set(unknown) - set(links)):
+        for name in sorted(set(unknown_variables(command, os.environ)) - set(links)):
             note(f"{name} is set, and trtspec {self.name} has no such option")
         return command.make_context(info_name, args, parent, **extra)
-
-
-def _options(command: TyperCommand) -> list[Any]:
-    return [item for item in command.params if item.param_type_name == "option" and item.name != "help"]
 
 
 class Commands(TyperGroup):

@@ -112,15 +112,24 @@ def lint(options: LintOptions) -> None:
     else:
         for item in judged:
             _print(item, options)
-    failures = [item for item in judged if item.error is not None]
-    if failures and failures[0].error is not None:
-        raise failures[0].error
+    _raise_failures(judged)
     if any(not item.ok for item in judged):
         names = ", ".join(item.name for item in judged if not item.ok)
         versions = ", ".join(dict.fromkeys(str(item.version) for item in judged if not item.ok))
         raise CheckFailed(f"TensorRT-LLM {versions} would not start with {names}, or not do what it says")
     if options.strict and (warned := [item.name for item in judged if item.count("warning")]):
         raise CheckFailed(f"--strict: there are warnings about {', '.join(warned)}")
+
+
+def _raise_failures(judged: list[Judged]) -> None:
+    """Raises the error of the first file that could not be judged; of several files, stderr names each such one."""
+    from trtspec.report import write_stderr
+
+    failures = [(item.name, item.error) for item in judged if item.error is not None]
+    if len(judged) > 1:
+        write_stderr("".join(f"{name}: not judged: {error.message}\n" for name, error in failures))
+    if failures:
+        raise failures[0][1]
 
 
 def _as_json(judged: list[Judged]) -> dict[str, Any]:
@@ -235,7 +244,6 @@ def _output(judged: Judged) -> Iterator[tuple[str, str]]:
         yield "fixed   ", "bold green"
         yield f"{finding.code} {finding.key}: {finding.remedy}\n", ""
     if judged.error is not None:
-        yield f"{judged.name}: not judged: {judged.error.message}\n", ""
         return
     for problem in judged.wrong:
         yield from _problem(problem.severity, f"{problem.code} {problem.where}: {problem.message}", problem.remedy)

@@ -213,13 +213,16 @@ def plan_engine(start: EngineStart, *, replay: tuple[str, ...] = (), launching: 
 
 
 def plan_front(start: FrontStart, *, launching: bool) -> ServerPlan:
-    """The front of a disaggregated deployment; the servers that it names are started by themselves."""
+    """The front of a disaggregated deployment; the servers that it names are started by themselves. Raises UsageError
+    for a file that cannot be read and a target that is none."""
+    load_target(start.target)
+    names = _model_names(start)
     path = start.disaggregated
     read = front.read_front(path)
     problems = [
         *read.problems,
         *preflight.check_environment(os.environ),
-        *front.check_servers(read, _model_names(start)),
+        *front.check_servers(read, names),
     ]
     if launching:
         problems += [*preflight.check_port(read.host, read.port), *preflight.check_engine()]
@@ -231,7 +234,7 @@ def plan_front(start: FrontStart, *, launching: bool) -> ServerPlan:
         config_path=str(path),
         problems=problems,
         version=(version, "installed here" if version else "not asked"),
-        endpoint=ServerAddress(read.host, read.port, _model_names(start)),
+        endpoint=ServerAddress(read.host, read.port, names),
         limits=_limits(start),
     )
 
