@@ -89,8 +89,7 @@ UNUSED = [
     for command in NAMES
     for mode in modes_of(command)
     for name in fields_of(record_of(command))
-    if name not in used_in(command, mode)
-    and name not in SELECTING.get(command, ())
+    if name not in used_in(command, mode) and name not in SELECTING.get(command, ())
 ]
 
 
