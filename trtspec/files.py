@@ -180,14 +180,14 @@ class _Open:
     key: Node | None = None
 
 
-def read_yaml_text(path: str | Path) -> str:
+def read_yaml_text(path: str | Path, remedy: str = REMEDY) -> str:
     """The text of a regular file, or of standard input for `-`. Raises UsageError for what cannot be read as UTF-8
     text of at most MOST_BYTES; never waits for a pipe or a device."""
     if str(path) != STDIN:
         try:
-            return read_text(path, MOST_BYTES, REMEDY)
+            return read_text(path, MOST_BYTES, remedy)
         except FileNotFoundError:
-            raise unreadable(path, "there is no such file", REMEDY) from None
+            raise unreadable(path, "there is no such file", remedy) from None
     data = _stdin()
     if len(data) > MOST_BYTES:
         raise unreadable(path, f"it is larger than {MOST_BYTES // 2**20} MiB", REMEDY)

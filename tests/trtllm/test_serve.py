@@ -233,13 +233,20 @@ def test_words_for_trtllm_serve_are_refused_where_there_is_none(how: list[str]) 
         (["--config", "FILE", "--head", K25[2]], "has no speculative_config"),
         (["--config", "WRITTEN", "--goal", "throughput"], "--goal is not used with --config"),
         (["--config", "-"], "--config - : the engine reads its configuration from a file"),
+        (["--disaggregated", "-"], "--disaggregated - : the front reads its file itself"),
+        (["--config", "PIPE"], "PIPE cannot be read: it is a pipe"),
+        (["--disaggregated", "PIPE"], "PIPE cannot be read: it is a pipe"),
+        (["--disaggregated", "CUT"], "CUT:1 cannot be used"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(tmp_path: Path, words: list[str], says: str) -> None:
     file, written = tmp_path / "c.yml", tmp_path / "w.yml"
     file.write_text("print_iter_log: true\n")
     written.write_text(f"# TensorRT-LLM 1.3.0rc20: trtspec build-config {K25[0]}\nprint_iter_log: true\n")
-    places = {"FILE": str(file), "WRITTEN": str(written)}
+    pipe, cut = tmp_path / "PIPE", tmp_path / "CUT"
+    os.mkfifo(pipe)
+    cut.write_text("a: [")
+    places = {"FILE": str(file), "WRITTEN": str(written), "PIPE": str(pipe), "CUT": str(cut)}
     assert says in refusal(K25[0], *(places.get(word, word) for word in words)).message
 
 
@@ -309,6 +316,8 @@ CONTEXT, GENERATION = "context_servers: {urls: ['a:1']}\n", "generation_servers:
         ("context_servers: {urls: ['http://a:1']}\n" + GENERATION, "'http://a:1' is not host:port"),
         (CONTEXT + "generation_servers: {urls: ['a:1']}\n", "a:1 stands twice"),
         ("port: high\n" + CONTEXT + GENERATION, "port is 'high'"),
+        ("port: true\n" + CONTEXT + GENERATION, "port is True"),
+        ("hostname: [1]\n" + CONTEXT + GENERATION, "hostname is [1]"),
         ("hostname: a\nport: 1\n" + CONTEXT + GENERATION, "a:1 stands twice"),
     ],
 )

@@ -68,11 +68,12 @@ def parse_line(line: str, where: str, index: int) -> Question:
     identity = str(record.get("question_id", record.get("id", index)))
     category = str(record.get("category", "all"))
     if "turns" in record:
-        return Question(identity, category, tuple(_text(turn, where) for turn in record["turns"]))
+        return Question(identity, category, tuple(_text(turn, where) for turn in _items(record, "turns", where)))
     if "messages" in record:
-        messages = [
-            message for message in record["messages"] if message.get("role") != "assistant" or message.get("content")
-        ]
+        listed = _items(record, "messages", where)
+        if not all(isinstance(message, dict) for message in listed):
+            raise UsageError(f"{where} has a message that is no object", "each message is {role: ..., content: ...}")
+        messages = [message for message in listed if message.get("role") != "assistant" or message.get("content")]
         last_user = max((i for i, m in enumerate(messages) if m.get("role") == "user"), default=None)
         if last_user is None:
             raise UsageError(f"{where} has no user message", "messages must hold at least one {role: user, content}")
@@ -81,6 +82,14 @@ def parse_line(line: str, where: str, index: int) -> Question:
     if "prompt" in record:
         return Question(identity, category, (_text(record["prompt"], where),))
     raise UsageError(f"{where} has none of turns, messages, prompt", "see docs: the formats of --dataset")
+
+
+def _items(record: dict[str, Any], key: str, where: str) -> list[Any]:
+    if isinstance(record[key], list) and record[key]:
+        return list(record[key])
+    raise UsageError(
+        f"{where} has {key} that are no list, or an empty one", f"write {key}: [...] with one item at least"
+    )
 
 
 def _text(value: Any, where: str) -> str:

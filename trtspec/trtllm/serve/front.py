@@ -9,17 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.errors import Problem, UsageError
+from trtspec.files import STDIN, read_yaml_text
 from trtspec.trtllm.document import Document
 
+REMEDY = "write it with `trtspec build-config`"
 ROLES = {"context_servers": "context", "generation_servers": "generation"}
 ADDRESS = re.compile(r"[A-Za-z0-9_.-]+:(\d{1,5})|\[[0-9A-Fa-f:]+\]:(\d{1,5})")
 
 
 @dataclass(frozen=True)
 class Front:
-    """`servers`: `host:port` of every server, by role."""
+    """`text` is what the file says; `servers`: `host:port` of every server, by role."""
 
     path: Path
+    text: str
     host: str
     port: int
     servers: dict[str, list[str]]
@@ -33,12 +36,19 @@ class Front:
 
 def read_front(path: Path) -> Front:
     """Raises UsageError for a file that cannot be read; what is wrong inside is a problem of the result."""
-    document = Document.read(path)
-    if document.error or not isinstance(document.value, dict):
-        raise UsageError(f"{path} is not a YAML mapping", "write it with `trtspec build-config`")
-    host, port = str(document.get("hostname", "localhost")), document.get("port", 8000)
+    if str(path) == STDIN:
+        raise UsageError("--disaggregated - : the front reads its file itself", "pass the path of one")
+    document = Document.parse(read_yaml_text(path, REMEDY))
+    if document.error:
+        raise UsageError(f"{path}:{document.error_line} cannot be used: {document.error}", REMEDY)
+    if not isinstance(document.value, dict):
+        raise UsageError(f"{path} is not a YAML mapping", REMEDY)
+    host, port = document.get("hostname", "localhost"), document.get("port", 8000)
     problems: list[Problem] = []
-    if not isinstance(port, int) or not 0 < port < 65536:
+    if not isinstance(host, str):
+        problems.append(_problem(f"{path} hostname", f"hostname is {host!r}", "write a name or an address"))
+        host = "localhost"
+    if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
         problems.append(_problem(f"{path} port", f"port is {port!r}", "write a number from 1 to 65535"))
         port = 8000
     servers = {}
@@ -49,7 +59,7 @@ def read_front(path: Path) -> Front:
     for address in sorted({address for address in everyone if everyone.count(address) > 1}):
         message = f"{address} stands twice"
         problems.append(_problem(str(path), message, "every server and the front need an address of their own"))
-    return Front(path, host, port, servers, problems)
+    return Front(path, document.text, host, port, servers, problems)
 
 
 def _servers(path: Path, key: str, role: str, entry: Any, problems: list[Problem]) -> Iterator[str]:

@@ -230,7 +230,7 @@ def plan_front(start: FrontStart, *, launching: bool) -> ServerPlan:
     return ServerPlan(
         argv=read.argv(start.startup_timeout, REQUEST_TIMEOUT),
         env=dict(ENVIRONMENT),
-        config_text=read_yaml_text(path),
+        config_text=read.text,
         config_path=str(path),
         problems=problems,
         version=(version, "installed here" if version else "not asked"),
@@ -269,7 +269,7 @@ def _user_file(start: EngineStart) -> _File | None:
         return None
     if str(path) == STDIN:
         raise UsageError("--config - : the engine reads its configuration from a file", "pass the path of one")
-    text = read_yaml_text(path)
+    text = read_yaml_text(path, "pass a file written by `trtspec build-config`")
     written = parse_intent(text)
     if written is not None and written.role == "front":
         raise UsageError(f"{path} is the file of a front", f"pass it as --disaggregated {path}")
