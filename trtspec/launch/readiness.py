@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
-from http.client import HTTPException
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import psutil
+if TYPE_CHECKING:
+    from urllib.request import OpenerDirector
 
-# never through a proxy: http_proxy is set on many clusters, and a proxy does not reach this machine's loopback
-OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    import psutil
 
 
 @dataclass(frozen=True)
@@ -35,10 +33,20 @@ class ServerAddress:
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 
+@functools.cache
+def opener() -> OpenerDirector:
+    """Never through a proxy: http_proxy is set on many clusters, and a proxy does not reach this machine's loopback."""
+    from urllib.request import ProxyHandler, build_opener  # here, as psutil below: a dry run has no use for 40 ms
+
+    return build_opener(ProxyHandler({}))
+
+
 def is_healthy(url: str, timeout: float = 2.0) -> bool:
     """Whether GET /health answers 200 within `timeout` seconds."""
+    from http.client import HTTPException
+
     try:
-        with OPENER.open(f"{url}/health", timeout=timeout) as response:
+        with opener().open(f"{url}/health", timeout=timeout) as response:
             return response.status == 200
     except (OSError, ValueError, HTTPException):
         return False
@@ -47,6 +55,8 @@ def is_healthy(url: str, timeout: float = 2.0) -> bool:
 def stranger(endpoint: ServerAddress, root: int) -> str | None:
     """What answers at `endpoint`, in words, when it is not a process below `root`; None when it is, or when nobody can
     tell and the model has the right name."""
+    from http.client import HTTPException
+
     if endpoint.local:
         owned = _listens_below(endpoint.port, root)
         if owned is not None:
@@ -62,6 +72,8 @@ def stranger(endpoint: ServerAddress, root: int) -> str | None:
 
 def _listens_below(port: int, root: int) -> bool | None:
     """Whether `root` or a process below it listens on `port`; None where one of them may not be looked into."""
+    import psutil
+
     hidden = False
     for process in _family(root):
         try:
@@ -77,6 +89,8 @@ def _listens_below(port: int, root: int) -> bool | None:
 
 
 def _family(root: int) -> Iterator[psutil.Process]:
+    import psutil
+
     try:
         first = psutil.Process(root)
         yield from [first, *first.children(recursive=True)]
@@ -85,6 +99,8 @@ def _family(root: int) -> Iterator[psutil.Process]:
 
 
 def _listener(port: int) -> str:
+    import psutil
+
     try:
         sockets = psutil.net_connections(kind="tcp")
         pids = [s.pid for s in sockets if s.status == psutil.CONN_LISTEN and s.laddr.port == port and s.pid]
@@ -95,6 +111,9 @@ def _listener(port: int) -> str:
 
 def generation_failure(url: str, timeout: float) -> str | None:
     """None when one token comes back within `timeout` seconds, else the reason in words."""
+    import urllib.error
+    from http.client import HTTPException
+
     try:
         body = {"model": model_name(url, timeout), "prompt": "Hello", "max_tokens": 1, "temperature": 0}
         choices = _json(f"{url}/v1/completions", body, timeout)["choices"]
@@ -119,6 +138,8 @@ def model_name(url: str, timeout: float) -> str:
 
 def _json(url: str, body: dict[str, Any] | None, timeout: float) -> Any:
     data = json.dumps(body).encode() if body is not None else None
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with OPENER.open(request, timeout=timeout) as response:
+    from urllib.request import Request
+
+    request = Request(url, data, {"Content-Type": "application/json"})
+    with opener().open(request, timeout=timeout) as response:
         return json.loads(response.read())

@@ -89,12 +89,12 @@ def check_servers(front: Front, names: tuple[str, ...]) -> Iterator[Problem]:
     may call the target."""
     from http.client import HTTPException
 
-    from trtspec.launch.readiness import OPENER, model_name  # 30 ms that no other dry run should pay
+    from trtspec.launch.readiness import model_name, opener
 
     for role, addresses in front.servers.items():
         for address in addresses:
             try:
-                with OPENER.open(f"http://{address}/health", timeout=2):
+                with opener().open(f"http://{address}/health", timeout=2):
                     pass
                 served = model_name(f"http://{address}", 2)
             except (OSError, ValueError, HTTPException, LookupError, TypeError) as error:
