@@ -227,6 +227,30 @@ def test_the_installed_version_decides(start: Start, tmp_path: Path) -> None:
     assert not (tmp_path / "record").exists()
 
 
+def test_another_engine_than_the_one_that_was_judged_is_not_launched(start: Start, tmp_path: Path) -> None:
+    process = start("--trtllm-version", "1.4.0rc1")
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 3 and "TS-SERVE-OTHER-ENGINE" in log and "1.3.0rc20 is installed" in log
+    assert not (tmp_path / "record").exists()
+
+
+def test_a_head_with_values_that_are_no_numbers_is_not_launched(start: Start, tmp_path: Path, tiny_head: Path) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_head, broken)
+    file = next(broken.glob("*.safetensors"))
+    tensors = load_file(file)
+    tensors["fc.weight"].view(-1)[5] = float("nan")
+    save_file(tensors, file)
+    process = start(head=broken)
+    _, log = process.communicate(timeout=60)
+    assert process.returncode != 0 and "NaN" in log, log
+    assert not (tmp_path / "record").exists()
+
+
 def test_code_of_the_target_is_refused_by_name_and_hash(start: Start, tmp_path: Path, coded_target: Path) -> None:
     import hashlib
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import tempfile
@@ -39,7 +40,7 @@ from trtspec.trtllm.lint.installed import engine_problems
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.lint.model import check_tool_parser
 from trtspec.trtllm.releases import head_in
-from trtspec.trtllm.schema import schema_for
+from trtspec.trtllm.schema import parse_version, schema_for
 from trtspec.trtllm.serve import command as commands
 from trtspec.trtllm.serve import front, preflight
 from trtspec.trtllm.serve.command import CONFIG_NAME, Command, Given, build_command
@@ -154,7 +155,7 @@ class _File:
     written_for: Intent | None
     ours: bool
 
-    @property
+    @functools.cached_property
     def document(self) -> Document:
         return Document.parse(self.text)
 
@@ -164,7 +165,7 @@ def plan_engine(start: EngineStart, *, replay: tuple[str, ...] = (), launching: 
     everything else is a problem of the plan. `replay` is this command as words, for a job script."""
     target = load_target(start.target)
     given = _user_file(start)
-    head = _head(start, given)
+    head = _head(start, given, launching)
     reach = commands.Cluster(start.launcher, args=_launcher_args(start))
     version, problems = _version(start, given, target, head, launching and not reach.contained)
     intent = _intent(start, given, version[0], target)
@@ -183,7 +184,7 @@ def plan_engine(start: EngineStart, *, replay: tuple[str, ...] = (), launching: 
     reach = replace(reach, nodes=nodes, gpus_per_node=start.gpus_per_node or -(-world // nodes))
 
     problems += command.problems
-    problems += [found.problem(file.path) for found in lint(file.text, deployment)]
+    problems += [found.problem(file.path) for found in lint(file.document, deployment)]
     problems += [found.problem(file.path) for found in check_tool_parser(deployment, command.argv)]
     problems += _request_problems(start, target, head, command, file)
     needed = min(world, reach.gpus_per_node)
@@ -290,8 +291,9 @@ def _launcher_args(start: EngineStart) -> tuple[str, ...]:
         raise UsageError(message, "quote it as for a shell") from None
 
 
-def _head(start: EngineStart, file: _File | None) -> Head | None:
-    """The head that was given, else the one that the file names, where that can be looked at here."""
+def _head(start: EngineStart, file: _File | None, launching: bool) -> Head | None:
+    """The head that was given, else the one that the file names, where that can be looked at here. Before a launch its
+    weights are looked at too, not only its headers."""
     named = head_in(file.document) if file is not None else None
     if start.head and file is not None and named is None and not file.document.error:
         message = f"--head is not used with --config: {file.path} has no speculative_config that names a head"
@@ -299,8 +301,8 @@ def _head(start: EngineStart, file: _File | None) -> Head | None:
     if start.draft_len is not None and not start.head:
         raise UsageError("--draft-len is not used without a draft head", "pass --head, or leave it out")
     if start.head:
-        return load_head(start.head)
-    return load_head(named) if named and findable(named) else None
+        return load_head(start.head, values=launching)
+    return load_head(named, values=launching) if named and findable(named) else None
 
 
 def _version(
@@ -308,8 +310,12 @@ def _version(
 ) -> tuple[tuple[str, str], list[Problem]]:
     """The version to judge for and why, and what is doubtful about it. `installed_counts`: the engine that will run is
     the one that is installed here."""
-    asked, problems = start.trtllm_version, []
-    installed = preflight.engine_version() if installed_counts and asked is None else None
+    asked = start.trtllm_version
+    problems: list[Problem] = []
+    installed = preflight.engine_version() if installed_counts else None
+    if asked is not None and installed is not None and parse_version(asked) != parse_version(installed):
+        message = f"TensorRT-LLM {installed} is installed and would run; --trtllm-version says {asked}"
+        problems.append(Problem("TS-SERVE-OTHER-ENGINE", "error", "--trtllm-version", message, "leave the option out"))
     written = file.written_for if file is not None else None
     if asked is None and installed is None and written is not None:
         version, reason = written.version, f"the version {file.path if file else ''} was written for"
