@@ -6,6 +6,7 @@ import dataclasses
 import re
 import typing
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from trtspec.cli.app import COMMANDS
 from trtspec.records import flag_of
 
 NAMES = [name for names in COMMANDS.values() for name in names]
+ROOT = Path(__file__).parents[2]
 # said of a person or a thing in words that nobody looks up, or in a sense that only this project had
 REPLACED = re.compile(
     r"\b(stands in|reckon\w*|mend\w*|goes on|begin anew|OpenAI-like|no talk|tool calls live|is told|tells|sane|"
@@ -34,8 +36,6 @@ def options(command: str) -> list[tuple[str, Any, Any]]:
     module = command.replace("-", "_")
     hints = typing.get_type_hints(getattr(import_module(f"trtspec.cli.{module}"), module))
     record = next(hint for name, hint in hints.items() if name != "return")
-    if not dataclasses.is_dataclass(record):
-        return []
     declared = typing.get_type_hints(record, include_extras=True)
     found = []
     for field in dataclasses.fields(record):
@@ -72,3 +72,15 @@ def test_switches_show_no_type(command: str) -> None:
 def test_the_words_are_those_of_the_field(command: str) -> None:
     found = REPLACED.search(page(command) if command else " ".join(trtspec("--help").stdout.split()))
     assert found is None, found
+
+
+def test_texts_name_only_backends_that_serve_has() -> None:
+    """A remedy that the next command refuses is none."""
+    from trtspec.cli.serve import ServeOptions
+
+    field = typing.get_type_hints(ServeOptions)["backend"]
+    pages = [page for place, kind in (("trtspec", "*.py"), ("trtspec", "*.yaml"), ("docs", "*.md"))
+             for page in (ROOT / place).rglob(kind)]  # fmt: skip
+    said = re.compile(r"(?<!trtllm-)\bserve [^`\n]*--backend (\w+)")
+    named = {name for page in pages for name in said.findall(page.read_text(encoding="utf-8"))}
+    assert "reference" in named and named <= set(typing.get_args(field))

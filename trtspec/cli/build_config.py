@@ -23,9 +23,9 @@ FILE_OPTIONS = {"output", "disaggregated", "dry_run", "force", "json_"}
 class BuildConfigOptions(Intent):
     """An intent, and where its files go."""
 
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write; without it the text goes to stdout.")
-    ] = None
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write. Default: print to stdout.")] = (
+        None
+    )
     disaggregated: Annotated[
         Path | None, typer.Option(help="Directory for context.yml, generation.yml and front.yml, or dynamo.yml.")
     ] = None

@@ -33,19 +33,23 @@ class LintOptions:
         ),
     ]
     trtllm_version: Annotated[
-        str | None, typer.Option(help="Version to judge for. Default: the file's first line, else the installed one.")
+        str | None,
+        typer.Option(help="Version to check for. Default: the one in the file's first line, else the installed one."),
     ] = None
-    target: Annotated[str | None, typer.Option(help="Target it is for: directory or hub id.")] = None
-    head: Annotated[str | None, typer.Option(help="Eagle3 head it is for: directory or hub id.")] = None
-    gpu: Annotated[str | None, typer.Option(help="GPU it is for: b200, gb200, b300, gb300, h200, h100, or sm120.")] = (
-        None
-    )
+    target: Annotated[str | None, typer.Option(help="Target that the file is for: a directory or a hub id.")] = None
+    head: Annotated[str | None, typer.Option(help="Eagle3 head that the file is for: a directory or a hub id.")] = None
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU type that the file is for: b200, gb200, b300, gb300, h200, h100, or sm120.")
+    ] = None
     installed: Annotated[
-        bool, typer.Option("--installed", help="Let the installed engine's own classes judge too (in a process).")
+        bool,
+        typer.Option(
+            "--installed", help="Also validate with the classes of the installed TensorRT-LLM, in a separate process."
+        ),
     ] = False
-    fix: Annotated[bool, typer.Option("--fix", help="Write the corrections that are certain into the file.")] = False
+    fix: Annotated[bool, typer.Option("--fix", help="Apply the corrections that are certain to the file.")] = False
     diff: Annotated[
-        bool, typer.Option("--diff", help="Print those corrections as a unified diff. Writes nothing without --fix.")
+        bool, typer.Option("--diff", help="Print these corrections as a unified diff; writes nothing without --fix.")
     ] = False
     strict: Annotated[bool, typer.Option("--strict", help="Exit with status 3 on warnings too.")] = False
     json_: JsonOption = False
@@ -95,7 +99,7 @@ class Judged:
 
 
 def lint(options: LintOptions) -> None:
-    """Find every problem of an engine YAML at once, with its line, its code and its remedy."""
+    """Check engine YAML files for one TensorRT-LLM version; report every problem with its line, code and remedy."""
     from trtspec.errors import CheckFailed, UsageError
     from trtspec.report import print_json
 

@@ -33,33 +33,36 @@ class PlanOptions:
     tp: Annotated[
         int | None,
         typer.Option(
-            "--tp", "--tp-size", min=1, help="Tensor-parallel size. Default: all GPUs, and each layout is compared."
+            "--tp", "--tp-size", min=1, help="Tensor-parallel size. Default: all GPUs; every layout is compared."
         ),
     ] = None
     ep: Annotated[
-        int | None, typer.Option("--ep", "--ep-size", min=1, help="Ranks that share whole experts: 1, or all.")
+        int | None, typer.Option("--ep", "--ep-size", min=1, help="Expert-parallel size: 1 or all ranks.")
     ] = None
     attention_dp: Annotated[
-        bool, typer.Option("--attention-dp", help="Plan for attention DP alone: each rank caches its own requests.")
+        bool,
+        typer.Option(
+            "--attention-dp", help="Consider only attention data parallelism: each rank caches its own requests."
+        ),
     ] = False
     isl: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 1024
     osl: Annotated[int, typer.Option(min=1, help="Answer tokens.")] = 1024
     concurrency: Annotated[
         str | None,
         typer.Option(
-            show_default=f"{CONCURRENCY}; with a target, every one that the cache holds",
+            show_default=f"{CONCURRENCY}; with --ttft or --tpot, all that fit in the cache",
             help="Concurrent requests of the whole server, such as 1,4,16.",
         ),
     ] = None
     acceptance: Annotated[
         str | None,
-        typer.Option(help="Tokens per step that you measured, VALUE@DRAFTS, or results.json of `trtspec bench`."),
+        typer.Option(help="Measured acceptance: tokens per step as VALUE@DRAFTS, or results.json of `trtspec bench`."),
     ] = None
     ttft: Annotated[
-        float | None, typer.Option(metavar="MS", min=0.001, help="Target: mean milliseconds to the first token.")
+        float | None, typer.Option(metavar="MS", min=0.001, help="Upper limit of the mean time to the first token.")
     ] = None
     tpot: Annotated[
-        float | None, typer.Option(metavar="MS", min=0.001, help="Target: mean milliseconds per output token.")
+        float | None, typer.Option(metavar="MS", min=0.001, help="Upper limit of the mean time per output token.")
     ] = None
     max_draft: Annotated[int, typer.Option(min=1, max=LONGEST_DRAFT, help="Longest draft length to consider.")] = 8
     kv_fraction: Annotated[
@@ -89,8 +92,8 @@ class PlanOptions:
 
 
 def plan(options: PlanOptions) -> None:
-    """Say whether a target fits, how fast it runs, what speculation with your acceptance is worth, and which
-    build-config command serves it best."""
+    """Estimate whether a target fits, how fast it runs and what speculation gains, and print the best build-config
+    command."""
     from trtspec.errors import CheckFailed
     from trtspec.planning.report import text, to_dict
     from trtspec.report import print_json

@@ -32,21 +32,26 @@ class ServeOptions:
         Literal["trtllm", "reference"],
         typer.Option(help="trtllm: NVIDIA TensorRT-LLM. reference: plain PyTorch, on a CPU or a GPU."),
     ] = "trtllm"
-    config: Annotated[Path | None, typer.Option(help="Engine YAML. Default: one written for this start.")] = None
+    config: Annotated[Path | None, typer.Option(help="Engine YAML. Default: one generated for this launch.")] = None
     trtllm_version: Annotated[
         str | None, typer.Option(help="TensorRT-LLM version to check for. Default: the installed one.")
     ] = None
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 in a container.")] = "localhost"
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port (reference backend).")] = 8000
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port (reference backend only).")
+    ] = 8000
     goal: Annotated[
-        Literal["latency", "throughput"] | None, typer.Option(help="As in build-config. Default: latency.")
+        Literal["latency", "throughput"] | None,
+        typer.Option(help="What the default sizes are chosen for, as in build-config. Default: latency."),
     ] = None
     tp_size: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel size. Default: the file's, else 4.")] = (
         None
     )
     max_batch_size: Annotated[int | None, typer.Option(min=1, help="Requests per step.")] = None
-    max_num_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step (trtllm).")] = None
-    max_seq_len: Annotated[int | None, typer.Option(min=1, help="Prompt and answer together, in tokens.")] = None
+    max_num_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step (TensorRT-LLM only).")] = None
+    max_seq_len: Annotated[
+        int | None, typer.Option(min=1, help="Maximum length of prompt and answer together, in tokens.")
+    ] = None
     draft_len: Annotated[int | None, typer.Option(min=1, help="Tokens drafted per step. Default: 3.")] = None
     speculation: Annotated[
         Literal["eagle3", "prompt-lookup", "none"] | None,
@@ -67,7 +72,7 @@ class ServeOptions:
     ] = "direct"
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes. Default: the file's, else 1.")] = None
     gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Default: the number of ranks divided by the number of nodes.")
+        int | None, typer.Option(min=1, help="GPUs to use on each node. Default: ranks divided by nodes.")
     ] = None
     launcher_args: Annotated[str, typer.Option(help="Extra arguments for srun or mpirun, as one quoted string.")] = ""
     role: Annotated[
@@ -136,7 +141,7 @@ SHARED = ("backend", "dry_run", "json_")  # what chooses the mode, and what all 
 
 
 def serve(options: ServeOptions) -> None:
-    """Check everything, then serve TARGET; signals and the exit status pass through, nothing is restarted."""
+    """Run all preflight checks, then serve TARGET. Signals and the exit status are passed on; nothing is restarted."""
     if options.backend == "reference":
         _serve_reference(options)
     else:

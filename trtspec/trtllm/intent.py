@@ -46,8 +46,8 @@ class Intent:
         typer.Option(
             "--like",
             metavar="HUB_ID",
-            help="Published checkpoint that TARGET equals in shapes and formats, where TARGET is a directory that a "
-            "later job makes.",
+            help="Published checkpoint with the same shapes and formats as TARGET, for a directory that a later job "
+            "will create.",
         ),
     ] = None
     head: Annotated[str | None, typer.Option(help="Eagle3 head: a directory or a hub id.")] = None
@@ -55,7 +55,7 @@ class Intent:
         str,
         typer.Option(
             "--trtllm-version",
-            show_default="installed here, else newest known to run the model",
+            show_default="the installed one, else the newest known to run the model",
             help="Exact TensorRT-LLM version, such as 1.3.0rc20.",
         ),
     ] = ""
@@ -64,14 +64,15 @@ class Intent:
         int, typer.Option("--tp-size", "--tp", "--gpus", min=1, help="Tensor-parallel size: GPUs of one server.")
     ] = 4
     max_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Requests per step and rank. Default: by --concurrency or the goal.")
+        int | None, typer.Option(min=1, help="Requests per step and rank. Default: set by --concurrency or --goal.")
     ] = None
     max_num_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step. Default: 8192.")] = None
     max_seq_len: Annotated[
-        int | None, typer.Option(min=1, help="Prompt and answer together. Default: --isl + --osl, else 8192.")
+        int | None,
+        typer.Option(min=1, help="Maximum length of prompt and answer together. Default: --isl + --osl, else 8192."),
     ] = None
     draft_len: Annotated[int, typer.Option(min=1, help="Draft tokens per step, with --head.")] = 3
-    nodes: Annotated[int, typer.Option(min=1, help="Machines that one server spans.")] = 1
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes that one server spans.")] = 1
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -83,7 +84,7 @@ class Intent:
     role: Annotated[Role | None, typer.Option(help="One part of a disaggregated deployment.")] = None
     experts_over: Annotated[
         int | None,
-        typer.Option("--ep-size", "--ep", min=1, help="Ranks that share whole experts. Default: by the goal."),
+        typer.Option("--ep-size", "--ep", min=1, help="Expert-parallel size. Default: set by --goal."),
     ] = None
     isl: Annotated[int | None, typer.Option(min=1, help="Prompt tokens, with --osl.")] = None
     osl: Annotated[int | None, typer.Option(min=1, help="Answer tokens, with --isl.")] = None
@@ -91,7 +92,8 @@ class Intent:
     spread_attention: Annotated[
         bool | None,
         typer.Option(
-            "--attention-dp/--no-attention-dp", help="Each rank caches its own requests. Default: by the goal."
+            "--attention-dp/--no-attention-dp",
+            help="Attention data parallelism: each rank caches its own requests. Default: set by --goal.",
         ),
     ] = None
     context_urls: Annotated[
@@ -107,14 +109,16 @@ class Intent:
         typer.Option("--set", metavar="KEY=VALUE", help="Any other engine setting, by its dotted key. Repeatable."),
     ] = ()
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let the engine run the code that the target brings.")
+        bool, typer.Option("--trust-remote-code", help="Let the engine run the Python code in the checkpoint.")
     ] = False
     format: Annotated[
         Form, typer.Option(help="The engine YAML alone, values of the Helm chart, or a Dynamo deployment.")
     ] = "yaml"
     image: Annotated[
         str | None,
-        typer.Option(help="Container image of a Dynamo deployment. Default: of the Dynamo release with this engine."),
+        typer.Option(
+            help="Container image of a Dynamo deployment. Default: that of the Dynamo release with this version."
+        ),
     ] = None
 
     @property
