@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from trtspec import files
 from trtspec.bench.acceptance import TurnCounts, ratio_with_spread
@@ -13,18 +17,44 @@ from trtspec.errors import Problem, TrtspecError, UsageError
 SAME = ("dataset_sha256", "temperature", "max_tokens", "api", "extra_body")
 
 
+@dataclass(frozen=True)
+class _Level:
+    concurrency: int
+    rounds: list[float | None]
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """What a comparison reads of results.json."""
+
+    name: str
+    url: str
+    server: dict[str, Any]
+    workload: dict[str, Any]
+    categories: dict[str, Any]
+    concurrency: list[_Level]
+    turns_detail: list[TurnCounts] = field(default_factory=list)
+
+
 def read_results(path: Path) -> dict[str, Any]:
     """results.json of a directory or a file. Raises UsageError when it is not one."""
     file = path / "results.json" if path.is_dir() else path
     try:
         found = files.read_object(file)
-        found["workload"], found["concurrency"]
-    except (OSError, TrtspecError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{file} is not a result of `trtspec bench`: {error}",
-            "pass the directory given to bench -o, or its results.json",
-        ) from None
+        TypeAdapter(_Compared).validate_json(json.dumps(found), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise _no_result(file, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except (OSError, TrtspecError, ValueError) as error:
+        raise _no_result(file, str(error)) from None
     return found
+
+
+def _no_result(file: Path, reason: str) -> UsageError:
+    return UsageError(
+        f"{file} is not a result of `trtspec bench`: {reason}",
+        "pass the directory given to bench -o, or its results.json",
+    )
 
 
 def compare(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:

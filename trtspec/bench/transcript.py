@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+from pydantic import TypeAdapter, ValidationError
 
 from trtspec import files
 from trtspec.bench import adapters
@@ -78,18 +80,27 @@ def read_recording(path: Path) -> Recording:
     """A file of --record. Raises UsageError when it is something else."""
     try:
         raw = files.read_object(path)
-        transcripts = [
-            Transcript(**{**item, "tokens": item["tokens"] and [Token(**token) for token in item["tokens"]]})
-            for item in raw["transcripts"]
-        ]
-        counts = [TurnCounts(**{**c, "histogram": c["histogram"] and tuple(c["histogram"])}) for c in raw["counts"]]
-        tool = ToolReply(**raw["tool"])
-        return Recording(raw["url"], raw["server"], raw["max_tokens"], transcripts, tool, counts)
-    except (OSError, TrtspecError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"{path} is not a recording of `trtspec check --record`: {error}",
-            "record one on the server without speculation: trtspec check URL --record FILE",
-        ) from None
+        read = TypeAdapter(Recording).validate_json(json.dumps(raw, allow_nan=False), strict=True)
+        if any({"name", "arguments"} - set(call) for call in read.tool.calls):
+            raise ValueError("a tool call has no name or no arguments")
+        asked = [item.messages[-1]["content"] for item in read.transcripts]
+        if not asked or not all(isinstance(text, str) for text in asked) or read.max_tokens < 1:
+            raise ValueError("it holds no prompt that was answered")
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise _no_recording(path, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except KeyError as error:
+        raise _no_recording(path, f"{error} is missing") from None
+    except (OSError, TrtspecError, ValueError, IndexError) as error:
+        raise _no_recording(path, str(error)) from None
+    return read
+
+
+def _no_recording(path: Path, reason: str) -> UsageError:
+    return UsageError(
+        f"{path} is not a recording of `trtspec check --record`: {reason}",
+        "record one on the server without speculation: trtspec check URL --record FILE",
+    )
 
 
 async def record(

@@ -1,0 +1,59 @@
+"""Recordings and results that somebody changed: an error that names the file and the place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trtspec.bench.compare import read_results
+from trtspec.bench.transcript import read_recording
+from trtspec.errors import UsageError
+
+COUNTS = {"question": "1", "category": "all", "tokens": 4, "steps": 2, "accepted": 2, "drafted": None,
+          "histogram": [1, 1], "source": "header"}  # fmt: skip
+ANSWER = {"question": "1", "category": "all", "messages": [{"role": "user", "content": "Why?"}], "text": "So.",
+          "finish_reason": "stop", "tokens": [{"text": "So.", "second": "No.", "gap": 1}]}  # fmt: skip
+RECORDING = {"schema": 1, "url": "http://a", "server": {}, "max_tokens": 4, "transcripts": [ANSWER],
+             "tool": {"calls": [], "content": "", "error": None}, "counts": [COUNTS]}  # fmt: skip
+RESULTS = {"name": "a", "url": "http://a", "server": {}, "workload": {}, "categories": {}, "turns_detail": [COUNTS],
+           "concurrency": [{"concurrency": 1, "rounds": [3.5, None]}]}  # fmt: skip
+
+
+def write(path: Path, value: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(value))
+    return path
+
+
+def test_what_was_recorded_is_read(tmp_path: Path) -> None:
+    read = read_recording(write(tmp_path / "a.json", RECORDING))
+    assert read.counts[0].histogram == (1, 1) and read.transcripts[0].tokens[0].gap == 1.0  # type: ignore[index]
+    assert read_results(write(tmp_path / "b.json", RESULTS)) == RESULTS
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"max_tokens": float("inf")}, "max_tokens"),
+        ({"max_tokens": 0}, "no prompt that was answered"),
+        ({"transcripts": []}, "no prompt that was answered"),
+        ({"transcripts": [{**ANSWER, "messages": 1e308}]}, "transcripts.0.messages"),
+        ({"transcripts": [{**ANSWER, "messages": []}]}, "not a recording"),
+        ({"transcripts": [{**ANSWER, "messages": [{"role": "user"}]}]}, "'content' is missing"),
+        ({"transcripts": [{**ANSWER, "text": 3}]}, "transcripts.0.text"),
+        ({"tool": {"calls": [{"name": "lookup", "arguments": [1]}]}}, "tool.calls.0.arguments"),
+        ({"tool": {"calls": [{"name": "lookup"}]}}, "no name or no arguments"),
+        ({"tool": {"content": [{}]}}, "tool.content"),
+    ],
+)
+def test_a_recording_with_other_kinds_of_values_is_refused(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        read_recording(write(tmp_path / "a.json", {**RECORDING, **change}))
+
+
+@pytest.mark.parametrize("key", ["name", "url", "server", "workload", "categories", "concurrency", "turns_detail"])
+def test_results_with_other_kinds_of_values_are_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(UsageError, match=key):
+        read_results(write(tmp_path / "b.json", {**RESULTS, key: 3}))
