@@ -36,7 +36,8 @@ def test_what_was_recorded_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"max_tokens": float("inf")}, "max_tokens"),
+        ({"max_tokens": float("inf")}, "Out of range float"),
+        ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_tokens": 0}, "no prompt that was answered"),
         ({"transcripts": []}, "no prompt that was answered"),
         ({"transcripts": [{**ANSWER, "messages": 1e308}]}, "transcripts.0.messages"),
