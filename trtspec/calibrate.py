@@ -125,6 +125,7 @@ def calibrate_checkpoint(
         if again.dry_run:
             return _estimate(calibration) | {"resumes": _begun(calibration, again.force) and not again.restart}
         if not again.restart and not again.force and _is_finished(calibration):
+            shutil.rmtree(calibration.work, ignore_errors=True)  # of a run killed after its last rename
             return _result(calibration, _provenance(output)["layers"], calibration.stream.num_layers, start)
         _claim(calibration, again.force)
         remedy = "pass --restart to start over, or repeat the command as it was"

@@ -146,20 +146,21 @@ def test_twenty_kills_leave_the_same_bytes(tmp_path, data):
     output, shuffle, kills, finished = tmp_path / "scales.safetensors", random.Random(1), 0, 0
     arguments = (source, data, output, K26, FLOAT32)
     resumed = []
-    while kills < 20:
+    while kills < 20 or not any(resumed):
         journal = tmp_path / ".scales.safetensors.calibrate/journal.jsonl"
         before = journal.read_bytes() if journal.exists() else b""
         if run_killed(arguments, shuffle.uniform(0.02, 0.7) * seconds):
             assert output.read_bytes() == expected
             output.unlink()
             finished += 1
+            seconds *= 0.8  # the first run paid for imports
             continue
         kills += 1
+        seconds *= 1.1 if not any(resumed) else 1.0  # other work slows the later runs down
         if before.count(b"\n") > 1 and journal.exists():  # what was done is not done again
             assert journal.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
             resumed.append(before.count(b"\n") - 1)
-    if not output.exists():
-        calibrate_checkpoint(*arguments)
+    calibrate_checkpoint(*arguments)  # what is finished is only tidied up
     assert output.read_bytes() == expected
     print(f"{kills} kills, {finished} runs ended between them, resumed behind layers {sorted(resumed)}")
     assert not list(tmp_path.glob(".*"))
