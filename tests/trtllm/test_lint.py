@@ -317,3 +317,10 @@ moe_config: {backend: CUTLASS}
 @pytest.mark.parametrize("version", ["1.3.0rc5", "1.3.0rc16", "1.3.0rc20", "1.4.0rc1"])
 def test_no_false_alarm_on_the_other_public_files(text: str, version: str) -> None:
     assert [f for f in lint(text, Deployment(schema_for(version))) if f.severity != "info"] == []
+
+
+def test_the_limit_of_one_variant_binds_that_variant_alone() -> None:
+    for algorithm, expected in (("qsa", True), ("rocket", False)):
+        text = f"sparse_attention_config:\n  algorithm: {algorithm}\n  seq_len_threshold: 0\n"
+        found = lint(text, Deployment(schema_for("1.4.0rc1")))
+        assert any("seq_len_threshold of qsa" in finding.message for finding in found) is expected

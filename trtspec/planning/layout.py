@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from trtspec.errors import UsageError
 from trtspec.specs import ModelSpec
 
+KV_FRACTION = 0.9  # of what is free: the engine's default
+ATTENTION_DP_KV_FRACTION = 0.75  # what build-config writes: attention DP and the exchange of tokens need room
+
 
 @dataclass(frozen=True)
 class Layout:

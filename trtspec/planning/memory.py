@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trtspec.formats import KV_ELEMENT_BYTES
-from trtspec.planning.layout import Layout
+from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, KV_FRACTION, Layout
 from trtspec.planning.weights import head_weights, weights_per_gpu
 from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 
@@ -14,8 +14,6 @@ from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 # reports for Kimi-K2-Thinking on 8 H200.
 RESERVE = 9.0e9
 RESERVE_TOKENS = 8192
-KV_FRACTION = 0.9  # of what is free: the engine's default
-ATTENTION_DP_KV_FRACTION = 0.75  # what build-config writes: attention DP and the exchange of tokens need room
 ACTIVATION_BYTES = 2 * 10  # BF16, ten live tensors of the model's width per token
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from trtspec.data_files import gpu_spec
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.files import YamlError, load_text
-from trtspec.planning.layout import Layout
+from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, KV_FRACTION, Layout
 from trtspec.planning.routes import refusals
 from trtspec.report import problem_lines
 from trtspec.specs import HeadSpec, ModelSpec
@@ -202,7 +202,7 @@ def _capacity(intent: Intent, target: ModelSpec, head: HeadSpec | None, found: d
     from trtspec.planning.memory import memory
 
     chosen, gpu = found.get(FRACTION), gpu_spec(intent.gpu)
-    fraction = float(chosen.value) if chosen and isinstance(chosen.value, int | float) else 0.9
+    fraction = float(chosen.value) if chosen and isinstance(chosen.value, int | float) else KV_FRACTION
     layout = Layout(intent.tp_size, (intent.ep_size or 1) > 1, intent.attention_dp)
     estimate = memory(target, head, gpu, layout, fraction=fraction, max_num_tokens=intent.tokens)
     held = estimate.sequences(intent.seq_len)
@@ -361,7 +361,7 @@ def _fraction(intent: Intent) -> tuple[float, str] | None:
     if intent.role == "generation" and not intent.attention_dp:
         return 0.85, "of what is free after the weights; arriving caches are staged beside it"
     if intent.attention_dp:
-        return 0.75, "of what is free after the weights; attention DP and expert exchange need room"
+        return ATTENTION_DP_KV_FRACTION, "of what is free after the weights; attention DP and expert exchange need room"
     return None
 
 

@@ -41,9 +41,20 @@ from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.lint.model import check_tool_parser
 from trtspec.trtllm.releases import head_in
 from trtspec.trtllm.schema import parse_version, schema_for
-from trtspec.trtllm.serve import command as commands
 from trtspec.trtllm.serve import front, preflight
-from trtspec.trtllm.serve.command import CONFIG_NAME, Command, Given, build_command
+from trtspec.trtllm.serve.command import (
+    CONFIG_NAME,
+    STARTERS,
+    Cluster,
+    Command,
+    Given,
+    build_command,
+    check_cluster,
+    check_file,
+    environment,
+    job_script,
+    wrap,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +177,7 @@ def plan_engine(start: EngineStart, *, replay: tuple[str, ...] = (), launching: 
     target = load_target(start.target)
     given = _user_file(start)
     head = _head(start, given, launching)
-    reach = commands.Cluster(start.launcher, args=_launcher_args(start))
+    reach = Cluster(start.launcher, args=_launcher_args(start))
     version, problems = _version(start, given, target, head, launching and not reach.contained)
     intent = _intent(start, given, version[0], target)
     file = given or _File(CONFIG_NAME, compose(intent, target.spec, head.spec if head else None), None, True)
@@ -195,11 +206,11 @@ def plan_engine(start: EngineStart, *, replay: tuple[str, ...] = (), launching: 
         problems += preflight.check_host(models, start.host, target.spec.remote_code, os.environ)
         problems += [] if reach.contained else engine_problems(file.text, file.path)
     problems += [] if reach.contained else preflight.check_engine()
-    problems += commands.check_cluster(reach, command.argv, world, os.environ, launching)
-    problems += commands.check_file(reach, file.ours, launching)
-    env = {**ENVIRONMENT, **commands.environment(reach, os.environ)}
+    problems += check_cluster(reach, command.argv, world, os.environ, launching)
+    problems += check_file(reach, file.ours, launching)
+    env = {**ENVIRONMENT, **environment(reach, os.environ)}
     return ServerPlan(
-        argv=commands.wrap(command.argv, env, reach, os.environ),
+        argv=wrap(command.argv, env, reach, os.environ),
         env=env,
         config_text=file.text,
         config_path=file.path,
@@ -209,7 +220,7 @@ def plan_engine(start: EngineStart, *, replay: tuple[str, ...] = (), launching: 
             start.host, start.port, _model_names(start), generates=role is None, local=reach.launcher != "slurm"
         ),
         limits=_limits(start),
-        job=commands.job_script(reach, list(replay)) if reach.launcher == "slurm" else "",
+        job=job_script(reach, list(replay)) if reach.launcher == "slurm" else "",
     )
 
 
@@ -243,7 +254,7 @@ def plan_front(start: FrontStart, *, launching: bool) -> ServerPlan:
 def launch(plan: ServerPlan) -> int:
     """Blocks until the server ends; returns its status when it ended as asked. Raises before anything starts when a
     problem of the plan is an error, and ServerFailed when the server fails."""
-    foreign = plan.argv[0] in commands.STARTERS.values()
+    foreign = plan.argv[0] in STARTERS.values()
     listed = "\n".join(problem_lines(plan.problems))
     if any(problem.code == "TS-SERVE-NO-ENGINE" for problem in plan.problems):
         preflight.require_executable()
