@@ -8,7 +8,7 @@ DEMO_OUT ?= demo-out
 # Without kept bytecode every process of the tests compiles PyTorch again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all lint docs clean
+.PHONY: demo test test-all test-oracles lint docs clean
 
 demo: $(STAMP)  ## the whole chain on a small Kimi, on a CPU, ending in a report
 	@TRTSPEC_PROGRESS=1 $(BIN)/trtspec demo -o $(DEMO_OUT) --force
@@ -20,6 +20,19 @@ test: lint  ## lint, then the default test suite
 test-all: lint  ## also the tests that take minutes each
 	@echo "== all tests"
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow" --timeout=1800
+
+# TRTSPEC_ORACLE_SOURCES=DIR: checkouts of TorchSpec, SpecForge and EAGLE, which are no packages; skipped without
+test-oracles: .oracles/.made  ## against code that others wrote: vLLM, speculators, ModelOpt 0.47 and 0.48 and more in environments of their own
+	@TRTSPEC_ORACLE_PYTHON=.oracles/transformers4/bin/python TRTSPEC_VLLM_PYTHON=.oracles/vllm/bin/python \
+		TRTSPEC_SPECULATORS_PYTHON=.oracles/vllm/bin/python \
+		TRTSPEC_MODELOPT_048_PYTHON=.oracles/modelopt048/bin/python \
+		$(BIN)/python -m pytest tests/oracles tests/quant/test_modelopt_export.py -m "slow or not slow" --timeout=1800 -s
+
+.oracles/.made: $(STAMP) tests/oracles/environments.sh
+	@echo "== installing what others publish into .oracles (3 GB, some minutes)"
+	@rm -rf .oracles
+	@bash tests/oracles/environments.sh .oracles .venv
+	@touch $@
 
 lint: $(STAMP)  ## style, types, generated documents up to date
 	@echo "== lint (ruff, mypy, generated documents)"
@@ -33,7 +46,7 @@ docs: $(STAMP)  ## the documentation as a site in site/
 	@$(BIN)/zensical build --clean
 
 clean:
-	rm -rf .venv site demo-out build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .oracles site demo-out build dist .pytest_cache .mypy_cache .ruff_cache
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "== installing into .venv (about 2 GB, two to three minutes on two cores)"

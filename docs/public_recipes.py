@@ -1,6 +1,7 @@
 """Writes docs/public-recipes.md from public_recipes.yaml and what build-config writes: `python docs/public_recipes.py`.
 
-`--check` exits 1 when the document is stale, a difference is not explained or an explanation has no difference.
+`--check` exits 1 when the document is stale, a difference is not explained, an explanation has no difference, or lint
+misjudges one of the public files that worked or failed.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Any
 import yaml
 
 from trtspec.trtllm.build.config import build_named
+from trtspec.trtllm.deployment import deployment_of
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import PREFIX, parse_intent
+from trtspec.trtllm.lint.linter import lint
 
 DOCS = Path(__file__).resolve().parent
 # options that are no setting of the YAML under another name
@@ -79,6 +82,39 @@ def complaints(found: list[Compared]) -> list[str]:
     return wrong
 
 
+def judged() -> list[dict[str, Any]]:
+    """The other public files, each with what lint reports: `errors` by code, those of its options too."""
+    found = []
+    for item in yaml.safe_load((DOCS / "public_recipes.yaml").read_text(encoding="utf-8"))["judged"]:
+        passed = shlex.split(item["options"]) if "options" in item else None
+        text, names = yaml.safe_dump(item["settings"], sort_keys=False), (item.get("target"), item.get("head"))
+        deployment, _, wrong = deployment_of(
+            text, version=item["version"], target=names[0], head=names[1], passed=passed
+        )
+        problems = [*wrong, *lint(text, deployment)]
+        found.append({**item, "errors": [problem.code for problem in problems if problem.severity == "error"]})
+    return found
+
+
+def misjudged(found: list[dict[str, Any]]) -> list[str]:
+    """Working files with an error, and failing ones without theirs."""
+    wrong = []
+    for item in found:
+        works, errors = item["verdict"] == "works", item["errors"]
+        if bool(errors) == works or not (works or item["verdict"] in errors):
+            wrong.append(f"{item['name']} on {item['version']}: {item['verdict']} and lint says {errors or 'nothing'}")
+    return wrong
+
+
+def table(found: list[dict[str, Any]]) -> list[str]:
+    lines = ["", "## Files that are judged only", "", "Written for a release and run, or reported with their failure."]
+    lines += ["", "| file | release | became of it | source |", "|---|---|---|---|"]
+    for item in found:
+        verdict = "works" if item["verdict"] == "works" else f"fails: `{item['verdict']}`"
+        lines.append(f"| {item['name']} | {item['version']} | {verdict} | {item['source']} |")
+    return lines
+
+
 def document(found: list[Compared]) -> str:
     lines = [
         "<!-- Written by docs/public_recipes.py; edit public_recipes.yaml instead. -->",
@@ -108,12 +144,12 @@ def document(found: list[Compared]) -> str:
             cells = ["-" if value is None else f"`{value}`" for value in (theirs, mine)]
             setting = key.removeprefix("option:").removeprefix("env:")
             lines.append(f"| `{setting}` | {cells[0]} | {cells[1]} | {item.reasons[key]} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *table(judged())]) + "\n"
 
 
 def main() -> None:
     found = compare()
-    wrong, path = complaints(found), DOCS / "public-recipes.md"
+    wrong, path = [*complaints(found), *misjudged(judged())], DOCS / "public-recipes.md"
     if "--check" not in sys.argv:
         path.write_text(document(found))
     elif not path.is_file() or path.read_text() != document(found):

@@ -7,9 +7,11 @@ import io
 import os
 import sys
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 from trtspec.cli.app import main
+from trtspec.cli.inspect import InspectOptions, look
 
 
 @dataclass(frozen=True)
@@ -33,3 +35,9 @@ def trtspec(*words: object, **environment: str) -> Done:
         except SystemExit as stopped:
             status = stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None)
     return Done(status, out.getvalue(), err.getvalue())
+
+
+def inspected(path: object, against: object = None, sample: int | None = None) -> dict[str, Any]:
+    """What `trtspec inspect` finds, before it is printed; `problems` are Problem objects."""
+    against = None if against is None else str(against)
+    return look(InspectOptions(path=str(path), against=against, sample=sample))

@@ -46,7 +46,7 @@ TORCH_FREE = (
     "files",
     "bench",
 )
-TORCH_FREE_CHECKPOINT = ("headers", "detect", "heads", "hub", "tokenizer")
+TORCH_FREE_CHECKPOINT = ("headers", "detect", "heads", "hub", "tokenizer", "rows", "conversations")
 HEAVY = ("torch", "transformers", "modelopt", "accelerate", "datasets")
 MODELOPT_FILES = ("quant/modelopt.py", "heads/training/module.py")
 FORBIDDEN_NAMES = ("utils", "util", "common", "core", "base", "helpers", "misc")

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.tiny_formats import FP8_CONFIG, INT4_CONFIG, hf_quant_config, nvfp4_config, quantize_tensors
+from trtspec.checkpoint.tokenizer import VISIBLE_SPECIAL_TOKENS
 
 VOCAB = 512
 RESERVED = 256
@@ -321,7 +322,7 @@ def make_tokenizer(directory: Path | str, *, vocab_size: int = VOCAB) -> Path:
             "normalized": False,
             "rstrip": False,
             "single_word": False,
-            "special": True,
+            "special": SPECIALS.get(offset) not in VISIBLE_SPECIAL_TOKENS,
         }
         for offset in range(RESERVED)
     }

@@ -80,12 +80,40 @@ class ConvertReport:
 
 
 def inspect(
-    path: str | Path, against: str | Path | None = None, *, sample: int = 64, modelopt: bool = False
+    path: str | Path,
+    against: str | Path | None = None,
+    *,
+    sample: int | None = None,
+    modelopt: bool = False,
+    hashes: bool = False,
+    run: bool = False,
+    states: str | Path | None = None,
+    prompts: str | None = None,
+    samples: int = 64,
+    draft_len: int = 3,
+    seed: int = 0,
+    device: str = "cpu",
 ) -> Inspection:
-    """What a target or head is and what is wrong with it; with `against`, also compared with its target or source."""
-    from trtspec.inspection import inspect_checkpoint
+    """What a target or head is and what is wrong with it; with `against`, also compared with its target or source.
+    With `run` a head drafts for its target, and `report["run"]` says what came of it."""
+    from trtspec.cli.inspect import InspectOptions, look
 
-    found = inspect_checkpoint(str(path), None if against is None else str(against), sample, modelopt)
+    options = InspectOptions(
+        path=str(path),
+        against=None if against is None else str(against),
+        sample=sample,
+        modelopt=modelopt,
+        hashes=hashes,
+        run=run,
+        states=None if states is None else Path(states),
+        prompts=prompts,
+        samples=samples,
+        draft_len=draft_len,
+        seed=seed,
+        device=device,
+    )
+    found = look(options)
+    ran = {"run": found["run"] and found["run"].to_dict()} if run else {}
     return Inspection(
         kind=found["kind"],
         family=found["family"],
@@ -94,7 +122,7 @@ def inspect(
         parameters=found["parameters"],
         bytes=found["bytes"],
         problems=tuple(found["problems"]),
-        report={key: value for key, value in found.items() if key != "problems"},
+        report={key: value for key, value in found.items() if key != "problems"} | ran,
     )
 
 
@@ -222,7 +250,8 @@ def quantize(
     policy: str | None = None,
     kv_cache: Literal["fp8", "none"] = "fp8",
     input_scales: str | Path = "one",
-    weight_scales: Literal["max", "mse"] = "max",
+    accept_input_scales: bool = False,
+    weight_scales: Literal["max", "mse"] | None = None,
     workers: int = 0,
     device: str = "cpu",
     dry_run: bool = False,
@@ -232,15 +261,18 @@ def quantize(
 ) -> QuantizeReport:
     """Converts a BF16, FP8 or INT4 Kimi checkpoint to NVFP4 with the streaming engine; resumes an interrupted run."""
     from trtspec.cli.quantize import QuantizeWhole, run
+    from trtspec.quant.results import to_json
 
     options = QuantizeWhole(
         source=str(source), output=Path(output), policy=policy, kv_cache=kv_cache, input_scales=str(input_scales),
+        accept_input_scales=accept_input_scales,
         weight_scales=weight_scales, workers=workers, device=device, dry_run=dry_run, restart=restart, force=force,
         json_=False,
     )  # fmt: skip
     found = run(options, progress)
-    counts = {key: found[key] for key in ("quantized", "copied", "bytes_in", "bytes_out")}
-    return QuantizeReport(Path(found["output"]), **counts, report=found)
+    return QuantizeReport(
+        Path(found.output), found.quantized, found.copied, found.bytes_in, found.bytes_out, report=to_json(found)
+    )
 
 
 def convert(
@@ -265,12 +297,11 @@ def convert(
         head=str(head), output=Path(output), to=to, from_=from_, target=None if target is None else str(target),
         lm_head=lm_head, embed_tokens=embed_tokens, rope_theta=rope_theta, dry_run=dry_run, force=force,
     )  # fmt: skip
-    found = run(options, progress)
-    layers = found.get("aux_layers")
+    done = run(options, progress)
     return ConvertReport(
-        output=Path(found["output"]) if found["output"] else None,
-        dialect=found["to"],
-        aux_layers=tuple(layers) if layers else None,
-        problems=tuple(found["problems"]),
-        report={key: value for key, value in found.items() if key != "problems"},
+        output=done.output,
+        dialect=done.to,
+        aux_layers=done.head.aux_layers if done.head else None,
+        problems=tuple(done.problems),
+        report={key: value for key, value in done.to_json().items() if key != "problems"},
     )

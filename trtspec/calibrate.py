@@ -9,6 +9,7 @@ that no calibration token reached therefore has its layer's scale, and is counte
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -24,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trtspec.checkpoint.conversations import REMEDY, Conversation, read_conversations
 from trtspec.checkpoint.journal import Journal
-from trtspec.checkpoint.texts import read_texts
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.checkpoint.writer import write_shard
 from trtspec.errors import TrtspecError, UsageError
@@ -34,8 +35,10 @@ from trtspec.models.moe import Experts, MoE, dispatch
 from trtspec.models.precision import default_dtype
 from trtspec.models.stream import LayerStream, States
 from trtspec.quant.conversion import fingerprint
+from trtspec.quant.input_scales import METADATA_KEY, source_fingerprint, source_name
 from trtspec.quant.modelopt import InputObserver
 from trtspec.quant.policy import Policy
+from trtspec.quant.results import Calibrated, CalibrationPlan
 from trtspec.report import (
     OutputOptions,
     existing,
@@ -47,10 +50,10 @@ from trtspec.report import (
     write_json,
 )
 
-FORMAT_VERSION = 1  # raised when the same options would give other scales
+MIN_TOKENS = 2
+FORMAT_VERSION = 2  # raised when the same options would give other scales
 JOURNAL_NAME = "journal.jsonl"
 FORWARD_TOKENS = 4096  # texts of equal length run together up to this many tokens
-METADATA_KEY = "trtspec"
 Progress = Callable[[int, int], None]
 
 
@@ -112,8 +115,8 @@ def calibrate_checkpoint(
     options: CalibrationOptions | None = None,
     again: OutputOptions | None = None,
     progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Writes `output`, safetensors with `<hub name of the linear>.input_scale`; returns the `calibrate` JSON object.
+) -> Calibrated | CalibrationPlan:
+    """Writes `output`, safetensors with `<hub name of the linear>.input_scale`; a dry run writes nothing.
 
     Run again after a kill it resumes with the layer that it stopped in, and the file is the one that an uninterrupted
     run writes. `progress` gets layers done and in all. Raises TrtspecError or UsageError before the first layer for
@@ -123,7 +126,7 @@ def calibrate_checkpoint(
     calibration = prepare(source, data, output, policy, options or CalibrationOptions())
     with calibration.stream:
         if again.dry_run:
-            return _estimate(calibration) | {"resumes": _begun(calibration, again.force) and not again.restart}
+            return _estimate(calibration, _begun(calibration, again.force) and not again.restart)
         if not again.restart and not again.force and _is_finished(calibration):
             shutil.rmtree(calibration.work, ignore_errors=True)  # of a run killed after its last rename
             return _result(calibration, _provenance(output)["layers"], calibration.stream.num_layers, start)
@@ -163,7 +166,7 @@ def prepare(source: Path, data: Path, output: Path, policy: Policy, options: Cal
     calibration.header = {
         "source": fingerprint(stream.checkpoint),
         "options": {
-            "policy": {"name": policy.name, "quantize": list(policy.patterns)},
+            "policy": {"name": policy.name, "quantize": list(policy.quantize)},
             "samples": options.samples,
             "seq_len": options.seq_len,
             "dtype": str(stream.dtype).removeprefix("torch."),
@@ -173,6 +176,26 @@ def prepare(source: Path, data: Path, output: Path, policy: Policy, options: Cal
         "data": hashlib.sha256(repr(texts).encode()).hexdigest(),
     }
     return calibration
+
+
+def read_texts(data: Path, tokenizer: KimiTokenizer, samples: int, seq_len: int) -> list[tuple[int, ...]]:
+    """The first `samples` texts of `data` (see `read_conversations`) as token ids, each cut to `seq_len`; those of
+    fewer than 2 tokens are passed over. Raises UsageError naming the row that is none, or when nothing is left."""
+    found = (_token_ids(conversation, tokenizer)[:seq_len] for conversation in read_conversations(data))
+    texts = [tuple(ids) for ids in itertools.islice((ids for ids in found if len(ids) >= MIN_TOKENS), samples)]
+    if not texts:
+        raise UsageError(f"{data} holds no text", REMEDY)
+    return texts
+
+
+def _token_ids(conversation: Conversation, tokenizer: KimiTokenizer) -> list[int]:
+    """Raw text as it is; messages through the chat template, with the generation prompt when the user speaks last."""
+    if not conversation.messages:
+        return tokenizer.encode(conversation.text + (conversation.completion or ""))
+    asked = conversation.messages[-1]["role"] != "assistant"
+    return tokenizer.apply_chat_template(
+        conversation.messages, list(conversation.tools) or None, add_generation_prompt=asked
+    )
 
 
 def equal_length_batches(texts: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -366,6 +389,10 @@ def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
     about = {"command": "calibrate", "options": options, "data": calibration.header["data"]}
     about["texts"], about["tokens"] = len(calibration.texts), calibration.tokens
     about["unreached_experts"] = sum(len(layer["unreached"]) for layer in layers)
+    spec = calibration.stream.spec
+    checkpoint = calibration.stream.checkpoint
+    about |= {"source": source_name(checkpoint.path), "fingerprint": source_fingerprint(checkpoint)}
+    about["model"] = [spec.model_type, spec.num_hidden_layers, spec.n_routed_experts]
     about["modelopt"] = package_versions().get("nvidia-modelopt")
     source = {"path": str(calibration.stream.checkpoint.path), **calibration.header["source"]}
     kept = [{key: layer[key] for key in ("scales", "dead", "unreached")} for layer in layers]
@@ -406,23 +433,24 @@ def _is_finished(calibration: Calibration) -> bool:
     return _provenance(calibration.output).get("request") == json.loads(json.dumps(calibration.header))
 
 
-def _result(calibration: Calibration, layers: list[dict[str, Any]], resumed: int, start: float) -> dict[str, Any]:
+def _result(calibration: Calibration, layers: list[dict[str, Any]], resumed: int, start: float) -> Calibrated:
     scales = list(_scales(calibration, layers).values())
     spec = calibration.stream.spec
     experts = spec.n_routed_experts * (spec.num_hidden_layers - spec.first_k_dense_replace)
     unreached = {str(index): layer["unreached"] for index, layer in enumerate(layers) if layer["unreached"]}
-    return _sizes(calibration) | {
-        "linears": len(scales),
-        "sha256": file_sha256(calibration.output),
-        "experts": experts,
-        "experts_unreached": sum(len(ids) for ids in unreached.values()),
-        "unreached": unreached,
-        "dead_inputs": [f"layer {index} {point}" for index, layer in enumerate(layers) for point in layer["dead"]],
-        "input_scale": {"min": min(scales), "median": statistics.median(scales), "max": max(scales)},
-        "layers_resumed": resumed,
-        "seconds": round(time.monotonic() - start, 3),
-        "peak_rss_bytes": peak_rss(),
-    }
+    return Calibrated(
+        **_sizes(calibration),
+        linears=len(scales),
+        sha256=file_sha256(calibration.output),
+        experts=experts,
+        experts_unreached=sum(len(ids) for ids in unreached.values()),
+        unreached=unreached,
+        dead_inputs=[f"layer {index} {point}" for index, layer in enumerate(layers) for point in layer["dead"]],
+        input_scale={"min": min(scales), "median": statistics.median(scales), "max": max(scales)},
+        layers_resumed=resumed,
+        seconds=round(time.monotonic() - start, 3),
+        peak_rss_bytes=peak_rss(),
+    )
 
 
 def _sizes(calibration: Calibration) -> dict[str, Any]:
@@ -438,20 +466,21 @@ def _sizes(calibration: Calibration) -> dict[str, Any]:
     }
 
 
-def _estimate(calibration: Calibration) -> dict[str, Any]:
+def _estimate(calibration: Calibration, resumes: bool) -> CalibrationPlan:
     """What a run would read, hold and write; writes nothing."""
     stream, states = calibration.stream, calibration.states()
     layer = max(stream.layer_bytes(index) for index in {0, stream.num_layers - 1})
     linears = sum(calibration.policy.quantizes(module) for module in _linears(stream))
-    return _sizes(calibration) | {
-        "linears": linears,
-        "layer_bytes": layer,
-        "states_bytes": states.bytes,
-        "states_in_memory": states.in_memory,
-        "load_ahead": stream.load_ahead,
-        "memory_bytes_estimate": (1 + stream.load_ahead) * layer + (states.bytes if states.in_memory else 0),
-        "disk_bytes": 2 * states.bytes,
-        "free_bytes": shutil.disk_usage(existing(calibration.output.parent)).free,
-        "bytes_read": stream.checkpoint.bytes,
-        "dry_run": True,
-    }
+    return CalibrationPlan(
+        **_sizes(calibration),
+        linears=linears,
+        layer_bytes=layer,
+        states_bytes=states.bytes,
+        states_in_memory=states.in_memory,
+        load_ahead=stream.load_ahead,
+        memory_bytes_estimate=(1 + stream.load_ahead) * layer + (states.bytes if states.in_memory else 0),
+        disk_bytes=2 * states.bytes,
+        free_bytes=shutil.disk_usage(existing(calibration.output.parent)).free,
+        bytes_read=stream.checkpoint.bytes,
+        resumes=resumes,
+    )

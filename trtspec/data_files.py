@@ -30,6 +30,11 @@ def gpu_names() -> list[str]:
     return sorted(load_yaml("gpus.yaml")["gpus"])
 
 
+def policy_names() -> list[str]:
+    """The shipped ways to quantize, oldest model first."""
+    return list(load_yaml("policies.yaml")["policies"])
+
+
 def gpu_spec(name: str) -> GpuSpec:
     """The row of gpus.yaml called `name` (b200, gb300, ..); raises UsageError listing the known ones."""
     data = load_yaml("gpus.yaml")

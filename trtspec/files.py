@@ -13,6 +13,8 @@ import json
 import os
 import stat
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -26,8 +28,18 @@ KINDS = ((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOC
 CODE = "TS-ERROR-FILE"
 
 
-def open_regular(path: str | Path, remedy: str = "") -> BinaryIO:
-    """A regular file, open for reading. Raises FileNotFoundError where there is none, UsageError for anything else."""
+@contextmanager
+def open_regular(path: str | Path, remedy: str = "") -> Iterator[BinaryIO]:
+    """A regular file, open for reading. Raises FileNotFoundError where there is none, UsageError for anything else and
+    for a disk that fails while it is read."""
+    with _opened(path, remedy) as stream:
+        try:
+            yield stream
+        except OSError as error:
+            raise unreadable(path, error.strerror or str(error), remedy or "check the disk that it lies on") from None
+
+
+def _opened(path: str | Path, remedy: str) -> BinaryIO:
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -48,10 +60,7 @@ def read_bytes(path: str | Path, most: int = MOST_JSON, remedy: str = "") -> byt
         size = os.fstat(stream.fileno()).st_size
         if size > most:
             raise unreadable(path, f"it has {size} bytes, more than {most}", remedy)
-        try:
-            data = stream.read(most + 1)  # /proc and growing files say another size
-        except OSError as error:
-            raise unreadable(path, error.strerror or str(error), remedy) from None
+        data = stream.read(most + 1)  # /proc and growing files say another size
     if len(data) > most:
         raise unreadable(path, f"it has more than {most} bytes", remedy)
     return data
@@ -71,22 +80,24 @@ def decoded(data: bytes, path: str | Path, remedy: str = "") -> str:
         raise unreadable(path, f"line {line} is not UTF-8 text", remedy) from None
 
 
-def read_object(path: str | Path, most: int = MOST_JSON, remedy: str = "") -> dict[str, Any]:
-    """The JSON object in a file. Raises FileNotFoundError where there is none, TrtspecError for anything else."""
+def read_object(path: str | Path, most: int = MOST_JSON, remedy: str = "", unique: bool = False) -> dict[str, Any]:
+    """The JSON object in a file. Raises FileNotFoundError where there is none, TrtspecError for anything else, with
+    `unique` also for a key that stands twice."""
     try:
-        value = parse_json(read_text(path, most, remedy))
+        value = parse_json(read_text(path, most, remedy), unique)
     except ValueError as error:
-        raise TrtspecError(f"{path} is not valid JSON: {error}", remedy) from None
+        raise TrtspecError(f"{path} is not valid JSON: {error}", remedy, CODE) from None
     if not isinstance(value, dict):
-        raise TrtspecError(f"{path} holds {type(value).__name__}, not a JSON object", remedy)
+        raise TrtspecError(f"{path} holds {type(value).__name__}, not a JSON object", remedy, CODE)
     return value
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, unique: bool = False) -> Any:
     """The value of a JSON text. Raises ValueError for all that is none: too deep, numbers of thousands of digits, or
-    strings that are no text (lone surrogates), which nothing could print."""
+    strings that are no text (lone surrogates), which nothing could print; with `unique` also for a key that an object
+    has twice, of which json would drop the first."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_unique if unique else None)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     escape = b"\\ud" if isinstance(text, bytes) else "\\ud"
@@ -96,6 +107,19 @@ def parse_json(text: str | bytes) -> Any:
         except UnicodeEncodeError:
             raise ValueError("a string holds half a character (a lone surrogate)") from None
     return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        unseen = set(found)
+        twice = next(key for key, _ in pairs if key not in unseen or unseen.remove(key))  # type: ignore[func-returns-value]
+        raise DoubledKey(f"an object has the key {twice[:60]!r} twice")
+    return found
+
+
+class DoubledKey(ValueError):
+    """A JSON object has a key twice."""
 
 
 def unreadable(path: str | Path, reason: str, remedy: str = "") -> UsageError:

@@ -6,10 +6,12 @@ line) with what it means: `format.parts`, `format.values_per_element`, `format.l
 
 from __future__ import annotations
 
+import fnmatch
+import re
 from collections.abc import Container
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 PLAIN_DTYPES = ("BF16", "F16", "F32")  # safetensors codes of weights that need nothing beside them
 NVFP4_BLOCK = 16  # values along K that share one FP8 scale
@@ -18,20 +20,125 @@ INT4_GROUP = 32  # values along K that share one BF16 scale, where config.json n
 
 
 @dataclass(frozen=True)
+class SchemeWord:
+    """A key of a quantization_config that decides how the bytes are read. `path` leads to it (`*`: every group);
+    `values` are those of published Kimis, None for an absent key; any other is refused with `code` for the reason
+    `why`."""
+
+    path: str
+    values: tuple[Any, ...]
+    code: str
+    why: str
+
+
+_INT4_WEIGHTS = "config_groups.*.weights."
+_INT4_WORDS = (
+    SchemeWord("format", ("pack-quantized",), "TS-TARGET-INT4-FORMAT", "only pack-quantized tensors can be unpacked"),
+    SchemeWord(f"{_INT4_WEIGHTS}num_bits", (4,), "TS-TARGET-INT4-BITS", "values are read as 4 bits"),
+    SchemeWord(f"{_INT4_WEIGHTS}type", ("int",), "TS-TARGET-INT4-BITS", "values are read as integers"),
+    SchemeWord(f"{_INT4_WEIGHTS}symmetric", (True, None), "TS-TARGET-INT4-ASYMMETRIC", "zero points would be left out"),
+    SchemeWord(
+        f"{_INT4_WEIGHTS}actorder",
+        (None, False),
+        "TS-TARGET-INT4-ACTORDER",
+        "columns would be scaled by other columns' scales",
+    ),
+    SchemeWord(
+        f"{_INT4_WEIGHTS}strategy", ("group",), "TS-TARGET-INT4-STRATEGY", "scales are read as one for each group"
+    ),
+    SchemeWord(
+        f"{_INT4_WEIGHTS}block_structure", (None,), "TS-TARGET-INT4-STRATEGY", "blocks are read as groups of a row"
+    ),
+    SchemeWord(
+        f"{_INT4_WEIGHTS}dynamic", (False, None), "TS-TARGET-INT4-STRATEGY", "weights cannot be scaled at run time"
+    ),
+    SchemeWord(
+        "config_groups.*.input_activations",
+        (None,),
+        "TS-TARGET-INT4-ACTIVATIONS",
+        "activations are read as not quantized",
+    ),
+    SchemeWord(
+        "config_groups.*.output_activations",
+        (None,),
+        "TS-TARGET-INT4-ACTIVATIONS",
+        "activations are read as not quantized",
+    ),
+    SchemeWord("config_groups.*.targets", (["Linear"],), "TS-TARGET-INT4-TARGETS", "it must mean all linears"),
+    SchemeWord("quantization_status", ("compressed", None), "TS-TARGET-INT4-FORMAT", "the weights would not be packed"),
+    SchemeWord("sparsity_config", (None, {}), "TS-TARGET-INT4-FORMAT", "sparse tensors cannot be read"),
+    SchemeWord(
+        "transform_config", (None, {}), "TS-TARGET-INT4-FORMAT", "rotated weights would have to be rotated back"
+    ),
+    SchemeWord("kv_cache_scheme", (None,), "TS-TARGET-INT4-KV-CACHE", "no INT4 Kimi quantizes its KV cache"),
+)
+_FP8_WORDS = (
+    SchemeWord("fmt", ("e4m3", None), "TS-TARGET-FP8-FORMAT", "values are read as E4M3"),
+    SchemeWord("activation_scheme", ("dynamic", None), "TS-TARGET-FP8-FORMAT", "static activation scales are not read"),
+    SchemeWord("scale_fmt", (None,), "TS-TARGET-FP8-FORMAT", "scales are read as float32"),
+    SchemeWord(
+        "weight_block_size",
+        (list(FP8_BLOCK_SIZE),),
+        "TS-TARGET-FP8-BLOCK",
+        "Kimis and the engines' kernels have 128 x 128",
+    ),
+)
+_NVFP4_WORDS = tuple(
+    SchemeWord(f"config_groups.*.{side}.{key}", values, "TS-TARGET-NVFP4-SCHEME", why)
+    for side in ("weights", "input_activations")
+    for key, values, why in (
+        ("num_bits", (4,), "both sides of an NVFP4 product have 4 bits"),
+        ("type", ("float",), "values are read as E2M1"),
+        ("group_size", (NVFP4_BLOCK,), f"a scale serves {NVFP4_BLOCK} values"),
+        ("dynamic", (False, None), "scales are stored, not computed at run time"),
+    )
+) + (
+    SchemeWord("group_size", (NVFP4_BLOCK, None), "TS-TARGET-NVFP4-SCHEME", f"a scale serves {NVFP4_BLOCK} values"),
+    SchemeWord(
+        "config_groups.*.targets", (["Linear"], None), "TS-TARGET-NVFP4-SCHEME", "all linears that `ignore` leaves"
+    ),
+    SchemeWord(
+        "kv_cache_scheme",
+        (None, {"dynamic": False, "num_bits": 8, "type": "float"}, {"num_bits": 8, "type": "float"}),
+        "TS-TARGET-NVFP4-KV-CACHE",
+        "a Kimi's KV cache is FP8 or as the engine chooses",
+    ),
+    SchemeWord(
+        "kv_cache_quant_algo",
+        ("FP8", None),
+        "TS-TARGET-NVFP4-KV-CACHE",
+        "a Kimi's KV cache is FP8 or as the engine chooses",
+    ),
+)
+
+
+PartKind = Literal["values", "groups", "blocks", "scalar", "shape"]
+
+
+@dataclass(frozen=True)
 class Storage:
     """How one linear [N, K] lies in a checkpoint. Suffixes follow the module's name; the first one holds the values.
 
-    `dtypes` are the safetensors codes that each of `all_parts` may have; `values_per_element` counts weights in one
-    element of the first part; `bits` is the mean size of one weight with its scales.
+    `dtypes` are the safetensors codes that each of `all_parts` may have, `kinds` what each is for: the values, a scale
+    for each group of a row or block of rows and columns, one number, or the shape. `values_per_element` counts weights
+    in one element of the first part, `group` those along K that share a scale; `bits` is the mean size of one weight
+    with its scales. `words` are the keys of its quantization_config that readers rely on, `unquantized` the keys that
+    list the modules left alone, `never` the modules that engines leave alone unlisted.
     """
 
     title: str
     parts: tuple[str, ...]
     dtypes: tuple[tuple[str, ...], ...]
+    kinds: tuple[PartKind, ...] = ("values",)
     values_per_element: int = 1
+    group: int = 0
     extra_parts: tuple[str, ...] = ()
     bits: float = 16.0
     scalar_bytes: int = 0
+    words: tuple[SchemeWord, ...] = ()
+    unquantized: tuple[str, ...] = ("ignore",)
+    never: tuple[str, ...] = ("mlp.gate", "embed_tokens")
+    method: str = ""
 
     @property
     def all_parts(self) -> tuple[str, ...]:
@@ -41,15 +148,23 @@ class Storage:
 _STORAGE = {
     "bf16": Storage("BF16", ("weight",), (PLAIN_DTYPES,)),
     "fp8-block": Storage(
-        "FP8 in 128x128 blocks", ("weight", "weight_scale_inv"), (("F8_E4M3",), PLAIN_DTYPES), bits=8.0
+        "FP8 in 128x128 blocks", ("weight", "weight_scale_inv"), (("F8_E4M3",), PLAIN_DTYPES),
+        kinds=("values", "blocks"), bits=8.0,
+        method="fp8", words=_FP8_WORDS, unquantized=("modules_to_not_convert", "ignored_layers", "ignore"),
+        never=("mlp.gate", "embed_tokens", "lm_head"),
     ),
     "int4": Storage(
         "INT4 pack-quantized", ("weight_packed", "weight_scale", "weight_shape"),
-        (("I32",), PLAIN_DTYPES, ("I64", "I32")), 8, bits=4 + 16 / INT4_GROUP, scalar_bytes=16,
+        (("I32",), PLAIN_DTYPES, ("I64", "I32")), ("values", "groups", "shape"), 8, INT4_GROUP,
+        bits=4 + 16 / INT4_GROUP, scalar_bytes=16,
+        method="compressed-tensors", words=_INT4_WORDS,
     ),
     "nvfp4": Storage(
-        "NVFP4", ("weight", "weight_scale", "weight_scale_2"), (("U8",), ("F8_E4M3",), ("F32",), ("F32",)), 2,
-        extra_parts=("input_scale",), bits=4 + 8 / NVFP4_BLOCK, scalar_bytes=8,
+        "NVFP4", ("weight", "weight_scale", "weight_scale_2"), (("U8",), ("F8_E4M3",), ("F32",), ("F32",)),
+        ("values", "groups", "scalar", "scalar"), 2, NVFP4_BLOCK,
+        extra_parts=("input_scale",), bits=4 + 8 / NVFP4_BLOCK, scalar_bytes=8, words=_NVFP4_WORDS,
+        method="modelopt",
+        unquantized=("ignore", "exclude_modules"),
     ),
 }  # fmt: skip
 KV_ELEMENT_BYTES = {"fp8": 1, "bf16": 2}  # of the KV cache, by dtype
@@ -87,6 +202,11 @@ class WeightFormat(StrEnum):
         return int(self.storage.bits)
 
     @property
+    def method(self) -> str:
+        """`quant_method` of a config.json in this format."""
+        return self.storage.method
+
+    @property
     def is_plain(self) -> bool:
         """The values themselves; nothing to decode."""
         return self is WeightFormat.BF16
@@ -104,7 +224,37 @@ class WeightFormat(StrEnum):
     @property
     def has_block_scales(self) -> bool:
         """One scale for each block of rows and columns."""
-        return self is WeightFormat.FP8_BLOCK
+        return "blocks" in self.storage.kinds
+
+    @property
+    def has_group_scales(self) -> bool:
+        """One scale for each group of values of a row."""
+        return "groups" in self.storage.kinds
+
+    def part_shapes(
+        self, rows: int, columns: int, group_size: int = 0, block: tuple[int, int] | None = None
+    ) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Suffix -> the shapes that this part of a [rows, columns] matrix may have. `group_size` 0 and `block` None are
+        those of published Kimis."""
+        storage, (height, width) = self.storage, block or FP8_BLOCK_SIZE
+        shapes: dict[PartKind, tuple[tuple[int, ...], ...]] = {
+            "values": ((rows, -(-columns // storage.values_per_element)),),
+            "groups": ((rows, -(-columns // (group_size or storage.group or 1))),),
+            "blocks": ((-(-rows // height), -(-columns // width)),),
+            "scalar": ((), (1,)),
+            "shape": ((2,),),
+        }
+        return {suffix: shapes[kind] for suffix, kind in zip(storage.all_parts, storage.kinds, strict=True)}
+
+    def unquantized_modules(self, patterns: tuple[str, ...]) -> re.Pattern[str]:
+        """Matches the modules that `patterns` leave alone, as the format's own library reads them: ModelOpt shell
+        patterns; compressed-tensors names, also without what stands before, or `re:` and a regular expression.
+
+        A pattern that is no regular expression matches nothing.
+        """
+        if self.is_fp4:
+            return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)")
+        return re.compile("|".join(map(_named_or_regex, patterns)) or r"(?!)")
 
     def linear_bytes(self, rows: int, columns: int) -> int:
         """Bytes of one stored [rows, columns] matrix with its scales.
@@ -116,6 +266,18 @@ class WeightFormat(StrEnum):
             height, width = FP8_BLOCK_SIZE
             return rows * columns + 4 * -(-rows // height) * -(-columns // width)
         return int(rows * columns * self.storage.bits / 8) + self.storage.scalar_bytes
+
+
+def _named_or_regex(pattern: str) -> str:
+    """One entry of an ignore list of compressed-tensors or FP8, as the alternative of a regular expression."""
+    if not pattern.startswith("re:"):
+        return rf"(?:.*\.)?{re.escape(pattern)}\Z"
+    alternative = f"(?:{pattern[3:]})"
+    try:
+        re.compile(alternative)
+    except (re.error, RecursionError, OverflowError):
+        return r"(?!)"
+    return r"(?!)" if "(?P" in alternative else alternative
 
 
 SIDE_PARTS = tuple(dict.fromkeys(suffix for format in WeightFormat for suffix in format.companions))
@@ -145,14 +307,20 @@ def packed_format(suffix: str) -> WeightFormat | None:
     return _PACKED.get(suffix)
 
 
+def format_of_method(block: dict[str, Any]) -> WeightFormat | None:
+    """The format that a quantization_config's method announces, whatever else it says."""
+    told = block.get("quant_method")
+    return next((format for format in WeightFormat if told and format.method == told), None)
+
+
 def format_of_config(block: dict[str, Any]) -> tuple[WeightFormat, int, tuple[int, int] | None] | None:
     """Format, group size and block size of a quantization_config; None where no Kimi is published in it."""
     method = block.get("quant_method", "")
     if method == "modelopt" and block.get("quant_algo") == "NVFP4":
         return WeightFormat.NVFP4, NVFP4_BLOCK, None
-    if method == "fp8" and block.get("weight_block_size"):
-        rows, columns = block["weight_block_size"]
-        return WeightFormat.FP8_BLOCK, 0, (int(rows), int(columns))
+    sizes = block.get("weight_block_size")
+    if method == "fp8" and isinstance(sizes, list) and len(sizes) == 2 and min(sizes) > 0:
+        return WeightFormat.FP8_BLOCK, 0, (int(sizes[0]), int(sizes[1]))
     if method == "compressed-tensors" and block.get("format") == "pack-quantized":
         groups = block.get("config_groups") or {}
         weights = [(group.get("weights") or {}) for group in groups.values()]
@@ -161,4 +329,4 @@ def format_of_config(block: dict[str, Any]) -> tuple[WeightFormat, int, tuple[in
     return None
 
 
-SUPPORTED = "supported: BF16, FP8 128x128 blocks, INT4 pack-quantized, ModelOpt NVFP4"
+SUPPORTED = f"supported: {', '.join(format.storage.title for format in WeightFormat)}"

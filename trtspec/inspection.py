@@ -10,20 +10,7 @@ from trtspec.errors import Problem, UsageError
 if TYPE_CHECKING:
     from trtspec.checkpoint.hub import Resolved
 
-
-def inspect_checkpoint(
-    path: str, against: str | None = None, sample: int = 64, modelopt: bool = False
-) -> dict[str, Any]:
-    """The keys of the JSON contract; `problems` are Problem objects. `sample`: tensors that are decoded and compared
-    with the source `against`, 0 for all; 0 also reads all values of a head. `modelopt` compares packed bytes too."""
-    from trtspec.checkpoint.describe import describe
-    from trtspec.checkpoint.hub import resolve
-
-    resolved = resolve(path, allow_download=False)
-    report = describe(resolved, all_values=sample == 0)
-    if against is not None:
-        report |= compare(resolved, resolve(against, allow_download=False), report, sample, modelopt)
-    return report
+COMPARED = 64  # tensors that are compared with a source where nobody says how many
 
 
 def compare(resolved: Resolved, other: Resolved, report: dict[str, Any], sample: int, modelopt: bool) -> dict[str, Any]:
@@ -42,7 +29,13 @@ def compare(resolved: Resolved, other: Resolved, report: dict[str, Any], sample:
 def compare_pair(resolved: Resolved, other: Resolved, report: dict[str, Any]) -> dict[str, Any]:
     """A head against its target; a head that is none has nothing to compare."""
     from trtspec.checkpoint.headers import Checkpoint
-    from trtspec.checkpoint.heads.pairing import config_problems, pair_problems, tensor_parallel_sizes, yarn_problems
+    from trtspec.checkpoint.heads.pairing import (
+        config_problems,
+        pair_problems,
+        tensor_parallel_sizes,
+        told_once,
+        yarn_problems,
+    )
     from trtspec.checkpoint.heads.read import read_head
     from trtspec.checkpoint.heads.shapes import canonical_names
     from trtspec.checkpoint.heads.values import embedding_problems
@@ -59,7 +52,8 @@ def compare_pair(resolved: Resolved, other: Resolved, report: dict[str, Any]) ->
     if checkpoint is not None and own and other.path and any(other.path.glob("*.safetensors")):
         found += embedding_problems(checkpoint, own, Checkpoint.open(other.path), target)
     sizes = tensor_parallel_sizes(head)
-    return {"against": other.name, "tensor_parallel_sizes": sizes, "problems": report["problems"] + found}
+    problems = told_once(report["problems"] + found)
+    return {"against": other.name, "tensor_parallel_sizes": sizes, "problems": problems}
 
 
 def compare_derived_head(resolved: Resolved, source: Resolved, report: dict[str, Any]) -> dict[str, Any]:

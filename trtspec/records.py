@@ -51,6 +51,13 @@ class Mode:
     how: str
 
 
+def without(record: type, *unused: str) -> type:
+    """The record of a mode that uses every field of `record` but these."""
+    kept = [field for field in dataclasses.fields(record) if field.name not in unused]
+    parts = [(field.name, Any, dataclasses.field(default=field.default)) for field in kept]
+    return dataclasses.make_dataclass(record.__name__, parts, frozen=True, kw_only=True)
+
+
 def click_command(name: str, record: type[Record], run: Callable[[Record], Any], **settings: Any) -> TyperCommand:
     """The command `name`, which fills `record` and calls `run` with it. Every option can also be given as
     TRTSPEC_<NAME>_<LONG FLAG>. `settings` go to typer, for example `epilog`."""
@@ -153,7 +160,8 @@ def narrow(options: Any, chosen: Mode, modes: Sequence[Mode], *, selecting: Iter
         if field.name in used or field.name in selecting:
             continue
         others = [mode.how for mode in modes if field.name in {item.name for item in dataclasses.fields(mode.record)}]
-        remedy = f"leave it out, or use {' or '.join(others)}" if others else "leave it out"
+        listed = " or ".join([", ".join(others[:-1]), others[-1]] if len(others) > 1 else others)
+        remedy = f"leave it out, or use {listed}" if others else "leave it out"
         refuse_unused(options, (field.name,), f"by {chosen.name}", remedy)
     shared = used & {field.name for field in dataclasses.fields(options)}
     return chosen.record(**{name: getattr(options, name) for name in shared})

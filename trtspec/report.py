@@ -11,7 +11,8 @@ import platform
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +177,42 @@ def problem_lines(problems: list[Problem]) -> list[str]:
         if problem.remedy:
             lines.append(f"        -> {problem.remedy}")
     return lines
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled table; `note` says what the figures mean. Without `columns` it lists names and values. `text_columns`
+    are set to the left, the others to the right; `styles` colours cells by their text."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    text_columns: frozenset[int] = field(default=frozenset({0}))
+    ruled: bool = True
+    styles: Mapping[str, str] = field(default_factory=dict)
+
+
+def print_tables(tables: Sequence[Table], lines: Sequence[str] = ()) -> None:
+    """To stdout, with the lines below them; plain text of 160 columns where stdout is not a terminal."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=160, no_color=True, highlight=False)
+    for table in tables:
+        drawn = RichTable(
+            title=table.title, caption=table.note or None, title_justify="left", caption_justify="left",
+            show_header=bool(table.columns), box=box.HEAVY_HEAD if table.ruled else None, pad_edge=table.ruled,
+        )  # fmt: skip
+        for index in range(max(map(len, [table.columns, *table.rows]))):
+            name = table.columns[index] if table.columns else ""
+            drawn.add_column(name, justify="left" if index in table.text_columns else "right")
+        for row in table.rows:
+            drawn.add_row(*(Text(cell, style=table.styles.get(cell, "")) for cell in row))
+        console.print(drawn)
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)

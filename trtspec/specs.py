@@ -16,6 +16,7 @@ from trtspec.formats import SUPPORTED, WeightFormat, format_of_config
 REQUIRED = object()
 MOST = 2**31 - 1  # of a size
 REMEDY = "correct config.json, or download it again"
+CODE = "TS-CONFIG-KEY"
 SHOWN = 60
 NESTED = ("text_config", "transformer_layer_config", "eagle_config", "quantization_config", "quantization")
 MAPPINGS = (
@@ -37,7 +38,7 @@ class Values:
 
     def __init__(self, values: Any, where: str = "config.json") -> None:
         if not isinstance(values, dict):
-            raise TrtspecError(f"{where} is {_shown(values)}, not a mapping", REMEDY)
+            raise TrtspecError(f"{where} is {_shown(values)}, not a mapping", REMEDY, CODE)
         self.values, self.where = values, where
 
     def whole(self, key: str, default: Any = REQUIRED, least: int = 0, most: int = MOST) -> int:
@@ -89,13 +90,13 @@ class Values:
     def _value(self, key: str, default: Any) -> Any:
         if default is REQUIRED:
             if key not in self.values:
-                raise TrtspecError(f"{self.where} has no key {key!r}", REMEDY)
+                raise TrtspecError(f"{self.where} has no key {key!r}", REMEDY, CODE)
             return self.values[key]
         value = self.values.get(key)
         return default if value is None or value == 0 else value
 
     def _wrong(self, key: str, what: str, value: Any) -> TrtspecError:
-        return TrtspecError(f"{self.where}: {key} must be {what}, not {_shown(value)}", REMEDY)
+        return TrtspecError(f"{self.where}: {key} must be {what}, not {_shown(value)}", REMEDY, CODE)
 
 
 def check_kinds(config: dict[str, Any], where: str) -> dict[str, Any]:
@@ -164,6 +165,7 @@ class RopeSpec:
             raise TrtspecError(
                 f"rope type {rope_type!r} is not one that Kimi models or Eagle3 heads use (default, yarn)",
                 "check rope_scaling / rope_parameters in config.json",
+                "TS-CONFIG-ROPE",
             )
         return RopeSpec(
             theta=theta,
@@ -223,6 +225,7 @@ def _quant_from_block(block: dict[str, Any], where: str) -> QuantSpec:
         f"quantization_config in {where} (quant_method {method!r}, format {block.get('format')!r}, "
         f"quant_algo {block.get('quant_algo')!r}) is not a format that Kimi checkpoints are published in",
         SUPPORTED,
+        "TS-TARGET-FORMAT-UNKNOWN",
     )
 
 
@@ -286,13 +289,15 @@ class ModelSpec:
         model_type = config.get("model_type", "")
         if model_type in ("kimi_k3", "kimi_linear"):
             raise TrtspecError(
-                f"model type {model_type!r} is Kimi-K3, another architecture (KDA + gated MLA, MXFP4)",
+                f"model_type {model_type!r} is Kimi-K3, another architecture (KDA + gated MLA, MXFP4)",
                 "trtspec serves K2, K2-Thinking, K2.5, K2.6 and K2.7-Code",
+                "TS-TARGET-MODEL-TYPE",
             )
         if model_type not in KIMI_MODEL_TYPES:
             raise TrtspecError(
-                f"model type {model_type!r} is not a Kimi-K2 model (known: {', '.join(KIMI_MODEL_TYPES)})",
+                f"model_type {model_type!r} is not a Kimi-K2 model (known: {', '.join(KIMI_MODEL_TYPES)})",
                 "pass a Kimi-K2, K2-Thinking, K2.5, K2.6 or K2.7-Code checkpoint",
+                "TS-TARGET-MODEL-TYPE",
             )
         return _model_spec(config, QuantSpec.from_configs(config, hf_quant_config))
 

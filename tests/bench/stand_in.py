@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import sys
 from typing import Any
 
@@ -32,7 +33,8 @@ SETTINGS: dict[str, Any] = {
     "swap_ties": False,  # take the runner-up where the gap is tiny, as another summation order may
     "swap_sure": False,  # take the runner-up where the target is sure: a real defect
     "loop": False,
-    "logprobs": True,
+    "logprobs": True,  # "deadly": a request for them ends the process
+    "version": "0.0-stand-in",
     "rounding": 0.0,
     "tool": "call",  # call | malformed | none | vanish | refuse
     "fail_every": 0,
@@ -115,7 +117,7 @@ def health() -> PlainTextResponse:
 
 @app.get("/version")
 def version() -> dict[str, str]:
-    return {"version": "0.0-stand-in"}
+    return {"version": SETTINGS["version"]}
 
 
 @app.get("/v1/models")
@@ -183,6 +185,8 @@ async def chat(request: Request) -> Any:
         if SETTINGS["tool"] == "refuse":
             return JSONResponse({"error": {"message": "tools need a parser"}}, status_code=400)
         return {"choices": [{"index": 0, "message": tool_message(), "finish_reason": "stop"}]}
+    if body.get("logprobs") and SETTINGS["logprobs"] == "deadly":
+        os._exit(1)
     if body.get("logprobs") and not SETTINGS["logprobs"]:
         return JSONResponse({"error": {"message": "logprobs are off"}}, status_code=400)
     prompt = json.dumps(body["messages"])

@@ -49,9 +49,9 @@ def test_recovers_the_rates_that_made_the_counts() -> None:
 def test_micro_and_macro_average_differ() -> None:
     long, short = turn(90, 180), turn(9, 0)
     found = acceptance.summarize([long, short])
-    assert found["acceptance_length"] == pytest.approx(1 + 180 / 99, abs=1e-4)
+    assert found.acceptance_length == pytest.approx(1 + 180 / 99, abs=1e-4)
     # prefill counted: 271 tokens in 91 iterations, 10 tokens in 10
-    assert found["per_turn_mean"] == pytest.approx((271 / 91 + 1.0) / 2, abs=1e-4)
+    assert found.per_turn_mean == pytest.approx((271 / 91 + 1.0) / 2, abs=1e-4)
 
 
 def test_prefill_is_not_counted_twice() -> None:
@@ -61,10 +61,10 @@ def test_prefill_is_not_counted_twice() -> None:
 
 def test_unknown_stays_unknown() -> None:
     found = acceptance.summarize([turn(10, 5, (5, 5, 0, 0)), turn(10, 5, None, drafted=None)])
-    assert found["histogram"] is None and found["drafted"] is None
-    assert found["cumulative"] is None and found["acceptance_length"] == 1.5
+    assert found.histogram is None and found.drafted is None
+    assert found.cumulative is None and found.acceptance_length == 1.5
     nothing = acceptance.summarize([])
-    assert nothing["acceptance_length"] is None and nothing["source"] == "the server does not tell"
+    assert nothing.acceptance_length is None and nothing.source == "the server does not tell"
 
 
 def test_histograms_of_different_draft_lengths_add() -> None:
@@ -101,5 +101,5 @@ def test_ratio_with_spread() -> None:
     old = [rng.gauss(2.0, 0.3) for _ in range(200)]
     new = [rng.gauss(3.0, 0.3) for _ in range(200)]
     found = acceptance.ratio_with_spread(new, old)
-    assert found and found["low"] < 1.5 < found["high"] and found["high"] - found["low"] < 0.1
+    assert found and found.low < 1.5 < found.high and found.high - found.low < 0.1
     assert acceptance.ratio_with_spread([], old) is None

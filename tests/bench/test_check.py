@@ -137,12 +137,40 @@ def test_an_answer_that_ends_early_is_a_divergence() -> None:
     short = transcript([("a", "x", 2.0), ("b", "x", 2.0)])
     found = first_divergence(whole, short)
     assert found and found.position == 2 and found.got == "(end of the answer)"
-    assert compare_transcripts([whole], [short], 0.5)["real"] == 1
+    assert compare_transcripts([whole], [short], 0.5).real == 1
 
 
 def test_a_small_gap_between_other_tokens_is_no_tie() -> None:
     """Both gaps are tiny, but the token that came is not the runner-up: something else is wrong."""
     expected = transcript([("a", "b", 1e-5)])
     got = transcript([("z", "a", 1e-5)])
-    assert compare_transcripts([expected], [got], 0.5)["real"] == 1
-    assert compare_transcripts([expected], [transcript([("b", "a", 1e-5)])], 0.5)["near_ties"] == 1
+    assert compare_transcripts([expected], [got], 0.5).real == 1
+    assert compare_transcripts([expected], [transcript([("b", "a", 1e-5)])], 0.5).near_ties == 1
+
+
+def test_an_engine_that_logprobs_would_end_is_not_asked_for_them(stand_in: Start, recording: Path) -> None:
+    """Before the release candidates of April 2026 one such request under speculation ended the engine."""
+    old = stand_in(kind="trtllm", version="1.2.1", logprobs="deadly")
+    code, verdict, _ = check(old, "--against", str(recording))
+    assert code == 0 and status(verdict)["lossless"] == "pass"
+    code, verdict, _ = check(stand_in(kind="trtllm", version="1.4.0rc1"), "--against", str(recording))
+    assert code == 0 and detail(verdict, "lossless")["rounding"]["positions"] > 1000
+
+
+def test_a_speculating_server_recorded_as_plain_is_not_ended(stand_in: Start, tmp_path: Path, dataset: Path) -> None:
+    """Recorded as the baseline by mistake: a few answers show the drafts. A plain one is asked for its gaps."""
+    mistaken = stand_in(kind="trtllm", version="1.2.1", logprobs="deadly")
+    code, _, _ = check(mistaken, "--record", str(tmp_path / "a.json"), "--dataset", str(dataset))
+    assert code == 0 and json.loads((tmp_path / "a.json").read_text())["withheld"]
+    plain = stand_in(kind="trtllm", version="1.2.1", draft_len=0)
+    code, _, _ = check(plain, "--record", str(tmp_path / "b.json"), "--dataset", str(dataset))
+    assert code == 0 and json.loads((tmp_path / "b.json").read_text())["withheld"] is None
+
+
+def test_bench_sends_nothing_that_ends_the_engine(stand_in: Start, dataset: Path) -> None:
+    old = stand_in(kind="trtllm", version="1.2.1", logprobs="deadly")
+    words = ["bench", old, "--dataset", str(dataset), "--samples", "2", "--concurrency", "1", "--extra-body"]
+    for body, says in (({"logprobs": True}, "ends the engine"), ({"min_length": 3}, "ignores min_length")):
+        command = [sys.executable, "-m", "trtspec", *words, json.dumps(body)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert says in done.stdout + done.stderr and (done.returncode == 2) == ("logprobs" in body)

@@ -19,7 +19,12 @@ from trtspec.errors import UsageError
         ('{"turns": [null]}', "has an empty or non-text prompt"),
         ('{"messages": {"role": "user"}}', "has messages that are no list"),
         ('{"messages": ["hello"]}', "has a message that is no object"),
-        ('{"messages": [{"role": "system"}]}', "has no user message"),
+        ('{"messages": [{"role": "system"}]}', "role system without content"),
+        ('{"messages": [{"role": "system", "content": "x"}]}', "has no user message"),
+        ('{"messages": [{"role": "user", "content": ""}]}', "has an empty or non-text prompt"),
+        ('{"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": "y"}]}', "ends in a message"),
+        ('{"prompt": "x", "tools": [{}]}', "has tools"),
+        ('{"text": "x"}', "has no user message"),
         ('{"prompt": [1, 2]}', "gives token ids"),
     ],
 )

@@ -24,7 +24,7 @@ def run(urls: dict[str, str], dataset: Path, **options: Any) -> dict[str, Any]:
     sampling = RequestSampling(max_tokens=64, temperature=options.pop("temperature", 0.0))
     settings: dict[str, Any] = {"concurrency": (1, 4), "samples": (6, 24), **options}
     work = measure.BenchWorkload(dataset=load_dataset(str(dataset)), sampling=sampling, **settings)
-    return asyncio.run(measure.measure(urls, work))[0]
+    return asyncio.run(measure.measure(urls, work))[0].to_dict()
 
 
 def codes(results: dict[str, Any]) -> set[str]:

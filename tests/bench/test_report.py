@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import copy
+import json
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -16,12 +16,13 @@ from trtspec.bench import demo_report, measure, plots
 from trtspec.bench.client import RequestSampling
 from trtspec.bench.datasets import load_dataset
 from trtspec.bench.report import bench_html
+from trtspec.bench.results import BenchResults, from_dict
 
 SAMPLE_CLASSES = {"SAMPLE experts": {"tensors": 28, "relative_error": 0.0951, "worst": 0.0985}}
 
 
 @pytest.fixture
-def results(stand_in: Callable[..., str], dataset: Path) -> dict[str, Any]:
+def results(stand_in: Callable[..., str], dataset: Path) -> BenchResults:
     """A real measurement of three stand-in servers."""
     urls = {"eagle3": stand_in(), "plain": stand_in(kind="plain"), "prompt-lookup": stand_in(draft_len=2)}
     work = measure.BenchWorkload(load_dataset(str(dataset)), RequestSampling(48), (1, 4), (6, 12), rounds=2)
@@ -29,7 +30,7 @@ def results(stand_in: Callable[..., str], dataset: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def sample(results: dict[str, Any]) -> dict[str, Any]:
+def sample(results: BenchResults) -> dict[str, Any]:
     """demo.json with real bench results and made-up everything else."""
     curve = [{"step": s, "loss": 9 / s, "accuracy": [0.1 * s, 0.05 * s]} for s in range(1, 9)]
     checkpoint = {"format": "SAMPLE", "parameters": 10, "bytes": 20, "problems": [], "eagle": "3", "attention": "mla"}
@@ -38,7 +39,7 @@ def sample(results: dict[str, Any]) -> dict[str, Any]:
     return {
         "quick": True,
         "machine": {"processor": "SAMPLE", "cores": 2, "memory_gib": 1.0, "system": "SAMPLE"},
-        "bench": {"greedy": results, "sampled": copy.deepcopy(results), "nvfp4-greedy": copy.deepcopy(results)},
+        "bench": {name: results.to_dict() for name in ("greedy", "sampled", "nvfp4-greedy")},
         "checks": [{"title": "SAMPLE", "gate": True, "verdict": verdict}],
         "steps": [{"stage": 1, "command": "trtspec inspect <SAMPLE>", "expected": 1, "seconds": 2.0}],
         "seconds": 61.0,
@@ -81,15 +82,19 @@ def assert_self_contained(page: str) -> None:
     assert "@import" not in page and "url(http" not in page
 
 
-def test_bench_report(results: dict[str, Any]) -> None:
+def test_bench_report(results: BenchResults) -> None:
     page = bench_html(results)
     assert_self_contained(page)
     assert page.count("<svg") == 3 and len(page) < 200_000
     assert "#0303" not in page and "#0101" not in page, "a plot kept its placeholder colours"
-    for name in ("eagle3", "plain", "prompt-lookup", *results["categories"]):
+    for name in ("eagle3", "plain", "prompt-lookup", *results.categories):
         assert name in page
     # the plain server drafts nothing: no acceptance bars and no pretended figure for it
-    assert results["endpoints"]["plain"]["drafted"] is None
+    assert results.endpoints["plain"].drafted is None
+
+
+def test_what_was_written_is_read_again(results: BenchResults) -> None:
+    assert from_dict(json.loads(json.dumps(results.to_dict()))) == results
 
 
 def test_demo_report_shows_every_section(sample: dict[str, Any]) -> None:
@@ -113,11 +118,11 @@ def test_demo_report_leaves_out_what_was_not_run(sample: dict[str, Any]) -> None
     assert "<svg" not in page and "Training the head" not in page and "Bits per byte" not in page
 
 
-def test_without_matplotlib_the_report_says_so(results: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_report_says_so(results: BenchResults, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "available", lambda: False)
     page = bench_html(results)
     assert "<svg" not in page and "trtspec[report]" in page
-    assert f"{results['acceptance_length']:.2f}" in page
+    assert f"{results.acceptance_length:.2f}" in page
 
 
 def test_curves_are_thinned_without_moving_their_mean() -> None:

@@ -42,8 +42,8 @@ def test_distinct_ratio_counts_4grams() -> None:
 
 def test_run_is_degenerate_only_above_the_share() -> None:
     good, loop = CODE, "no no " * 40
-    assert not quality.judge_run([good] * 19 + [loop])["degenerate"]
-    assert quality.judge_run([good] * 8 + [loop] * 2)["degenerate"]
+    assert not quality.judge_run([good] * 19 + [loop]).degenerate
+    assert quality.judge_run([good] * 8 + [loop] * 2).degenerate
 
 
 def test_random_token_prompts_are_told_from_prompts() -> None:

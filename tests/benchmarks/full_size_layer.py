@@ -13,11 +13,12 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from tests.tiny import target_config, text_config
-from tests.tiny_formats import FP8_CONFIG, INT4_CONFIG, pack_int4
+from tests.tiny import make_tokenizer, target_config, text_config, text_tensors
+from tests.tiny_formats import FP8_CONFIG, INT4_CONFIG, pack_fp8_block, pack_int4
 from trtspec.checkpoint.writer import ShardFile, layout_of, write_index
 from trtspec.quant.conversion import ConversionOptions
 from trtspec.quant.policy import load_policy
@@ -45,16 +46,31 @@ def varied(parts: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tenso
     return {name: part.roll(number, 0) if part.dim() == 2 else part for name, part in parts.items()}
 
 
+def _rest(text: dict[str, Any], format: str) -> dict[str, torch.Tensor]:
+    """Everything but routed experts, linears of FP8 sources in FP8."""
+    tensors, experts = text_tensors(text | {"n_routed_experts": 0}, 0), text["n_routed_experts"]
+    tensors["model.layers.1.mlp.gate.weight"] = torch.ones(experts, HIDDEN, dtype=torch.bfloat16)
+    tensors["model.layers.1.mlp.gate.e_score_correction_bias"] = torch.zeros(experts)
+    for name in [name for name in tensors if name.endswith("_proj.weight") or "_with_mqa" in name]:
+        if format == "fp8-block":
+            packed = pack_fp8_block(tensors.pop(name))
+            tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in packed.items()}
+    return tensors
+
+
 def make_layer(directory: Path, format: str, experts: int, shards: int) -> Path:
-    """A checkpoint of nothing but one layer's routed experts."""
+    """One layer's routed experts at full size; everything else of the model as small as its config allows."""
     directory.mkdir(parents=True)
-    text = text_config(layers=2, hidden=HIDDEN, experts=experts) | {"moe_intermediate_size": INNER}
+    sizes = {"moe_intermediate_size": INNER, "intermediate_size": INNER}
+    text = text_config(layers=2, hidden=HIDDEN, experts=experts) | sizes
     config = target_config(text, nested=True)
     if format != "bf16":
         config["quantization_config"] = INT4_CONFIG if format == "int4" else FP8_CONFIG
     (directory / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
     pool = {leaf: stored(format, shape, generator) for leaf, shape in SHAPES.items()}
+    make_tokenizer(directory)
+    rest = {f"language_model.{name}": tensor for name, tensor in _rest(text, format).items()}
     weight_map, total = {}, 0
     for shard in range(shards):
         file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
@@ -65,7 +81,12 @@ def make_layer(directory: Path, format: str, experts: int, shards: int) -> Path:
             for module, (_, leaf) in names.items()
             for name, entry in layout_of(pool[leaf]).items()
         }
+        beside = {} if shard else rest
+        layout |= layout_of(beside)
         writer = ShardFile(directory / file, layout)
+        for name, tensor in beside.items():
+            writer.write(name, tensor)
+            total += tensor.nbytes
         for module, (expert, leaf) in names.items():
             for name, part in varied(pool[leaf], expert).items():
                 writer.write(f"{module}.{name}", part)
@@ -98,12 +119,12 @@ def main() -> None:
         result = quantize_checkpoint(
             source, root / "out", load_policy("k2.5"), ConversionOptions(workers=arguments.workers)
         )
-        rate = result["bytes_in"] / result["seconds"]
+        rate = result.bytes_in / result.seconds
         print(
-            f"{arguments.format}: {result['quantized']} linears, {result['bytes_in'] / 1e9:.2f} GB in "
-            f"{result['seconds']:.1f} s with {arguments.workers} workers: {rate / 1e9:.3f} GB/s of source, peak RSS "
-            f"{result['peak_rss_bytes'] / 2**20:.0f} MiB in the largest process, "
-            f"{KIMI_BYTES / rate / 60:.0f} minutes for 595 GB; {result['classes']}"
+            f"{arguments.format}: {result.quantized} linears, {result.bytes_in / 1e9:.2f} GB in "
+            f"{result.seconds:.1f} s with {arguments.workers} workers: {rate / 1e9:.3f} GB/s of source, peak RSS "
+            f"{result.peak_rss_bytes / 2**20:.0f} MiB in the largest process, "
+            f"{KIMI_BYTES / rate / 60:.0f} minutes for 595 GB; {result.classes}"
         )
     finally:
         if not arguments.keep:

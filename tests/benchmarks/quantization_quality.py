@@ -145,7 +145,12 @@ def variants(source: Path, folder: Path, weights: str, samples: int) -> Iterator
     for activations, file in (("W4A4, scales one", None), ("W4A4, calibrated", scales)):
         out = folder.with_name(f"{folder.name}-{activations[-10:].strip(', ')}")
         quantize_checkpoint(
-            source, out, POLICY, ConversionOptions(kv_cache=None, input_scales=file, weight_scales=weights, workers=1)
+            source,
+            out,
+            POLICY,
+            ConversionOptions(
+                kv_cache=None, input_scales=file, accept_input_scales=True, weight_scales=weights, workers=1
+            ),
         )
         model = load_target(out, dtype=torch.float32)
         linears = [module for module in model.modules() if isinstance(module, NVFP4Linear)]

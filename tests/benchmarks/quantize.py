@@ -1,37 +1,39 @@
-"""How fast `quantize` is: the packing kernel beside ModelOpt's, and the whole job beside `cp` of the same files.
+"""How fast `quantize` is: the packing kernel beside ModelOpt's, and the command from start to end beside `cp`.
 
-    python -m tests.benchmarks.quantize [--rounds 5] [--experts 24] [--shards 4] [--workers 1]
+    python -m tests.benchmarks.quantize [--rounds 5] [--gb 3.5] [--small-gb 0.7] [--workers 0] [--no-kernels]
+    python -m tests.benchmarks.quantize --memory [--formats int4 bf16]      # peak RSS for shards of 0.5 to 4 GB
 
 Contestants alternate inside each round and medians are printed, because a shared machine's speed drifts from minute to
-minute: trust the ratios, not the seconds. One torch thread per process. Both whole jobs end with fsync, `quantize` with
-its journal and checksums too.
+minute: trust the ratios, not the seconds. A command is a fresh process, start-up included; `cp` ends with fsync, and
+`quantize` with its journal and checksums too. Bytecode is written to a folder of the benchmark's own and warm.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import json
 import os
+import resource
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
-from tests.benchmarks.full_size_layer import make_layer
+from tests.benchmarks import full_size_layer
 from tests.tiny_formats import pack_int4
 from trtspec.formats import WeightFormat
-from trtspec.quant.conversion import ConversionOptions
-from trtspec.quant.packing import Rows, Scaling, TorchPacker, choose_packer
-from trtspec.quant.policy import load_policy
-from trtspec.quant.streaming import quantize_checkpoint
-from trtspec.report import file_sha256
+from trtspec.quant.native import choose_packer
+from trtspec.quant.packing import Packer, Rows, Scaling
+from trtspec.quant.torch_packer import TorchPacker, rows_of
 
 Contest = dict[str, Callable[[], object]]
 
@@ -53,17 +55,17 @@ def kernels(rounds: int) -> None:
     weight = torch.randn(2048, 7168).to(torch.bfloat16)
     parts = pack_int4(weight)
     shape = torch.Size(weight.shape)
-    target = torch.empty(2048, 3584, dtype=torch.uint8), torch.empty(2048, 448, dtype=torch.uint8)
+    target = np.empty((2048, 3584), dtype=np.uint8), np.empty((2048, 448), dtype=np.uint8)
     sources = {
-        "BF16": Rows(WeightFormat.BF16, weight),
-        "INT4": Rows(WeightFormat.INT4, parts["weight_packed"], parts["weight_scale"]),
+        "BF16": rows_of(WeightFormat.BF16, weight),
+        "INT4": rows_of(WeightFormat.INT4, parts["weight_packed"], parts["weight_scale"]),
     }
 
     def modelopt_from_int4() -> None:
         codes = unpack_from_int32(parts["weight_packed"], 4, shape).to(torch.bfloat16).view(2048, -1, 32)
         NVFP4QTensor.quantize((codes * parts["weight_scale"].unsqueeze(-1)).view(shape), 16)
 
-    def ours(packer: TorchPacker, rows: Rows) -> Callable[[], object]:
+    def ours(packer: Packer, rows: Rows) -> Callable[[], object]:
         return lambda: packer.pack(rows, Scaling.of(packer.amax(rows)), *target)
 
     theirs = {"BF16": lambda: NVFP4QTensor.quantize(weight.clone(), 16), "INT4": modelopt_from_int4}
@@ -80,88 +82,122 @@ def kernels(rounds: int) -> None:
 
 
 def copy(source: Path, target: Path) -> None:
-    """cp with fsync."""
+    """cp with fsync, in a process of its own as the command is."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
-    for path in source.glob("*.safetensors"):
-        shutil.copyfile(path, target / path.name)
-        descriptor = os.open(target / path.name, os.O_RDONLY)
+    subprocess.run(["cp", *map(str, sorted(source.glob("*.safetensors"))), str(target)], check=True)
+    for path in target.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
 
 
-def whole_job(format: str, root: Path, arguments: argparse.Namespace) -> None:
-    """Prints one line; runs in a process of its own, so that the peak is this job's."""
-    source = root / format
-    target, results = root / "out", list[dict[str, Any]]()
+def command(source: Path, target: Path, weight_scales: str, workers: int) -> dict[str, object]:
+    """The whole command; its JSON object."""
+    shutil.rmtree(target, ignore_errors=True)
+    words = ["quantize", str(source), "-o", str(target), "--policy", "k2.5", "--weight-scales", weight_scales]
+    words += ["--workers", str(workers), "--json"]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    environment |= {"PYTHONPYCACHEPREFIX": str(target.parent / "bytecode")}
+    done = subprocess.run([sys.executable, "-m", "trtspec", *words], capture_output=True, env=environment, check=True)
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
 
-    cpu, copying = list[tuple[float, float]](), list[float]()
 
-    def cp() -> None:
-        begin = time.thread_time()
-        copy(source, root / "copy")
-        copying.append(time.thread_time() - begin)
+def children() -> float:
+    """CPU seconds of the processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
-    def quantize() -> None:
-        shutil.rmtree(target, ignore_errors=True)
-        begin = time.thread_time(), time.process_time()
-        results.append(
-            quantize_checkpoint(source, target, load_policy("k2.5"), ConversionOptions(workers=arguments.workers))
-        )
-        cpu.append((time.thread_time() - begin[0], time.process_time() - begin[1]))
 
+def whole_job(source: Path, arguments: argparse.Namespace, title: str) -> None:
+    """One line for each way to choose scales: medians of wall time and of CPU time, beside cp in the same rounds."""
+    target, rss = source.parent / "out", dict[str, float]()
+
+    def run(weight_scales: str) -> Callable[[], object]:
+        def once() -> None:
+            rss[weight_scales] = float(str(command(source, target, weight_scales, arguments.workers)["peak_rss_bytes"]))
+
+        return once
+
+    contest: Contest = {"cp": lambda: copy(source, source.parent / "copy")}
+    contest |= {name: run(name) for name in arguments.weight_scales}
+    cpu: dict[str, list[float]] = {name: [] for name in contest}
+
+    def counted(name: str, once: Callable[[], object]) -> Callable[[], object]:
+        def both() -> None:
+            begin = children()
+            once()
+            cpu[name].append(children() - begin)
+
+        return both
+
+    wall = medians({name: counted(name, once) for name, once in contest.items()}, arguments.rounds)
     size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-    times = medians({"cp": cp, "quantize": quantize}, arguments.rounds)
-    print(
-        f"{format:<10}{size / 1e9:8.3f} GB{times['cp']:10.2f}{times['quantize']:10.2f}"
-        f"{times['quantize'] / times['cp']:10.2f}{size / times['quantize'] / 1e9:10.3f}"
-        f"{results[-1]['peak_rss_bytes'] / 2**20:10.0f}"
-    )
-    print(f"          CPU s: cp {statistics.median(copying):.2f}", end=", ")
-    profile(source, target, statistics.median(part[0] for part in cpu), statistics.median(part[1] for part in cpu))
+    for name in arguments.weight_scales:
+        used = statistics.median(cpu[name][1:])
+        print(
+            f"{title:<30}{name:<5}{size / 1e9:7.2f}{wall['cp']:9.2f}{wall[name]:9.2f}{wall[name] / wall['cp']:8.2f}"
+            f"{used:9.2f}{used / size * 1e9:10.2f}{size / wall[name] / 1e9:8.2f}{rss[name] / 2**20:9.0f}",
+            flush=True,
+        )
+    for directory in (target, source.parent / "copy"):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
-def profile(source: Path, target: Path, main_thread: float, process: float) -> None:
-    """CPU seconds of the job's threads; reading and hashing measured alone on the same files."""
-    buffer, begin = bytearray(16 << 20), time.thread_time()
-    for path in source.glob("*.safetensors"):
-        with path.open("rb", buffering=0) as stream:
-            while stream.readinto(buffer):
-                pass
-    reading, begin = time.thread_time() - begin, time.thread_time()
-    for path in target.glob("*.safetensors"):
-        file_sha256(path)
-    hashing = time.thread_time() - begin
-    rest = process - main_thread - reading - hashing
+def speed(root: Path, arguments: argparse.Namespace) -> None:
+    print("\nthe command from start to end; seconds, ratio to cp, CPU seconds, CPU seconds per GB of source, MiB")
     print(
-        f"computing and Python {main_thread:.2f}, reading {reading:.2f}, checksums {hashing:.2f}, "
-        f"writing and the rest {rest:.2f}; in all {process:.2f}",
-        flush=True,
+        f"{'source':<30}{'':<5}{'GB':>7}{'cp':>9}{'quantize':>9}{'ratio':>8}{'CPU':>9}{'CPU/GB':>10}{'GB/s':>8}{'RSS':>9}"
     )
+    shape, full = full_size_layer.SHAPES, (full_size_layer.HIDDEN, full_size_layer.INNER)
+    per_weight = {"int4": 0.5625, "fp8-block": 1.0, "bf16": 2.0}
+    for title, hidden, inner, gigabytes in (("Kimi", *full, arguments.gb), ("small", 2048, 1024, arguments.small_gb)):
+        full_size_layer.HIDDEN, full_size_layer.INNER = hidden, inner
+        full_size_layer.SHAPES = {leaf: (inner, hidden) if leaf != "down_proj" else (hidden, inner) for leaf in shape}
+        for format in arguments.formats if gigabytes else ():
+            experts = max(4, round(gigabytes * 1e9 / (3 * hidden * inner * per_weight[format])))
+            source = full_size_layer.make_layer(root / "in", format, experts, arguments.shards)
+            whole_job(source, arguments, f"{title} {hidden} x {inner} {format}")
+            shutil.rmtree(source)
+
+
+def memory(root: Path, formats: list[str]) -> None:
+    """One shard of each size, one worker. VmHWM counts no page cache, and files are read, not mapped."""
+    print("peak RSS in MiB, one worker, one shard of    0.5       1       2       4 GB")
+    for format in formats:
+        per_expert = 3 * full_size_layer.HIDDEN * full_size_layer.INNER
+        per_expert *= {"int4": 0.5625, "fp8-block": 1.0, "bf16": 2.0}[format]
+        for weight_scales in ("max", "mse"):
+            peaks = []
+            for gigabytes in (0.5, 1, 2, 4):
+                source = full_size_layer.make_layer(root / "in", format, round(gigabytes * 1e9 / per_expert), 1)
+                peaks.append(float(str(command(source, root / "out", weight_scales, 1)["peak_rss_bytes"])) / 2**20)
+                for directory in (source, root / "out"):
+                    shutil.rmtree(directory)
+            print(f"{format:<12}{weight_scales:<28}" + "".join(f"{peak:8.0f}" for peak in peaks), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("rounds", 5), ("experts", 24), ("shards", 4), ("workers", 1)):
+    for name, default in (("rounds", 5), ("shards", 4), ("workers", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--gb", type=float, default=3.5, help="of each source with Kimi's matrices")
+    parser.add_argument("--small-gb", type=float, default=0.7, help="of each source with 1024 x 2048; 0 for none")
     parser.add_argument("--formats", nargs="+", default=["bf16", "int4", "fp8-block"])
+    parser.add_argument("--weight-scales", nargs="+", default=["max", "mse"])
     parser.add_argument("--directory", type=Path, help="where the files lie; default: the system's")
-    parser.add_argument("--no-kernels", action="store_true", help="whole jobs only")
+    parser.add_argument("--no-kernels", action="store_true", help="whole commands only")
+    parser.add_argument("--memory", action="store_true", help="peak memory instead of speed")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if not arguments.no_kernels:
-        kernels(arguments.rounds)
-    print(f"\nwhole job, {arguments.workers} worker(s)")
-    print("source          size      cp s  quantize s  ratio   GB/s in  peak RSS MiB", flush=True)
     with tempfile.TemporaryDirectory(prefix="quantize-benchmark-", dir=arguments.directory) as root:
-        for format in arguments.formats:
-            # as many bytes of BF16 as of INT4, so that both columns of cp mean the same
-            experts = arguments.experts if format == "int4" else max(1, arguments.experts * 9 // 32)
-            source = make_layer(Path(root) / format, format, experts, arguments.shards)
-            job = multiprocessing.get_context("spawn").Process(target=whole_job, args=(format, Path(root), arguments))
-            job.start()
-            job.join()
-            shutil.rmtree(source)
+        if arguments.memory:
+            memory(Path(root), arguments.formats)
+            return
+        if not arguments.no_kernels:
+            kernels(arguments.rounds)
+        speed(Path(root), arguments)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,11 @@ from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.sequence import GenerationRequest
 from trtspec.heads.data.samples import draft_vocabulary, read_samples
 from trtspec.heads.training import module as train
+from trtspec.heads.training.curve import CurvePoint
 from trtspec.heads.training.features import Features, compute_features, dumps_of, write_dumps
-from trtspec.heads.training.loop import Result, train_head
+from trtspec.heads.training.loop import Result, Way, train_head
 from trtspec.heads.training.options import TrainOptions, new_head_spec
-from trtspec.heads.training.state import CurvePoint, KeptState
+from trtspec.heads.training.state import KeptState
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.weights import load_target
@@ -73,7 +74,7 @@ class Workshop:
             ids = torch.tensor(draft_vocabulary(self.features.samples, spec.draft_vocab_size, spec.vocab_size))
         torch.manual_seed(options.seed)
         weights = self.target.embed.weight, self.target.lm_head.weight
-        return train.build(spec, self.target.spec, *weights, ttt_steps=options.ttt_steps, target_ids=ids)
+        return train.build(spec, self.target.spec, *weights, target_ids=ids)
 
     def train(
         self, module: train.TrainingModule, options: TrainOptions, work: Path,
@@ -82,7 +83,7 @@ class Workshop:
         """Trains in place on the shared states; goes on where a killed run in `work` was, refuses other options."""
         fingerprint = {"options": options.to_dict(), "samples": len(self.features.samples)}
         kept = KeptState(work, work / "training.jsonl", fingerprint, save_every=50)
-        return train_head(module, self.features, options, kept, on_step=on_step)
+        return train_head(module, self.features, options, kept, way=Way(on_step))
 
     def acceptance(
         self, head: Eagle3Head, prompts: list[list[int]], draft_len: int, temperature: float, max_tokens: int

@@ -42,8 +42,9 @@ from tests.heads.training.test_exported_equals_trained import drafted_logits, re
 from trtspec import data_files
 from trtspec.checkpoint.heads.config import head_config
 from trtspec.heads.training import module as train
+from trtspec.heads.training.curve import CurvePoint
+from trtspec.heads.training.exports import write_head
 from trtspec.heads.training.options import TrainOptions
-from trtspec.heads.training.state import CurvePoint, write_head
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head
 from trtspec.report import write_json

@@ -128,11 +128,13 @@ def our_head(arguments: argparse.Namespace) -> tuple[Any, Any, TrainOptions]:
     from trtspec.heads.training import module as train
     from trtspec.models.weights import load_target
 
-    options = TrainOptions(attention="mha", lr=RATE, warmup=0.0, precision="fp32", batch_size=arguments.batch_size)
+    options = TrainOptions(
+        attention="mha", ttt_steps=TTT, lr=RATE, warmup=0.0, precision="fp32", batch_size=arguments.batch_size
+    )
     target = load_target(arguments.target, dtype=torch.float32)
     spec = new_head_spec(target.spec, attention="mha", eagle="3")
     torch.manual_seed(0)
-    return target, train.build(spec, target.spec, target.embed.weight, target.lm_head.weight, ttt_steps=TTT), options
+    return target, train.build(spec, target.spec, target.embed.weight, target.lm_head.weight), options
 
 
 def ours(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[str, Any]:
@@ -157,7 +159,7 @@ def ours(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[str, A
             stepper = Stepper(module, features, options, 10**9, World())
         stepper.features = features
         began = time.process_time()
-        loss = stepper.step(number + 1, list(range(len(data[number])))).loss
+        loss = stepper.step(number + 1, [list(range(len(data[number])))]).loss
         step_seconds.append(time.process_time() - began)
         return loss
 

@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_head, make_target
 from trtspec.checkpoint.describe import describe
-from trtspec.checkpoint.detect import config_kind, detect, target_spec
-from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.detect import config_kind, detect
 from trtspec.checkpoint.hub import resolve
-from trtspec.checkpoint.target_problems import target_problems
+from trtspec.checkpoint.target_problems import read_target
 from trtspec.errors import TrtspecError
 
 FORMATS = ("bf16", "int4", "fp8-block", "nvfp4")
@@ -38,8 +37,7 @@ def edit_shard(path: Path, change) -> None:
 
 
 def codes(path: Path) -> list[str]:
-    checkpoint = Checkpoint.open(path)
-    return [problem.code for problem in target_problems(checkpoint, target_spec(checkpoint))]
+    return [problem.code for problem in read_target(path).problems]
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -206,10 +206,10 @@ def test_the_cache_is_where_huggingface_hub_has_it(variables: dict[str, str]) ->
 def test_a_snapshot_is_found_as_huggingface_hub_finds_it(empty_cache: Path, tmp_path: Path) -> None:
     from huggingface_hub import try_to_load_from_cache
 
-    from trtspec.checkpoint.hub import _cached
+    from trtspec.checkpoint.hub import cached_snapshot
 
     source = make_target(tmp_path / "source")
     snapshot = published(empty_cache, "someone/some-kimi", source)
     theirs = try_to_load_from_cache("someone/some-kimi", "config.json", cache_dir=str(empty_cache))
-    assert _cached("someone/some-kimi", complete=True) == snapshot == Path(str(theirs)).parent
-    assert _cached("someone/other", complete=True) is None
+    assert cached_snapshot("someone/some-kimi", complete=True) == snapshot == Path(str(theirs)).parent
+    assert cached_snapshot("someone/other", complete=True) is None

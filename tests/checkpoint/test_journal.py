@@ -1,16 +1,101 @@
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from trtspec.checkpoint.journal import Journal
+from trtspec.checkpoint.journal import Journal, recorded_keys
 from trtspec.errors import UsageError
 
 HEADER = {"source": "abc", "options": {"policy": "k2.5"}}
+
+
+HOLD = """
+import pathlib, sys, time
+from trtspec.checkpoint.journal import Journal
+from trtspec.errors import UsageError
+try:
+    with Journal(pathlib.Path(sys.argv[1]), {}) as journal:
+        print("held", flush=True)
+        sys.stdin.readline()
+        journal.record(sys.argv[2])
+except UsageError as error:
+    print(error.message, error.remedy, flush=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def no_flock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """Environments in which flock fails as on file systems without it, by errno."""
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no gcc here")
+    found = {}
+    for name in ("ENOSYS", "ENOLCK", "EOPNOTSUPP"):
+        shim = tmp_path_factory.mktemp("shim") / f"{name}.so"
+        code = (
+            f"#include <errno.h>\nint flock(int file, int how) {{ (void)file; (void)how; errno = {name}; return -1; }}"
+        )
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", shim, "-xc", "-"], input=code.encode(), check=True)
+        found[name] = os.environ | {"LD_PRELOAD": str(shim)}
+    return found
+
+
+def hold(path: Path, key: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+    command, pipe = [sys.executable, "-c", HOLD, str(path), key], subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+
+
+@pytest.mark.parametrize("name", ["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
+def test_where_there_is_no_flock_a_directory_is_the_lock(tmp_path, no_flock, name):
+    path, environment = tmp_path / "j", no_flock[name]
+    first = hold(path, "one", environment)
+    assert first.stdout is not None and first.stdout.readline() == "held\n"
+    assert (tmp_path / "j.lock").is_dir()
+    refused, _ = hold(path, "two", environment).communicate()
+    assert f"another run is writing {tmp_path} (process {first.pid} on " in refused
+    assert f"remove {tmp_path / 'j.lock'}" in refused
+    _, told = first.communicate("\n")
+    assert "file system without flock; j.lock is the lock instead" in told
+    assert list(tmp_path.iterdir()) == [path]
+    killed = hold(path, "three", environment)
+    assert killed.stdout is not None and killed.stdout.readline() == "held\n"
+    killed.kill()
+    killed.wait()
+    after, _ = hold(path, "four", environment).communicate("\n")
+    assert after == "held\n" and set(recorded_keys(path)) == {"one", "four"}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_holder_on_another_machine_is_believed(tmp_path, no_flock):
+    (tmp_path / "j.lock").mkdir()
+    holder = {"host": "node7", "pid": 12, "boot": "x", "namespace": "y", "started": 1}
+    (tmp_path / "j.lock" / "holder.json").write_text(json.dumps(holder))
+    refused, _ = hold(tmp_path / "j", "one", no_flock["ENOSYS"]).communicate()
+    assert "process 12 on node7 holds j.lock" in refused
+    (tmp_path / "j.lock" / "holder.json").write_text("{")
+    assert "holds j.lock" in hold(tmp_path / "j", "one", no_flock["ENOSYS"]).communicate()[0]
+    shutil.rmtree(tmp_path / "j.lock")
+    assert hold(tmp_path / "j", "one", no_flock["ENOSYS"]).communicate("\n")[0] == "held\n"
+
+
+def test_of_many_that_find_a_dead_holder_one_gets_the_lock(tmp_path, no_flock):
+    for _ in range(3):
+        killed = hold(tmp_path / "j", "dead", no_flock["ENOSYS"])
+        assert killed.stdout is not None and killed.stdout.readline() == "held\n"
+        killed.kill()
+        killed.wait()
+        runs = [hold(tmp_path / "j", str(number), no_flock["ENOSYS"]) for number in range(5)]
+        told = [run.stdout.readline() for run in runs if run.stdout is not None]
+        assert sorted(line == "held\n" for line in told) == [False] * 4 + [True], told
+        for run in runs:
+            run.communicate("\n")
 
 
 def test_a_second_run_finds_what_the_first_recorded(tmp_path):

@@ -24,15 +24,6 @@ def test_every_tensor_equals_what_safetensors_reads(tmp_path, format):
             assert torch.equal(got.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
 
 
-def test_reads_into_a_reused_buffer(tmp_path):
-    lazy = LazyTensors(Checkpoint.open(make_target(tmp_path, layers=1)))
-    name = "language_model.model.embed_tokens.weight"
-    buffer = torch.zeros(1 << 20, dtype=torch.uint8)
-    assert torch.equal(lazy.read_into(name, buffer), lazy[name])
-    with pytest.raises(ValueError, match="buffer has 8"):
-        lazy.read_into(name, buffer[:8])
-
-
 def test_unknown_name_and_a_file_that_shrank_are_messages(tmp_path):
     path = make_target(tmp_path, layers=1, shards=1)
     lazy = LazyTensors(Checkpoint.open(path))

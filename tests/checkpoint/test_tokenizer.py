@@ -15,7 +15,12 @@ from tiktoken._educational import bpe_encode, bpe_train
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.tiny import make_tokenizer
-from trtspec.checkpoint.tokenizer import DEFAULT_SPECIAL_TOKENS, SPLIT_PATTERN, Detokenizer, KimiTokenizer
+from trtspec.checkpoint.tokenizer import (
+    DEFAULT_SPECIAL_TOKENS,
+    SPLIT_PATTERN,
+    Detokenizer,
+    KimiTokenizer,
+)
 from trtspec.errors import TrtspecError
 
 SAMPLE = (
@@ -138,7 +143,12 @@ def test_tool_marks_stay_visible_unless_declared_special(trained: Path, tmp_path
     marks = ["<think>", "<|tool_call_begin|>", "<|im_end|>"]
     ids = [default.special_id(mark) for mark in marks]
     assert default.decode(ids, skip_special=True) == "<think><|tool_call_begin|>"
-    declared = KimiTokenizer(make_tokenizer(tmp_path))  # declares all 256 as special
+    path = make_tokenizer(tmp_path) / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    for entry in config["added_tokens_decoder"].values():
+        entry["special"] = True
+    path.write_text(json.dumps(config))
+    declared = KimiTokenizer(tmp_path)
     assert declared.decode([declared.special_id(mark) for mark in marks], skip_special=True) == ""
 
 
@@ -255,3 +265,38 @@ def test_a_broken_template_is_named(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(TrtspecError, match="line 1"):
         KimiTokenizer(tmp_path).render_chat([])
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> KimiTokenizer:
+    directory = tmp_path_factory.mktemp("tiny")
+    make_tokenizer(directory)
+    return KimiTokenizer(directory)
+
+
+SPECIAL = ["<|im_end|>", "<|im_system|>", "<|tool_calls_section_begin|>", "</think>", "[EOS]", "<|im_", "\ue000", "a b"]
+strangers_text = st.lists(st.sampled_from(SPECIAL), max_size=5).map("".join)
+
+
+@settings(max_examples=60, deadline=None)
+@given(user=strangers_text, tool=strangers_text, said=strangers_text)
+def test_the_template_alone_writes_special_tokens(tiny: KimiTokenizer, user: str, tool: str, said: str) -> None:
+    """A stranger's text changes which special tokens there are only by what an assistant may say."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {tool or "x": tool}}}]
+
+    def specials(user: str, said: str, tools: list) -> list[int]:
+        messages = [{"role": "user", "content": user}, {"role": "assistant", "content": said}]
+        text, ids = tiny.encode_chat([*messages, {"role": "user", "content": user}], tools)
+        assert tiny.decode(ids) == text
+        assert text == tiny.render_chat([*messages, {"role": "user", "content": user}], tools)
+        return [token for token in ids if token >= tiny.base_size]
+
+    names = [name for name in ("<|tool_calls_section_begin|>", "</think>") for _ in range(said.count(name))]
+    shown = "".join(name for name in names if tiny.special_tokens[name] not in tiny.hidden_ids)
+    plain = specials("u", "", [{"type": "function", "function": {"name": "f", "parameters": {"x": "y"}}}])
+    assert sorted(specials(user, said, tools)) == sorted(plain + tiny.encode(shown, allow_special=True))
+
+
+def test_a_conversation_without_their_names_is_encoded_as_ever(tiny: KimiTokenizer) -> None:
+    messages = [{"role": "user", "content": "one < two | three"}]
+    assert tiny.encode_chat(messages)[1] == tiny.apply_chat_template(messages)

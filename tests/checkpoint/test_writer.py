@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from trtspec.checkpoint.tensors import DTYPES
-from trtspec.checkpoint.writer import ShardFile, ShardWriter, layout_of, write_shard
+from trtspec.checkpoint.writer import ShardFile, layout_of, write_shard
 from trtspec.errors import TrtspecError
 
 
@@ -63,25 +61,3 @@ def test_a_full_disk_is_a_message(tmp_path, monkeypatch):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.iterdir())
-
-
-def test_shard_writer_names_shards_and_writes_an_index(tmp_path):
-    tensors = {f"t{i}": torch.full((256,), float(i)) for i in range(5)}
-    writer = ShardWriter(tmp_path, max_shard_bytes=2048)
-    for name, tensor in tensors.items():
-        writer.add(name, tensor)
-    assert not list(tmp_path.glob("*.safetensors"))  # a killed writer leaves nothing that looks like a checkpoint
-    weight_map = writer.finish()
-    assert sorted(set(weight_map.values())) == [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert index == {"metadata": {"total_size": 5 * 1024}, "weight_map": weight_map}
-    for name, file in weight_map.items():
-        assert torch.equal(load_file(tmp_path / file)[name], tensors[name])
-    assert not list(tmp_path.glob(".*partial"))
-
-
-def test_one_shard_needs_no_index(tmp_path):
-    writer = ShardWriter(tmp_path)
-    writer.add("a", torch.ones(3))
-    assert writer.finish() == {"a": "model.safetensors"}
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]

@@ -16,8 +16,8 @@ from typing import Any
 from tests.command_line import trtspec
 
 MEASURED = (
-    "seconds", "created", "peak_rss_bytes", "free_bytes", "estimated_seconds", "packing_seconds_estimate", "sha256",
-    "memory_bytes_estimate",
+    "seconds", "created", "peak_rss_bytes", "free_bytes", "free_memory_bytes", "estimated_seconds", "sha256",
+    "packing_seconds_estimate", "memory_bytes_estimate",
 )  # fmt: skip
 CLOCK = re.compile(rf'"({"|".join(MEASURED)})": ("[^"]*"|[\d.]+)')
 
@@ -43,7 +43,6 @@ class Situation:
     base: tuple[str, ...]
     effects: Mapping[str, Effect]
     cheap: tuple[str, ...] = ()
-    refused: frozenset[str] = frozenset()  # fields, where the command has no records of its modes to read them from
     floats: bool = True  # whether figures with a decimal point are looked at; not where they are timings
     before: Callable[[Path], None] | None = None
 

@@ -44,6 +44,7 @@ BYTES = effects(
     policy="--policy k2.6",
     kv_cache="--kv-cache none",
     input_scales="--input-scales {data}",
+    accept_input_scales="--accept-input-scales",
     json_="--json",
 )
 RUNS = effects(
@@ -72,6 +73,26 @@ RECIPE = effects(
     lr="--lr 0.001",
     seq_len="--seq-len 16",
     batch_size="--batch-size 2",
+    ttt_decay="--ttt-decay 0.8",
+    loss="--loss kl",
+    accumulation="--accumulation 2",
+    schedule="--schedule wsd",
+    warmup="--warmup 0.1",
+    decay="--decay 0.3",
+    weight_decay="--weight-decay 0.1",
+    grad_clip="--grad-clip 0.5",
+    precision="--precision fp32",
+    deduplicate="--keep-duplicates",
+    held_out="--held-out 0.3",
+    eval_data="--eval-data {answers}",
+    eval_every="--eval-every 3",
+    export_every="--export-every 5",
+    keep="--keep 4",
+    best_by="--best-by none",
+    keep_state="--drop-state",
+    max_time="--max-time 5h",
+    activation_checkpointing="--activation-checkpointing",
+    log_with="--log-with tensorboard",
     seed="--seed 3",
     answer_only="--answer-only",
     init="--init {head}",
@@ -106,6 +127,16 @@ CHECKED = effects(
     force=Effect(line("--force"), base=(*CHECK, "--record", "{out}"), before=a_file),
     json_="--json",
 )
+RUN = line("inspect {head} --against {target} --run --prompts {questions} --samples 16")
+ON_STATES = line("inspect {head} --against {target} --run --states {dumps} --samples 16")
+DRAFTED = effects(
+    hashes="--hashes",
+    samples="--samples 20",
+    draft_len="--draft-len 2",
+    seed="--seed 3",
+    device="--device cuda",
+    json_="--json",
+)
 PROMPTS = effects(dataset="--dataset {data}", samples="--samples 2", max_tokens="--max-tokens 4")
 
 MAKING: dict[str, dict[str, Situation]] = {
@@ -123,13 +154,20 @@ MAKING: dict[str, dict[str, Situation]] = {
     },
     "inspect": {
         "`inspect TARGET`": Situation(
-            line("inspect {target}"), effects(path=Effect(instead=line("inspect {other}")), json_="--json")
+            line("inspect {target}"),
+            effects(
+                path=Effect(instead=line("inspect {other}")),
+                sample=Effect(line("--sample 0"), base=line("inspect {hidden}")),
+                hashes="--hashes",
+                json_="--json",
+            ),
         ),
         "`inspect HEAD`": Situation(
             line("inspect {head}"),
             effects(
                 path=Effect(instead=line("inspect {mla}")),
                 sample=Effect(line("--sample 0"), base=line("inspect {broken}")),
+                hashes="--hashes",
                 json_="--json",
             ),
         ),
@@ -139,8 +177,29 @@ MAKING: dict[str, dict[str, Situation]] = {
                 path=Effect(instead=line("inspect {mla} --against {target}")),
                 against=Effect(instead=line("inspect {head} --against {wide}")),
                 sample=Effect(line("--sample 0"), base=line("inspect {broken} --against {target}")),
+                hashes="--hashes",
                 json_="--json",
             ),
+        ),
+        "`inspect HEAD --against ... --run`": Situation(
+            RUN,
+            DRAFTED | effects(
+                path=Effect(instead=tuple(word.replace("{head}", "{mla}") for word in RUN)),
+                against=Effect(instead=tuple(word.replace("{target}", "{wide}") for word in RUN)),
+                sample=Effect(line("--sample 0"), base=tuple(word.replace("{head}", "{broken}") for word in RUN)),
+                prompts="--prompts {others}",
+            ),
+            cheap=line("inspect {head} --against {missing} --run"),
+        ),
+        "`inspect HEAD --against ... --run --states`": Situation(
+            ON_STATES,
+            DRAFTED | effects(
+                path=Effect(instead=tuple(word.replace("{head}", "{mla}") for word in ON_STATES)),
+                against=Effect(instead=tuple(word.replace("{target}", "{wide}") for word in ON_STATES)),
+                sample=Effect(line("--sample 0"), base=tuple(word.replace("{head}", "{broken}") for word in ON_STATES)),
+                states="--states {fewer}",
+            ),
+            cheap=line("inspect {head} --against {missing} --run --states {dumps}"),
         ),
         "`inspect TARGET --against SOURCE`": Situation(
             line("inspect {nvfp4} --against {target}"),
@@ -149,6 +208,7 @@ MAKING: dict[str, dict[str, Situation]] = {
                 against=Effect(instead=line("inspect {nvfp4} --against {other}")),
                 sample="--sample 3",
                 modelopt=Effect(line("--modelopt"), slow=True),
+                hashes="--hashes",
                 json_="--json",
             ),
         ),
@@ -181,6 +241,7 @@ MAKING: dict[str, dict[str, Situation]] = {
         "--engine modelopt": Situation(
             MODELOPT_BASE,
             BYTES | effects(
+                weight_scales=Effect(instead=(*MODELOPT_BASE, "--weight-scales", "mse")),
                 source=Effect(instead=line("quantize {other} -o {out} --engine modelopt --dry-run")),
                 output=Effect(instead=line("quantize {target} -o {out}-2 --engine modelopt --dry-run")),
                 kv_cache=Effect(line("--kv-cache none"), base=MODELOPT_RUN, slow=True),
@@ -244,8 +305,15 @@ MAKING: dict[str, dict[str, Situation]] = {
         "--dry-run": Situation(
             (*TRAIN, "--dry-run"),
             train_effects(
-                "--dry-run", features="--features stream", gpu="--gpu h200",
-                json_=Effect(instead=(*TRAIN, "--json")),
+                "--dry-run", features="--features stream", gpu="--gpu h200", nodes="--nodes 2",
+                gpus_per_node="--gpus-per-node 3", json_=Effect(instead=(*TRAIN, "--json")),
+            ),
+        ),
+        "--print-launch": Situation(
+            (*TRAIN, "--print-launch", "torchrun"),
+            train_effects(
+                "--print-launch", "torchrun", features="--features stream", gpu="--gpu gb200", nodes="--nodes 2",
+                gpus_per_node="--gpus-per-node 3", json_="--json", device="--device cpu",
             ),
         ),
         "a training run": Situation(TRAIN, train_effects(features="--features memory", json_="--json")),

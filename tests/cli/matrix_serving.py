@@ -44,6 +44,7 @@ SERVER = ("build-config", TARGET)
 CHART, DYNAMO = (*SERVER, "--format", "helm-values"), (*SERVER, *line("--format dynamo --trtllm-version 1.3.0rc11"))
 FRONT = (*SERVER, *line("--role front --context-url a:1 --generation-url b:1"))
 PARTS = (*SERVER, "--disaggregated", "{out}")
+DYNAMO_PARTS = (*PARTS, *DYNAMO[2:])
 WITH_HEAD = effects(
     head=f"--head {HEAD}",
     version="--trtllm-version 1.2.1",
@@ -104,14 +105,13 @@ TIMES = effects(
     health_interval=Effect(line("--health-interval 5"), launches=True),
     health_failures=Effect(line("--health-failures 5"), launches=True),
 )
-UNSERVED = frozenset({"context_urls", "generation_urls", "image"})  # by one server
 
 SERVING: dict[str, dict[str, Situation]] = {
     "plan": {
-        "with a head": Situation(PLAN, SIZED | effects(acceptance="--acceptance 2.6@3", max_draft="--max-draft 2")),
-        "without a head": Situation(
-            ("plan", TARGET), SIZED | effects(head=f"--head {HEAD}"), refused=frozenset({"acceptance", "max_draft"})
+        "a plan with a head": Situation(
+            PLAN, SIZED | effects(acceptance="--acceptance 2.6@3", max_draft="--max-draft 2")
         ),
+        "a plan without a head": Situation(("plan", TARGET), SIZED | effects(head=f"--head {HEAD}")),
     },
     "lint": {
         "": Situation(
@@ -177,22 +177,21 @@ SERVING: dict[str, dict[str, Situation]] = {
                 device="--device cuda",
                 speculation="--speculation prompt-lookup",
                 draft_len=Effect(line("--draft-len 2"), base=(*REFERENCE, "--head", "{head}")),
+                draft_sampling=Effect(line("--draft-sampling probabilistic"), base=(*REFERENCE, "--head", "{head}")),
                 max_batch_size="--max-batch-size 7",
                 max_seq_len="--max-seq-len 256",
                 served_model_name="--served-model-name kimi",
+                max_queue="--max-queue 7",
+                api_key="--api-key sesame",
                 dry_run=Effect(instead=line("serve {target} --backend reference")),
                 json_="--json",
             ),
         ),
     },
     "build-config": {
-        "a server": Situation(
-            SERVER, intent(SERVER, output="--output {out}"), refused=UNSERVED
-        ),
-        "values of the chart": Situation(
-            CHART, intent(CHART, output="--output {out}"), refused=UNSERVED
-        ),
-        "the front": Situation(
+        "a server": Situation(SERVER, intent(SERVER, output="--output {out}")),
+        "--format helm-values": Situation(CHART, intent(CHART, output="--output {out}")),
+        "--role front": Situation(
             FRONT,
             effects(
                 version="--trtllm-version 1.2.1",
@@ -204,20 +203,23 @@ SERVING: dict[str, dict[str, Situation]] = {
                 force=Effect(line("--force"), base=(*FRONT, "-o", "{out}"), before=a_file),
                 json_="--json",
             ),
-            refused=frozenset(WITH_HEAD) - {"version", "json_"} | {"like", "image", "isl", "osl", "draft_len"},
         ),
-        "all parts": Situation(
+        "--disaggregated": Situation(
             PARTS,
             intent(
                 PARTS, to="--disaggregated {out}", before=journal("{out}/front.yml"),
                 context_urls="--context-url c:1", generation_urls="--generation-url d:1",
             ),
-            refused=frozenset({"output", "image"}),
         ),
-        "Dynamo": Situation(
-            DYNAMO,
-            intent(DYNAMO, output="--output {out}", image="--image registry/engine:1"),
-            refused=frozenset({"context_urls", "generation_urls"}),
+        "--format dynamo": Situation(
+            DYNAMO, intent(DYNAMO, output="--output {out}", image="--image registry/engine:1")
+        ),
+        "--disaggregated for Dynamo": Situation(
+            DYNAMO_PARTS,
+            intent(
+                DYNAMO_PARTS, to="--disaggregated {out}", before=journal("{out}/dynamo.yml"),
+                image="--image registry/engine:1",
+            ),
         ),
     },
 }  # fmt: skip

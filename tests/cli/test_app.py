@@ -98,8 +98,8 @@ def test_underscores_are_accepted_everywhere() -> None:
 
 
 def test_an_option_can_come_from_the_environment() -> None:
-    assert status("inspect", "nvidia/Kimi-K2.5-NVFP4", TRTSPEC_INSPECT_SAMPLE="3") == 0
-    assert status("inspect", "nvidia/Kimi-K2.5-NVFP4", TRTSPEC_INSPECT_SAMPLE="many") == 2
+    assert status("inspect", "nvidia/Kimi-K2.5-NVFP4", TRTSPEC_INSPECT_JSON="true") == 0
+    assert status("inspect", "nvidia/Kimi-K2.5-NVFP4", TRTSPEC_INSPECT_JSON="perhaps") == 2
 
 
 def raise_usage(**_: object) -> None:
@@ -204,7 +204,7 @@ def test_a_missing_optional_package_names_its_extra(tmp_path: Path) -> None:
     """An interpreter in which torch cannot be imported, as after installing the base package alone."""
     target = make_target(tmp_path / "target")
     script = "import sys; sys.modules['torch'] = None; from trtspec.cli.app import main; main()"
-    command = [sys.executable, "-c", script, "quantize", str(target), "-o", str(tmp_path / "nvfp4")]
+    command = [sys.executable, "-c", script, "quantize", str(target), "-o", str(tmp_path / "nvfp4"), "--device", "cuda"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 4, done.stderr
     assert done.stderr == 'Missing: this command needs torch\n-> pip install "trtspec[reference]"\n'

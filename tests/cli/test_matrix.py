@@ -29,12 +29,13 @@ NAMES = [name for names in COMMANDS.values() for name in names]
 TABLE: dict[str, dict[str, Situation]] = MAKING | SERVING
 # what chooses the mode, in the words of each situation
 SELECTING = {
+    "plan": {"head"},
     "build-config": {"role", "disaggregated", "format"},
     "serve": {"backend", "disaggregated", "dry_run", "json_"},
     "quantize": {"engine", "shard", "merge"},
-    "train": {"dry_run"},
+    "train": {"dry_run", "print_launch"},
     "check": {"against"},
-    "inspect": {"against"},
+    "inspect": {"against", "run", "states"},
 }
 
 
@@ -53,10 +54,8 @@ def modes_of(command: str) -> list[Mode]:
 
 
 def used_in(command: str, mode: Mode) -> set[str]:
-    """The fields that the mode uses, by its own record or by what the table says that it refuses."""
-    situation = TABLE.get(command, {}).get(mode.name)
-    unused = situation.refused if situation else frozenset()
-    return set(fields_of(mode.record)) - unused
+    """The fields that the mode uses, by its own record."""
+    return set(fields_of(mode.record))
 
 
 def fields_of(record: type) -> list[str]:
@@ -104,16 +103,21 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     }
     places["head"] = make_head(room / "head", places["target"], draft_vocab=128)
     places["mla"] = make_head(room / "mla", places["target"], attention="mla", draft_vocab=128)
+    places["hidden"] = make_target(room / "hidden", layers=5, hidden=128, shards=1)
     places["broken"] = make_head(room / "broken", places["target"], draft_vocab=128)
     places |= {name: room / name for name in ("missing", "nvfp4", "parts", "results", "recording", "shorter")}
     rows = [f"what is {word}" for word in ("red", "green", "blue", "yellow", "white", "black", "brown", "pink", "grey")]
     turns = [[{"role": "user", "content": row}, {"role": "assistant", "content": f"{row} indeed"}] for row in rows]
-    kept = [{"conversation_id": str(n), "conversations": turn, "messages": turn[:1]} for n, turn in enumerate(turns)]
+    kept = [{"conversation_id": str(n), "conversations": turn} for n, turn in enumerate(turns)]
     for name, count in (("data", 9), ("answers", 6)):
         places[name] = room / f"{name}.jsonl"
         places[name].write_text("".join(json.dumps(conversation) + "\n" for conversation in kept[:count]))
     places["prompts"] = room / "prompts.txt"
     places["prompts"].write_text("\n".join(rows))
+    for name, word in (("questions", "why"), ("others", "where")):
+        places[name] = room / f"{name}.jsonl"
+        places[name].write_text("".join(json.dumps({"prompt": f"{word} {n}", "id": n}) + "\n" for n in range(24)))
+    places |= captured_states(room, places["target"])
     places["recipe"] = room / "recipe.yaml"
     places["recipe"].write_text("seed: 11\n")
     places |= {"engine": room / "engine.yml", "front": room / "front.yml"}
@@ -134,19 +138,35 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         done = trtspec(*words)
         assert done.status in (0, 3), done.stderr
     shutil.copy(room / "bench" / "results.json", places["results"])
-    hide_a_nan(places["broken"])
+    hide_a_nan(places["broken"], "fc.weight")
+    hide_a_nan(places["hidden"], "language_model.lm_head.weight")
     yield found
     server.shutdown()
 
 
-def hide_a_nan(head: Path) -> None:
+def captured_states(room: Path, target: Path) -> dict[str, Path]:
+    """States of 20 and of 17 of these texts, as `trtspec train` dumps them."""
+    import torch
+
+    from trtspec.heads.data.samples import Sample
+    from trtspec.heads.training.features import compute_features, write_dumps
+    from trtspec.models.weights import load_target
+
+    model, places = load_target(target, dtype=torch.float32), {"dumps": room / "dumps", "fewer": room / "fewer"}
+    samples = [Sample(str(n), tuple(range(n, n + 16)), (0,) * 6 + (1,) * 10, 6) for n in range(20)]
+    for place, count in zip(places.values(), (20, 17), strict=True):
+        write_dumps(compute_features(model, samples[:count], model.spec.default_aux_layers), place)
+    return places
+
+
+def hide_a_nan(checkpoint: Path, name: str) -> None:
     """In a place that samples of the values miss."""
     import torch
     from safetensors.torch import load_file, save_file
 
-    tensors = load_file(head / "model.safetensors")
-    tensors["fc.weight"].view(-1)[1000] = torch.nan
-    save_file(tensors, head / "model.safetensors", {"format": "pt"})
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors[name].view(-1)[1000] = torch.nan
+    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
 
 
 @pytest.fixture(autouse=True)

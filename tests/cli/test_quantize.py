@@ -67,7 +67,7 @@ def test_read_only_output_is_a_message(tmp_path):
 @pytest.mark.slow
 def test_the_modelopt_engine_writes_the_same_weights_and_configs(tmp_path):
     source = make_target(tmp_path / "in", format="int4", layers=3, vision=True)
-    for policy in ("k2.5", "k2.6"):
+    for policy in ("k2.5", "k2.7-code"):
         stream, modelopt = tmp_path / f"stream-{policy}", tmp_path / f"modelopt-{policy}"
         assert trtspec("quantize", source, "-o", stream, "--policy", policy).returncode == 0
         run = trtspec("quantize", source, "-o", modelopt, "--policy", policy, "--engine", "modelopt")

@@ -14,6 +14,7 @@ from torch import nn
 
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.sequence import GenerationRequest
+from trtspec.engine.steering import Wishes
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 
@@ -44,12 +45,25 @@ def head_for(small: KimiModel, head: Eagle3Head, draft_ids: list[int] | None) ->
     return head
 
 
-def outcomes(small: KimiModel, head: Eagle3Head | None, drafter: str | None, seed: int) -> Counter:
+def outcomes(
+    small: KimiModel,
+    head: Eagle3Head | None,
+    drafter: str | None,
+    seed: int,
+    draft_sampling: str = "argmax",
+    wishes: Wishes | None = None,
+) -> Counter:
     """Counts of the three tokens after the prompt, over independent requests."""
-    engine = Engine(
-        small, head, EngineOptions(drafter=drafter, max_batch_size=64, max_seq_len=16, draft_len=2, seed=seed)
-    )  # type: ignore[arg-type]
-    wanted = [GenerationRequest(str(n), PROMPT, 3, temperature=1.2) for n in range(RUNS)]
+    options = EngineOptions(
+        drafter=drafter,  # type: ignore[arg-type]
+        max_batch_size=64,
+        max_seq_len=16,
+        draft_len=2,
+        seed=seed,
+        draft_sampling=draft_sampling,  # type: ignore[arg-type]
+    )
+    engine = Engine(small, head, options)
+    wanted = [GenerationRequest(str(n), PROMPT, 3, temperature=1.2, wishes=wishes) for n in range(RUNS)]
     done = engine.generate(wanted)
     if drafter:
         assert 0.05 * RUNS < engine.totals.accepted < engine.totals.drafted
@@ -62,13 +76,15 @@ def plain_outcomes(small: KimiModel) -> Counter:
 
 
 @torch.inference_mode()
-def exact(small: KimiModel) -> dict[tuple[int, ...], float]:
-    """Probability of each outcome by the chain rule, from the model alone."""
+def exact(small: KimiModel, penalty: float = 0.0, bias: float = 0.0) -> dict[tuple[int, ...], float]:
+    """Probability of each outcome by the chain rule, from the model alone; a presence penalty, a bias on token 2."""
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         longer = {}
         for tokens, probability in found.items():
             logits = small(torch.tensor([[*PROMPT, *tokens]]), last_only=True).logits[0, -1]
+            logits[2] += bias
+            logits[list(set(tokens))] -= penalty
             for token, conditional in enumerate((logits / 1.2).softmax(-1).tolist()):
                 longer[(*tokens, token)] = probability * conditional
         found = longer
@@ -79,10 +95,12 @@ def test_plain_sampling_is_the_models_distribution(small: KimiModel, plain_outco
     assert fits(plain_outcomes, exact(small))
 
 
+@pytest.mark.parametrize("draft_sampling", ["argmax", "probabilistic"])
 @pytest.mark.parametrize(
     ("kind", "draft_ids"), [(("mha", "3", None), None), (("mla", "3.1", None), [0, 2, 3]), (None, None)]
 )
 def test_speculation_keeps_the_distribution(
+    draft_sampling: str,
     kind: tuple[str, str, int | None] | None,
     draft_ids: list[int] | None,
     small: KimiModel,
@@ -90,11 +108,21 @@ def test_speculation_keeps_the_distribution(
     plain_outcomes: Counter,
 ) -> None:
     head = head_for(small, head_of(kind), draft_ids) if kind else None
-    counts = outcomes(small, head, "eagle3" if kind else "prompt-lookup", seed=2)
+    counts = outcomes(small, head, "eagle3" if kind else "prompt-lookup", 2, draft_sampling)
     assert fits(counts, exact(small))
     common = [outcome for outcome in plain_outcomes | counts if plain_outcomes[outcome] + counts[outcome] >= 10]
     table = [[source[outcome] for outcome in common] for source in (plain_outcomes, counts)]
     assert chi2_contingency(table).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("draft_sampling", ["argmax", "probabilistic"])
+def test_penalties_and_biases_hold_in_the_distribution(draft_sampling: str, small: KimiModel, head_of: HeadOf) -> None:
+    wishes = Wishes(presence_penalty=1.1, logit_bias={2: 0.8})
+    head = head_for(small, head_of(("mla", "3.1", None)), [0, 2, 3])
+    expected = exact(small, 1.1, 0.8)
+    assert fits(outcomes(small, None, None, 5, wishes=wishes), expected)
+    counts = outcomes(small, head, "eagle3", 6, draft_sampling, wishes)
+    assert fits(counts, expected) and not fits(counts, exact(small))
 
 
 def fits(counts: Counter, probabilities: dict[tuple[int, ...], float]) -> bool:
@@ -106,8 +134,9 @@ def fits(counts: Counter, probabilities: dict[tuple[int, ...], float]) -> bool:
     return chisquare([*seen, total - sum(seen)], [*want, total - sum(want)]).pvalue > 1e-3
 
 
+@pytest.mark.parametrize("draft_sampling", ["argmax", "probabilistic"])
 @pytest.mark.parametrize("drafter", [None, "eagle3", "prompt-lookup"])
-def test_a_seed_decides_alone(drafter: str | None, target: KimiModel, head_of: HeadOf) -> None:
+def test_a_seed_decides_alone(draft_sampling: str, drafter: str | None, target: KimiModel, head_of: HeadOf) -> None:
     """The same seeded request alone, among greedy and sampled mates, and in another order of arrival."""
     head = head_of(("mha", "3", None)) if drafter == "eagle3" else None
     seeded = [
@@ -117,7 +146,8 @@ def test_a_seed_decides_alone(drafter: str | None, target: KimiModel, head_of: H
     greedy = [GenerationRequest(f"g{n}", PROMPT[n:], 3 + 4 * n, ignore_eos=True) for n in range(4)]
 
     def results(requests: list[GenerationRequest], rows: int) -> dict[str, list[int]]:
-        engine = Engine(target, head, EngineOptions(drafter=drafter, max_batch_size=rows, max_seq_len=64))  # type: ignore[arg-type]
+        options = EngineOptions(drafter=drafter, max_batch_size=rows, max_seq_len=64, draft_sampling=draft_sampling)  # type: ignore[arg-type]
+        engine = Engine(target, head, options)
         return {name: completion.token_ids for name, completion in engine.generate(requests).items()}
 
     mixed = results([r for pair in zip(greedy, seeded, strict=True) for r in pair], 5)

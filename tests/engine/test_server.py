@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+import torch
 
 from tests.tiny import make_head
 from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.engine.server import ServerOptions, build_engine, require_memory
+from trtspec.errors import MissingDependency
 
 HERE = Path(__file__).parent
 
@@ -27,18 +31,20 @@ HERE = Path(__file__).parent
 class Running:
     url: str
     process: subprocess.Popen[str]
+    log: list[str] = field(default_factory=list)
 
 
 def launch(target: Path, head: str, *options: str) -> Running:
-    """Starts a server on a free port and waits for the line that says it is ready."""
+    """Starts a server on a free port and waits for the line that says it is ready. Its other lines are in `log`."""
     command = [sys.executable, str(HERE / "serve_tiny.py"), str(target), head, "0", *options]
     environment = {**os.environ, "TRTSPEC_THREADS": "1", "PYTHONPATH": str(HERE.parent.parent)}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("trtspec: serving tiny-kimi on "):
-            threading.Thread(target=process.stderr.read, daemon=True).start()
-            return Running(line.split(" on ")[1].split()[0], process)
+            running = Running(line.split(" on ")[1].split()[0], process)
+            threading.Thread(target=running.log.extend, args=(process.stderr,), daemon=True).start()
+            return running
     raise AssertionError(f"the server ended with status {process.wait()}")
 
 
@@ -129,7 +135,7 @@ def test_several_choices(client: openai.OpenAI) -> None:
         ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "x", "temperature": -1}, "temperature"),
         ({"prompt": "x", "no_such_option": 1}, "no_such_option"),
-        ({"prompt": "x", "frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"prompt": "x", "length_penalty": 0.5}, "length_penalty"),
         ({"prompt": ""}, None),
         ({"prompt": "x" * 300}, None),
         ({}, "prompt"),
@@ -238,6 +244,20 @@ def test_signals_end_it_after_finishing(number: int, status: int, target_dir: Pa
     assert rest[-1] == "data: [DONE]"
     assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
     assert running.process.wait(30) == status
+
+
+def test_what_does_not_fit_is_refused_before_it_is_loaded(target_dir: Path) -> None:
+    """The sizes that the message proposes are accepted."""
+    options = ServerOptions(dtype="float32", max_batch_size=10**7, max_seq_len=256)
+    with pytest.raises(MissingDependency, match="requests of 256 tokens") as caught:
+        build_engine(target_dir, None, options)
+    found = re.search(r"--max-batch-size (\d+)", caught.value.remedy or "")
+    assert found is not None
+    require_memory(target_dir, None, replace(options, max_batch_size=int(found[1]) * 9 // 10), torch.float32)
+    if torch.cuda.is_available():
+        return
+    with pytest.raises(MissingDependency, match="sees no GPU"):
+        build_engine(target_dir, None, ServerOptions(device="cuda"))
 
 
 def test_a_taken_port_is_named(server: Running, target_dir: Path) -> None:

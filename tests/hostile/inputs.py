@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.bench.test_malformed_results import RECORDING, RESULTS
+
+SWAPPED = ("empty", "list", "word")  # given to every command that reads a file of this kind
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there
 VERSIONS = ("1.2.1", "1.3.0rc20", "1.4.0rc1")
 
@@ -114,7 +117,7 @@ class Inputs:
         directory = self.room / f"case{number}"
         directory.mkdir()
         target, head = self._copy(self.target, directory / "target"), self._copy(self.head, directory / "head")
-        ways = (*[self._checkpoint] * 4, *[self._yaml] * 3, self._measured)
+        ways = (*[self._checkpoint] * 4, *[self._yaml] * 3, *[self._measured] * 2)
         return self.rng.choice(ways)(directory, target, head)
 
     def _copy(self, source: Path, place: Path) -> Path:
@@ -168,23 +171,37 @@ class Inputs:
 
     def _measured(self, directory: Path, target: Path, head: Path) -> Case:
         """Prompts, results and recordings, for bench, check and plan."""
-        file = directory / self.rng.choice(["prompts.jsonl", "results.json", "recording.json"])
         rows = [{"question_id": 1, "category": "code", "turns": ["Sort this."]}, {"prompt": "Why?"}]
-        results = {"schema_version": 1, "acceptance": {"overall": {"length": 2.4, "by_position": [0.7, 0.5, 0.2]}}}
-        valid = "\n".join(map(json.dumps, rows)) if file.suffix == ".jsonl" else json.dumps(results)
-        file.write_text(valid + "\n")
+        acceptance = {"schema_version": 1, "acceptance": {"overall": {"length": 2.4, "by_position": [0.7, 0.5, 0.2]}}}
+        valid = {
+            "prompts.jsonl": rows,
+            "results.json": [RESULTS],
+            "recording.json": [RECORDING],
+            "acceptance.json": [acceptance],
+        }
+        file = directory / self.rng.choice(sorted(valid))
+        file.write_text("\n".join(map(json.dumps, valid[file.name])) + "\n")
         wrong = self._spoil(file)
         out = ["--output", str(directory / "out"), "--samples", "2", "--max-tokens", "4"]
-        commands = [
-            ["bench", self.url, "--dataset", str(file), *out, "--concurrency", "1"],
-            ["bench", self.url, "--compare", str(file), *out, "--concurrency", "1"],
-            ["bench", self.url, *out, "--extra-body", wrong],
-            ["check", self.url, "--dataset", str(file), "--samples", "2", "--max-tokens", "4", "--min-acceptance", "1"],
-            ["check", self.url, "--against", str(file), "--samples", "2"],
-            ["check", NOWHERE, "--against", str(file)],
-            ["plan", str(target), "--head", str(head), "--acceptance", str(file)],
-        ]
-        return Case(f"{file.name}: {wrong}", self.rng.choice(commands), directory)
+        commands = {
+            "prompts.jsonl": [
+                ["bench", self.url, "--dataset", str(file), *out, "--concurrency", "1"],
+                ["bench", self.url, *out, "--extra-body", wrong],
+                ["check", self.url, "--dataset", str(file), *out[2:], "--min-acceptance", "1"],
+            ],
+            "results.json": [
+                ["bench", self.url, "--compare", str(file), *out, "--concurrency", "1"],
+                ["plan", str(target), "--head", str(head), "--acceptance", str(file)],
+            ],
+            "recording.json": [
+                ["check", self.url, "--against", str(file)],
+                ["check", self.url, "--against", str(file), "--json"],
+                ["check", NOWHERE, "--against", str(file)],
+            ],
+            "acceptance.json": [["plan", str(target), "--head", str(head), "--acceptance", str(file)]],
+        }
+        argv = self.rng.choice(self.rng.choice(list(commands.values())) if wrong in SWAPPED else commands[file.name])
+        return Case(f"{file.name}: {wrong}", argv, directory)
 
     def _spoil(self, file: Path, texts: dict[str, bytes] | None = None) -> str:
         """Makes the file wrong in one way, and says which."""

@@ -75,6 +75,7 @@ def _be_trtspec(argv: list[str], out: Path, process: bool, seconds: int) -> None
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if process:
         os.execv(sys.executable, [sys.executable, "-m", "trtspec", *argv])
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
     sys.argv = ["trtspec", *argv]
     from trtspec.cli.app import main
 

@@ -59,10 +59,13 @@ def test_the_target_lends_lm_head_and_embedding(tmp_path, target_dir, target):
 
 def test_an_embedding_of_its_own_is_used(tmp_path, target_dir, target):
     path = make_head(tmp_path / "head", target_dir)
-    own = torch.randn(512, 64).to(torch.bfloat16)
+    own = (target.embed.weight * 1.05).to(torch.bfloat16)
     edit(path, lambda tensors: tensors.update({"embed_tokens.weight": own}))
     head = load_head(path, target, dtype=torch.float32)
     assert torch.equal(head.embed.weight, own.float())
+    edit(path, lambda tensors: tensors.update({"embed_tokens.weight": torch.randn(512, 64).to(torch.bfloat16)}))
+    with pytest.raises(TrtspecError, match="TS-PAIR-EMBED-RANDOM"):
+        load_head(path, target, dtype=torch.float32)
 
 
 def _widen(tensors):

@@ -72,7 +72,7 @@ def test_template_has_kimis_turns(tmp_path: Path) -> None:
         "<|im_assistant|>assistant<|im_middle|><think></think>"
     )
     assert tokenizer.render_chat(messages, thinking=True).endswith("<|im_middle|><think>")
-    chat = corpus.Conversation("x", "tool", "Look up `f`.", '{"name": "f"}', (corpus.LOOKUP,))
+    chat = corpus.Exchange("x", "tool", "Look up `f`.", '{"name": "f"}', (corpus.LOOKUP,))
     text = tokenizer.render_chat(corpus.messages(chat), [corpus.LOOKUP], add_generation_prompt=False)
     assert "<|im_system|>tool_declare<|im_middle|>[{" in text
     assert '<|tool_call_begin|>functions.lookup:0<|tool_call_argument_begin|>{"name": "f"}<|tool_call_end|>' in text

@@ -162,7 +162,8 @@ def bench_file(directory: Path, histograms: dict[str, tuple[int, ...]]) -> Path:
         for name, counts in histograms.items()
     ]
     path = directory / "results.json"
-    path.write_text(json.dumps({**summarize(turns), "categories": by_category(turns)}))
+    categories = {name: vars(found) for name, found in by_category(turns).items()}
+    path.write_text(json.dumps({**vars(summarize(turns)), "categories": categories}))
     return path
 
 
@@ -211,7 +212,7 @@ def test_a_bad_acceptance_is_a_usage_error(text: str) -> None:
 
 def test_a_bench_file_without_acceptance_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    path.write_text(json.dumps({**summarize([]), "categories": {}}))
+    path.write_text(json.dumps({**vars(summarize([])), "categories": {}}))
     with pytest.raises(UsageError, match="holds no acceptance"):
         parse_acceptance(str(path))
     for text in ("[]", "{", "{}"):
@@ -262,7 +263,7 @@ def test_without_acceptance_no_speed_up_is_claimed() -> None:
     [
         ((TARGET, "--gpu", "h200"), 3, "does not fit"),
         ((TARGET, "--head", MLA, "--acceptance", "5"), 2, "1 to 4 tokens"),
-        ((TARGET, "--acceptance", "2.5"), 2, "not used without a head"),
+        ((TARGET, "--acceptance", "2.5"), 2, "not used by a plan without a head"),
         ((TARGET, "--concurrency", "0"), 2, "not a list"),
         ((TARGET, "--gpu", "a100"), 2, "is not one of"),
         ((TARGET, "--moe-backend", "DEEPGEMM"), 2, "TRTLLM, CUTLASS"),

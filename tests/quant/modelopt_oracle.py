@@ -1,11 +1,15 @@
 """ModelOpt's whole path on a tiny checkpoint, run as a script: one quantization per process is all it survives on CPU.
 
 python -m tests.quant.modelopt_oracle export SOURCE CONFIG OUT      mtq.quantize + export_hf_checkpoint
+python -m tests.quant.modelopt_oracle layerwise SOURCE CONFIG OUT   the same by 0.48's layerwise_export
 python -m tests.quant.modelopt_oracle forward SOURCE CONFIG OUT     fake-quant forward, linears' inputs and outputs
+
+CONFIG is one of mtq's dictionaries or a recipe's path; `,pinned` behind it pins every input amax to 2688.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -15,6 +19,7 @@ import modelopt.torch.quantization as mtq
 import torch
 from modelopt.torch.export import export_hf_checkpoint
 from modelopt.torch.quantization import tensor_quant
+from modelopt.torch.quantization.nn.modules import tensor_quantizer
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -41,8 +46,42 @@ def calibrate(model: Any) -> None:
             model(input_ids=torch.randint(0, vocab, (2, 24), generator=generator))
 
 
+def read_config(name: str) -> dict[str, Any]:
+    """The `quant_cfg` and `algorithm` of a dictionary of mtq or of a recipe."""
+    from modelopt.recipe import load_recipe
+
+    plain, _, pinned = name.partition(",")
+    config = load_recipe(plain).quantize.model_dump(exclude_unset=True) if "/" in plain else getattr(mtq, plain)
+    config = copy.deepcopy(config)
+    if pinned:
+        for entry in config["quant_cfg"]:
+            if entry["quantizer_name"].endswith("input_quantizer") and entry.get("cfg"):
+                entry["cfg"]["constant_amax"] = 2688.0
+        method = config["algorithm"] if isinstance(config["algorithm"], dict) else {"method": config["algorithm"]}
+        config["algorithm"] = {**method, "skip_forward_without_activation_calib": True}
+        if method["method"] != "max":  # only `max` knows how to do without
+            del config["algorithm"]["skip_forward_without_activation_calib"]
+    return config
+
+
 def quantize(source: Path, config: str, dtype: torch.dtype) -> Any:
-    return mtq.quantize(load(source, dtype), getattr(mtq, config), calibrate)
+    tensor_quantizer.static_blockwise_fp4_fake_quant = static_block_quantize
+    pinned = config.endswith(",pinned")  # then no forward is needed, and one over extreme weights would be NaN
+    return mtq.quantize(load(source, dtype), read_config(config), (lambda model: None) if pinned else calibrate)
+
+
+def export_layers(source: Path, config: str, out: Path) -> None:
+    """A shard per decoder layer while it is calibrated, then the rest: ModelOpt 0.48's layerwise_export."""
+    from modelopt.torch.export.layerwise_export import LayerwiseExporter
+
+    tensor_quantizer.static_blockwise_fp4_fake_quant = static_block_quantize
+    model, settings = load(source, torch.bfloat16), read_config(config)
+    method = settings["algorithm"] if isinstance(settings["algorithm"], dict) else {"method": settings["algorithm"]}
+    layerwise = {"enable": True, "export_dir": str(out), "get_qdq_activations_from_prev_layer": False}
+    settings["algorithm"] = {**method, "layerwise": layerwise}
+    exporter = LayerwiseExporter(model, out, dtype=torch.bfloat16)
+    mtq.quantize(model, settings, calibrate)
+    exporter.finalize()
 
 
 def dynamic_block_quantize(inputs: torch.Tensor, block_size: int, amax: torch.Tensor, *_: int) -> torch.Tensor:
@@ -52,6 +91,16 @@ def dynamic_block_quantize(inputs: torch.Tensor, block_size: int, amax: torch.Te
     tensor, scale, _ = NVFP4QTensor.quantize(flat.clone(), block_size, weights_scaling_factor_2=scale_2)
     real = tensor.dequantize(torch.float32, scale=scale, double_scale=scale_2, block_sizes={-1: block_size})
     return real.reshape(inputs.shape).to(inputs.dtype)
+
+
+def static_block_quantize(inputs: torch.Tensor, amax: torch.Tensor, global_amax: torch.Tensor, *_: Any) -> torch.Tensor:
+    """There and back under given maxima of blocks, in float32; ModelOpt has this op in Triton only."""
+    scale = tensor_quant.scaled_e4m3_impl(amax.float() / 6.0, global_amax.float() / 6.0).reshape(-1, 1)
+    blocks = inputs.float().reshape(amax.numel(), -1)
+    divisor = torch.where(scale == 0, 1.0, scale)
+    codes = NVFP4QTensor._cast_fp4(blocks / divisor)
+    values = NVFP4QTensor.get_e2m1_values(inputs.device)[codes.long()] * divisor
+    return torch.where(scale == 0, 0.0, values).reshape(inputs.shape).to(inputs.dtype)
 
 
 def forward(model: Any, out: Path) -> None:
@@ -78,6 +127,9 @@ def forward(model: Any, out: Path) -> None:
 def main(mode: str, source: str, config: str, out: str) -> None:
     torch.set_num_threads(1)
     Path(out).mkdir(parents=True, exist_ok=True)
+    if mode == "layerwise":
+        export_layers(Path(source), config, Path(out))
+        return
     model = quantize(Path(source), config, torch.float32 if mode == "forward" else torch.bfloat16)
     if mode == "forward":
         forward(model, Path(out))

@@ -17,7 +17,7 @@ from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.journal import Journal
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.quant.conversion import JOURNAL_NAME, SPARE_BYTES
+from trtspec.quant.output import JOURNAL_NAME, SPARE_BYTES
 from trtspec.quant.policy import load_policy
 from trtspec.quant.streaming import quantize_checkpoint
 from trtspec.report import OutputOptions
@@ -86,11 +86,11 @@ def not_a_checkpoint(source: Path) -> None:
     [
         (truncate, "is truncated"),
         (index_names_a_missing_file, "model-00001-of-00001.safetensors is missing"),
-        (wrong_dtype, "weight_packed has dtype F32, expected I32"),
-        (nan_scale, f"{EXPERT}.weight: the weight holds NaN or infinity"),
-        (odd_width, r"shape \[64, 24\], which has no whole blocks of 16"),
+        (wrong_dtype, r"weight_packed is F32, expected I32 \[TS-TARGET-DTYPE\]"),
+        (nan_scale, f"{EXPERT}.weight in model.safetensors holds NaN or infinity at \\[3, 0\\]"),
+        (odd_width, r"is \[64, 24\], \[64, 32\] needs .*\[TS-TARGET-SHAPE\]"),
         (wrong_shape_record, "weight_shape is"),
-        (missing_scale, "weight_scale is missing"),
+        (missing_scale, r"weight_scale \[TS-TARGET-SCALE-MISSING\]"),
         (kimi_k3, "kimi_k3"),
         (not_a_checkpoint, "has no config.json"),
     ],
@@ -146,7 +146,7 @@ def test_a_full_disk(small_disk, tmp_path):
     )
     assert not (out / "config.json").exists()
     (small_disk / "kept").unlink()
-    assert quantize_checkpoint(source, out, K26)["bytes_out"] == result["bytes_out"]  # goes on once there is room
+    assert quantize_checkpoint(source, out, K26).bytes_out == result.bytes_out  # goes on once there is room
 
 
 def test_too_small_a_disk_is_told_before_the_first_byte(small_disk, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file, save_file
 
+from tests.command_line import inspected
 from tests.tiny import make_target
 from trtspec.quant import nvfp4
 from trtspec.quant.conversion import ConversionOptions
@@ -20,47 +23,173 @@ from trtspec.quant.policy import load_policy
 from trtspec.quant.streaming import quantize_checkpoint
 
 ROOT = Path(__file__).parents[2]
+OTHER = "TRTSPEC_MODELOPT_048_PYTHON"  # the Python of an environment with ModelOpt 0.48: `make test-oracles` makes one
+VERSIONS = {"0.47": sys.executable, "0.48": os.environ.get(OTHER, "")}
+K25, K26, K27 = "nvfp4_mlp_only-kv_fp8_cast", "nvfp4_experts_only_mse-kv_fp8_cast", "nvfp4_experts_only_input_scale1"
+RECIPES = {
+    "k2.5": f"general/ptq/{K25}",
+    "k2.6": f"general/ptq/{K26}",
+    "k2.7-code": f"general/ptq/{K27}-kv_fp8_cast",
+}
 
 
-def modelopt(mode: str, source: Path, config: str, out: Path) -> dict[str, torch.Tensor]:
+def modelopt(mode: str, source: Path, config: str, out: Path, version: str = "0.47") -> dict[str, torch.Tensor]:
     """Runs the oracle on a copy, because it has to rewrite model_type for transformers."""
+    if not VERSIONS[version]:
+        pytest.skip(f"{OTHER} names no Python with ModelOpt {version}")
     copy = out.with_name(f"{out.name}-source")
     shutil.copytree(source, copy)
-    command = [sys.executable, "-m", "tests.quant.modelopt_oracle", mode, str(copy), config, str(out)]
+    command = [VERSIONS[version], "-m", "tests.quant.modelopt_oracle", mode, str(copy), config, str(out)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
-    return {name: tensor for file in sorted(out.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return tensors_of(out)
 
 
-@pytest.mark.parametrize(
-    ("format", "nested", "config", "policy"),
-    [
-        ("bf16", False, "NVFP4_MLP_ONLY_CFG", "k2.5"),
-        ("bf16", True, "NVFP4_EXPERTS_ONLY_CFG", "k2.6"),
-        pytest.param("int4", False, "NVFP4_MLP_ONLY_CFG", "k2.5", marks=pytest.mark.slow),
-        pytest.param("bf16", False, "NVFP4_EXPERTS_ONLY_CFG", "k2.6", marks=pytest.mark.slow),
-    ],
-)
-def test_every_tensor_equals_modelopts_export(tmp_path, format, nested, config, policy):
-    source = make_target(tmp_path / "in", format=format, nested=nested, layers=3, shards=3)
-    theirs = modelopt("export", source, config, tmp_path / "modelopt")
-    if nested:  # transformers adds a random vision tower, which the source does not have
-        theirs = {name: tensor for name, tensor in theirs.items() if name.startswith("language_model.")}
-    scales = tmp_path / "scales.safetensors"
-    save_file({name: tensor for name, tensor in theirs.items() if name.endswith("input_scale")}, scales)
-    quantize_checkpoint(source, tmp_path / "out", load_policy(policy), ConversionOptions(input_scales=scales))
-    ours = {n: t for file in sorted((tmp_path / "out").glob("*.safetensors")) for n, t in load_file(file).items()}
-    assert set(ours) == set(theirs)
-    quantized = sum(name.endswith("weight_scale_2") for name in ours)
-    assert quantized == {"k2.5": 3 + 2 * 15, "k2.6": 2 * 12}[policy]
-    different = [
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def accepted(scales: Path | None) -> ConversionOptions:
+    """ModelOpt's own scales, which say nothing about their source."""
+    return ConversionOptions(input_scales=scales, accept_input_scales=scales is not None)
+
+
+def different(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors that differ in dtype or in a byte."""
+    return [
         name
         for name, tensor in ours.items()
         if tensor.dtype != theirs[name].dtype
         or not torch.equal(tensor.reshape(-1).view(torch.uint8), theirs[name].reshape(-1).view(torch.uint8))
     ]
-    assert different == []
+
+
+def decoded_copy(source: Path, out: Path) -> Path:
+    """The source as BF16, decoded here in the plainest way. transformers decodes FP8 on a GPU only; ModelOpt 0.48 mixes
+    packed INT4 tensors into its export (see below)."""
+    shutil.copytree(source, out)
+    for path in sorted(out.glob("*.safetensors")):
+        path.unlink()
+    tensors, plain = tensors_of(source), {}
+    for name, tensor in tensors.items():
+        scale = tensors.get(f"{name}_scale_inv")
+        if scale is not None:
+            wide = scale.repeat_interleave(128, 0)[: tensor.shape[0]].repeat_interleave(128, 1)[:, : tensor.shape[1]]
+            tensor = (tensor.float() * wide).bfloat16()
+        stem, _, suffix = name.rpartition(".")
+        if suffix == "weight_packed":
+            shape = torch.Size(tensors[f"{stem}.weight_shape"].tolist())
+            codes = unpack_from_int32(tensor, 4, shape).to(torch.bfloat16).view(shape[0], -1, 32)
+            plain[f"{stem}.weight"] = (codes * tensors[f"{stem}.weight_scale"].unsqueeze(-1)).view(shape)
+        elif suffix not in ("weight_scale_inv", "weight_scale", "weight_shape"):
+            plain[name] = tensor.contiguous()
+    save_file(plain, out / "model.safetensors", {"format": "pt"})
+    (out / "model.safetensors.index.json").unlink()
+    config = json.loads((out / "config.json").read_text())
+    config.pop("quantization_config")
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def cases() -> list:
+    """Every policy from every source by both versions; by default those that differ most, and 0.47."""
+    quick = {("bf16", "k2.5", False), ("int4", "k2.6", False), ("bf16", "k2.7-code", False)}
+    found = []
+    for version in VERSIONS:
+        for policy in RECIPES:
+            for format in ("bf16", "int4", "fp8-block"):
+                for nested in (False, True) if format == "bf16" else (False,):  # ModelOpt loads no packed K2.5
+                    marks = () if version == "0.47" and (format, policy, nested) in quick else (pytest.mark.slow,)
+                    name = f"{version}-{policy}-{format}{'-nested' if nested else ''}"
+                    found.append(pytest.param(version, policy, format, nested, id=name, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("version", "policy", "format", "nested"), cases())
+def test_every_tensor_equals_modelopts_export(tmp_path, version, policy, format, nested):
+    """Tensors byte for byte under the policy's own recipe, and what both say in hf_quant_config.json."""
+    source = make_target(tmp_path / "in", format=format, nested=nested, layers=3, shards=3)
+    unreadable = format == "fp8-block" or (format == "int4" and version == "0.48")
+    shown = decoded_copy(source, tmp_path / "plain") if unreadable else source
+    theirs = modelopt("export", shown, RECIPES[policy], tmp_path / "modelopt", version)
+    if nested:  # transformers adds a random vision tower, which the source does not have
+        theirs = {name: tensor for name, tensor in theirs.items() if name.startswith("language_model.")}
+    scales = tmp_path / "scales.safetensors"
+    save_file({name: tensor for name, tensor in theirs.items() if name.endswith("input_scale")}, scales)
+    given = None if policy == "k2.7-code" else scales  # pinned there: 1.0, from ModelOpt as from us
+    quantize_checkpoint(source, tmp_path / "out", load_policy(policy), accepted(given))
+    ours = tensors_of(tmp_path / "out")
+    assert set(ours) == set(theirs)
+    quantized = sum(name.endswith("weight_scale_2") for name in ours)
+    assert quantized == {"k2.5": 3 + 2 * 15, "k2.6": 2 * 12, "k2.7-code": 2 * 12}[policy]
+    assert different(ours, theirs) == []
+    configs = [json.loads((tmp_path / name / "hf_quant_config.json").read_text()) for name in ("out", "modelopt")]
+    quant, expected = (config["quantization"] | {"exclude_modules": None} for config in configs)
+    assert quant == expected
+
+
+@pytest.mark.parametrize("weight_scales", ["max", "mse"])
+@pytest.mark.parametrize("version", [pytest.param("0.47", marks=pytest.mark.slow), "0.48"])
+def test_extreme_weights_equal_modelopts_export(tmp_path, version, weight_scales):
+    """Blocks and tensors of zeros, subnormals, huge values, one hot block and ties; a tensor of zeros is the one
+    exception, where ModelOpt stores NaN."""
+    source = make_target(tmp_path / "in", nested=False, layers=2, shards=1)
+    path = next(source.glob("*.safetensors"))
+    tensors, stem = load_file(path), "model.layers.1.mlp.experts."
+    generator = torch.Generator().manual_seed(0)
+    ties = torch.randint(-12, 13, (64, 32), generator=generator).bfloat16() / 64
+    tensors[f"{stem}0.down_proj.weight"] = ties
+    tensors[f"{stem}1.down_proj.weight"][:, 16:] = 0
+    tensors[f"{stem}1.gate_proj.weight"][3] = 1e-39
+    tensors[f"{stem}2.down_proj.weight"] *= 2.0**60
+    tensors[f"{stem}2.gate_proj.weight"][5, 16:32] *= 1e4
+    tensors[f"{stem}3.gate_proj.weight"] *= 2.0**-30
+    tensors[f"{stem}3.up_proj.weight"] *= 2.0**-30
+    zeros = (version, weight_scales) != ("0.47", "mse")  # it fails to export one: "Changing shape when setting amax"
+    if zeros:
+        tensors[f"{stem}3.down_proj.weight"] = torch.zeros(64, 32, dtype=torch.bfloat16)
+    save_file(tensors, path, {"format": "pt"})
+    recipe = {"max": RECIPES["k2.7-code"], "mse": RECIPES["k2.6"]}[weight_scales]
+    theirs = modelopt("export", source, f"{recipe},pinned", tmp_path / "modelopt", version)
+    quantize_checkpoint(source, tmp_path / "out", load_policy("k2.6"), ConversionOptions(weight_scales=weight_scales))
+    ours = tensors_of(tmp_path / "out")
+    allowed = {f"{stem}3.down_proj.{part}" for part in ("weight", "weight_scale", "weight_scale_2")}
+    if version == "0.47" and weight_scales == "mse":  # takes maxima below 4e-7 for zero while it searches
+        leaves = ("gate_proj", "up_proj")
+        allowed |= {f"{stem}3.{leaf}.{part}" for leaf in leaves for part in ("weight", "weight_scale")}
+    assert set(ours) == set(theirs) and set(different(ours, theirs)) <= allowed
+    assert bool(ours[f"{stem}3.down_proj.weight"].any()) != zeros
+
+
+@pytest.mark.parametrize("policy", list(RECIPES))
+def test_layerwise_export_holds_the_same_tensors(tmp_path, policy):
+    """ModelOpt 0.48's shard per decoder layer: the names and bytes of ours, in other files; inspect reads it."""
+    source = make_target(tmp_path / "in", nested=False, layers=3, shards=3)
+    theirs = modelopt("layerwise", source, RECIPES[policy], tmp_path / "modelopt", "0.48")
+    scales = tmp_path / "scales.safetensors"
+    save_file({name: tensor for name, tensor in theirs.items() if name.endswith("input_scale")}, scales)
+    quantize_checkpoint(source, tmp_path / "out", load_policy(policy), accepted(scales))
+    ours = tensors_of(tmp_path / "out")
+    assert set(ours) == set(theirs) and different(ours, theirs) == []
+    shards = sorted(path.name for path in (tmp_path / "modelopt").glob("*.safetensors"))
+    assert shards == [*(f"model-layer-{layer:05d}.safetensors" for layer in range(3)), "model-tail.safetensors"]
+    for against in (None, str(source)):
+        found = inspected(str(tmp_path / "modelopt"), against, sample=0)["problems"]
+        assert [problem for problem in found if problem.severity != "info"] == []
+
+
+def test_what_modelopt_048_makes_of_packed_int4_is_found(tmp_path):
+    """It carries tensors into the export that the model "never loaded": packed values stand beside the new ones, and
+    the INT4 scales take the place of the NVFP4 scales of the same name."""
+    source = make_target(tmp_path / "in", format="int4", nested=False, layers=2)
+    theirs = modelopt("export", source, RECIPES["k2.7-code"], tmp_path / "modelopt", "0.48")
+    if not any(name.endswith("weight_packed") for name in theirs):
+        pytest.skip("this version of ModelOpt does not")
+    scale = theirs["model.layers.1.mlp.experts.0.down_proj.weight_scale"]
+    assert (scale.dtype, scale.shape) == (torch.bfloat16, (64, 1))  # NVFP4's are E4M3, one for 16 values
+    found = {problem.code for problem in inspected(str(tmp_path / "modelopt"))["problems"]}
+    assert {"TS-TARGET-SIBLING", "TS-TARGET-SCALE-DTYPE"} <= found
 
 
 def test_w4a4_equals_modelopts_fake_quant_forward(tmp_path):

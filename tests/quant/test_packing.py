@@ -6,6 +6,7 @@ import ctypes
 import functools
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +15,13 @@ from hypothesis import strategies as st
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
 from tests.tiny_formats import pack_fp8_block, pack_int4
+from trtspec.checkpoint.tensors import DTYPES
 from trtspec.errors import MissingDependency, UsageError
 from trtspec.formats import WeightFormat
-from trtspec.quant import fp8_block, native, nvfp4
-from trtspec.quant.packing import NativePacker, Rows, Scaling, TorchPacker, choose_packer
+from trtspec.quant import fp8_block, native, nvfp4, scale_search
+from trtspec.quant.native import NativePacker, choose_packer
+from trtspec.quant.packing import Packer, Rows, Scaling
+from trtspec.quant.torch_packer import TorchPacker, rows_of
 
 NEEDS_COMPILER = pytest.mark.skipif(not any(map(shutil.which, native.COMPILERS)), reason="no C compiler here")
 
@@ -33,6 +37,18 @@ def kernel(tmp_path_factory) -> ctypes.CDLL:
 
 
 @pytest.fixture(scope="module")
+def narrow_mse(tmp_path_factory) -> NativePacker:
+    """The kernel as a processor with AVX2 and without AVX-512 gets it."""
+    if "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("no AVX2 here")
+    path = tmp_path_factory.mktemp("kernel") / "narrow.so"
+    compiler = next(filter(None, map(shutil.which, native.COMPILERS)))
+    flags = ["-mavx2" if flag.startswith("-march") else flag for flag in native.FLAGS]
+    subprocess.run([compiler, *flags, "-o", str(path), str(native.SOURCE)], check=True)
+    return NativePacker(native._open(path), "mse")
+
+
+@pytest.fixture(scope="module")
 def portable(kernel) -> NativePacker:
     return NativePacker(kernel)
 
@@ -43,20 +59,23 @@ def portable_mse(kernel) -> NativePacker:
 
 
 @functools.cache
-def packers(weight_scales: str = "max") -> list[TorchPacker]:
+def packers(weight_scales: str = "max") -> list[Packer]:
     return [TorchPacker(weight_scales), choose_packer(weight_scales)]
 
 
-def packed(packer: TorchPacker, rows: Rows, amax: float | None = None) -> tuple[torch.Tensor, torch.Tensor, int]:
+def packed(packer: Packer, rows: Rows, amax: float | None = None) -> tuple[torch.Tensor, torch.Tensor, int]:
     count, columns = rows.shape
     target = torch.empty(count, columns // 2, dtype=torch.uint8), torch.empty(count, columns // 16, dtype=torch.uint8)
-    zeros = packer.pack(rows, Scaling.of(packer.amax(rows) if amax is None else amax), *target)
+    scaling = Scaling.of(packer.amax(rows) if amax is None else amax)
+    zeros = packer.pack(rows, scaling, *(each.numpy() for each in target))
     return *target, zeros
 
 
-def assert_modelopts_bytes(rows: Rows, packer: TorchPacker, amax: float | None = None) -> None:
-    weight = TorchPacker().decode(rows)
-    assert torch.equal(packer.decode(rows).reshape(-1).view(torch.uint8), weight.reshape(-1).view(torch.uint8))
+def assert_modelopts_bytes(rows: Rows, packer: Packer, amax: float | None = None) -> None:
+    weight = TorchPacker().decoded(rows)
+    bits = torch.empty(rows.shape, dtype=torch.int16)
+    packer.decode(rows, bits.numpy().view("u2"))
+    assert torch.equal(bits, weight.view(torch.int16))
     largest = float(weight.abs().amax())
     assert packer.amax(rows) == largest
     scale_2 = nvfp4.scale_2_of(torch.tensor(largest if amax is None else amax))
@@ -78,7 +97,7 @@ bits16 = st.lists(st.integers(0, 0xFFFF), min_size=64, max_size=64)
 @given(bits16, st.floats(1, 4, width=32))
 @settings(max_examples=100, deadline=None)
 def test_any_bf16_bits(portable, bits, more):
-    rows = Rows(WeightFormat.BF16, bf16_of(bits).reshape(2, 32))
+    rows = rows_of(WeightFormat.BF16, bf16_of(bits).reshape(2, 32))
     amax = TorchPacker().amax(rows)
     for packer in (*packers(), portable):
         assert_modelopts_bytes(rows, packer)
@@ -93,9 +112,9 @@ def test_any_int4_codes_and_scales(portable, codes, bits):
     """Signed zero, subnormal and huge scales too; products that overflow BF16 are refused by every packer."""
     words = (torch.tensor(codes, dtype=torch.int64).reshape(2, 8, 8) << (4 * torch.arange(8))).sum(-1)
     values = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-    rows = Rows(WeightFormat.INT4, values, bf16_of(bits[:4]).reshape(2, 2))
+    rows = rows_of(WeightFormat.INT4, values, bf16_of(bits[:4]).reshape(2, 2))
     for packer in (*packers(), portable):
-        if TorchPacker().decode(rows).isfinite().all():
+        if TorchPacker().decoded(rows).isfinite().all():
             assert_modelopts_bytes(rows, packer)
         else:
             assert packer.amax(rows) == float("inf")
@@ -108,7 +127,7 @@ def test_int4_matrices_of_any_group(portable, group, spread):
     torch.manual_seed(0)
     parts = pack_int4(torch.randn(96, 512) * torch.exp2(spread * torch.randn(96, 1)))
     scale = parts["weight_scale"].repeat_interleave(2, 1)[:, :: group // 16].contiguous()
-    rows = Rows(WeightFormat.INT4, parts["weight_packed"], scale)
+    rows = rows_of(WeightFormat.INT4, parts["weight_packed"], scale)
     for packer in (*packers(), portable):
         for amax in (None, 3e3, None):  # tables of another scale_2 are not used again
             assert_modelopts_bytes(rows, packer, amax)
@@ -120,8 +139,8 @@ def test_fp8_blocks(portable, shape):
     torch.manual_seed(1)
     parts = pack_fp8_block(torch.randn(shape).bfloat16())
     parts["weight"].view(torch.uint8)[0, :16] = torch.arange(16) * 0x11 % 0x7F  # subnormals among them
-    rows = Rows(WeightFormat.FP8_BLOCK, *parts.values())
-    assert torch.equal(TorchPacker().decode(rows), fp8_block.dequantize(*parts.values()))
+    rows = rows_of(WeightFormat.FP8_BLOCK, *parts.values())
+    assert torch.equal(TorchPacker().decoded(rows), fp8_block.dequantize(*parts.values()))
     for packer in (*packers(), portable):
         assert_modelopts_bytes(rows, packer)
     parts["weight"].view(torch.uint8)[3, 5] = 0x7F
@@ -136,8 +155,8 @@ def test_what_is_not_finite_is_seen(portable, bad):
     parts["weight_packed"][50, 4:] = -0x77777778  # all codes 8, which is zero: 0 * NaN
     for packer in (*packers(), portable):
         for rows in (
-            Rows(WeightFormat.BF16, weight),
-            Rows(WeightFormat.INT4, parts["weight_packed"], parts["weight_scale"]),
+            rows_of(WeightFormat.BF16, weight),
+            rows_of(WeightFormat.INT4, parts["weight_packed"], parts["weight_scale"]),
         ):
             assert not torch.isfinite(torch.tensor(packer.amax(rows)))
 
@@ -146,17 +165,17 @@ def test_what_is_not_finite_is_seen(portable, bad):
 def test_errors_are_those_of_the_dequantized_rows():
     torch.manual_seed(2)
     for rows in (
-        Rows(WeightFormat.BF16, torch.randn(64, 256).bfloat16()),
-        Rows(WeightFormat.INT4, *list(pack_int4(torch.randn(64, 256)).values())[:2]),
+        rows_of(WeightFormat.BF16, torch.randn(64, 256).bfloat16()),
+        rows_of(WeightFormat.INT4, *list(pack_int4(torch.randn(64, 256)).values())[:2]),
     ):
-        weight, scaling = TorchPacker().decode(rows).double(), Scaling.of(TorchPacker().amax(rows))
+        weight, scaling = TorchPacker().decoded(rows).double(), Scaling.of(TorchPacker().amax(rows))
         codes, scales, _ = packed(TorchPacker(), rows)
         real = nvfp4.dequantize(
-            nvfp4.NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), scaling.scale_2), torch.float32
+            nvfp4.NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), torch.tensor(scaling.scale_2)), torch.float32
         )
         expected = (float((real.double() - weight).square().sum()), float(weight.square().sum()))
         for packer in packers():
-            assert packer.errors(rows, scaling, codes, scales) == pytest.approx(expected, rel=1e-5)
+            assert packer.errors(rows, scaling, codes.numpy(), scales.numpy()) == pytest.approx(expected, rel=1e-5)
 
 
 def least_errors(weight: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
@@ -168,12 +187,12 @@ def least_errors(weight: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
     return (nearest * scales).square().sum(-1).amin(-1)
 
 
-def assert_least(rows: Rows, packer: TorchPacker) -> None:
-    weight, scaling = TorchPacker().decode(rows).float(), Scaling.of(packer.amax(rows))
+def assert_least(rows: Rows, packer: Packer) -> None:
+    weight, scaling = TorchPacker().decoded(rows).float(), Scaling.of(packer.amax(rows))
     codes, scales, _ = packed(packer, rows)
-    tensor = nvfp4.NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), scaling.scale_2)
+    tensor = nvfp4.NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), torch.tensor(scaling.scale_2))
     found = (nvfp4.dequantize(tensor, torch.float32).double() - weight.double()).square().reshape(-1, 16).sum(-1)
-    expected = least_errors(weight, scaling.scale_2)
+    expected = least_errors(weight, torch.tensor(scaling.scale_2))
     norm = weight.double().square().reshape(-1, 16).sum(-1)
     assert (found <= expected * (1 + 1e-5) + 1e-8 * norm).all()
 
@@ -188,7 +207,9 @@ def test_mse_scales_are_those_of_brute_force(portable_mse, seed, tail, sourced):
     weight[3, :16] = 0
     weight[4, 16:32] = weight[4, 16]
     rows = (
-        Rows(WeightFormat.INT4, *list(pack_int4(weight).values())[:2]) if sourced else Rows(WeightFormat.BF16, weight)
+        rows_of(WeightFormat.INT4, *list(pack_int4(weight).values())[:2])
+        if sourced
+        else rows_of(WeightFormat.BF16, weight)
     )
     results = []
     for packer in (*packers("mse"), portable_mse):
@@ -202,24 +223,50 @@ def test_mse_scales_are_those_of_brute_force(portable_mse, seed, tail, sourced):
 @given(bits16)
 @settings(max_examples=20, deadline=None)
 def test_mse_bytes_are_the_same_in_c_and_torch(portable_mse, bits):
-    rows = Rows(WeightFormat.BF16, bf16_of(bits).reshape(2, 32))
+    rows = rows_of(WeightFormat.BF16, bf16_of(bits).reshape(2, 32))
     results = [packed(packer, rows) for packer in (*packers("mse"), portable_mse)]
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0][:2], other[:2], strict=True))
+
+
+@NEEDS_COMPILER
+@given(st.integers(0, 2**32), st.sampled_from([1, 3, 40]), st.sampled_from([0.0, 1.0, 6.0]))
+@settings(max_examples=25, deadline=None)
+def test_mse_of_int4_is_that_of_its_bf16_values(portable_mse, narrow_mse, seed, variety, spread):
+    """Scales of either sign, zero ones, blocks of zeros, few and many classes: the search by classes finds what the
+    search by values finds, in every build."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (32, 16, 8), generator=generator)
+    codes[3, 4:8] = 8
+    values = (codes.to(torch.int64) << (4 * torch.arange(8))).sum(-1)
+    values = torch.where(values >= 2**31, values - 2**32, values).to(torch.int32)
+    pool = torch.randn(variety, generator=generator) * torch.exp2(spread * torch.randn(variety, generator=generator))
+    scale = pool[torch.randint(0, variety, (32, 4), generator=generator)].bfloat16()
+    scale[5, 1], scale[6, 2] = 0.0, -0.0
+    rows = rows_of(WeightFormat.INT4, values, scale)
+    plain = rows_of(WeightFormat.BF16, TorchPacker().decoded(rows))
+    expected = packed(TorchPacker("mse"), plain)
+    for packer in (choose_packer("mse"), portable_mse, narrow_mse):
+        for source in (rows, plain, rows):
+            result = packed(packer, source)
+            assert all(torch.equal(a, b) for a, b in zip(expected[:2], result[:2], strict=True))
+            assert result[2] == expected[2]
 
 
 def test_mse_costs_less_than_the_maximum_above_all_from_int4():
     torch.manual_seed(3)
     weight = torch.randn(64, 1024).bfloat16()
     for rows, most in (
-        (Rows(WeightFormat.BF16, weight), 0.9),
-        (Rows(WeightFormat.INT4, *list(pack_int4(weight).values())[:2]), 0.75),
+        (rows_of(WeightFormat.BF16, weight), 0.9),
+        (rows_of(WeightFormat.INT4, *list(pack_int4(weight).values())[:2]), 0.75),
     ):
         error = {}
         for weight_scales in ("max", "mse"):
             packer = choose_packer(weight_scales)
             codes, scales, _ = packed(packer, rows)
-            error[weight_scales] = packer.errors(rows, Scaling.of(packer.amax(rows)), codes, scales)[0] ** 0.5
+            error[weight_scales] = (
+                packer.errors(rows, Scaling.of(packer.amax(rows)), codes.numpy(), scales.numpy())[0] ** 0.5
+            )
         assert error["mse"] < most * error["max"]
 
 
@@ -269,9 +316,9 @@ def test_a_gpu_gives_the_same_bytes(weight_scales):
     torch.manual_seed(4)
     weight = torch.randn(256, 1024).bfloat16()
     for rows in (
-        Rows(WeightFormat.BF16, weight),
-        Rows(WeightFormat.INT4, *list(pack_int4(weight).values())[:2]),
-        Rows(WeightFormat.FP8_BLOCK, *pack_fp8_block(weight).values()),
+        rows_of(WeightFormat.BF16, weight),
+        rows_of(WeightFormat.INT4, *list(pack_int4(weight).values())[:2]),
+        rows_of(WeightFormat.FP8_BLOCK, *pack_fp8_block(weight).values()),
     ):
         expected, got = (packed(choose_packer(weight_scales, device), rows) for device in ("cpu", "cuda"))
         assert all(torch.equal(a, b) for a, b in zip(expected[:2], got[:2], strict=True))
@@ -282,3 +329,32 @@ def test_without_a_gpu_the_device_is_refused():
         pytest.skip("there is a CUDA device")
     with pytest.raises(MissingDependency, match="no CUDA device"):
         choose_packer(device="cuda")
+
+
+@pytest.mark.parametrize("weight_scales", ["max", "mse"])
+def test_the_proof_is_what_torch_makes_of_it(weight_scales):
+    """What the compiled kernel is held against in every process, without importing torch."""
+    assert native.proof_of(TorchPacker(weight_scales)) == native.PROOFS[weight_scales]
+    assert scale_search.TINIEST == native.TINIEST
+
+
+@given(st.one_of(st.floats(0, 2.0**127, width=32), st.floats(0, 2.0**-120, width=32)))
+def test_scales_without_torch_are_the_float32_ones(amax):
+    value = torch.tensor(amax, dtype=torch.float32)
+    assert Scaling.of(amax).scale_2 == float(nvfp4.scale_2_of(value))
+    if amax >= native.TINIEST:
+        assert native._search_unit(amax) == float(scale_search.search_unit(value))
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F64", "F8_E4M3", "I32", "U8"])
+def test_values_that_are_not_finite_are_seen_in_any_dtype(portable, dtype):
+    clean = torch.zeros(37, 16).to(DTYPES[dtype])
+    for packer in (*packers(), portable):
+        assert packer.is_finite(clean.view(-1).view(torch.uint8).numpy(), dtype)
+        if clean.is_floating_point():
+            for bad in (float("nan"), *([] if dtype == "F8_E4M3" else [float("inf"), float("-inf")])):
+                for at in (0, 300, 591):
+                    spoiled = clean.clone().view(-1)
+                    spoiled[at] = bad
+                    assert not packer.is_finite(spoiled.view(torch.uint8).numpy(), dtype)

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
 
 from tests.tiny import make_target, target_config, text_config
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.errors import UsageError
+from trtspec.quant.conversion import ConversionOptions
 from trtspec.quant.policy import default_policy, load_policy, shared_partners
+from trtspec.quant.streaming import quantize_checkpoint
+from trtspec.report import OutputOptions
 from trtspec.specs import ModelSpec
+
+PACKAGE = Path(__file__).parents[2] / "trtspec"
 
 NAMES = ["k2.5", "k2.6", "k2.7-code"]
 
@@ -90,6 +100,70 @@ def test_an_own_policy_file(tmp_path):
         load_policy(str(path))
     with pytest.raises(UsageError, match="neither one of k2.5, k2.6"):
         load_policy("k3")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("summary: a\nquantize: [b]\nexclude: []\nweight_scale: max\n", "unknown key weight_scale"),
+        ("summary: a\nquantize: [b]\nexclude: []\nweight_scales: best\n", "weight_scales is best"),
+        ("summary: a\nquantize: b\nexclude: []\n", "quantize is not a list of texts"),
+        ("summary: 3\nquantize: [b]\nexclude: []\n", "summary is not a text"),
+        ("[1]\n", "it holds no mapping"),
+    ],
+)
+def test_a_policy_file_is_refused_by_key(tmp_path, text, message):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        load_policy(str(path))
+
+
+def test_the_scales_are_the_publishers():
+    """ModelOpt 0.48's recipes of these names: mse with fp8_scale_sweep, and max with input amax pinned to 2688."""
+    chosen = {name: (load_policy(name).weight_scales, load_policy(name).input_scales) for name in NAMES}
+    assert chosen == {"k2.5": ("max", "calibrated"), "k2.6": ("mse", "calibrated"), "k2.7-code": ("max", "one")}
+    assert all(load_policy(name).source and load_policy(name).modelopt for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "named"),
+    [
+        ("k2.7-code", {}, []),
+        ("k2.6", {}, ["activation scales"]),
+        ("k2.6", {"weight_scales": "max"}, ["weight scales", "activation scales"]),
+        ("k2.7-code", {"weight_scales": "mse", "kv_cache": None}, ["weight scales", "KV cache"]),
+    ],
+)
+def test_what_is_done_otherwise_is_honoured_and_named(tmp_path, name, options, named):
+    source = make_target(tmp_path / "in", layers=2)
+    chosen = ConversionOptions(**options)
+    plan = quantize_checkpoint(source, tmp_path / "out", load_policy(name), chosen, OutputOptions(dry_run=True))
+    assert plan.weight_scales == options.get("weight_scales", load_policy(name).weight_scales)
+    assert [text.partition(":")[0] for text in plan.deviations] == named
+    done = quantize_checkpoint(source, tmp_path / "out", load_policy(name), chosen)
+    card = (tmp_path / "out/README.md").read_text()
+    assert done.deviations == plan.deviations and all(text in card for text in plan.deviations)
+    assert load_policy(name).recipe in card and "0.48.0rc1" in card
+
+
+def test_adding_a_policy_is_a_row_of_data(tmp_path):
+    """On a copy of the package: then it is offered, recognised by its family and written into the card."""
+    large = {"kernels", "kimi-nano", "kimi-nano-eagle3", "__pycache__"}
+    shutil.copytree(PACKAGE, tmp_path / "trtspec", ignore=lambda _, names: large.intersection(names))
+    with (tmp_path / "trtspec/data/policies.yaml").open("a") as stream:
+        stream.write(
+            "\n  k2.8:\n    summary: routed down projections only\n    source: someone/Kimi-K2.8-NVFP4\n"
+            "    family: k2[._-]?8\n    weight_scales: mse\n    input_scales: one\n"
+            '    quantize: ["model.layers.*.mlp.experts.*.down_proj"]\n    exclude: ["{prefix}lm_head"]\n'
+        )
+    source, words = make_target(tmp_path / "Kimi-K2.8", layers=2), ("-o", tmp_path / "out", "--json")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "trtspec", "quantize", *map(str, (source, *words))]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    found = json.loads(run.stdout)
+    assert (found["policy"], found["weight_scales"], found["quantized"], found["deviations"]) == ("k2.8", "mse", 4, [])
+    assert "someone/Kimi-K2.8-NVFP4" in (tmp_path / "out/README.md").read_text()
 
 
 def test_partners_that_share_a_scale():

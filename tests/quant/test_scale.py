@@ -46,7 +46,7 @@ def test_all_61_layers_equal_modelopts_path(tmp_path):
     result = quantize_checkpoint(source, tmp_path / "out", K25, ConversionOptions(workers=1))
     stored, got = tensors_of(source), tensors_of(tmp_path / "out")
     modules = [name.removesuffix(".weight_scale_2") for name in got if name.endswith(".weight_scale_2")]
-    assert len(modules) == result["quantized"] == 3 + 60 * (8 + 1) * 3 and len(torn) > 100
+    assert len(modules) == result.quantized == 3 + 60 * (8 + 1) * 3 and len(torn) > 100
     for module in modules:
         weight = decoded(stored, module)
         group = [weight, *(decoded(stored, other) for other in shared_partners(module))]
@@ -111,7 +111,7 @@ def test_fifty_kills(tmp_path):
 
 def measured(source: Path, out: Path, found: Any) -> None:
     torch.set_num_threads(1)
-    found.put(quantize_checkpoint(source, out, K25, ConversionOptions(workers=1))["peak_rss_bytes"])
+    found.put(quantize_checkpoint(source, out, K25, ConversionOptions(workers=1)).peak_rss_bytes)
 
 
 @pytest.mark.slow

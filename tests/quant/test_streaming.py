@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,9 @@ from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.quant import nvfp4
-from trtspec.quant.conversion import JOURNAL_NAME, ConversionOptions
+from trtspec.quant.conversion import ConversionOptions
 from trtspec.quant.decode import decoded
+from trtspec.quant.output import JOURNAL_NAME
 from trtspec.quant.plan import weight_class
 from trtspec.quant.policy import load_policy
 from trtspec.quant.streaming import quantize_checkpoint
@@ -40,6 +42,11 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     same = a.dtype == b.dtype and a.shape == b.shape
     return same and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def accepted(scales: Path) -> ConversionOptions:
+    """With a scale file that was not measured on the source."""
+    return ConversionOptions(input_scales=scales, accept_input_scales=True)
 
 
 def weights(path: Path) -> dict[str, bytes]:
@@ -64,14 +71,14 @@ def test_every_tensor_is_what_its_source_decodes_to(tmp_path, format, policy, ne
         amax = weight.abs().max()
         if pair:
             amax = torch.maximum(amax, decoded(origin, spec, name.replace(name.split(".")[-2], pair)).abs().max())
-        packed = nvfp4.quantize_plain(weight, amax.float())
+        packed = nvfp4.quantize_plain(weight, amax.float(), policy.weight_scales)
         expected[name] = packed.packed
         expected[f"{name}_scale"], expected[f"{name}_scale_2"] = packed.scale, packed.scale_2
         expected[name.replace(".weight", ".input_scale")] = torch.tensor(1.0)
     assert set(got) == set(expected)
     assert [name for name in expected if not same_bytes(got[name], expected[name])] == []
-    assert result["quantized"] == sum(policy.quantizes(name) for name in plain)
-    assert result["quantized"] + result["decoded"] + result["copied"] == len(plain)
+    assert result.quantized == sum(policy.quantizes(name) for name in plain)
+    assert result.quantized + result.decoded + result.copied == len(plain)
 
 
 def test_nvfp4_of_the_same_weights_is_the_hand_made_checkpoint(tmp_path):
@@ -126,19 +133,19 @@ def test_input_scales_from_a_file(tmp_path):
     values |= {f"{prefix}.3.down_proj.input_scale": 0.25}
     path = tmp_path / "scales.json"
     path.write_text(json.dumps(values))
-    quantize_checkpoint(source, tmp_path / "out", K26, ConversionOptions(input_scales=path))
+    quantize_checkpoint(source, tmp_path / "out", K26, accepted(path))
     got = tensors_of(tmp_path / "out")
     scale = {name: got[f"language_model.{prefix}.{name}.input_scale"] for name in ("0.gate_proj", "1.up_proj")}
     assert all(torch.equal(value, torch.tensor(7.0) / 2688) for value in scale.values())
     assert torch.equal(got[f"language_model.{prefix}.2.down_proj.input_scale"], torch.tensor(2.0) / 2688)
     assert float(got[f"language_model.{prefix}.3.down_proj.input_scale"]) == 0.25
     save_file({name: torch.tensor(value) for name, value in values.items()}, tmp_path / "scales.safetensors")
-    quantize_checkpoint(source, tmp_path / "out2", K26, ConversionOptions(input_scales=tmp_path / "scales.safetensors"))
+    quantize_checkpoint(source, tmp_path / "out2", K26, accepted(tmp_path / "scales.safetensors"))
     assert weights(tmp_path / "out") == weights(tmp_path / "out2")
     del values[f"{prefix}.*.down_proj.input_amax"]
     path.write_text(json.dumps(values))
     with pytest.raises(TrtspecError, match="no input scale for .*layers.1.mlp.experts.1.down_proj"):
-        quantize_checkpoint(source, tmp_path / "out3", K26, ConversionOptions(input_scales=path))
+        quantize_checkpoint(source, tmp_path / "out3", K26, accepted(path))
     assert not (tmp_path / "out3").exists()
 
 
@@ -150,8 +157,8 @@ def test_dead_weights_get_positive_scales_and_are_reported(tmp_path):
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     result = quantize_checkpoint(source, tmp_path / "out", K26)
     got = load_file(tmp_path / "out/model.safetensors")
-    assert result["zero_tensors"] == [module]
-    assert result["classes"][weight_class(module)]["zero_blocks"] == tensors[f"{module}.weight"].numel() // 16
+    assert result.zero_tensors == [module]
+    assert result.classes[weight_class(module)].zero_blocks == tensors[f"{module}.weight"].numel() // 16
     assert float(got[f"{module}.weight_scale_2"]) > 0 and (got[f"{module}.weight_scale"].float() == 1).all()
     assert module in (tmp_path / "out/README.md").read_text()
 
@@ -161,24 +168,23 @@ def test_dry_run_writes_nothing_and_tells_the_size(tmp_path):
     plan = quantize_checkpoint(source, tmp_path / "out", K26, again=OutputOptions(dry_run=True))
     assert not (tmp_path / "out").exists()
     done = quantize_checkpoint(source, tmp_path / "out", K26)
-    assert {key: plan[key] for key in ("quantized", "decoded", "copied", "bytes_in", "bytes_out")} == {
-        key: done[key] for key in ("quantized", "decoded", "copied", "bytes_in", "bytes_out")
-    }
-    assert done["bytes_out"] == Checkpoint.open(tmp_path / "out").bytes
+    same = ("policy", "weight_scales", "deviations", "quantized", "decoded", "copied", "bytes_in", "bytes_out")
+    assert [getattr(plan, key) for key in same] == [getattr(done, key) for key in same]
+    assert done.bytes_out == Checkpoint.open(tmp_path / "out").bytes
 
 
 def test_a_second_run_keeps_finished_shards_and_repairs_a_damaged_one(tmp_path):
     source, out = make_target(tmp_path / "in", layers=3, shards=3), tmp_path / "out"
     quantize_checkpoint(source, out, K26)
     before, times = weights(out), {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
-    assert quantize_checkpoint(source, out, K26)["shards_resumed"] == 3
+    assert quantize_checkpoint(source, out, K26).shards_resumed == 3
     damaged = out / "model-00002-of-00003.safetensors"
     with damaged.open("r+b") as stream:
         stream.seek(-1, os.SEEK_END)
         last = stream.read(1)
         stream.seek(-1, os.SEEK_END)
         stream.write(bytes([last[0] ^ 1]))
-    assert quantize_checkpoint(source, out, K26)["shards_resumed"] == 2
+    assert quantize_checkpoint(source, out, K26).shards_resumed == 2
     assert weights(out) == before
     assert all((out / name).stat().st_mtime_ns == time for name, time in times.items() if name != damaged.name)
 
@@ -186,21 +192,70 @@ def test_a_second_run_keeps_finished_shards_and_repairs_a_damaged_one(tmp_path):
 def test_changed_options_or_source_are_refused_until_restart(tmp_path):
     source, out = make_target(tmp_path / "in", layers=2), tmp_path / "out"
     quantize_checkpoint(source, out, K26)
-    with pytest.raises(UsageError, match="options was") as caught:
+    with pytest.raises(UsageError, match='options.policy.name was "k2.6", now "k2.5";') as caught:
         quantize_checkpoint(source, out, K25)
+    with pytest.raises(UsageError, match='else: options.weight_scales was "mse", now "max"$'):
+        quantize_checkpoint(source, out, K26, ConversionOptions(weight_scales="max"))
+    with pytest.raises(UsageError, match='options.kv_cache was "fp8", now null$'):  # a dry run runs the same checks
+        quantize_checkpoint(source, out, K26, ConversionOptions(kv_cache=None), OutputOptions(dry_run=True))
     assert "--restart" in caught.value.remedy
-    assert quantize_checkpoint(source, out, K25, again=OutputOptions(restart=True))["shards_resumed"] == 0
-    make_target(source, layers=2, seed=1)
-    with pytest.raises(UsageError, match="source was"):
+    assert quantize_checkpoint(source, out, K25, again=OutputOptions(restart=True)).shards_resumed == 0
+    shard = source / "model-00001-of-00002.safetensors"
+    size = shard.stat().st_size
+    make_target(source, layers=3)
+    with pytest.raises(UsageError, match=rf"source.shards.{shard.name} was {size}, now \d+"):
         quantize_checkpoint(source, out, K25)
 
 
-def test_a_foreign_directory_is_not_touched(tmp_path):
-    source, out = make_target(tmp_path / "in", layers=2), make_target(tmp_path / "other", layers=1, shards=3)
+def test_other_times_are_no_other_source_but_other_content_is(tmp_path):
+    """The files of another mount, or a download repeated."""
+    source, out = make_target(tmp_path / "in", layers=3, shards=3), tmp_path / "out"
+    quantize_checkpoint(source, out, K26)
+    (out / "model-00003-of-00003.safetensors").unlink()
+    stamps = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
+    for path in source.glob("*.safetensors"):
+        os.utime(path, (1, 1))
+    assert quantize_checkpoint(source, out, K26).shards_resumed == 2
+    assert all((out / name).stat().st_mtime_ns == stamp for name, stamp in stamps.items())
+    for at in (-1, -1000):  # the last byte of the last tensor, and one amid
+        shard = source / "model-00002-of-00003.safetensors"
+        data = bytearray(shard.read_bytes())
+        data[at] ^= 1
+        shard.write_bytes(data)
+        with pytest.raises(UsageError, match=f"converted from something else than .*{shard.name}") as caught:
+            quantize_checkpoint(source, out, K26)
+        assert "--restart" in caught.value.remedy
+        data[at] ^= 1
+        shard.write_bytes(data)
+        assert quantize_checkpoint(source, out, K26).shards_resumed == 3
+
+
+def test_force_replaces_a_conversion_and_nothing_else(tmp_path):
+    source, foreign = make_target(tmp_path / "in", layers=2), make_target(tmp_path / "other", layers=1, shards=3)
+    before = {path.name: path.read_bytes() for path in foreign.iterdir()}
     with pytest.raises(UsageError, match="already exists"):
-        quantize_checkpoint(source, out, K26)
+        quantize_checkpoint(source, foreign, K26)
+    with pytest.raises(
+        UsageError, match=r"holds .*config.json, .* and \d+ more, which `trtspec quantize` did not write"
+    ):
+        quantize_checkpoint(source, foreign, K26, again=OutputOptions(force=True))
+    assert before == {path.name: path.read_bytes() for path in foreign.iterdir()}
+    out, other = tmp_path / "out", make_target(tmp_path / "in2", layers=2, shards=3, seed=1)
+    quantize_checkpoint(other, out, K25)
+    (out / JOURNAL_NAME).unlink()
+    (out / "adapter.safetensors").write_bytes(b"mine")
+    for again in (OutputOptions(force=True), OutputOptions(force=True, dry_run=True)):
+        with pytest.raises(UsageError, match=r"holds adapter.safetensors, which `trtspec quantize` did not write"):
+            quantize_checkpoint(source, out, K26, again=again)
+    assert (out / "adapter.safetensors").read_bytes() == b"mine" and len(Checkpoint.open(other).shards) == 3
+    (out / "adapter.safetensors").unlink()
     quantize_checkpoint(source, out, K26, again=OutputOptions(force=True))
-    assert len(Checkpoint.open(out).shards) == 2
+    assert len(Checkpoint.open(out).shards) == 2 and len(list(out.glob("*.safetensors"))) == 2
+    (out / "adapter.safetensors").write_bytes(b"mine")
+    for again in (None, OutputOptions(restart=True)):
+        with pytest.raises(UsageError, match="also holds adapter.safetensors"):
+            quantize_checkpoint(source, out, K26, again=again)
+    assert (out / "adapter.safetensors").read_bytes() == b"mine"
 
 
 def test_two_runs_at_once_are_refused(tmp_path):
@@ -225,16 +280,22 @@ def test_bad_input_is_named_and_leaves_nothing(tmp_path, case):
     if case == "nan":
         tensors[name][3, 5] = float("nan")
     elif case == "no blocks":
-        tensors[name] = tensors[name][:, :24].contiguous()
+        config = json.loads((source / "config.json").read_text())
+        config["text_config"]["moe_intermediate_size"] = 24
+        (source / "config.json").write_text(json.dumps(config))
+        for key in tensors:
+            if "experts." in key:
+                narrow = tensors[key][:, :24] if "down_proj" in key else tensors[key][:24]
+                tensors[key] = narrow.contiguous()
     elif case == "integers":
         tensors[name] = tensors[name].to(torch.int64)
     elif case == "nothing":
-        tensors = {key: value for key, value in tensors.items() if ".experts." not in key}
+        policy = replace(K26, quantize=("model.layers.*.no_such_proj",))
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     message = {
-        "nan": f"{name}: the weight holds NaN",
-        "no blocks": f"{name} has shape .64, 24., which has no whole blocks",
-        "integers": f"{name} has dtype I64",
+        "nan": rf"{name} in model.safetensors holds NaN or infinity at \[3, 5\]",
+        "no blocks": "down_proj.weight has shape .64, 24., which has no whole blocks",
+        "integers": f"{name} is I64",
         "nvfp4": "is NVFP4 already",
         "nothing": "policy k2.6 chooses no tensor",
         "same directory": "the same directory",
@@ -253,7 +314,7 @@ def test_a_failing_worker_process_reports_its_tensor(tmp_path):
     name = next(name for name in tensors if ".experts." in name)
     tensors[name][0, 0] = float("inf")
     save_file(tensors, shard, {"format": "pt"})
-    with pytest.raises(TrtspecError, match=f"{name}: the weight holds NaN or infinity") as caught:
+    with pytest.raises(TrtspecError, match=rf"{name} in model-00002-of-00002.* NaN or infinity at \[0, 0\]") as caught:
         quantize_checkpoint(source, tmp_path / "out", K26, ConversionOptions(workers=2))
     assert caught.value.remedy
 
@@ -273,7 +334,7 @@ def test_kill_and_resume_gives_the_same_bytes(tmp_path, workers):
         process = run_quantize(source, out, workers)
         while process.poll() is None and not (out / JOURNAL_NAME).exists():
             time.sleep(0.01)
-        time.sleep(draw.uniform(0.0, 0.4))
+        time.sleep(draw.uniform(0.0, 0.05))
         if process.poll() is None:
             os.kill(process.pid, signal.SIGKILL)
             kills += 1

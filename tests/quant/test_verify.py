@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_head, make_target
+from trtspec.checkpoint.hashes import hash_problems
+from trtspec.checkpoint.headers import Checkpoint
+from trtspec.quant.conversion import ConversionOptions
 from trtspec.quant.modelopt import packed_by_modelopt
 from trtspec.quant.policy import load_policy
 from trtspec.quant.streaming import quantize_checkpoint
@@ -125,3 +130,56 @@ def test_two_copies_of_a_head(pair, tmp_path):
     assert compare(head, head, 0)["problems"] == []
     changed = make_head(tmp_path / "changed", pair[0], seed=1)
     assert codes(changed, head) == {"TS-QUANT-CHANGED"}
+
+
+def flipped(good: Path, directory: Path, name: str, bit: int) -> Path:
+    """A copy of the checkpoint in which one bit of one tensor is another."""
+    shutil.copytree(good, directory, dirs_exist_ok=True)
+    info = Checkpoint.open(good).tensors[name]
+    with (directory / info.shard).open("r+b") as stream:
+        stream.seek(info.begin + bit // 8)
+        byte = stream.read(1)[0]
+        stream.seek(info.begin + bit // 8)
+        stream.write(bytes([byte ^ 1 << bit % 8]))
+    return directory
+
+
+@pytest.mark.parametrize("weight_scales", ["max", pytest.param("mse", marks=pytest.mark.slow)])
+def test_one_flipped_bit_is_found_in_every_tensor(tmp_path, weight_scales):
+    """Against the source, but for input_scale, which follows from no weight; by the recorded hashes, all."""
+    source = make_target(tmp_path / "in", format="int4", layers=2, experts=2, shards=1, vision=True)
+    good, draw, unseen = tmp_path / "out", random.Random(0), []
+    quantize_checkpoint(source, good, load_policy("k2.6"), ConversionOptions(weight_scales=weight_scales))
+    assert not codes(good, source)
+    for name, info in Checkpoint.open(good).tensors.items():
+        bad = flipped(good, tmp_path / "bad", name, draw.randrange(8 * info.nbytes))
+        verified, problems = hash_problems(bad, ("model.safetensors",))
+        assert (verified, [problem.code for problem in problems]) == (0, ["TS-HASH-DIFFERS"]), name
+        if not any(problem.severity == "error" for problem in compare(bad, source, 0)["problems"]):
+            unseen.append(name)
+    assert all(name.endswith("input_scale") for name in unseen)
+
+
+@pytest.mark.parametrize("factor", [1.1, 0.9, 1.5, 2.0, 1.0001])
+def test_a_wrong_weight_scale_2_is_found_against_the_source(pair, tmp_path, factor):
+    source, good = pair
+    shutil.copytree(good, tmp_path / "bad")
+    for module in (MODULE, MODULE.replace("down_proj", "gate_proj")):
+        tensors = load_file(good / "model.safetensors")
+        tensors[f"{module}.weight_scale_2"] *= factor
+        save_file(tensors, tmp_path / "bad/model.safetensors", {"format": "pt"})
+        found = [problem for problem in compare(tmp_path / "bad", source, 0)["problems"] if "SCALE-2" in problem.code]
+        assert [problem.where for problem in found] == [f"{module}.weight_scale_2"]
+        assert f"{factor:g}"[:3] in found[0].message
+
+
+def test_another_exporter_is_not_accused(pair, tmp_path):
+    """Scales by another rule are what they are, unless the others follow from the source."""
+    source, good = pair
+    shutil.copytree(good, tmp_path / "theirs")
+    (tmp_path / "theirs/provenance.json").unlink()
+    tensors = load_file(good / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("weight_scale_2")]:
+        tensors[name] *= 1.02
+    save_file(tensors, tmp_path / "theirs/model.safetensors", {"format": "pt"})
+    assert not codes(tmp_path / "theirs", source)

@@ -39,10 +39,10 @@ REFUSED = [
     ([K26, "--max-batch-size", "64", "--max-num-tokens", "32"], UsageError, "does not hold one step of 64 requests"),
     ([K26, "--draft-len", "5"], UsageError, "--draft-len is not used by a server without a head"),
     ([K26, "--context-url", "a:1"], UsageError, "--context-url is not used by a server"),
-    ([K26, "--role", "front", "--max-batch-size", "8"], UsageError, "--max-batch-size is not used by the front"),
+    ([K26, "--role", "front", "--max-batch-size", "8"], UsageError, "--max-batch-size is not used by --role front"),
     ([K26, "--role", "context", "--format", "helm-values"], UsageError, "--format is not used by one part"),
     ([K26, "--force"], UsageError, "--force is not used by a text on stdout"),
-    ([K26, "--image", "x:1"], UsageError, "--image is not used by --format yaml"),
+    ([K26, "--image", "x:1"], UsageError, "--image is not used by a server"),
     (["/models/made-later", "--format", "helm-values"], UsageError, "where a job makes it later"),
     ([K26, "--gpu", "b100"], UsageError, "choose one of"),
 ]  # fmt: skip

@@ -29,6 +29,7 @@ def codes(words: list[str], version: str = "1.3.0rc20") -> list[str]:
         (["--kv_cache_dtype", "fp7"], ["TS-SERVE-OPTION-VALUE"]),
         (["--max_num_tokens", "many"], ["TS-SERVE-OPTION-VALUE"]),
         (["--max_num_tokens"], ["TS-SERVE-OPTION-VALUE"]),
+        (["--trust_remote_code=false"], ["TS-SERVE-OPTION-VALUE"]),
         (["--log_level", "info", "--log_level", "debug"], ["TS-SERVE-OPTION-REPEATED"]),
         (["--num_serve_frontends", "2"], ["TS-SERVE-UNKNOWN-OPTION"]),
     ],

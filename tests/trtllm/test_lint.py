@@ -108,6 +108,12 @@ FILE_TRAPS = [
     ("TS-LINT-KV-CONNECTOR", "kv_connector_config: {connector: kvbm}\nenable_attention_dp: true\n", NEW),
     ("TS-LINT-COMBINATION", "load_format: gms\nmoe_config: {load_balancer: {num_slots: 384}}\n", NEW),
     ("TS-LINT-COMBINATION", "enable_iter_req_stats: true\n", NEW),
+    ("TS-LINT-TRANSFER-BLOCKS", "cache_transceiver_config: {backend: NIXL, max_tokens_in_buffer: 8212}\n", NEW),
+    ("TS-LINT-STATIC-TREE", with_spec(eagle_choices=[[0], [1]]), NEW),
+    ("TS-LINT-DRAFT-PIPELINE",
+     "pipeline_parallel_size: 2\nspeculative_config: {decoding_type: NGram, max_draft_len: 4}\n", NEW),
+    ("TS-LINT-PARSER-TOO-NEW", "reasoning_parser: kimi_k25\n", OLD),
+    ("TS-LINT-NO-SIZE", "tensor_parallel_size: 0\n", NEW),
     ("TS-LINT-FORCED-ACCEPTANCE",
      "env_overrides: {TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS: '2'}\n", NEW),
 ]  # fmt: skip
@@ -120,6 +126,53 @@ def test_a_trap_in_the_file_is_caught(code: str, text: str, version: str) -> Non
     finding = codes[code]
     assert finding.message and (finding.severity == "info" or finding.remedy)
     assert code == "TS-LINT-VERSION-NEWER" or (finding.line and finding.line <= text.count("\n") + 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("tensor_parallel_size: 6\n", "TS-ROUTE-HEADS"),
+        ("tensor_parallel_size: 6\nenable_attention_dp: true\nmoe_expert_parallel_size: 6\n", None),
+        ("tensor_parallel_size: 8\nmoe_expert_parallel_size: 5\n", "TS-ROUTE-EXPERTS"),
+        ("tensor_parallel_size: 8\nmoe_expert_parallel_size: 8\n", None),
+        ("max_batch_size: 8\n", None),
+    ],
+)
+def test_parallel_sizes_over_which_a_target_does_not_spread(text: str, code: str | None) -> None:
+    target = load_target("nvidia/Kimi-K2.6-NVFP4").spec
+    errors = {f.code for f in lint(text, Deployment(schema_for(NEW), target)) if f.severity == "error"}
+    assert code in errors if code else not errors
+
+
+BUFFER = "cache_transceiver_config: {{backend: NIXL, max_tokens_in_buffer: {}{}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        (BUFFER.format(8212, ""), 8224),
+        (BUFFER.format(8224, "") + "kv_cache_config: {tokens_per_block: 64}\n", 8256),
+        (BUFFER.format(8224, ""), None),
+        (BUFFER.format(0, ""), None),
+        (BUFFER.format(8212, ", transceiver_runtime: PYTHON"), None),
+    ],
+)
+def test_a_transfer_buffer_holds_whole_blocks(text: str, whole: int | None) -> None:
+    """cacheTransBuffer.cpp asserts it; the Python transceiver has no such buffer."""
+    deployment = Deployment(schema_for(NEW))
+    assert ("TS-LINT-TRANSFER-BLOCKS" in {finding.code for finding in lint(text, deployment)}) == (whole is not None)
+    better, _ = fix(text, deployment)
+    written = yaml.safe_load(better.text)["cache_transceiver_config"]["max_tokens_in_buffer"]
+    assert whole is None or written == whole
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_path_that_is_not_here_is_an_error_where_the_engine_is(here: bool) -> None:
+    text = "moe_config: {load_balancer: /nowhere/eplb.yaml}\n"
+    text += "kv_cache_config: {disk_cache_size: 1024, disk_cache_path: /nowhere/cache}\n"
+    severities = {f.code: f.severity for f in lint(text, Deployment(schema_for(NEW), here=here))}
+    wanted = "error" if here else "warning"
+    assert severities["TS-LINT-EPLB-FILE"] == severities["TS-LINT-DISK-CACHE-PATH"] == wanted
 
 
 # (code, version, file, target changes, head changes): what needs the target or the head

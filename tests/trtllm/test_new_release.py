@@ -129,6 +129,20 @@ def test_a_line_is_one_file_and_its_findings_follow(copy: Path) -> None:
     assert len(recipes) > 20
 
 
+def test_build_config_writes_the_names_of_the_new_line(copy: Path) -> None:
+    (copy / "trtllm" / "schemas" / "1.5.yaml").write_text(NEW_LINE)
+    environ = {**os.environ, "PYTHONPATH": str(copy.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    words = ["nvidia/Kimi-K2.6-NVFP4", "--head", "nvidia/Kimi-K2.6-Eagle3", "--trtllm-version", "1.5.0rc0"]
+    words += ["--tp-size", "8", "--role", "generation", "--goal", "throughput"]
+    command = [sys.executable, "-m", "trtspec", "build-config", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=copy)
+    assert done.returncode == 0, done.stderr
+    written = yaml.safe_load(done.stdout)
+    assert written["speculative_config"]["draft_tokens"] == 3 and written["response_interval"] == 100
+    assert "max_draft_len" not in written["speculative_config"] and "stream_interval" not in written
+    assert [finding for finding in judged(copy, [(done.stdout, "1.5.0rc0")])[0] if finding[1] == "error"] == []
+
+
 def test_a_way_to_speculate_is_a_row_and_its_name_in_the_schema(copy: Path) -> None:
     rows, schema = copy / "trtllm" / "speculation.yaml", copy / "trtllm" / "schemas" / "1.4.yaml"
     rows.write_text(rows.read_text() + NEW_METHOD)

@@ -100,7 +100,7 @@ TRAPS: list[tuple[str, str, File, File]] = [
         "5 WIDEEP on the newest line",
         "TS-LINT-BAD-VALUE",
         File(NEW, {"moe_config": {"backend": "WIDEEP"}}),
-        File(MID, {"moe_config": {"backend": "WIDEEP"}}),
+        File(MID, {"moe_config": {"backend": "WIDEEP"}, "enable_attention_dp": True}),
     ),
     (
         "5 sampler_type on the newest line",

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -45,6 +44,36 @@ class TurnCounts:
         extra = 0 if self.prefill_in_steps else 1
         iterations = self.steps + extra
         return (self.steps + self.accepted + extra) / iterations if iterations else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptanceSummary:
+    """What speculation did in a group of answers; None where the server told nothing. The interval is of 95 %."""
+
+    turns: int
+    questions: int
+    tokens: int
+    steps: int | None
+    drafted: int | None
+    accepted: int | None
+    histogram: list[int] | None
+    source: str
+    acceptance_length: float | None
+    acceptance_length_interval: list[float] | None
+    per_turn_mean: float | None
+    per_turn_sd: float | None
+    draft_acceptance_rate: float | None
+    cumulative: list[float] | None
+    conditional: list[float | None] | None
+
+
+@dataclass(frozen=True)
+class RatioSpread:
+    """A ratio with the ends of its interval or range."""
+
+    ratio: float
+    low: float
+    high: float
 
 
 def acceptance_length(steps: int, accepted: int) -> float | None:
@@ -96,33 +125,32 @@ def bootstrap_interval(turns: Sequence[TurnCounts], seed: int = 0) -> list[float
     return [round(float(low), 4), round(float(high), 4)]
 
 
-def summarize(turns: Sequence[TurnCounts]) -> dict[str, Any]:
-    """The JSON contract of `bench` for one group of answers; figures are None where the server told nothing."""
+def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
+    """Acceptance of one group of answers; figures are None where the server told nothing."""
     steps, accepted = sum(t.steps for t in turns), sum(t.accepted for t in turns)
     drafted = None if any(t.drafted is None for t in turns) else sum(t.drafted or 0 for t in turns)
     histogram = add_histograms(t.histogram for t in turns)
     per_turn = np.array([t.tokens_per_iteration for t in turns if t.tokens], dtype=np.float64)
-    length = acceptance_length(steps, accepted)
-    return {
-        "turns": len(turns),
-        "questions": len({t.question for t in turns}),
-        "tokens": sum(t.tokens for t in turns),
-        "steps": steps if turns else None,
-        "drafted": drafted if turns else None,
-        "accepted": accepted if turns else None,
-        "histogram": histogram,
-        "source": " + ".join(sorted({t.source for t in turns})) or "the server does not tell",
-        "acceptance_length": _rounded(length),
-        "acceptance_length_interval": bootstrap_interval(turns),
-        "per_turn_mean": _rounded(float(per_turn.mean())) if per_turn.size else None,
-        "per_turn_sd": _rounded(float(per_turn.std(ddof=1))) if per_turn.size > 1 else None,
-        "draft_acceptance_rate": _rounded(accepted / drafted) if drafted else None,
-        "cumulative": [_rounded(p) for p in cumulative_acceptance(histogram)] if histogram else None,
-        "conditional": [_rounded(p) for p in conditional_acceptance(histogram)] if histogram else None,
-    }
+    return AcceptanceSummary(
+        turns=len(turns),
+        questions=len({t.question for t in turns}),
+        tokens=sum(t.tokens for t in turns),
+        steps=steps if turns else None,
+        drafted=drafted if turns else None,
+        accepted=accepted if turns else None,
+        histogram=histogram,
+        source=" + ".join(sorted({t.source for t in turns})) or "the server does not tell",
+        acceptance_length=_rounded(acceptance_length(steps, accepted)),
+        acceptance_length_interval=bootstrap_interval(turns),
+        per_turn_mean=_rounded(float(per_turn.mean())) if per_turn.size else None,
+        per_turn_sd=_rounded(float(per_turn.std(ddof=1))) if per_turn.size > 1 else None,
+        draft_acceptance_rate=_rounded(accepted / drafted) if drafted else None,
+        cumulative=[round(share, 4) for share in cumulative_acceptance(histogram)] if histogram else None,
+        conditional=[_rounded(share) for share in conditional_acceptance(histogram)] if histogram else None,
+    )
 
 
-def by_category(turns: Sequence[TurnCounts]) -> dict[str, dict[str, Any]]:
+def by_category(turns: Sequence[TurnCounts]) -> dict[str, AcceptanceSummary]:
     """`summarize` per category, in the order of first appearance."""
     groups: dict[str, list[TurnCounts]] = {}
     for turn in turns:
@@ -130,7 +158,7 @@ def by_category(turns: Sequence[TurnCounts]) -> dict[str, dict[str, Any]]:
     return {category: summarize(group) for category, group in groups.items()}
 
 
-def ratio_with_spread(new: Sequence[float], old: Sequence[float], seed: int = 0) -> dict[str, float] | None:
+def ratio_with_spread(new: Sequence[float], old: Sequence[float], seed: int = 0) -> RatioSpread | None:
     """Ratio of means of two independent samples with a 95 % bootstrap interval. None when either is empty or zero."""
     if not new or not old or not np.mean(old):
         return None
@@ -139,7 +167,7 @@ def ratio_with_spread(new: Sequence[float], old: Sequence[float], seed: int = 0)
     means_a = a[rng.integers(0, len(a), size=(RESAMPLES, len(a)))].mean(axis=1)
     means_b = b[rng.integers(0, len(b), size=(RESAMPLES, len(b)))].mean(axis=1)
     low, high = np.percentile(means_a / np.maximum(means_b, 1e-12), [2.5, 97.5])
-    return {"ratio": round(float(a.mean() / b.mean()), 4), "low": round(float(low), 4), "high": round(float(high), 4)}
+    return RatioSpread(round(float(a.mean() / b.mean()), 4), round(float(low), 4), round(float(high), 4))
 
 
 def _rounded(value: float | None) -> float | None:

@@ -30,20 +30,22 @@ METRIC = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})?\s+(?
 @dataclass(frozen=True)
 class ServerKind:
     """One kind of server: its `owned_by` in /v1/models, the prefix of its names in /metrics, the prefix of its
-    speculation counters there, and the paths at which it tells its mean acceptance length since its start."""
+    speculation counters there, and the paths at which it tells its mean acceptance length since its start. `dated`:
+    what it does with request parameters under speculation is known by release."""
 
     name: str
     owner: str
     metrics: str = ""
     counters: str = ""
     mean_paths: tuple[str, ...] = ()
+    dated: bool = False
 
 
 KINDS = {
     kind.name: kind
     for kind in (
         ServerKind("reference", "trtspec"),
-        ServerKind("trtllm", "tensorrt_llm"),
+        ServerKind("trtllm", "tensorrt_llm", dated=True),
         ServerKind("vllm", "vllm", metrics="vllm:", counters="vllm:spec_decode_num_"),
         ServerKind("sglang", "sglang", mean_paths=("/server_info", "/get_server_info")),  # the second is the older one
     )
@@ -53,18 +55,21 @@ UNKNOWN = ServerKind("unknown", "")
 
 @dataclass(frozen=True)
 class DetectedServer:
-    """What answers at a URL. `kind` is one of KINDS, or unknown."""
+    """What answers at a URL. `kind` is one of KINDS, or unknown. `draft_sampling` says how it chooses the drafts of
+    sampled requests, where it tells."""
 
     kind: str
     model: str
     version: str | None = None
+    draft_sampling: str | None = None
 
     @property
     def row(self) -> ServerKind:
         return KINDS.get(self.kind, UNKNOWN)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, "model": self.model, "version": self.version}
+        found = {"kind": self.kind, "model": self.model, "version": self.version}
+        return found | {"draft_sampling": self.draft_sampling}
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ async def detect_server(client: httpx.AsyncClient, model: str | None = None) -> 
     if kind is UNKNOWN:
         metrics = await _get_text(client, "/metrics")
         kind = next((kind for kind in KINDS.values() if kind.metrics and kind.metrics in metrics), UNKNOWN)
-    return DetectedServer(kind.name, model or str(entry["id"]), named.get("version"))
+    return DetectedServer(kind.name, model or str(entry["id"]), named.get("version"), named.get("draft_sampling"))
 
 
 async def read_counters(client: httpx.AsyncClient, server: DetectedServer) -> Counters | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from trtspec.bench.acceptance import summarize
@@ -15,68 +16,97 @@ TOOL_MARKERS = ("<|tool_call", "<tool_call", "[TOOL_CALLS]")
 SHOWN_DIVERGENCES = 20
 
 
-def result(name: str, status: Status, message: str, code: str = "", remedy: str = "", **detail: Any) -> dict[str, Any]:
+@dataclass(frozen=True)
+class CheckResult:
     """One line of the verdict; `code` and `remedy` only where it failed."""
-    found: dict[str, Any] = {"name": name, "status": status, "message": message}
-    if status == "fail":
-        found |= {"code": code, "remedy": remedy}
-    return {**found, "detail": detail}
+
+    name: str
+    status: Status
+    message: str
+    code: str = ""
+    remedy: str = ""
+    detail: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        found = asdict(self)
+        return found if self.status == "fail" else {k: v for k, v in found.items() if k not in ("code", "remedy")}
 
 
-def run_checks(
-    got: Recording, expected: Recording | None, min_acceptance: float | None, limit: float
-) -> dict[str, Any]:
-    """{ok, results}: ok when nothing failed. `expected` is the same model without speculation."""
-    results = [
-        check_lossless(got, expected, limit),
-        check_degenerate(got, expected),
-        check_tool_call(got.tool, expected.tool if expected else None),
-        check_acceptance(got, min_acceptance),
-    ]
-    return {
-        "ok": all(entry["status"] != "fail" for entry in results),
-        "url": got.url,
-        "server": got.server,
-        "against": {"url": expected.url, "server": expected.server} if expected else None,
-        "prompts": len(got.transcripts),
-        "max_tokens": got.max_tokens,
-        "results": results,
-    }
+def result(name: str, status: Status, message: str, code: str = "", remedy: str = "", **detail: Any) -> CheckResult:
+    return CheckResult(name, status, message, code, remedy, detail)
 
 
-def check_lossless(got: Recording, expected: Recording | None, limit: float) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class GateVerdict:
+    """What the gate says of a server; `against`: the one that it was compared with."""
+
+    url: str
+    server: dict[str, Any]
+    against: dict[str, Any] | None
+    prompts: int
+    max_tokens: int
+    results: list[CheckResult]
+
+    @property
+    def failed(self) -> list[str]:
+        return [found.name for found in self.results if found.status == "fail"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON contract of `check`: ok where nothing failed."""
+        return {"ok": not self.failed, **vars(self), "results": [found.to_dict() for found in self.results]}
+
+
+def run_checks(got: Recording, expected: Recording | None, min_acceptance: float | None, limit: float) -> GateVerdict:
+    """`expected` is the same model without speculation."""
+    return GateVerdict(
+        url=got.url,
+        server=got.server,
+        against={"url": expected.url, "server": expected.server} if expected else None,
+        prompts=len(got.transcripts),
+        max_tokens=got.max_tokens,
+        results=[
+            check_lossless(got, expected, limit),
+            check_degenerate(got, expected),
+            check_tool_call(got.tool, expected.tool if expected else None),
+            check_acceptance(got, min_acceptance),
+        ],
+    )
+
+
+def check_lossless(got: Recording, expected: Recording | None, limit: float) -> CheckResult:
     """Greedy answers equal those of the other server, up to near-ties."""
     if expected is None:
         return result("lossless", "skipped", "nothing to compare with: pass --against FILE or URL of the plain server")
     found = compare_transcripts(expected.transcripts, got.transcripts, limit)
-    found["divergences"] = sorted(found["divergences"], key=lambda d: d["verdict"] != "real")[:SHOWN_DIVERGENCES]
+    first = sorted(found.divergences, key=lambda d: d.verdict != "real")[:SHOWN_DIVERGENCES]
+    detail = asdict(replace(found, divergences=first))
     summary = (
-        f"{found['identical']} of {found['compared']} greedy answers identical, {found['near_ties']} part at a "
-        f"near-tie (bound {found['bound']:g} nats, measured over {found['rounding']['positions']} positions)"
+        f"{found.identical} of {found.compared} greedy answers identical, {found.near_ties} part at a "
+        f"near-tie (bound {found.bound:g} nats, measured over {found.rounding.positions} positions)"
     )
-    if not found["compared"]:
-        return result("lossless", "skipped", "the two recordings share no question", **found)
-    if found["real"]:
-        summary += f", {found['real']} part where the target is sure of itself"
-    if found["unjudged"]:
-        summary += f", {found['unjudged']} cannot be judged because neither server gives logprobs"
-    bad = found["real"] or found["unjudged"]
+    if not found.compared:
+        return result("lossless", "skipped", "the two recordings share no question", **detail)
+    if found.real:
+        summary += f", {found.real} part where the target is sure of itself"
+    if found.unjudged:
+        summary += f", {found.unjudged} cannot be judged because neither server gives logprobs"
+        summary += f" (none were asked for: {got.withheld})" if got.withheld else ""
+    bad = found.real or found.unjudged
     remedy = "compare the divergences in --json; serve without speculation until the cause is found"
-    return result("lossless", "fail" if bad else "pass", summary, "TS-CHECK-NOT-LOSSLESS", remedy, **found)
+    return result("lossless", "fail" if bad else "pass", summary, "TS-CHECK-NOT-LOSSLESS", remedy, **detail)
 
 
-def check_degenerate(got: Recording, expected: Recording | None) -> dict[str, Any]:
+def check_degenerate(got: Recording, expected: Recording | None) -> CheckResult:
     """Answers are text that goes somewhere. A model that loops without speculation too is reported, not failed."""
     mine = judge_run([transcript.text for transcript in got.transcripts])
     theirs = judge_run([transcript.text for transcript in expected.transcripts]) if expected else None
-    summary = f"{mine['loop']} loops, {mine['empty']} empty, {mine['noise']} noise in {mine['answers']} answers"
+    summary = f"{mine.loop} loops, {mine.empty} empty, {mine.noise} noise in {mine.answers} answers"
+    worse = mine.degenerate
     if theirs:
-        summary += f"; without speculation {theirs['loop']}, {theirs['empty']}, {theirs['noise']}"
-        worse = mine["share"] > theirs["share"] + RUN_SHARE
-        if mine["degenerate"] and not worse:
+        summary += f"; without speculation {theirs.loop}, {theirs.empty}, {theirs.noise}"
+        worse = mine.share > theirs.share + RUN_SHARE
+        if mine.degenerate and not worse:
             summary += ": the target itself is like this"
-    else:
-        worse = mine["degenerate"]
     remedy = "read the answers; check chat template, quantization and the speculation settings"
     return result(
         "degenerate-output",
@@ -84,12 +114,12 @@ def check_degenerate(got: Recording, expected: Recording | None) -> dict[str, An
         summary,
         "TS-CHECK-DEGENERATE",
         remedy,
-        output=mine,
-        without_speculation=theirs,
+        output=asdict(mine),
+        without_speculation=asdict(theirs) if theirs else None,
     )
 
 
-def check_tool_call(got: ToolReply, expected: ToolReply | None) -> dict[str, Any]:
+def check_tool_call(got: ToolReply, expected: ToolReply | None) -> CheckResult:
     """A request with a tool yields a well-formed call, and the same one as without speculation."""
     name, code = "tool-call", "TS-CHECK-TOOL-CALL"
     remedy = "send the request by hand with speculation off; check --tool_parser and the chat template"
@@ -140,19 +170,20 @@ def call_fault(call: dict[str, str]) -> str | None:
     return f"its arguments lack {', '.join(missing)}" if missing else None
 
 
-def check_acceptance(got: Recording, floor: float | None) -> dict[str, Any]:
+def check_acceptance(got: Recording, floor: float | None) -> CheckResult:
     """Acceptance length at or above the floor; always with a word on the output it was measured on."""
     found = summarize(got.counts)
-    length = found["acceptance_length"]
-    looping = judge_run([transcript.text for transcript in got.transcripts])["degenerate"]
-    detail = {key: found[key] for key in ("acceptance_length", "steps", "drafted", "accepted", "histogram", "source")}
-    if length is None or not (found["drafted"] or found["accepted"]):
+    length = found.acceptance_length
+    looping = judge_run([transcript.text for transcript in got.transcripts]).degenerate
+    told = ("acceptance_length", "steps", "drafted", "accepted", "histogram", "source")
+    detail = {key: getattr(found, key) for key in told}
+    if length is None or not (found.drafted or found.accepted):
         status: Status = "fail" if floor is not None else "skipped"
         message = "the server tells nothing about speculation, or runs without it"
     else:
         status = "skipped" if floor is None else "pass" if length >= floor else "fail"
         against = "no floor given (--min-acceptance)" if floor is None else f"floor {floor:g}"
-        message = f"acceptance length {length:.3f} over {found['turns']} greedy answers, {against}"
+        message = f"acceptance length {length:.3f} over {found.turns} greedy answers, {against}"
         if looping:
             message += "; the output is degenerate (see above), which flatters acceptance"
     remedy = "trtspec bench URL for acceptance by category; trtspec inspect HEAD --against TARGET"

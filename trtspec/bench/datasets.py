@@ -1,15 +1,16 @@
-"""Prompt sets for bench and check: MT-Bench `turns`, `messages`, or a plain `prompt`, one JSON object per line."""
+"""Prompt sets for bench and check: the questions of conversations, whichever way a file holds them."""
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trtspec import data_files, files
+from trtspec import data_files
 from trtspec.bench import text_quality
+from trtspec.checkpoint.conversations import Conversation, read_conversations
 from trtspec.errors import Problem, UsageError
+from trtspec.report import file_sha256
 
 NANO = "nano"
 
@@ -35,15 +36,11 @@ class Dataset:
 
 
 def load_dataset(name: str, samples: int | None = None) -> Dataset:
-    """Reads `nano` (the held-out prompts of kimi-nano) or a .jsonl file; takes `samples`, spread over categories."""
+    """Reads `nano` (the held-out prompts of kimi-nano) or a data file; takes `samples`, spread over categories."""
     path = data_files.kimi_nano_dir() / "prompts_heldout.jsonl" if name == NANO else Path(name)
     if not path.is_file():
         raise UsageError(f"the dataset {path} does not exist", "pass --dataset FILE.jsonl, or --dataset nano")
-    raw = files.read_bytes(path, remedy="pass a .jsonl file")
-    questions: list[Question] = []
-    for number, line in enumerate(files.decoded(raw, path).splitlines(), start=1):
-        if line.strip():
-            questions.append(parse_line(line, f"{path}:{number}", len(questions)))
+    questions = [question_of(found, index) for index, found in enumerate(read_conversations(path))]
     if not questions:
         raise UsageError(
             f"the dataset {path} holds no prompt", "each line is one JSON object with turns, messages or prompt"
@@ -51,56 +48,34 @@ def load_dataset(name: str, samples: int | None = None) -> Dataset:
     chosen = spread(questions, samples)
     return Dataset(
         name=name if name == NANO else path.name,
-        sha256=hashlib.sha256(raw).hexdigest(),
+        sha256=file_sha256(path),
         questions=tuple(chosen),
         problems=tuple(random_prompt_problems(chosen, str(path))),
     )
 
 
-def parse_line(line: str, where: str, index: int) -> Question:
-    """One line of a dataset. Prompts given as token ids are refused: acceptance on ids nobody wrote means nothing."""
-    try:
-        record = files.parse_json(line)
-    except ValueError as error:
-        raise UsageError(f"{where} is not JSON: {error}", "one JSON object per line") from None
-    if not isinstance(record, dict):
-        raise UsageError(f"{where} is not a JSON object", "one JSON object per line")
-    identity = str(record.get("question_id", record.get("id", index)))
-    category = str(record.get("category", "all"))
-    if "turns" in record:
-        return Question(identity, category, tuple(_text(turn, where) for turn in _items(record, "turns", where)))
-    if "messages" in record:
-        listed = _items(record, "messages", where)
-        if not all(isinstance(message, dict) for message in listed):
-            raise UsageError(f"{where} has a message that is no object", "each message is {role: ..., content: ...}")
-        messages = [message for message in listed if message.get("role") != "assistant" or message.get("content")]
-        last_user = max((i for i, m in enumerate(messages) if m.get("role") == "user"), default=None)
-        if last_user is None:
-            raise UsageError(f"{where} has no user message", "messages must hold at least one {role: user, content}")
-        opening = tuple(messages[:last_user])
-        return Question(identity, category, (_text(messages[last_user].get("content"), where),), opening)
-    if "prompt" in record:
-        return Question(identity, category, (_text(record["prompt"], where),))
-    raise UsageError(f"{where} has none of turns, messages, prompt", "see docs: the formats of --dataset")
+def question_of(conversation: Conversation, index: int) -> Question:
+    """What is asked at the end of a conversation, one turn or several without answers between, and all that precedes.
 
-
-def _items(record: dict[str, Any], key: str, where: str) -> list[Any]:
-    if isinstance(record[key], list) and record[key]:
-        return list(record[key])
-    raise UsageError(
-        f"{where} has {key} that are no list, or an empty one", f"write {key}: [...] with one item at least"
-    )
-
-
-def _text(value: Any, where: str) -> str:
-    if isinstance(value, str) and value.strip():
-        return value
-    if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
-        raise UsageError(
-            f"{where} gives token ids, not text: random ids collapse acceptance and measure nothing real",
-            "use prompts that somebody wrote",
-        )
-    raise UsageError(f"{where} has an empty or non-text prompt", "turns, content and prompt are non-empty strings")
+    An answer in the file behind it is dropped. Raises UsageError where nobody asks, or nothing that can be sent.
+    """
+    where, messages = conversation.where, list(conversation.chat)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    first = len(messages)
+    while first and messages[first - 1]["role"] == "user":
+        first -= 1
+    if not any(message["role"] == "user" for message in messages):
+        raise UsageError(f"{where} has no user message", "a row holds a prompt, turns, or messages with a user's")
+    if first == len(messages):
+        raise UsageError(f"{where} ends in a message of the role {messages[-1]['role']}", "end it with a question")
+    turns = tuple(message["content"] for message in messages[first:])
+    if not all(turn.strip() for turn in turns):
+        raise UsageError(f"{where} has an empty or non-text prompt", "turns, content and prompt are non-empty strings")
+    if conversation.tools:
+        raise UsageError(f"{where} has tools, which bench does not send", "leave tools out, or the row")
+    identity, category = conversation.id or str(index), conversation.category or "all"
+    return Question(identity, category, turns, tuple(messages[:first]))
 
 
 def spread(questions: list[Question], samples: int | None) -> list[Question]:

@@ -6,22 +6,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from trtspec.bench import plots, report, tables
-from trtspec.bench.tables import Table, number
+from trtspec.bench.acceptance import AcceptanceSummary
+from trtspec.bench.results import BenchResults, EndpointResult, PairRatio, from_dict
+from trtspec.bench.tables import number
+from trtspec.report import Table
 
 TITLES = {
     "greedy": "BF16 target, greedy",
-    "sampled": "BF16 target, temperature 1",
+    "sampled": "BF16 target, temperature 1, argmax drafts",
     "nvfp4-greedy": "NVFP4 target, greedy",
-    "nvfp4-sampled": "NVFP4 target, temperature 1",
+    "nvfp4-sampled": "NVFP4 target, temperature 1, argmax drafts",
 }
 SMOOTH = 40  # points per training curve
 
 
 def demo_html(data: dict[str, Any]) -> str:
     """One self-contained page from demo.json. A stage that is missing from the data is left out, never invented."""
-    drawn = plots.available()
+    data, drawn = with_records(data), plots.available()
     greedy = data["bench"].get("greedy")
-    endpoints = in_order([greedy, *greedy["endpoints"].values()]) if greedy else []
+    endpoints = in_order(greedy.all) if greedy else []
     return (
         report.environment()
         .get_template("demo.html.j2")
@@ -55,53 +58,61 @@ def demo_html(data: dict[str, Any]) -> str:
     )
 
 
+def with_records(data: dict[str, Any]) -> dict[str, Any]:
+    """demo.json with the records of its measurements; the functions below take it so."""
+    return {**data, "bench": {name: from_dict(found) for name, found in data["bench"].items()}}
+
+
 def all_tables(data: dict[str, Any]) -> list[Table]:
     """What the terminal shows: the report's tables without the chain."""
+    data = with_records(data)
     found = [size_table(data), error_table(data), acceptance_table(data), position_table(data), *speed_tables(data)]
     return [table for table in [*found, honesty_table(data)] if table is not None and table.rows]
 
 
 def verdict_lines(data: dict[str, Any]) -> list[str]:
     """check's verdicts and the word on the output, one line each."""
-    lines = [f"{TITLES[name]}: {tables.quality_line(found)}" for name, found in data["bench"].items()]
+    bench = with_records(data)["bench"]
+    lines = [f"{TITLES[name]}: {tables.quality_line(found)}" for name, found in bench.items()]
     for entry in data["checks"]:
         for result in entry["verdict"]["results"]:
             lines.append(f"{entry['title']}: {result['status']} {result['name']}: {result['message']}")
     return lines
 
 
-def titled(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def titled(data: dict[str, Any]) -> dict[str, BenchResults]:
     return {TITLES[name]: found for name, found in data["bench"].items()}
 
 
-def in_order(endpoints: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def in_order(endpoints: Sequence[EndpointResult]) -> list[EndpointResult]:
     """Speculation first, so that it keeps the page's first colour."""
     rank = {"eagle3": 0, "plain": 1, "prompt-lookup": 2}
-    return sorted(endpoints, key=lambda endpoint: rank.get(endpoint["name"], 3))
+    return sorted(endpoints, key=lambda endpoint: rank.get(endpoint.name, 3))
 
 
 def key_figures(data: dict[str, Any]) -> list[dict[str, str]]:
     found = []
     greedy, quantized = data["bench"].get("greedy"), data["bench"].get("nvfp4-greedy")
     if greedy:
-        label = f"tokens per step, greedy, over {greedy['turns']} answers to {greedy['questions']} held-out prompts"
-        loops = (greedy.get("degeneration") or {}).get("loop")
+        label = f"tokens per step, greedy, over {greedy.turns} answers to {greedy.questions} held-out prompts"
+        loops = greedy.degeneration.loop
         found.append(
             {
-                "value": number(greedy["acceptance_length"]),
+                "value": number(greedy.acceptance_length),
                 "label": f"{label}; {loops} of them loop" if loops else label,
             }
         )
         if sampled := data["bench"].get("sampled"):
-            label = f"tokens per step at temperature 1, over {sampled['turns']} answers"
-            found.append({"value": number(sampled["acceptance_length"]), "label": label})
+            label = f"tokens per step, {tables.sampling_words(sampled)}, over {sampled.turns} answers"
+            found.append({"value": number(sampled.acceptance_length), "label": label})
         for name, title in (("greedy", "greedy"), ("sampled", "temperature 1")):
-            for level in ((data["bench"].get(name) or {}).get("interleaved") or [])[:2]:
-                if ratio := pair(level, "eagle3", "plain"):
-                    label = f"tokens/s with Eagle3 over none, {title}, concurrency {level['concurrency']}"
-                    found.append({"value": number(ratio["median"], 2, "x"), "label": label})
+            measured = data["bench"].get(name)
+            for level in (measured.interleaved or [] if measured else [])[:2]:
+                if ratio := level.pair("eagle3", "plain"):
+                    label = f"tokens/s with Eagle3 over none, {title}, concurrency {level.concurrency}"
+                    found.append({"value": number(ratio.median, 2, "x"), "label": label})
     if quantized:
-        found.append({"value": number(quantized["acceptance_length"]), "label": "tokens per step on the NVFP4 target"})
+        found.append({"value": number(quantized.acceptance_length), "label": "tokens per step on the NVFP4 target"})
     lossless = [r for entry in data["checks"] for r in entry["verdict"]["results"] if r["name"] == "lossless"]
     for result in lossless:
         if result["status"] != "skipped":
@@ -179,19 +190,19 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def acceptance_table(data: dict[str, Any]) -> Table | None:
     """Acceptance length by category, one column per measurement."""
-    bench = data["bench"]
+    bench: dict[str, BenchResults] = data["bench"]
     if not bench:
         return None
-    names = list(dict.fromkeys(name for found in bench.values() for name in found["categories"]))
+    names = list(dict.fromkeys(name for found in bench.values() for name in found.categories))
     rows = []
     for label in [*names, "all"]:
         cells = [label]
         for found in bench.values():
-            group = found if label == "all" else found["categories"].get(label)
+            group = found if label == "all" else found.categories.get(label)
             cells.append(with_n(group) if group else "\u2014")
         rows.append(cells)
-    rows.append(["per turn, all", *(tables.interval_sd(f["per_turn_mean"], f["per_turn_sd"]) for f in bench.values())])
-    work = next(iter(bench.values()))["workload"]
+    rows.append(["per turn, all", *(tables.interval_sd(f.per_turn_mean, f.per_turn_sd) for f in bench.values())])
+    work = next(iter(bench.values())).workload
     note = (
         f"Held-out prompts of kimi-nano ({work['dataset']}), {work['template']}, at most {work['max_tokens']} "
         "tokens, draft length 3. Acceptance length = 1 + accepted / steps, bonus token included, with a 95 % "
@@ -201,28 +212,23 @@ def acceptance_table(data: dict[str, Any]) -> Table | None:
     return Table("Acceptance length by category", ["category", *(TITLES[name] for name in bench)], rows, note)
 
 
-def with_n(group: dict[str, Any]) -> str:
-    found = tables.interval(group["acceptance_length"], group["acceptance_length_interval"])
-    return f"{found}, n {group['turns']}"
+def with_n(group: AcceptanceSummary) -> str:
+    return f"{tables.interval(group.acceptance_length, group.acceptance_length_interval)}, n {group.turns}"
 
 
 def position_table(data: dict[str, Any]) -> Table | None:
     """Conditional and cumulative acceptance by draft position."""
-    bench = {name: found for name, found in data["bench"].items() if found["cumulative"]}
+    bench = {name: found for name, found in data["bench"].items() if found.cumulative}
     if not bench:
         return None
-    depth = max(len(found["cumulative"]) for found in bench.values())
+    depth = max(len(found.cumulative) for found in bench.values())
     rows = [
-        [TITLES[name], kind, *(number(value) for value in found[key]), *([""] * (depth - len(found[key])))]
+        [TITLES[name], kind, *map(number, shares), *([""] * (depth - len(shares)))]
         for name, found in bench.items()
-        for kind, key in (("of all steps", "cumulative"), ("once reached", "conditional"))
+        for kind, shares in (("of all steps", found.cumulative), ("once reached", found.conditional))
     ]
     columns = ["measurement", "accepted", *(f"position {k}" for k in range(1, depth + 1))]
     return Table("Acceptance by draft position", columns, rows, "", frozenset({0, 1}))
-
-
-def pair(level: dict[str, Any], of: str, over: str) -> dict[str, Any] | None:
-    return next((p for p in level["ratios"] if (p["of"], p["over"]) == (of, over)), None)
 
 
 def speed_tables(data: dict[str, Any]) -> list[Table]:
@@ -230,18 +236,17 @@ def speed_tables(data: dict[str, Any]) -> list[Table]:
     found = []
     for name in ("greedy", "sampled"):
         results = data["bench"].get(name)
-        if not results or not results.get("interleaved"):
+        if not results or not results.interleaved:
             continue
         rows = []
-        for level in results["interleaved"]:
-            rates = level["tokens_per_s"]
-            cells = [str(level["concurrency"]), number(mean(rates["plain"]), 1)]
+        for level in results.interleaved:
+            rates = level.tokens_per_s
+            cells = [str(level.concurrency), number(tables.mean(rates["plain"]), 1)]
             for other in ("eagle3", "prompt-lookup"):
-                ratio = pair(level, other, "plain")
-                cells += [number(mean(rates[other]), 1), spread(ratio) if ratio else "\u2014"]
-            rows.append(
-                [*cells, str(len(rates["plain"])), "steady" if level["metric"].startswith("steady") else "whole round"]
-            )
+                ratio = level.pair(other, "plain")
+                cells += [number(tables.mean(rates[other]), 1), spread(ratio) if ratio else "\u2014"]
+            steady = level.metric.startswith("steady")
+            rows.append([*cells, str(len(rates["plain"])), "steady" if steady else "whole round"])
         columns = ["concurrency", "none tokens/s", "Eagle3 tokens/s", "over none", "prompt lookup tokens/s"]
         note = (
             f"Same engine, same prompts, computed in {computed_in(data)}, draft length 3. Rounds alternate between the "
@@ -258,14 +263,10 @@ def computed_in(data: dict[str, Any]) -> str:
     return str((data.get("honesty") or {}).get("dtype", "the machine's own type"))
 
 
-def spread(ratio: dict[str, Any]) -> str:
-    if ratio["median"] is None:
+def spread(ratio: PairRatio) -> str:
+    if ratio.median is None:
         return "\u2014"
-    return f"{ratio['median']:.2f}x ({ratio['low']:.2f} \u2013 {ratio['high']:.2f})"
-
-
-def mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+    return f"{ratio.median:.2f}x ({ratio.low:.2f} \u2013 {ratio.high:.2f})"
 
 
 def honesty_table(data: dict[str, Any]) -> Table | None:
@@ -302,5 +303,5 @@ def findings(data: dict[str, Any]) -> list[dict[str, Any]]:
     for key in ("target", "quantized", "head"):
         found += [{**problem, "stage": f"inspect {key}"} for problem in (data.get(key) or {}).get("problems", [])]
     for name, results in data["bench"].items():
-        found += [{**problem, "stage": f"bench {name}"} for problem in results["problems"]]
+        found += [{**problem.to_dict(), "stage": f"bench {name}"} for problem in results.problems]
     return [problem for problem in found if problem["severity"] != "info"]

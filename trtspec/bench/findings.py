@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from trtspec.bench.acceptance import TurnCounts, add_histograms
 from trtspec.bench.client import Answer
 from trtspec.bench.text_quality import judge_run
-from trtspec.errors import Problem, TrtspecError
+from trtspec.errors import Problem, TrtspecError, UsageError
 
+# request parameters that a server's release handles badly under speculation: "end_engine", "ignored", "refused"
+RequestLimits = Mapping[str, Sequence[str]]
 ENOUGH_STEPS = 50
 ENOUGH_TURNS = 10
 MAX_DRAFTS = 16
@@ -24,6 +26,26 @@ def refuse_all_failed(name: str, answers: Sequence[Answer]) -> None:
         )
 
 
+def refuse_what_ends_engines(name: str, limits: RequestLimits, asked: Iterable[str]) -> None:
+    """Raises UsageError, before anything is sent, for parameters that end an engine of this release."""
+    deadly = sorted(set(asked) & set(limits.get("end_engine", ())))
+    if deadly:
+        message = f"{', '.join(deadly)}: under speculation such a request ends the engine of {name} for everybody"
+        raise UsageError(message, "leave it out of --extra-body, or use a later release")
+
+
+def limited_parameters(name: str, limits: RequestLimits, asked: Iterable[str]) -> list[Problem]:
+    """Parameters that this release drops or refuses under speculation: the answers are not what was asked for."""
+    found = []
+    for kind, what in (("ignored", "ignores"), ("refused", "refuses")):
+        named = sorted(set(asked) & set(limits.get(kind, ())))
+        if named:
+            message = f"this release {what} {', '.join(named)} under speculation"
+            remedy = "measure without it, or without speculation"
+            found.append(Problem("TS-BENCH-PARAMETER", "warning", name, message, remedy))
+    return found
+
+
 def failed_requests(name: str, answers: Sequence[Answer]) -> list[Problem]:
     errors = [answer.error for answer in answers if answer.error]
     if not errors:
@@ -34,15 +56,15 @@ def failed_requests(name: str, answers: Sequence[Answer]) -> list[Problem]:
 
 def degenerate_output(name: str, answers: Sequence[Answer]) -> list[Problem]:
     verdict = judge_run([answer.reasoning + answer.text for answer in answers if not answer.error])
-    if not verdict["degenerate"]:
+    if not verdict.degenerate:
         return []
     return [
         Problem(
             "TS-BENCH-DEGENERATE",
             "warning",
             name,
-            f"{verdict['loop']} loops, {verdict['empty']} empty, {verdict['noise']} noise among {verdict['answers']} "
-            f"answers (distinct 4-grams {verdict['distinct_4gram_ratio']}): acceptance on such "
+            f"{verdict.loop} loops, {verdict.empty} empty, {verdict.noise} noise among {verdict.answers} "
+            f"answers (distinct 4-grams {verdict.distinct_4gram_ratio}): acceptance on such "
             "output says little, and loops flatter every drafter",
             "read answers.jsonl; measure at the temperature that users have, with the right chat template",
         )
@@ -77,7 +99,7 @@ def forced_acceptance(name: str, counts: Sequence[TurnCounts], answers: Sequence
     """Acceptance that no drafter produces: the same number in every step. A loop may do that honestly, so loops are not
     accused."""
     steps = sum(count.steps for count in counts)
-    looping = judge_run([answer.text for answer in answers if not answer.error])["degenerate"]
+    looping = judge_run([answer.text for answer in answers if not answer.error]).degenerate
     if steps < ENOUGH_STEPS or looping or not any(c.accepted for c in counts) or not _same_everywhere(counts):
         return []
     return [

@@ -6,13 +6,13 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
 import numpy as np
 
 from trtspec.bench.client import Answer, Endpoint, RequestSampling, request_body, stream_answer
 from trtspec.bench.datasets import Question
+from trtspec.bench.results import LatencySpread, Throughput
 
 
 @dataclass(frozen=True)
@@ -73,27 +73,26 @@ async def converse(
     return answers
 
 
-def throughput(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Rates over rounds of one concurrency. `steady_tokens_per_s` counts only the time in which every slot was busy, a
-    fair figure for a comparison: the tail, where slots run empty, would otherwise reward the luckier last answer."""
+def throughput(rounds: Sequence[Round]) -> Throughput:
+    """Rates over the rounds of one concurrency."""
     answers = [answer for run in rounds for answer in run.answers]
     good = [answer for answer in answers if not answer.error]
     wall = sum(run.finished - run.started for run in rounds)
     tokens = sum(answer.completion_tokens for answer in good)
     steady = [figure for run in rounds if (figure := steady_rate(run)) is not None]
-    return {
-        "requests": len(answers),
-        "errors": len(answers) - len(good),
-        "output_tokens": tokens,
-        "wall_s": round(wall, 4),
-        "tokens_per_s": round(tokens / wall, 3) if wall else None,
-        "steady_tokens_per_s": round(float(np.mean(steady)), 3) if steady else None,
-        "tokens_per_s_per_user": spread_of([rate for a in good if (rate := user_rate(a)) is not None]),
-        "ttft_s": spread_of([a.first_token - a.started for a in good if a.first_token is not None]),
-        "inter_token_s": spread_of([gap for a in good if (gap := inter_token(a)) is not None]),
-        "request_s": spread_of([a.finished - a.started for a in good]),
-        "cached_prompt_tokens": _cached(good),
-    }
+    return Throughput(
+        requests=len(answers),
+        errors=len(answers) - len(good),
+        output_tokens=tokens,
+        wall_s=round(wall, 4),
+        tokens_per_s=round(tokens / wall, 3) if wall else None,
+        steady_tokens_per_s=round(float(np.mean(steady)), 3) if steady else None,
+        tokens_per_s_per_user=spread_of([rate for a in good if (rate := user_rate(a)) is not None]),
+        ttft_s=spread_of([a.first_token - a.started for a in good if a.first_token is not None]),
+        inter_token_s=spread_of([gap for a in good if (gap := inter_token(a)) is not None]),
+        request_s=spread_of([a.finished - a.started for a in good]),
+        cached_prompt_tokens=_cached(good),
+    )
 
 
 def total_rate(run: Round) -> float:
@@ -133,13 +132,12 @@ def tokens_between(answer: Answer, begin: float, end: float) -> float:
     return answer.completion_tokens * inside / characters
 
 
-def spread_of(values: Sequence[float]) -> dict[str, float] | None:
+def spread_of(values: Sequence[float]) -> LatencySpread | None:
     """Mean and percentiles, or None without values."""
     if not values:
         return None
     p50, p90, p99 = np.percentile(values, [50, 90, 99])
-    found = {"mean": float(np.mean(values)), "p50": float(p50), "p90": float(p90), "p99": float(p99)}
-    return {name: round(value, 5) for name, value in found.items()}
+    return LatencySpread(*(round(float(value), 5) for value in (np.mean(values), p50, p90, p99)))
 
 
 def _cached(answers: Sequence[Answer]) -> int | None:

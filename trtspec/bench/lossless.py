@@ -8,9 +8,9 @@ A divergence is a near-tie when its gaps stay under twice the largest difference
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from trtspec.bench.transcript import Token, Transcript
 
@@ -71,28 +71,49 @@ def judge(divergence: AnswerDivergence, bound: float) -> str:
     return "near-tie" if divergence.same_pair and max(gaps) <= bound else "real"
 
 
-def compare_transcripts(expected: Sequence[Transcript], got: Sequence[Transcript], limit: float) -> dict[str, Any]:
-    """Counts, the measured bound and every divergence with its verdict. Answers are matched by question."""
+@dataclass(frozen=True)
+class RoundingSpread:
+    """Over how many positions rounding was measured, and the largest difference in nats."""
+
+    positions: int
+    largest: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LosslessReport:
+    """Counts of answers, the measured bound below which a gap is a near-tie, and every divergence with its verdict."""
+
+    compared: int
+    identical: int
+    near_ties: int
+    real: int
+    unjudged: int
+    bound: float
+    limit: float
+    rounding: RoundingSpread
+    divergences: list[AnswerDivergence]
+
+
+def compare_transcripts(expected: Sequence[Transcript], got: Sequence[Transcript], limit: float) -> LosslessReport:
+    """Answers are matched by question."""
     answers = {transcript.question: transcript for transcript in got}
     pairs = [(transcript, answers[transcript.question]) for transcript in expected if transcript.question in answers]
     noise = [difference for a, b in pairs for difference in rounding_differences(a, b)]
     bound = min(limit, max(FLOOR, MARGIN * max(noise, default=0.0)))
     found = [divergence for a, b in pairs if (divergence := first_divergence(a, b)) is not None]
-    judged = [{**asdict(d), "verdict": judge(d, bound)} for d in found]
-    counts = {
-        verdict: sum(1 for d in judged if d["verdict"] == verdict) for verdict in ("near-tie", "real", "unjudged")
-    }
-    return {
-        "compared": len(pairs),
-        "identical": len(pairs) - len(found),
-        "near_ties": counts["near-tie"],
-        "real": counts["real"],
-        "unjudged": counts["unjudged"],
-        "bound": round(bound, 6),
-        "limit": limit,
-        "rounding": {"positions": len(noise), "largest": round(max(noise), 6) if noise else None},
-        "divergences": judged,
-    }
+    judged = [replace(divergence, verdict=judge(divergence, bound)) for divergence in found]
+    counts = Counter(divergence.verdict for divergence in judged)
+    return LosslessReport(
+        compared=len(pairs),
+        identical=len(pairs) - len(found),
+        near_ties=counts["near-tie"],
+        real=counts["real"],
+        unjudged=counts["unjudged"],
+        bound=round(bound, 6),
+        limit=limit,
+        rounding=RoundingSpread(len(noise), round(max(noise), 6) if noise else None),
+        divergences=judged,
+    )
 
 
 def _at(tokens: Sequence[Token], index: int) -> Token | None:

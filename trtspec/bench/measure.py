@@ -20,6 +20,7 @@ from trtspec.bench.acceptance import TurnCounts, by_category, summarize
 from trtspec.bench.client import Answer, Endpoint, RequestSampling, new_client
 from trtspec.bench.datasets import Dataset, Question, spread
 from trtspec.bench.load import Round, closed_loop, steady_rate, throughput, total_rate
+from trtspec.bench.results import BenchResults, EndpointResult, InterleavedLevel, LevelResult, PairRatio
 from trtspec.bench.text_quality import judge_run
 from trtspec.errors import Problem
 
@@ -74,6 +75,7 @@ class MeasuredEndpoint:
     endpoint: Endpoint
     server: adapters.DetectedServer
     rounds: dict[int, list[Round]] = field(default_factory=dict)
+    limits: findings.RequestLimits = field(default_factory=dict)
     counts: dict[int, list[TurnCounts]] = field(default_factory=dict)
     category_counts: list[TurnCounts] = field(default_factory=list)
 
@@ -87,11 +89,13 @@ async def measure(
     model: str | None = None,
     say: Callable[[str], None] = lambda text: None,
     on_answer: Callable[[Answer], None] | None = None,
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    limits: Callable[[adapters.DetectedServer], findings.RequestLimits] = lambda server: {},
+) -> tuple[BenchResults, list[dict[str, Any]]]:
     """Measures every endpoint of `urls` (the first is the one the results are about).
 
-    `say` gets a line per round, `on_answer` every measured answer. Returns results.json's content and the answers
-    with their texts, one record each. Raises TrtspecError when a server does not answer or refuses every request.
+    `say` gets a line per round, `on_answer` every measured answer; `limits` is asked before anything is sent. Returns
+    the results and the answers with their texts, for answers.jsonl. Raises TrtspecError when a server does not
+    answer or refuses every request.
     """
     async with AsyncExitStack() as stack:
         targets = []
@@ -99,7 +103,9 @@ async def measure(
             client = await stack.enter_async_context(new_client(url, max(workload.concurrency)))
             server = await adapters.detect_server(client, model)
             endpoint = Endpoint(url, server.model, workload.api, workload.extra_body)  # type: ignore[arg-type]
-            targets.append(MeasuredEndpoint(name, client, endpoint, server))
+            found = MeasuredEndpoint(name, client, endpoint, server, limits=limits(server))
+            findings.refuse_what_ends_engines(name, found.limits, workload.extra_body)
+            targets.append(found)
         for target in targets:
             await warm_up(target, workload)
         for level, concurrency in enumerate(workload.concurrency):
@@ -169,20 +175,18 @@ async def count_outside(target: MeasuredEndpoint, workload: BenchWorkload) -> No
             target.category_counts.append(adapters.counts_between(before, after, category, produced))
 
 
-def assemble(targets: Sequence[MeasuredEndpoint], workload: BenchWorkload) -> dict[str, Any]:
-    """results.json: the first endpoint at the top level, the others under `endpoints`, ratios under `interleaved`."""
-    main = describe_target(targets[0])
-    problems = [problem.to_dict() for problem in workload.dataset.problems]
+def assemble(targets: Sequence[MeasuredEndpoint], workload: BenchWorkload) -> BenchResults:
+    """The first endpoint is the one that the results are about."""
+    problems = list(workload.dataset.problems)
     for target in targets:
-        problems += [p.to_dict() for p in find_problems(target.name, target, workload)]
-    return {
-        "schema": 1,
-        **main,
-        "workload": workload.describe(),
-        "endpoints": {target.name: describe_target(target) for target in targets[1:]},
-        "interleaved": interleaved(targets) if len(targets) > 1 else None,
-        "problems": problems,
-    }
+        problems += find_problems(target.name, target, workload)
+    return BenchResults(
+        **vars(describe_target(targets[0])),
+        workload=workload.describe(),
+        endpoints={target.name: describe_target(target) for target in targets[1:]},
+        interleaved=interleaved(targets) if len(targets) > 1 else None,
+        problems=problems,
+    )
 
 
 def find_problems(name: str, target: MeasuredEndpoint, workload: BenchWorkload) -> list[Problem]:
@@ -195,6 +199,7 @@ def find_problems(name: str, target: MeasuredEndpoint, workload: BenchWorkload) 
         *findings.no_acceptance(name, target.server.kind, counts or target.category_counts),
         *findings.nothing_accepted(name, counts),
         *findings.forced_acceptance(name, counts, answers),
+        *findings.limited_parameters(name, target.limits, workload.extra_body),
     ]
     if workload.extra_body.get("ignore_eos"):
         found.append(
@@ -209,32 +214,33 @@ def find_problems(name: str, target: MeasuredEndpoint, workload: BenchWorkload) 
     return found
 
 
-def describe_target(target: MeasuredEndpoint) -> dict[str, Any]:
+def describe_target(target: MeasuredEndpoint) -> EndpointResult:
     """One endpoint: pooled acceptance over all concurrencies, by category, and one entry per concurrency."""
     pooled = [count for counts in target.counts.values() for count in counts]
-    per_category = target.category_counts or pooled
-    return {
-        "name": target.name,
-        "url": target.endpoint.base_url,
-        "server": target.server.to_dict(),
-        **summarize(pooled or target.category_counts),
-        "categories": by_category(per_category),
-        "degeneration": judge_run([a.reasoning + a.text for a in target.answers() if not a.error]),
-        "concurrency": [
-            {
-                "concurrency": concurrency,
-                **summarize(target.counts.get(concurrency, [])),
-                "categories": by_category(target.counts.get(concurrency, [])),
-                "throughput": throughput(rounds),
-                "rounds": [round(total_rate(run), 3) for run in rounds],
-            }
-            for concurrency, rounds in target.rounds.items()
-        ],
-        "turns_detail": [asdict(count) for count in pooled],
-    }
+    return EndpointResult(
+        **vars(summarize(pooled or target.category_counts)),
+        name=target.name,
+        url=target.endpoint.base_url,
+        server=target.server,
+        categories=by_category(target.category_counts or pooled),
+        degeneration=judge_run([a.reasoning + a.text for a in target.answers() if not a.error]),
+        concurrency=[describe_level(target, concurrency) for concurrency in target.rounds],
+        turns_detail=pooled,
+    )
 
 
-def interleaved(targets: Sequence[MeasuredEndpoint]) -> list[dict[str, Any]]:
+def describe_level(target: MeasuredEndpoint, concurrency: int) -> LevelResult:
+    counts, rounds = target.counts.get(concurrency, []), target.rounds[concurrency]
+    return LevelResult(
+        **vars(summarize(counts)),
+        concurrency=concurrency,
+        categories=by_category(counts),
+        throughput=throughput(rounds),
+        rounds=[round(total_rate(run), 3) for run in rounds],
+    )
+
+
+def interleaved(targets: Sequence[MeasuredEndpoint]) -> list[InterleavedLevel]:
     """Per concurrency: each endpoint's rate by round, and for every pair the ratio by round, its median and range."""
     levels = []
     for concurrency in targets[0].rounds:
@@ -243,27 +249,27 @@ def interleaved(targets: Sequence[MeasuredEndpoint]) -> list[dict[str, Any]]:
         total = {t.name: [total_rate(run) for run in t.rounds[concurrency]] for t in targets}
         rates = steady if fair else total
         levels.append(
-            {
-                "concurrency": concurrency,
-                "metric": "steady_tokens_per_s" if fair else "tokens_per_s",
-                "tokens_per_s": {name: [round(float(r or 0), 3) for r in found] for name, found in rates.items()},
-                "ratios": [pair_ratio(a, b, rates) for a, b in permutations(rates, 2)],
-            }
+            InterleavedLevel(
+                concurrency=concurrency,
+                metric="steady_tokens_per_s" if fair else "tokens_per_s",
+                tokens_per_s={name: [round(float(r or 0), 3) for r in found] for name, found in rates.items()},
+                ratios=[pair_ratio(a, b, rates) for a, b in permutations(rates, 2)],
+            )
         )
     return levels
 
 
-def pair_ratio(of: str, over: str, rates: dict[str, Any]) -> dict[str, Any]:
+def pair_ratio(of: str, over: str, rates: dict[str, Any]) -> PairRatio:
     """`of` / `over`, round by round, with the median and the range."""
     per_round = [a / b for a, b in zip(rates[of], rates[over], strict=True) if b]
-    return {
-        "of": of,
-        "over": over,
-        "per_round": [round(ratio, 4) for ratio in per_round],
-        "median": round(statistics.median(per_round), 4) if per_round else None,
-        "low": round(min(per_round), 4) if per_round else None,
-        "high": round(max(per_round), 4) if per_round else None,
-    }
+    return PairRatio(
+        of=of,
+        over=over,
+        per_round=[round(ratio, 4) for ratio in per_round],
+        median=round(statistics.median(per_round), 4) if per_round else None,
+        low=round(min(per_round), 4) if per_round else None,
+        high=round(max(per_round), 4) if per_round else None,
+    )
 
 
 def answer_records(targets: Sequence[MeasuredEndpoint]) -> list[dict[str, Any]]:

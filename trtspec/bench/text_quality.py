@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 WORD = re.compile(r"\w+|[^\w\s]")
@@ -73,19 +74,32 @@ def degeneration(text: str) -> str | None:
     return None
 
 
-def judge_run(texts: Sequence[str]) -> dict[str, Any]:
-    """Counts of degenerate answers and the distinct 4-gram ratio of a run."""
+@dataclass(frozen=True, kw_only=True)
+class OutputQuality:
+    """Counts of degenerate answers, their share, and the distinct 4-gram ratio of a run."""
+
+    answers: int
+    empty: int
+    noise: int
+    loop: int
+    share: float
+    distinct_4gram_ratio: float | None
+    degenerate: bool
+
+
+def judge_run(texts: Sequence[str]) -> OutputQuality:
     reasons = [degeneration(text) for text in texts]
-    counts = {reason: reasons.count(reason) for reason in ("empty", "noise", "loop")}
-    bad = sum(counts.values())
+    bad = sum(reason is not None for reason in reasons)
     ratio = mean_distinct_ratio(texts)
-    return {
-        "answers": len(texts),
-        **counts,
-        "share": round(bad / len(texts), 4) if texts else 0.0,
-        "distinct_4gram_ratio": None if ratio is None else round(ratio, 4),
-        "degenerate": bool(texts) and bad / len(texts) > RUN_SHARE,
-    }
+    return OutputQuality(
+        answers=len(texts),
+        empty=reasons.count("empty"),
+        noise=reasons.count("noise"),
+        loop=reasons.count("loop"),
+        share=round(bad / len(texts), 4) if texts else 0.0,
+        distinct_4gram_ratio=None if ratio is None else round(ratio, 4),
+        degenerate=bool(texts) and bad / len(texts) > RUN_SHARE,
+    )
 
 
 def looks_random(prompt: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from trtspec.bench import adapters
 from trtspec.bench.acceptance import TurnCounts
 from trtspec.bench.client import Answer, Endpoint, RequestSampling, complete, new_client, request_body
 from trtspec.bench.datasets import Question
+from trtspec.bench.findings import RequestLimits
 from trtspec.errors import TrtspecError, UsageError
 
 TOOL = {
@@ -63,7 +64,8 @@ class ToolReply:
 
 @dataclass(frozen=True)
 class Recording:
-    """All answers of one server at temperature 0; written by --record, read by --against."""
+    """All answers of one server at temperature 0; written by --record, read by --against. `withheld` says why no
+    log-probabilities were asked for."""
 
     url: str
     server: dict[str, Any]
@@ -71,6 +73,7 @@ class Recording:
     transcripts: list[Transcript]
     tool: ToolReply
     counts: list[TurnCounts] = field(default_factory=list)
+    withheld: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {"schema": 1, **asdict(self)}
@@ -103,31 +106,64 @@ def _no_recording(path: Path, reason: str) -> UsageError:
     )
 
 
+PROBES = 4  # answers that show whether a server speculates
+
+
 async def record(
-    url: str, questions: Sequence[Question], max_tokens: int, concurrency: int, model: str | None = None
+    url: str,
+    questions: Sequence[Question],
+    max_tokens: int,
+    concurrency: int,
+    model: str | None = None,
+    limits: Callable[[adapters.DetectedServer], RequestLimits] = lambda server: {},
+    baseline: bool = False,
 ) -> Recording:
-    """Asks the first turn of every question at temperature 0, then one question with a tool."""
+    """Asks the first turn of every question at temperature 0, then one question with a tool.
+
+    Log-probabilities are not asked for where `limits` says that they end a speculating engine of this release, save of
+    a server that shows by a few answers that it accepts no drafts; a `baseline` that does not tell is taken for plain.
+    """
     async with new_client(url, concurrency) as client:
         server = await adapters.detect_server(client, model)
         endpoint = Endpoint(url, server.model)
         before = await adapters.read_counters(client, server)
-        pairs = await ask_all(client, endpoint, questions, max_tokens, concurrency)
+        deadly = "logprobs" in limits(server).get("end_engine", ())
+        if deadly:
+            deadly = not await _runs_plain(client, endpoint, questions[:PROBES], max_tokens, baseline)
+        pairs = await ask_all(client, endpoint, questions, max_tokens, concurrency, logprobs=not deadly)
         after = await adapters.read_counters(client, server)
         counts = [found for _, answer in pairs if (found := adapters.counts_of(answer)) is not None]
         if before and after and not counts:
             tokens = sum(answer.completion_tokens for _, answer in pairs)
             counts = [adapters.counts_between(before, after, "all", tokens)]
         tool = await ask_tool(client, endpoint)
-    return Recording(url, server.to_dict(), max_tokens, [transcript for transcript, _ in pairs], tool, counts)
+    withheld = f"they can end a speculating engine of release {server.version}" if deadly else None
+    answers = [transcript for transcript, _ in pairs]
+    return Recording(url, server.to_dict(), max_tokens, answers, tool, counts, withheld)
+
+
+async def _runs_plain(
+    client: httpx.AsyncClient, endpoint: Endpoint, questions: Sequence[Question], max_tokens: int, untold: bool
+) -> bool:
+    """Whether a few answers, asked for without log-probabilities, came without accepted drafts; `untold` where none of
+    them says."""
+    pairs = await ask_all(client, endpoint, questions, max_tokens, 1, logprobs=False)
+    counts = [found for _, answer in pairs if (found := adapters.counts_of(answer)) is not None]
+    return not any(found.accepted for found in counts) if counts else untold
 
 
 async def ask_all(
-    client: httpx.AsyncClient, endpoint: Endpoint, questions: Sequence[Question], max_tokens: int, concurrency: int
+    client: httpx.AsyncClient,
+    endpoint: Endpoint,
+    questions: Sequence[Question],
+    max_tokens: int,
+    concurrency: int,
+    logprobs: bool = True,
 ) -> list[tuple[Transcript, Answer]]:
     """In order of the questions. The first refusal of logprobs turns them off for the rest."""
     slots = asyncio.Semaphore(concurrency)
-    first = await ask(client, endpoint, questions[0], max_tokens, logprobs=True)
-    with_logprobs = first is not None
+    first = await ask(client, endpoint, questions[0], max_tokens, logprobs=logprobs)
+    with_logprobs = logprobs and first is not None
 
     async def one(question: Question) -> tuple[Transcript, Answer]:
         async with slots:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -30,6 +31,13 @@ class ChatTemplate:
             raise TrtspecError(
                 f"{where}: line {error.lineno}: {error.message}", "repair or replace the chat template"
             ) from None
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """What a caller can set besides the conversation: the names that the template reads and does not define."""
+        environment = _environment()
+        read = meta.find_undeclared_variables(environment.parse(self.source))
+        return frozenset(read - environment.globals.keys() - {"messages", "tools", "add_generation_prompt"})
 
     @staticmethod
     def from_directory(directory: Path, tokenizer_config: dict[str, Any]) -> ChatTemplate:

@@ -5,40 +5,67 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from trtspec.checkpoint.detect import detect, target_spec
+from trtspec.checkpoint.detect import detect
+from trtspec.checkpoint.hashes import hash_problems
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.read import no_eagle3_head, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
 from trtspec.checkpoint.heads.values import value_problems
-from trtspec.checkpoint.hub import Resolved
-from trtspec.checkpoint.target_problems import target_problems
+from trtspec.checkpoint.hub import Resolved, is_online
+from trtspec.checkpoint.target_problems import read_target
 from trtspec.checkpoint.target_shapes import logical_parameters
-from trtspec.errors import Problem
+from trtspec.errors import Problem, UsageError
 from trtspec.specs import HeadSpec, ModelSpec
 
 HEAD_KEYS = ("family", "model_type", "architecture", "format", "eagle", "attention", "dialect", "aux_layers",
              "draft_vocab_size")  # fmt: skip
 
 
-def describe(resolved: Resolved, *, all_values: bool = False) -> dict[str, Any]:
+def describe(
+    resolved: Resolved, *, all_values: bool = False, sample: int | None = None, hashes: bool = False
+) -> dict[str, Any]:
     """The keys of the JSON contract plus `dtypes` and `source`; `problems` are Problem objects.
 
     A checkpoint on disk is read; a published one that is not here is answered from data/models.yaml, whose
-    `unverified` fields are repeated. A head's values are sampled, or all read with `all_values`.
+    `unverified` fields are repeated. Small tensors of a target are read, and `sample` large ones (0: all); of a head
+    pieces of each, or `all_values`. `hashes` reads every byte and compares it with the recorded SHA-256.
     """
-    here = resolved.path is not None and any(resolved.path.glob("*.safetensors"))
-    return _from_disk(resolved, all_values) if here else _from_config(resolved)
+    if resolved.path is not None and any(resolved.path.glob("*.safetensors")):
+        checkpoint = Checkpoint.open(resolved.path)
+        report = _from_headers(checkpoint, resolved, all_values, sample)
+        if hashes:
+            verified, problems = hash_problems(checkpoint.path, checkpoint.shards)
+            report |= {"hashes_verified": verified, "problems": report["problems"] + problems}
+        return report
+    if hashes or sample is not None:
+        message = f"{resolved.name} is not on this machine, so its bytes cannot be read"
+        raise UsageError(message, f"run `hf download {resolved.hub_id}`, or leave --sample and --hashes out")
+    if resolved.hub_id is not None and resolved.known is None and is_online():
+        from trtspec.checkpoint.remote import open_remote
+
+        checkpoint = open_remote(resolved.hub_id)
+        report = _from_headers(checkpoint, resolved)
+        assert checkpoint.remote is not None
+        unseen = Problem(
+            "TS-HUB-HEADERS-ONLY",
+            "info",
+            resolved.hub_id,
+            "read from the hub by its headers: no weight was looked at, so NaN, zeros and wrong scales go unseen",
+            f"run `hf download {resolved.hub_id}`, then inspect again",
+        )
+        return report | {"hub": checkpoint.remote.to_dict(), "problems": [*report["problems"], unseen]}
+    return _from_config(resolved)
 
 
-def _from_disk(resolved: Resolved, all_values: bool) -> dict[str, Any]:
-    assert resolved.path is not None
-    checkpoint = Checkpoint.open(resolved.path)
+def _from_headers(
+    checkpoint: Checkpoint, resolved: Resolved, all_values: bool = False, sample: int | None = None
+) -> dict[str, Any]:
     wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
     other_draft = wrong is not None and wrong.code != "TS-HEAD-FULL-MODEL"
     report = {
         "kind": "head" if other_draft else detect(checkpoint),
         "path": str(resolved.path),
-        "source": "files",
+        "source": "hub" if checkpoint.remote else "files",
         "parameters": sum(logical_parameters(info) for info in checkpoint.tensors.values()),
         "bytes": checkpoint.bytes,
         "shards": len(checkpoint.shards),
@@ -48,11 +75,15 @@ def _from_disk(resolved: Resolved, all_values: bool) -> dict[str, Any]:
         return report | dict.fromkeys(HEAD_KEYS) | {"problems": [wrong]}
     if report["kind"] == "head":
         head, problems = read_head(checkpoint)
-        problems += value_problems(checkpoint, canonical_names(checkpoint.tensors), everything=all_values)
+        if checkpoint.remote is None:
+            problems += value_problems(checkpoint, canonical_names(checkpoint.tensors), everything=all_values)
         return report | head_facts(head, checkpoint.config) | {"problems": problems}
-    spec = target_spec(checkpoint)
-    facts = target_facts(spec, checkpoint.config, resolved.known)
-    return report | facts | {"problems": target_problems(checkpoint, spec)}
+    target = read_target(checkpoint)
+    from trtspec.checkpoint.target_values import value_problems as target_values  # here, because numpy loads slowly
+
+    facts = target_facts(target.spec, checkpoint.config, resolved.known)
+    values = target_values(target, sample) if checkpoint.remote is None else []
+    return report | facts | {"problems": target.problems + values}
 
 
 def _from_config(resolved: Resolved) -> dict[str, Any]:

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from trtspec.errors import TrtspecError
-from trtspec.files import open_regular, parse_json, read_object, unreadable
+from trtspec.files import DoubledKey, open_regular, parse_json, read_object, unreadable
 from trtspec.specs import check_kinds
 
 INDEX_NAME = "model.safetensors.index.json"
 HF_QUANT_NAME = "hf_quant_config.json"
+MOST_SHARDS = 100_000
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 DOWNLOAD_AGAIN = "download the checkpoint again, or check the disk it lies on"
+POINTER = b"version https://git-lfs"
+DOWNLOAD_SUFFIXES = (".incomplete", ".part", ".partial", ".aria2", ".crdownload", ".tmp")
+NUMBERED = re.compile(r"(.*-)(\d+)-of-(\d+)\.safetensors")  # model-00007-of-000064, model-7-of-61
 
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
@@ -49,19 +55,36 @@ class TensorInfo:
         return math.prod(self.shape)
 
 
+Data = bytes  # a checkpoint's `bytes` is a number
+
+
+class RangedFiles(Protocol):
+    """Shard files that are read by ranges, and what was read of them for reports."""
+
+    def bytes_at(self, shard: str, begin: int, size: int) -> Data: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+Headers = Callable[[tuple[str, ...]], Iterable[dict[str, TensorInfo]]]
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint directory, opened by its headers. `tensors` is ordered by shard, then by offset."""
+    """A checkpoint directory, opened by its headers. `tensors` is ordered by shard, then by offset. Of a `remote` one
+    the weights are on the hub, and `path` has the other files."""
 
     path: Path
     config: dict[str, Any]
     hf_quant_config: dict[str, Any] | None
     tensors: dict[str, TensorInfo]
     shards: tuple[str, ...]
+    remote: RangedFiles | None = None
 
     @staticmethod
-    def open(path: Path | str) -> Checkpoint:
-        """Reads config.json, the index (or the single file, or every *.safetensors) and all shard headers.
+    def open(path: Path | str, names: tuple[str, ...] | None = None, headers: Headers | None = None) -> Checkpoint:
+        """Reads config.json, the index (or the single file, or every *.safetensors) and all shard headers. `names` and
+        `headers` stand for the shard files and their headers where these are elsewhere.
 
         Raises TrtspecError for a missing directory, config or shard, a pickle-only checkpoint, a truncated or corrupt
         shard, and an index that disagrees with the files.
@@ -73,8 +96,10 @@ class Checkpoint:
         quant_path = path / HF_QUANT_NAME
         hf_quant = read_config(quant_path) if quant_path.is_file() else None
         weight_map = _weight_map(path)
-        shards = tuple(sorted(set(weight_map.values()))) if weight_map is not None else _loose_shards(path)
-        tensors = _all_headers(path, shards)
+        shards = tuple(sorted(set(weight_map.values()))) if weight_map is not None else names or _loose_shards(path)
+        tensors = _all_headers(
+            path, shards, headers(shards) if headers else map(read_header, map(path.joinpath, shards))
+        )
         if weight_map is not None:
             _check_index(path, weight_map, tensors)
         return Checkpoint(path, config, hf_quant, tensors, shards)
@@ -84,11 +109,27 @@ class Checkpoint:
         """Bytes of tensor data, without headers."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    @property
+    def shard_bytes(self) -> dict[str, int]:
+        """Size of each shard file: its tensors fill it to the end."""
+        sizes = dict.fromkeys(self.shards, 0)
+        for tensor in self.tensors.values():
+            sizes[tensor.shard] = max(sizes[tensor.shard], tensor.end)
+        return sizes
+
+    def bytes_at(self, shard: str, begin: int, size: int) -> Data:
+        """Some bytes of a shard file, wherever it is."""
+        if self.remote is not None:
+            return self.remote.bytes_at(shard, begin, size)
+        with open_regular(self.path / shard, DOWNLOAD_AGAIN) as stream:
+            stream.seek(begin)
+            return stream.read(size)
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Parses a JSON object; raises TrtspecError naming the file when it is absent, not JSON or not an object."""
     try:
-        return read_object(path, remedy=DOWNLOAD_AGAIN)
+        return read_object(path, remedy=DOWNLOAD_AGAIN, unique=True)
     except FileNotFoundError:
         raise TrtspecError(f"{path.parent} has no {path.name}", "pass the directory that holds config.json") from None
 
@@ -100,47 +141,113 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file, in the order of their bytes, checked against the file's size."""
+    """The tensors of one safetensors file, in the order of their bytes, which must fill the file without gap or
+    overlap. Raises TrtspecError with a code for everything else that may stand at `path`."""
     try:
         with open_regular(path, DOWNLOAD_AGAIN) as stream:
             size = os.fstat(stream.fileno()).st_size
-            prefix = stream.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            prefix = stream.read(len(POINTER))
+            length = struct.unpack("<Q", prefix[:8])[0] if len(prefix) >= 8 else 0
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-                raise TrtspecError(f"{path} is truncated or not a safetensors file ({size} bytes)", DOWNLOAD_AGAIN)
-            header = parse_json(stream.read(length))
+                raise _no_safetensors(path, size, prefix)
+            stream.seek(0)
+            raw = stream.read(8 + length)
     except FileNotFoundError:
-        raise TrtspecError(f"shard {path.name} is missing in {path.parent}", DOWNLOAD_AGAIN) from None
+        raise _missing_shard(path) from None
     except OSError as error:
         raise unreadable(path, error.strerror or str(error), DOWNLOAD_AGAIN) from None
-    except ValueError:
-        raise TrtspecError(f"{path} has a corrupt safetensors header", DOWNLOAD_AGAIN) from None
-    if not isinstance(header, dict):
-        raise TrtspecError(f"{path} has a corrupt safetensors header", DOWNLOAD_AGAIN)
-    header.pop("__metadata__", None)
+    return header_tensors(path, raw, size)
+
+
+def header_tensors(path: Path, raw: bytes, size: int) -> dict[str, TensorInfo]:
+    """`read_header` of the first bytes of a file of `size` bytes, wherever they come from."""
+    length = struct.unpack("<Q", raw[:8])[0] if len(raw) >= 8 else 0
+    if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8, len(raw) - 8):
+        raise _no_safetensors(path, size, raw[: len(POINTER)])
+    header = _parsed_header(path, raw[8 : 8 + length])
     tensors = [_tensor_info(path, name, entry, 8 + length) for name, entry in header.items()]
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
-    data_end = max((tensor.end for tensor in tensors), default=8 + length)
-    if data_end != size:
-        kind = "truncated" if size < data_end else "longer than its header says"
-        raise TrtspecError(f"shard {path} is {kind}: {size} bytes where the header needs {data_end}", DOWNLOAD_AGAIN)
+    _check_offsets(path, tensors, 8 + length, size)
     return {tensor.name: tensor for tensor in tensors}
 
 
-def _tensor_info(path: Path, name: str, entry: dict[str, Any], data_start: int) -> TensorInfo:
+def _parsed_header(path: Path, raw: bytes) -> dict[str, Any]:
+    """Name -> entry. The format demands UTF-8 that begins with a brace, and metadata of strings."""
     try:
-        dtype, shape = entry["dtype"], tuple(int(size) for size in entry["shape"])
-        begin, end = (data_start + int(offset) for offset in entry["data_offsets"])
-        expected = math.prod(shape) * DTYPE_BITS[dtype] // 8
-        if min((*shape, begin - data_start, end - begin)) < 0:
-            raise ValueError("a negative size")
+        header = parse_json(raw.decode("utf-8"), unique=True)
+    except DoubledKey as error:
+        message = f"{path} has a corrupt safetensors header: {error}"
+        raise TrtspecError(message, DOWNLOAD_AGAIN, "TS-SHARD-DUPLICATE") from None
+    except ValueError as error:
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise _corrupt(path, reason) from None
+    if not isinstance(header, dict) or raw[:1] != b"{":
+        raise _corrupt(path, "it is not a JSON object")
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _corrupt(path, "its __metadata__ is not a mapping of strings")
+    return header
+
+
+def _corrupt(path: Path, reason: str) -> TrtspecError:
+    return TrtspecError(f"{path} has a corrupt safetensors header: {reason}", DOWNLOAD_AGAIN, "TS-SHARD-HEADER")
+
+
+def _no_safetensors(path: Path, size: int, prefix: bytes) -> TrtspecError:
+    """What stands there instead, as far as its first bytes tell."""
+    if prefix.startswith(POINTER):
+        message = f"{path} is a Git LFS pointer, a text of {size} bytes that stands for the weights"
+        return TrtspecError(message, "run `git lfs pull` there, or `hf download` the checkpoint", "TS-SHARD-POINTER")
+    message = f"{path} is truncated or not a safetensors file ({size} bytes)"
+    return TrtspecError(message, DOWNLOAD_AGAIN, "TS-SHARD-TRUNCATED" if size < 8 else "TS-SHARD-HEADER")
+
+
+def _missing_shard(path: Path) -> TrtspecError:
+    """A shard that is not there, or not yet."""
+    unfinished = downloads_in(path.parent, path.name)
+    if unfinished:
+        message = f"shard {path.name} of {path.parent} is still being downloaded ({unfinished[0]} is there)"
+        return TrtspecError(message, "wait for the download to end, or start it again", "TS-SHARD-PARTIAL")
+    return TrtspecError(f"shard {path.name} is missing in {path.parent}", DOWNLOAD_AGAIN, "TS-SHARD-MISSING")
+
+
+def downloads_in(directory: Path, shard: str) -> list[str]:
+    """Names of files that a download leaves while it runs: of this shard, or in the hub's own folders of any."""
+    beside = [directory / f"{shard}{suffix}" for suffix in DOWNLOAD_SUFFIXES]
+    folders = [directory / ".cache" / "huggingface" / "download"]
+    folders += [directory.parent.parent / "blobs"] if directory.parent.name == "snapshots" else []
+    hub = [path for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.incomplete"))]
+    return [path.name for path in (*beside, *hub) if path.is_file()]
+
+
+def _check_offsets(path: Path, tensors: list[TensorInfo], start: int, size: int) -> None:
+    """The tensors, in the order of their bytes, must follow each other from `start` to the end of the file."""
+    position, before = start, None
+    for tensor in tensors:
+        if tensor.begin != position:
+            gap = tensor.begin - position
+            what = f"overlaps {before or 'the header'}" if gap < 0 else f"leaves a gap of {gap} bytes before it"
+            raise TrtspecError(f"{path}: {tensor.name} {what}", DOWNLOAD_AGAIN, "TS-SHARD-OFFSETS")
+        position, before = tensor.end, tensor.name
+    if position != size:
+        kind = "truncated" if size < position else "longer than its header says"
+        message = f"shard {path} is {kind}: {size} bytes where the header needs {position}"
+        raise TrtspecError(message, DOWNLOAD_AGAIN, "TS-SHARD-TRUNCATED" if size < position else "TS-SHARD-LONGER")
+
+
+def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+    try:
+        dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        if not all(type(size) is int and size >= 0 for size in (*shape, first, last)):
+            raise ValueError("a size that is not a whole number")
+        bits = math.prod(shape) * DTYPE_BITS[dtype]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise TrtspecError(f"{path}: the header entry of {name} is malformed ({error!r})", DOWNLOAD_AGAIN) from None
-    if end - begin != expected:
-        raise TrtspecError(
-            f"{path}: {name} takes {end - begin} bytes where {dtype} {list(shape)} needs {expected}", DOWNLOAD_AGAIN
-        )
-    return TensorInfo(name, dtype, shape, path.name, begin, end)
+        message = f"{path}: the header entry of {name} is malformed ({error!r})"
+        raise TrtspecError(message, DOWNLOAD_AGAIN, "TS-SHARD-ENTRY") from None
+    if 8 * (last - first) != bits:
+        message = f"{path}: {name} takes {last - first} bytes where {dtype} {list(shape)} needs {bits / 8:g}"
+        raise TrtspecError(message, DOWNLOAD_AGAIN, "TS-SHARD-ENTRY")
+    return TensorInfo(name, dtype, shape, path.name, data_start + first, data_start + last)
 
 
 def _weight_map(path: Path) -> dict[str, str] | None:
@@ -149,12 +256,11 @@ def _weight_map(path: Path) -> dict[str, str] | None:
         return None
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise TrtspecError(f"{index} has no weight_map", DOWNLOAD_AGAIN)
+        raise TrtspecError(f"{index} has no weight_map", DOWNLOAD_AGAIN, "TS-INDEX-MALFORMED")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard:
-            raise TrtspecError(
-                f"{index} places {name} in {shard!r}, which is not a file of this directory", DOWNLOAD_AGAIN
-            )
+        if not isinstance(shard, str) or not shard or "\0" in shard or Path(shard).name != shard:
+            message = f"{index} places {name} in {shard!r}, which is not a file of this directory"
+            raise TrtspecError(message, DOWNLOAD_AGAIN, "TS-INDEX-MALFORMED")
     return weight_map
 
 
@@ -163,6 +269,8 @@ def _loose_shards(path: Path) -> tuple[str, ...]:
         return ("model.safetensors",)
     found = tuple(sorted(file.name for file in path.glob("*.safetensors")))
     if found:
+        if missing := missing_numbers(found):
+            raise _missing_shard(path / missing[0])
         return found
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
     if pickles:
@@ -173,12 +281,29 @@ def _loose_shards(path: Path) -> tuple[str, ...]:
     raise TrtspecError(f"{path} has no *.safetensors file", "pass a directory that holds the weights")
 
 
-def _all_headers(path: Path, shards: tuple[str, ...]) -> dict[str, TensorInfo]:
+def missing_numbers(shards: tuple[str, ...]) -> list[str]:
+    """Names that `model-00001-of-000008.safetensors` and its like promise and that are not among `shards`."""
+    matches = [match for match in map(NUMBERED.fullmatch, shards) if match]
+    series: dict[tuple[str, str], tuple[int, set[int]]] = {}
+    for match in matches:
+        series.setdefault((match[1], match[3]), (len(match[2]), set()))[1].add(int(match[2]))
+    return [
+        f"{stem}{number:0{width}d}-of-{count}.safetensors"
+        for (stem, count), (width, numbers) in series.items()
+        if int(count) <= MOST_SHARDS
+        for number in sorted(set(range(1, int(count) + 1)) - numbers)
+    ]
+
+
+def _all_headers(
+    path: Path, shards: tuple[str, ...], headers: Iterable[dict[str, TensorInfo]]
+) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
-    for shard in shards:
-        for name, info in read_header(path / shard).items():
+    for shard, header in zip(shards, headers, strict=True):
+        for name, info in header.items():
             if name in tensors:
-                raise TrtspecError(f"{path}: {name} is in both {tensors[name].shard} and {shard}", DOWNLOAD_AGAIN)
+                message = f"{path}: {name} is in both {tensors[name].shard} and {shard}"
+                raise TrtspecError(message, DOWNLOAD_AGAIN, "TS-SHARD-DUPLICATE")
             tensors[name] = info
     return tensors
 
@@ -187,12 +312,8 @@ def _check_index(path: Path, weight_map: dict[str, str], tensors: dict[str, Tens
     wrong = [name for name, shard in weight_map.items() if name not in tensors or tensors[name].shard != shard]
     unlisted = [name for name in tensors if name not in weight_map]
     if wrong:
-        raise TrtspecError(
-            f"{path / INDEX_NAME} lists {len(wrong)} tensors that are not in the named shard, first {wrong[0]}",
-            DOWNLOAD_AGAIN,
-        )
+        message = f"{path / INDEX_NAME} lists {len(wrong)} tensors that are not in the named shard, first {wrong[0]}"
+        raise TrtspecError(message, DOWNLOAD_AGAIN, "TS-INDEX-TENSOR")
     if unlisted:
-        raise TrtspecError(
-            f"{path / INDEX_NAME} does not list {len(unlisted)} tensors that the shards hold, first {unlisted[0]}",
-            DOWNLOAD_AGAIN,
-        )
+        message = f"{path / INDEX_NAME} does not list {len(unlisted)} tensors that the shards hold, first {unlisted[0]}"
+        raise TrtspecError(message, DOWNLOAD_AGAIN, "TS-INDEX-UNLISTED")

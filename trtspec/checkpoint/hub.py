@@ -7,10 +7,11 @@ import copy
 import difflib
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME, read_config, read_json
 from trtspec.data_files import load_yaml
@@ -89,9 +90,9 @@ def real_pair(head_id: str, target_id: str) -> bool | None:
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 METADATA_PATTERNS = ["config.json", HF_QUANT_NAME]
-CHECKPOINT_PATTERNS = [
-    "*.json", "*.safetensors", "*.jinja", "*.py", "tiktoken.model", "LICENSE*", "NOTICE*", "THIRD_PARTY*",
-]  # fmt: skip
+SMALL_PATTERNS = ["*.json", "*.jinja", "*.py", "tiktoken.model", "LICENSE*", "NOTICE*", "THIRD_PARTY*"]
+CHECKPOINT_PATTERNS = [*SMALL_PATTERNS, "*.safetensors"]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -151,9 +152,20 @@ def resolve(name_or_path: str, *, allow_download: bool = True) -> Resolved:
     decides: True fetches the whole checkpoint; False answers from data/models.yaml and fetches at most config.json,
     and that only for an id which the file does not list.
     """
+    hub_id, entry = hub_id_and_entry(name_or_path)
+    if hub_id is None:
+        return Resolved(name_or_path, Path(name_or_path).expanduser(), None, None)
+    cached = cached_snapshot(hub_id, complete=allow_download or entry is not None)
+    if cached is None and (allow_download or entry is None):
+        cached = _download(hub_id, CHECKPOINT_PATTERNS if allow_download else METADATA_PATTERNS)
+    return Resolved(name_or_path, cached, hub_id, entry)
+
+
+def hub_id_and_entry(name_or_path: str) -> tuple[str | None, dict[str, Any] | None]:
+    """The hub id and its entry in data/models.yaml; no id for a directory. Raises UsageError for what is neither."""
     path = Path(name_or_path).expanduser()
     if name_or_path and path.is_dir():
-        return Resolved(name_or_path, path, None, None)
+        return None, None
     if name_or_path and path.exists():
         raise UsageError(f"{name_or_path} is a file, not a checkpoint directory", f"pass its directory, {path.parent}")
     if not HUB_ID.fullmatch(name_or_path):
@@ -163,14 +175,10 @@ def resolve(name_or_path: str, *, allow_download: bool = True) -> Resolved:
         )
     found = known(name_or_path)
     entry = found[1] if found else None
-    hub_id = entry.get("published_as", entry["id"]) if entry else name_or_path
-    cached = _cached(hub_id, complete=allow_download or entry is not None)
-    if cached is None and (allow_download or entry is None):
-        cached = _download(hub_id, CHECKPOINT_PATTERNS if allow_download else METADATA_PATTERNS)
-    return Resolved(name_or_path, cached, hub_id, entry)
+    return (entry.get("published_as", entry["id"]) if entry else name_or_path), entry
 
 
-def _cached(hub_id: str, complete: bool) -> Path | None:
+def cached_snapshot(hub_id: str, complete: bool) -> Path | None:
     """The snapshot of `main` in the hub cache; with `complete`, only one that has every shard its index names.
 
     Reads the cache's documented layout itself (models--org--name/refs/main names the snapshot), because importing
@@ -196,6 +204,15 @@ def cache_directory() -> Path:
     return Path(os.path.expandvars(home)).expanduser() / "hub"
 
 
+def hub_id_of(directory: Path) -> str | None:
+    """`org/name` of a snapshot in a hub cache (models--org--name/snapshots/...); None for any other directory."""
+    for part in reversed(directory.resolve().parts):
+        organization, _, name = part.removeprefix("models--").partition("--")
+        if part.startswith("models--") and name:
+            return f"{organization}/{name}"
+    return None
+
+
 def _has_all_shards(snapshot: Path) -> bool:
     index = snapshot / INDEX_NAME
     if index.is_file():
@@ -206,23 +223,47 @@ def _has_all_shards(snapshot: Path) -> bool:
 
 
 def _download(hub_id: str, patterns: list[str]) -> Path:
-    """snapshot_download into the hub's own cache. Messages never repeat the library's text: it may hold a token."""
-    from huggingface_hub import errors as hub_errors
+    """snapshot_download into the hub's own cache."""
     from huggingface_hub import snapshot_download
 
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+    require_online(hub_id)
+    return Path(hub_errors(hub_id, lambda: snapshot_download(hub_id, allow_patterns=patterns)))
+
+
+def is_online() -> bool:
+    """Whether the hub may be asked."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() not in ("1", "true", "yes", "on")
+
+
+def require_online(hub_id: str) -> None:
+    if not is_online():
         raise MissingDependency(
             f"{hub_id} is not in the hub cache and HF_HUB_OFFLINE is set",
             _suggest(hub_id, "unset it, or pass a directory"),
         )
+
+
+def hub_errors(hub_id: str, ask: Callable[[], Result]) -> Result:
+    """What `ask` gets from the hub. Messages never repeat the library's text: it may hold a token."""
+    from huggingface_hub import errors
+
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=patterns))
-    except hub_errors.GatedRepoError:
+        return ask()
+    except TrtspecError:
+        raise
+    except errors.GatedRepoError:
         raise TrtspecError(f"{hub_id} is gated", "accept its licence on the hub, then run `hf auth login`") from None
-    except hub_errors.RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         raise TrtspecError(
             f"the hub has no {hub_id}, or it is private", _suggest(hub_id, "check the id, or run `hf auth login`")
         ) from None
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        if status in (401, 403):
+            remedy = "run `hf auth login` with an account that may read it"
+            raise TrtspecError(f"the hub refuses to show {hub_id} (HTTP {status})", remedy) from None
+        text = f"{hub_id} could not be fetched (HTTP {status})"
+        raise TrtspecError(text, _suggest(hub_id, "try again later, or pass a local directory")) from None
     except Exception as error:  # no network, full disk, hub errors: one message, whatever the transport raised
         raise TrtspecError(
             f"{hub_id} could not be fetched ({type(error).__name__})",

@@ -1,102 +1,102 @@
-"""What is wrong with a Kimi target, found from its files and headers without reading a weight."""
+"""What is wrong with a Kimi target, found from its files and headers without reading a weight.
+
+`trtspec inspect` prints these findings; every command that is about to spend time on a target asks for them first
+(`require_target`) and refuses what has an error among them.
+"""
 
 from __future__ import annotations
 
-import fnmatch
-import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtspec.checkpoint.headers import Checkpoint, read_json
-from trtspec.checkpoint.target_shapes import linear_shapes, logical_shape, stored_as
-from trtspec.errors import Problem
+from trtspec.checkpoint.detect import target_spec
+from trtspec.checkpoint.headers import INDEX_NAME, POINTER, Checkpoint, missing_numbers, read_json
+from trtspec.checkpoint.target_config import config_problems
+from trtspec.checkpoint.target_scheme import coverage_problems, scheme_problems
+from trtspec.checkpoint.target_tensors import tensor_problems
+from trtspec.errors import Problem, TrtspecError
+from trtspec.files import open_regular
 from trtspec.formats import WeightFormat
-from trtspec.specs import ModelSpec, QuantSpec, Values
+from trtspec.specs import ModelSpec, Values
 
-REMEDY = "fetch the checkpoint again"
+SHOWN = 3  # further errors that a refusal names
 FROM_BASE = "copy it from the base model's repository"
 
 
-def target_problems(checkpoint: Checkpoint, spec: ModelSpec) -> list[Problem]:
-    return [
-        *_weights(checkpoint, spec),
-        *_quant_configs(checkpoint),
-        *_excluded(checkpoint, spec),
+@dataclass(frozen=True)
+class ReadTarget:
+    """A target opened by its headers. `formats`: how each linear that is there is stored, by module."""
+
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    formats: dict[str, WeightFormat]
+    problems: list[Problem]
+
+
+def read_target(path: Path | str | Checkpoint) -> ReadTarget:
+    """Opens a target and gathers every finding of its headers and files.
+
+    Raises TrtspecError, with a code, for what cannot be read at all: broken shards, an index that is not theirs, a
+    config.json of another model or in an unknown scheme.
+    """
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
+    scheme = scheme_problems(checkpoint)
+    try:
+        spec = target_spec(checkpoint)
+    except TrtspecError:
+        if scheme:  # says which word of the scheme it is
+            raise refusal(checkpoint.path, scheme) from None
+        raise
+    tensors, formats = tensor_problems(checkpoint, spec)
+    problems = [
+        *tensors,
+        *scheme,
+        *coverage_problems(checkpoint, spec, formats),
+        *config_problems(checkpoint.config, spec),
+        *_shards(checkpoint),
         *_files(checkpoint.path, checkpoint.config),
         *_end_of_text(checkpoint.path, spec),
     ]
+    return ReadTarget(checkpoint, spec, formats, problems)
 
 
-def _weights(checkpoint: Checkpoint, spec: ModelSpec) -> list[Problem]:
-    """Every linear that the architecture needs, with its scales and shape; reported once per kind of fault."""
-    missing, unscaled, misshaped, mistyped = [], [], [], []
-    tensors = checkpoint.tensors
-    for module, shape in linear_shapes(spec):
-        stored = stored_as(tensors, module)
-        if stored is None:
-            missing.append(module)
-            continue
-        if not isinstance(stored, WeightFormat):
-            mistyped.append(f"{module} is {stored}")
-            continue
-        unscaled += [f"{module}.{name}" for name in stored.companions if f"{module}.{name}" not in tensors]
-        if logical_shape(tensors, module, stored) != shape:
-            misshaped.append(
-                f"{module} is {list(logical_shape(tensors, module, stored))}, config.json needs {list(shape)}"
-            )
-    return [
-        *_one("TS-TARGET-WEIGHT-MISSING", missing, "weights are absent", REMEDY),
-        *_one("TS-TARGET-SCALE-MISSING", unscaled, "scales are absent", REMEDY),
-        *_one("TS-TARGET-DTYPE", mistyped, "weights have a type that no Kimi format uses", REMEDY),
-        *_one("TS-TARGET-SHAPE", misshaped, "weights have another shape", "check that config.json is theirs"),
-    ]
+def require_target(path: Path | str | Checkpoint) -> ReadTarget:
+    """A target without errors; raises TrtspecError with the code of the first one."""
+    target = read_target(path)
+    if any(problem.severity == "error" for problem in target.problems):
+        raise refusal(target.checkpoint.path, target.problems)
+    return target
 
 
-def _one(code: str, names: list[str], what: str, remedy: str) -> list[Problem]:
-    if not names:
-        return []
-    return [Problem(code, "error", names[0].split(" ")[0], f"{len(names)} {what}, first {names[0]}", remedy)]
+def refusal(path: Path, problems: list[Problem]) -> TrtspecError:
+    """The first error, and how to see the others."""
+    errors = [problem for problem in problems if problem.severity == "error"]
+    first, others = errors[0], errors[1 : 1 + SHOWN]
+    named = ", ".join(f"{problem.code} {problem.where}" for problem in others)
+    more = f" (and {len(errors) - 1} more: {named})" if others else ""
+    message = f"{path}: {first.where}: {first.message} [{first.code}]{more}"
+    return TrtspecError(message, f"{first.remedy}; `trtspec inspect {path}` lists all", first.code)
 
 
-def _quant_configs(checkpoint: Checkpoint) -> list[Problem]:
-    """config.json and hf_quant_config.json both describe the quantization; engines differ in which they read."""
-    block = checkpoint.config.get("quantization_config")
-    if not block or checkpoint.hf_quant_config is None:
-        return []
-    ours = QuantSpec.from_configs(checkpoint.config)
-    theirs = QuantSpec.from_configs({}, checkpoint.hf_quant_config)
-    differing = [
-        field for field in ("format", "group_size", "kv_cache") if getattr(ours, field) != getattr(theirs, field)
-    ]
-    if set(ours.exclude) != set(theirs.exclude):
-        differing.append("exclude list")
-    if not differing:
-        return []
-    message = f"config.json and hf_quant_config.json disagree on {', '.join(differing)}"
-    remedy = "make them agree; engines differ in which one they read"
-    return [Problem("TS-TARGET-QUANT-CONFIGS", "error", "hf_quant_config.json", message, remedy)]
-
-
-def _excluded(checkpoint: Checkpoint, spec: ModelSpec) -> list[Problem]:
-    """NVFP4: an engine decides by the exclude patterns which weights to unpack, so they must match the tensors."""
-    if not spec.quant.format.is_fp4:
-        return []
-    packed, plain = [], []
-    excluded_names = re.compile("|".join(fnmatch.translate(pattern) for pattern in spec.quant.exclude) or r"(?!)")
-    for module, _ in linear_shapes(spec):
-        stored = stored_as(checkpoint.tensors, module)
-        excluded = excluded_names.match(module) is not None
-        if not isinstance(stored, WeightFormat):
-            continue
-        if excluded and stored.is_fp4:
-            packed.append(module)
-        if not excluded and stored.is_plain and not module.endswith((".mlp.gate", ".embed_tokens")):
-            plain.append(module)
-    remedy = "quantize again, or correct the exclude list of quantization_config"
-    return [
-        *_one("TS-TARGET-EXCLUDE", packed, "weights are NVFP4 and listed as excluded", remedy),
-        *_one("TS-TARGET-EXCLUDE", plain, "weights are BF16 and not listed as excluded", remedy),
-    ]
+def _shards(checkpoint: Checkpoint) -> list[Problem]:
+    """Weight files beside those that were read: an engine that takes every file of the directory reads them too."""
+    path, problems = checkpoint.path, []
+    strays = sorted(file.name for file in path.glob("*.safetensors") if file.name not in checkpoint.shards)
+    if strays:
+        why = f"{INDEX_NAME} does not name" if (path / INDEX_NAME).is_file() else "stand beside model.safetensors"
+        message = f"{len(strays)} weight files that {why}, first {strays[0]}; some loaders read them too"
+        problems.append(Problem("TS-INDEX-STRAY", "warning", strays[0], message, "move them away"))
+    unfinished = [f"{shard}.aria2" for shard in checkpoint.shards if (path / f"{shard}.aria2").is_file()]
+    if unfinished:
+        message = f"{unfinished[0]} says that a download has not filled its shard yet"
+        remedy = "wait for the download to end, or start it again"
+        problems.append(Problem("TS-SHARD-PARTIAL", "error", unfinished[0], message, remedy))
+    absent = missing_numbers(checkpoint.shards)
+    if absent:
+        message = f"{len(absent)} numbers are missing in the names of the shards, first {absent[0]}; the index is whole"
+        problems.append(Problem("TS-SHARD-NUMBERS", "info", absent[0], message))
+    return problems
 
 
 def _files(path: Path, config: dict[str, Any]) -> list[Problem]:
@@ -104,6 +104,9 @@ def _files(path: Path, config: dict[str, Any]) -> list[Problem]:
     if not (path / "tiktoken.model").is_file() and not (path / "tokenizer.json").is_file():
         message = "no tokenizer (tiktoken.model); copying only *.json and *.py loses it"
         problems.append(Problem("TS-TARGET-TOKENIZER", "warning", "tiktoken.model", message, FROM_BASE))
+    elif (path / "tiktoken.model").is_file() and _is_pointer(path / "tiktoken.model"):
+        message, remedy = "tiktoken.model is a Git LFS pointer, not the vocabulary", "run `git lfs pull` there"
+        problems.append(Problem("TS-TARGET-TOKENIZER", "warning", "tiktoken.model", message, remedy))
     tokenizer = path / "tokenizer_config.json"
     inline = tokenizer.is_file() and "chat_template" in read_json(tokenizer)
     if not inline and not (path / "chat_template.jinja").is_file():
@@ -119,6 +122,11 @@ def _files(path: Path, config: dict[str, Any]) -> list[Problem]:
         message = f"config.json names remote code that is not here: {', '.join(absent)}"
         problems.append(Problem("TS-TARGET-REMOTE-CODE", "warning", absent[0], message, FROM_BASE))
     return problems
+
+
+def _is_pointer(path: Path) -> bool:
+    with open_regular(path) as stream:
+        return stream.read(len(POINTER)) == POINTER
 
 
 def _end_of_text(path: Path, spec: ModelSpec) -> list[Problem]:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from trtspec.checkpoint.headers import TensorInfo
-from trtspec.formats import SIDE_PARTS, WeightFormat, format_of_dtype, packed_format, stored_format
+from trtspec.formats import SIDE_PARTS, format_of_dtype, packed_format
 from trtspec.specs import ModelSpec
 
+LAYER_NUMBER, EXPERT_NUMBER = re.compile(r"\.layers\.\d+\."), re.compile(r"\.experts\.\d+\.")
+# Modules that read the same input share a scale: the larger amax of the group serves all of it.
+SHARED_INPUT = (("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 SCALES = (*SIDE_PARTS, "k_scale", "v_scale")
+
+
+def shared_partners(module: str) -> list[str]:
+    """The other modules that read the same input as `module`, whose scales are the same therefore."""
+    stem, _, leaf = module.rpartition(".")
+    group = next((group for group in SHARED_INPUT if leaf in group), ())
+    return [f"{stem}.{other}" for other in group if other != leaf]
 
 
 def logical_parameters(info: TensorInfo) -> int:
@@ -38,6 +49,20 @@ def linear_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, int]]]:
         yield from _mlp(f"{name}.mlp.shared_experts", hidden, spec.moe_intermediate_size * spec.n_shared_experts)
 
 
+def vector_shapes(spec: ModelSpec) -> Iterator[tuple[str, int]]:
+    """Tensor name and length of every norm and router bias."""
+    hidden, prefix = spec.hidden_size, spec.name_prefix
+    yield f"{prefix}model.norm.weight", hidden
+    for layer in range(spec.num_hidden_layers):
+        name = f"{prefix}model.layers.{layer}"
+        yield f"{name}.input_layernorm.weight", hidden
+        yield f"{name}.post_attention_layernorm.weight", hidden
+        yield f"{name}.self_attn.q_a_layernorm.weight", spec.q_lora_rank
+        yield f"{name}.self_attn.kv_a_layernorm.weight", spec.kv_lora_rank
+        if layer >= spec.first_k_dense_replace:
+            yield f"{name}.mlp.gate.e_score_correction_bias", spec.n_routed_experts
+
+
 def attention_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     heads = spec.num_attention_heads
     return {
@@ -53,18 +78,3 @@ def _mlp(name: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, i
     yield f"{name}.gate_proj", (inner, hidden)
     yield f"{name}.up_proj", (inner, hidden)
     yield f"{name}.down_proj", (hidden, inner)
-
-
-def stored_as(tensors: dict[str, TensorInfo], module: str) -> WeightFormat | str | None:
-    """The format of one linear by its tensors' names and dtypes, an unknown dtype as it is; None if absent."""
-    info = tensors.get(f"{module}.weight")
-    if info is not None:
-        return format_of_dtype(info.dtype) or info.dtype
-    format = stored_format(tensors, module)
-    return None if format.is_plain or f"{module}.{format.parts[0]}" not in tensors else format
-
-
-def logical_shape(tensors: dict[str, TensorInfo], module: str, stored: WeightFormat) -> tuple[int, ...]:
-    """[out, in] of a stored linear, undoing the packing."""
-    shape = tensors[f"{module}.{stored.parts[0]}"].shape
-    return (*shape[:-1], shape[-1] * stored.values_per_element) if shape else shape

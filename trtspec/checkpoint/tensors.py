@@ -1,14 +1,13 @@
-"""Tensors of a checkpoint, read one at a time by offset; nothing is mapped, so memory is what the caller holds."""
+"""Tensors of a checkpoint as torch has them, read one at a time."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import torch
 
-from trtspec import files
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
+from trtspec.checkpoint.reader import ShardReader
 from trtspec.errors import TrtspecError
 
 DTYPES = {
@@ -28,16 +27,12 @@ DTYPES = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-class LazyTensors:
-    """`lazy[name]` reads that tensor (CPU, its own dtype) from its shard; files are opened once and kept.
-
-    Plain reads instead of a memory map: resident memory stays at the tensors in use whatever the shard size, and a
-    file that shrank meanwhile is an error message, not a bus error.
-    """
+class LazyTensors(ShardReader):
+    """`lazy[name]` reads that tensor (CPU, its own dtype) from its shard."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint.path)
         self.checkpoint = checkpoint
-        self._files: dict[str, int] = {}
 
     def names(self) -> Iterator[str]:
         return iter(self.checkpoint.tensors)
@@ -68,54 +63,6 @@ class LazyTensors:
                 "Kimi-K2 checkpoints use BF16, F32, F8_E4M3, U8, I32 and I64",
             ) from None
 
-    def read_into(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """Reads into the front of a reusable flat uint8 `buffer` and returns the view of it; spares page faults."""
-        info = self.info(name)
-        if buffer.numel() < info.nbytes:
-            raise ValueError(f"{name} needs {info.nbytes} bytes, the buffer has {buffer.numel()}")
-        raw = buffer[: info.nbytes]
-        self.read_bytes(info, info.begin, raw.numpy().data)
-        return raw.view(self.dtype(info)).reshape(info.shape)
-
     def chunks(self, name: str, size: int = 1 << 24) -> Iterator[memoryview]:
         """The tensor's bytes in order, `size` at a time, through one reused buffer: for copying what is not decoded."""
-        info = self.info(name)
-        buffer = memoryview(bytearray(min(size, max(info.nbytes, 1))))
-        for begin in range(info.begin, info.end, size):
-            part = buffer[: min(size, info.end - begin)]
-            self.read_bytes(info, begin, part)
-            yield part
-
-    def read_bytes(self, info: TensorInfo, begin: int, target: memoryview) -> None:
-        """Fills `target` with the tensor's bytes from `begin` on, counted from the file's start as `info.begin` is."""
-        file, offset, path = self._open(info.shard), begin, self.checkpoint.path / info.shard
-        while target:
-            try:
-                count = os.preadv(file, [target[: 1 << 30]], offset)
-            except OSError as error:
-                raise TrtspecError(f"cannot read {path}: {error.strerror}", "check the disk it lies on") from error
-            if not count:
-                raise TrtspecError(
-                    f"shard {path} ends before {info.name} does",
-                    "the file changed while it was read; download it again",
-                )
-            target, offset = target[count:], offset + count
-
-    def _open(self, shard: str) -> int:
-        if shard not in self._files:
-            with files.open_regular(self.checkpoint.path / shard) as stream:
-                file = os.dup(stream.fileno())
-            if self._files.setdefault(shard, file) != file:  # another thread was first
-                os.close(file)
-        return self._files[shard]
-
-    def close(self) -> None:
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
-
-    def __enter__(self) -> LazyTensors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        yield from self.pieces(self.info(name), size)

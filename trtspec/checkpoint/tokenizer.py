@@ -9,8 +9,9 @@ from __future__ import annotations
 import base64
 import binascii
 import codecs
+import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,11 @@ class KimiTokenizer:
         return text if isinstance(text, dict) and "eos_token_id" in text else config
 
     @cached_property
+    def _special_names(self) -> re.Pattern[str]:
+        """Matches the names of all special tokens, longer ones first."""
+        return re.compile("|".join(map(re.escape, sorted(self.special_tokens, key=len, reverse=True))))
+
+    @cached_property
     def template(self) -> ChatTemplate:
         return ChatTemplate.from_directory(self.directory, self._config)
 
@@ -164,6 +170,53 @@ class KimiTokenizer:
         if thinking is not None:
             variables["thinking"] = thinking
         return self.template.render(messages, tools, add_generation_prompt, **variables)
+
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        thinking: bool | None = False,
+        **variables: Any,
+    ) -> tuple[str, list[int]]:
+        """The rendered conversation, with the assistant's turn opened, and its token ids, for texts from strangers.
+
+        A special token's name stands for the token only where the template wrote it. In the texts of users, systems and
+        tools it is ordinary text; in an assistant's own turns the names that a server shows (think tags, tool calls)
+        still stand for their tokens, so that an answer can be sent back as it came.
+        """
+        given = json.dumps([*messages, tools, variables], ensure_ascii=False)
+        if not self._special_names.search(given):
+            text = self.render_chat(messages, tools, thinking=thinking, **variables)
+            return text, self.encode(text, allow_special=True)
+        mark = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in given)  # private use
+        hidden = {name for name, token in self.special_tokens.items() if token in self.hidden_ids}
+
+        def broken(value: Any, names: Collection[str]) -> Any:
+            """`value` with the mark inside each of these names."""
+            if isinstance(value, str):
+                return self._special_names.sub(lambda m: m[0][0] + mark + m[0][1:] if m[0] in names else m[0], value)
+            if isinstance(value, list):
+                return [broken(item, names) for item in value]
+            if isinstance(value, dict):
+                return {broken(key, names): broken(item, names) for key, item in value.items()}
+            return value
+
+        everything = self.special_tokens.keys()
+        text = self.render_chat(
+            [broken(m, hidden if m.get("role") == "assistant" else everything) for m in messages],
+            broken(tools, everything),
+            thinking=thinking,
+            **broken(variables, everything),
+        )
+        ids: list[int] = []
+        last = 0
+        for match in self._special_names.finditer(text):
+            ids += self.encode(text[last : match.start()].replace(mark, ""))
+            ids.append(self.special_tokens[match[0]])
+            last = match.end()
+        ids += self.encode(text[last:].replace(mark, ""))
+        return text.replace(mark, ""), ids
 
     def apply_chat_template(
         self,

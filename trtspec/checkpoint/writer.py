@@ -1,7 +1,7 @@
 """safetensors files written so that a reader sees a whole shard or none: temporary name, fsync, rename.
 
 `ShardFile` writes a shard whose layout is known in advance, one tensor at a time, so that a converter never holds more
-than the tensor at hand. `ShardWriter` collects tensors of unknown number into numbered shards with an index.
+than the tensor at hand.
 """
 
 from __future__ import annotations
@@ -12,16 +12,23 @@ import os
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from trtspec.checkpoint.tensors import CODES, DTYPES
+from trtspec.checkpoint.headers import DTYPE_BITS
 from trtspec.errors import TrtspecError
 from trtspec.report import fsync_directory, write_json
+
+if TYPE_CHECKING:
+    import torch
 
 INDEX_NAME = "model.safetensors.index.json"
 VECTOR = 512  # views in one pwritev; the limit of Linux is 1024
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+def byte_count(code: str, shape: tuple[int, ...]) -> int:
+    """Of a tensor with that safetensors dtype."""
+    return math.prod(shape) * DTYPE_BITS[code] // 8
 
 
 class ShardFile:
@@ -35,7 +42,7 @@ class ShardFile:
         # the process id keeps a killed run's straggler out of the file that its successor is writing
         self.path, self.temporary = path, path.with_name(f".{path.name}.{os.getpid()}.partial")
         self._layout = layout
-        self._missing = {name: math.prod(shape) * DTYPES[code].itemsize for name, (code, shape) in layout.items()}
+        self._missing = {name: byte_count(code, shape) for name, (code, shape) in layout.items()}
         header, self._offsets, self.size = _header(layout, metadata)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -50,6 +57,10 @@ class ShardFile:
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Writes one tensor at its place; dtype and shape must be those of the layout."""
+        import torch
+
+        from trtspec.checkpoint.tensors import CODES
+
         code, shape = self._layout[name]
         if CODES.get(tensor.dtype) != code or tuple(tensor.shape) != tuple(shape):
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, the layout says {code} {list(shape)}")
@@ -83,7 +94,7 @@ class ShardFile:
         for chunk in chunks:
             self._write(chunk, offset)
             offset += len(chunk)
-        if offset - begin != math.prod(shape) * DTYPES[code].itemsize:
+        if offset - begin != byte_count(code, shape):
             raise ValueError(f"{name} came as {offset - begin} bytes, the layout says {code} {list(shape)}")
         self._missing.pop(name, None)
 
@@ -147,9 +158,9 @@ def _header(layout: Layout, metadata: Mapping[str, str] | None) -> tuple[bytes, 
     """The file's head, absolute offsets by name, and the file's size."""
     entries: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
     relative, offset = {}, 0
-    for name in sorted(layout, key=lambda key: -DTYPES[layout[key][0]].itemsize):
+    for name in sorted(layout, key=lambda key: -DTYPE_BITS[layout[key][0]]):
         code, shape = layout[name]
-        end = offset + math.prod(shape) * DTYPES[code].itemsize
+        end = offset + byte_count(code, shape)
         entries[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, end]}
         relative[name], offset = offset, end
     text = json.dumps(entries, separators=(",", ":")).encode("utf-8")
@@ -160,6 +171,8 @@ def _header(layout: Layout, metadata: Mapping[str, str] | None) -> tuple[bytes, 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype codes and shapes of tensors at hand."""
+    from trtspec.checkpoint.tensors import CODES
+
     return {name: (CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
@@ -179,47 +192,3 @@ def write_index(directory: Path, weight_map: Mapping[str, str], total_size: int)
     """Writes model.safetensors.index.json; `total_size` counts tensor bytes, not headers."""
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     write_json(directory / INDEX_NAME, index)
-
-
-class ShardWriter:
-    """Collects tensors into model.safetensors, or into model-0000i-of-0000n.safetensors with an index.
-
-    Shards carry hidden names until `finish` knows their number, so a killed writer leaves no file that a reader
-    would take for a checkpoint.
-    """
-
-    def __init__(self, directory: Path, max_shard_bytes: int = 5 * 2**30) -> None:
-        self.directory, self.max_shard_bytes = directory, max_shard_bytes
-        self._pending: dict[str, torch.Tensor] = {}
-        self._pending_bytes = self._total = 0
-        self._shards: list[list[str]] = []
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        if self._pending and self._pending_bytes + size > self.max_shard_bytes:
-            self._flush()
-        self._pending[name] = tensor
-        self._pending_bytes += size
-        self._total += size
-
-    def finish(self) -> dict[str, str]:
-        """Names the shards, writes the index if there are several, returns the weight map."""
-        if self._pending or not self._shards:
-            self._flush()
-        count, weight_map = len(self._shards), {}
-        for number, names in enumerate(self._shards, start=1):
-            file = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-            os.replace(self._hidden(number), self.directory / file)
-            weight_map.update(dict.fromkeys(names, file))
-        fsync_directory(self.directory)
-        if count > 1:
-            write_index(self.directory, weight_map, self._total)
-        return weight_map
-
-    def _hidden(self, number: int) -> Path:
-        return self.directory / f".model-{number:05d}.partial"
-
-    def _flush(self) -> None:
-        write_shard(self._hidden(len(self._shards) + 1), self._pending)
-        self._shards.append(list(self._pending))
-        self._pending, self._pending_bytes = {}, 0

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from trtspec import report
+import trtspec.report as report
 from trtspec.errors import Interrupted, MissingDependency, TrtspecError, Unexpected, UsageError
 from trtspec.records import (
     CLICK_ERROR,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,12 +13,13 @@ import typer
 
 from trtspec import report
 from trtspec.cli.options import ForceOption, JsonOption
-from trtspec.cli.values import json_object, numbers
-from trtspec.errors import CheckFailed, UsageError
+from trtspec.cli.values import json_object, numbers, request_limits_of
+from trtspec.errors import CheckFailed, UsageError, has_errors
 from trtspec.records import refuse_unused
 
 if TYPE_CHECKING:
     from trtspec.bench.measure import BenchWorkload
+    from trtspec.bench.results import BenchResults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,21 +65,22 @@ def bench(options: BenchOptions) -> None:
     Acceptance is available from trtspec's reference backend, trtllm-serve, vLLM and SGLang. Values that a server does
     not report are null.
     """
-    from trtspec.bench import compare as comparison
+    from trtspec.bench.compare import compare
+    from trtspec.bench.results import read_results
 
     if options.output is None:
         refuse_unused(options, ["force"], "without --output")
     else:
         report.refuse_overwrite(options.output, options.force)
-    old = comparison.read_results(options.compare) if options.compare else None
+    old = read_results(options.compare) if options.compare else None
     results, answers = run(endpoints(options.url, options.against_url), workload(options), options.model)
     if old is not None:
-        results["comparison"] = comparison.compare(results, old)
-        results["problems"] += results["comparison"]["problems"]
+        comparison = compare(results, old)
+        results = replace(results, comparison=comparison, problems=[*results.problems, *comparison.problems])
     if options.output is not None:
         write(options.output, results, answers)
     show(results, options.json_)
-    if any(problem["severity"] == "error" for problem in results["problems"]):
+    if has_errors(results.problems):
         raise CheckFailed("the measurement is not valid: see the problems above", "fix them and run bench again")
 
 
@@ -100,7 +102,7 @@ def workload(options: BenchOptions) -> BenchWorkload:
     )
 
 
-def run(urls: dict[str, str], work: BenchWorkload, model: str | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def run(urls: dict[str, str], work: BenchWorkload, model: str | None) -> tuple[BenchResults, list[dict[str, Any]]]:
     """Runs the measurement and stamps it with versions and time."""
     import asyncio
 
@@ -108,35 +110,35 @@ def run(urls: dict[str, str], work: BenchWorkload, model: str | None) -> tuple[d
     from trtspec.progress import progress_bar
 
     with progress_bar("asking", len(urls) * work.turns(), "answers") as bar:
-        results, answers = asyncio.run(measure.measure(urls, work, model, bar.say, lambda answer: bar.advance(1)))
+        results, answers = asyncio.run(
+            measure.measure(urls, work, model, bar.say, lambda answer: bar.advance(1), request_limits_of)
+        )
     stamp = report.provenance("bench", {"endpoints": urls}, work.describe())
-    return {**results, "created": stamp["created"], "versions": stamp["versions"]}, answers
+    return replace(results, created=stamp["created"], versions=stamp["versions"]), answers
 
 
-def write(directory: Path, results: dict[str, Any], answers: list[dict[str, Any]]) -> None:
+def write(directory: Path, results: BenchResults, answers: list[dict[str, Any]]) -> None:
     """results.json, answers.jsonl (with the texts) and report.html."""
     from trtspec.bench.report import bench_html
 
-    report.write_json(directory / "results.json", results)
+    report.write_json(directory / "results.json", results.to_dict())
     report.write_atomic(directory / "answers.jsonl", "".join(json.dumps(a, ensure_ascii=False) + "\n" for a in answers))
     report.write_atomic(directory / "report.html", bench_html(results))
     report.say(f"wrote {directory / 'results.json'}, answers.jsonl and report.html")
 
 
-def show(results: dict[str, Any], json_output: bool) -> None:
+def show(results: BenchResults, json_output: bool) -> None:
     """The results on stdout: one JSON object, or tables."""
     if json_output:
-        report.print_json({key: value for key, value in results.items() if key != "turns_detail"})
+        report.print_json({key: value for key, value in results.to_dict().items() if key != "turns_detail"})
         return
     from trtspec.bench import tables
-    from trtspec.errors import Problem
 
-    found = [tables.acceptance_by_category(results), tables.throughput_table(results)]
-    found += [t for name in results["endpoints"] if (t := tables.ratio_table(results, name))]
-    if results.get("comparison"):
-        found.append(tables.comparison_table(results["comparison"]))
-    problems = report.problem_lines([Problem(**problem) for problem in results["problems"]])
-    tables.print_tables(found, [tables.quality_line(results), *problems])
+    found = [tables.acceptance_by_category(results, results), tables.throughput_table(results)]
+    found += [table for name in results.endpoints if (table := tables.ratio_table(results, name))]
+    if results.comparison:
+        found.append(tables.comparison_table(results.comparison))
+    report.print_tables(found, [tables.quality_line(results), *report.problem_lines(results.problems)])
 
 
 def endpoints(url: str, others: Sequence[str]) -> dict[str, str]:

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trtspec.cli.options import DryRunOption, ForceOption, JsonOption
+from trtspec.records import Mode, narrow, refuse_unused, without
 from trtspec.trtllm.intent import Intent
 
 if TYPE_CHECKING:
     from trtspec.trtllm.build.config import EngineConfig
-
-FRONT_USES = {"target", "version", "role", "context_urls", "generation_urls"}
-FILE_OPTIONS = {"output", "disaggregated", "dry_run", "force", "json_"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +32,28 @@ class BuildConfigOptions(Intent):
     json_: JsonOption = False
 
 
+URLS = ("context_urls", "generation_urls")
+NO_FRONT = [item.name for item in fields(Intent) if item.name not in ("target", "version", "role", *URLS)]
+SERVER = Mode("a server", without(BuildConfigOptions, *URLS, "image", "disaggregated"), "a server")
+CHART = Mode("--format helm-values", SERVER.record, "--format helm-values")
+DYNAMO = Mode("--format dynamo", without(BuildConfigOptions, *URLS, "disaggregated"), "--format dynamo")
+FRONT = Mode("--role front", without(BuildConfigOptions, *NO_FRONT, "disaggregated"), "--role front")
+PARTS = Mode("--disaggregated", without(BuildConfigOptions, "output", "role", "image"), "--disaggregated DIR")
+DYNAMO_PARTS = Mode(
+    "--disaggregated for Dynamo",
+    without(BuildConfigOptions, *URLS, "output", "role"),
+    "--disaggregated DIR with --format dynamo",
+)
+MODES = (SERVER, CHART, FRONT, PARTS, DYNAMO, DYNAMO_PARTS)
+
+
 def build_config(options: BuildConfigOptions) -> None:
     """Write the engine YAML for exactly one TensorRT-LLM version; it always passes `trtspec lint`."""
     from trtspec.report import refuse_overwrite, say
     from trtspec.trtllm.build.config import build
     from trtspec.trtllm.deployment import choose_version, load_head, load_target
 
+    narrow(options, _mode(options), MODES, selecting=("role", "format", "disaggregated"))
     _refuse_unused(options)
     _refuse_absent(options)
     target = load_target(options.target, options.like).spec
@@ -60,31 +74,23 @@ def build_config(options: BuildConfigOptions) -> None:
     _show(files, texts, {"version": version, "version_reason": reason}, options)
 
 
-def _refuse_unused(options: BuildConfigOptions) -> None:
-    """Raises UsageError for an option that was set and that this form, or this part of a deployment, does not use."""
-    from trtspec.records import given, refuse_unused
-
-    set_, every = given(options), {item.name for item in fields(options)}
+def _mode(options: BuildConfigOptions) -> Mode:
+    """Raises UsageError for words that choose two forms which exclude each other."""
     if options.disaggregated is not None:
-        refuse_unused(options, {"output", "role"}, "by --disaggregated, which writes every part into a directory")
-    elif options.role == "front":
-        refuse_unused(
-            options, every - FRONT_USES - FILE_OPTIONS - {"format"}, "by the front, which only forwards requests"
-        )
-    else:
-        remedy = "use --disaggregated DIR or --role front"
-        refuse_unused(options, {"context_urls", "generation_urls"}, "by a server, which answers by itself", remedy)
+        refuse_unused(options, {"role"}, "by --disaggregated, which writes every part into a directory")
+        if options.format == "helm-values":
+            refuse_unused(options, {"disaggregated"}, "by the chart, which runs whole servers", "use --format dynamo")
+        return PARTS if options.format == "yaml" else DYNAMO_PARTS
     if options.role is not None:
         refuse_unused(options, {"format"} if options.format != "yaml" else set(), "by one part of a deployment")
-    if options.format == "dynamo":
-        refuse_unused(
-            options, {"context_urls", "generation_urls"}, "by Dynamo, whose frontend finds the servers by itself"
-        )
-    else:
-        refuse_unused(options, {"image"}, f"by --format {options.format}", "use --format dynamo")
-    if options.disaggregated is not None and options.format == "helm-values":
-        refuse_unused(options, {"disaggregated"}, "by the chart, which runs whole servers", "use --format dynamo")
-    if not options.head and "draft_len" in set_:
+    if options.role == "front":
+        return FRONT
+    return {"yaml": SERVER, "helm-values": CHART, "dynamo": DYNAMO}[options.format]
+
+
+def _refuse_unused(options: BuildConfigOptions) -> None:
+    """Raises UsageError for an option that this mode uses, but not beside the others that were set."""
+    if not options.head and options.role != "front":
         refuse_unused(options, {"draft_len"}, "by a server without a head", "name one with --head")
     if options.output is None and options.disaggregated is None:
         refuse_unused(options, {"force"}, "by a text on stdout", "name a file with --output")
@@ -141,18 +147,23 @@ def _show(
     """The JSON contract (of the first server; all of them under `files`), or the text where nothing was written."""
     from trtspec.report import print_json
 
-    entries = []
-    for path, parts in files.items():
-        if not options.json_ and (path is None or options.dry_run):
-            sys.stdout.write(texts[path])
-        for part in parts:
-            problems = [finding.to_dict(str(path or "(stdout)")) for finding in part.findings]
-            written = str(path) if path and not options.dry_run else None
-            entries.append(
-                {"output": written, "config": part.values, "text": texts[path], "argv": part.argv, "problems": problems}
-            )
-            for problem in problems:
-                if problem["severity"] == "warning" and not options.json_:
-                    sys.stderr.write(f"warning {problem['code']} {problem['message']}\n")
-    if options.json_:
-        print_json({**report, **entries[0], "files": entries if len(entries) > 1 else []})
+    if not options.json_:
+        for path, parts in files.items():
+            if path is None or options.dry_run:
+                sys.stdout.write(texts[path])
+            for finding in (finding for part in parts for finding in part.findings):
+                if finding.severity == "warning":
+                    sys.stderr.write(f"warning {finding.code} {finding.message}\n")
+        return
+    entries = [
+        {
+            "output": str(path) if path and not options.dry_run else None,
+            "config": part.values,
+            "text": texts[path],
+            "argv": part.argv,
+            "problems": [finding.to_dict(str(path or "(stdout)")) for finding in part.findings],
+        }
+        for path, parts in files.items()
+        for part in parts
+    ]
+    print_json({**report, **entries[0], "files": entries if len(entries) > 1 else []})

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from trtspec.cli.options import DryRunOption, ForceOption, JsonOption, PolicyOption, RestartOption, SourceArgument
 from trtspec.cli.values import policy_of, source_directory
+
+if TYPE_CHECKING:
+    from trtspec.quant.results import Calibrated, CalibrationPlan
 
 GIB = 2**30
 
@@ -51,6 +54,7 @@ def calibrate(options: CalibrateOptions) -> None:
     Texts are processed layer by layer, so one machine calibrates a model of any size. An interrupted run resumes with
     the layer it stopped in. Use the result with `trtspec quantize SRC -o OUT --input-scales FILE`.
     """
+    from trtspec.quant.results import to_json
     from trtspec.report import OutputOptions, print_json
 
     path = source_directory(options.source)
@@ -72,29 +76,31 @@ def calibrate(options: CalibrateOptions) -> None:
     with progress_bar("calibrating", unit="layers") as bar:
         result = calibrate_checkpoint(path, options.data, options.output, policy, chosen, again, bar.show)
     if options.json_:
-        print_json(result)
+        print_json(to_json(result))
     else:
         _show(result, options.source)
 
 
-def _show(result: dict[str, Any], source: str) -> None:
-    print(f"texts     {result['texts']:,}, {result['tokens']:,} tokens, computed in {result['dtype']}")
-    print(f"linears   {result['linears']:,} under policy {result['policy']}, {result['layers']} layers")
-    if result.get("dry_run"):
-        states = "in memory" if result["states_in_memory"] else "on disk"
-        layers = "two layers" if result["load_ahead"] else "one layer"
-        print(f"memory    about {result['memory_bytes_estimate']:,} bytes: {layers} of {result['layer_bytes']:,}")
-        print(f"states    {result['states_bytes']:,} bytes, {states}; {result['disk_bytes']:,} bytes of disk needed")
-        print(f"reads     {result['bytes_read']:,} bytes once; would write {result['output']}")
+def _show(result: Calibrated | CalibrationPlan, source: str) -> None:
+    from trtspec.quant.results import CalibrationPlan
+
+    print(f"texts     {result.texts:,}, {result.tokens:,} tokens, computed in {result.dtype}")
+    print(f"linears   {result.linears:,} under policy {result.policy}, {result.layers} layers")
+    if isinstance(result, CalibrationPlan):
+        states = "in memory" if result.states_in_memory else "on disk"
+        layers = "two layers" if result.load_ahead else "one layer"
+        print(f"memory    about {result.memory_bytes_estimate:,} bytes: {layers} of {result.layer_bytes:,}")
+        print(f"states    {result.states_bytes:,} bytes, {states}; {result.disk_bytes:,} bytes of disk needed")
+        print(f"reads     {result.bytes_read:,} bytes once; would write {result.output}")
         return
-    scale = result["input_scale"]
+    scale = result.input_scale
     print(f"scales    {scale['min']:.3g} to {scale['max']:.3g}, median {scale['median']:.3g}")
-    if result["experts"]:
-        print(f"experts   {result['experts_unreached']:,} of {result['experts']:,} reached by no token")
-    if result["experts_unreached"]:
+    if result.experts:
+        print(f"experts   {result.experts_unreached:,} of {result.experts:,} reached by no token")
+    if result.experts_unreached:
         print("          they have their layer's scale, which all experts of a layer share; more --samples reach more")
-    for place in result["dead_inputs"]:
+    for place in result.dead_inputs:
         print(f"warning   {place}: its input was always zero; the scale is ModelOpt's substitute")
-    resumed = f", {result['layers_resumed']} layers resumed" if result["layers_resumed"] else ""
-    print(f"took      {result['seconds']:.0f} s{resumed}, peak memory {result['peak_rss_bytes']:,} bytes")
-    print(f"next: trtspec quantize {source} -o OUT --policy {result['policy']} --input-scales {result['output']}")
+    resumed = f", {result.layers_resumed} layers resumed" if result.layers_resumed else ""
+    print(f"took      {result.seconds:.0f} s{resumed}, peak memory {result.peak_rss_bytes:,} bytes")
+    print(f"next: trtspec quantize {source} -o OUT --policy {result.policy} --input-scales {result.output}")

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trtspec import report
 from trtspec.cli.options import ForceOption, JsonOption
+from trtspec.cli.values import request_limits_of
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.records import Mode, narrow, refuse_unused
+
+if TYPE_CHECKING:
+    from trtspec.bench.check import GateVerdict
 
 MARKS = {"pass": "pass   ", "fail": "FAIL   ", "skipped": "skipped"}
 
@@ -103,9 +108,9 @@ def check(options: CheckOptions) -> None:
         report.say(f"recorded {len(got.transcripts)} answers in {options.record}")
     verdict = run_checks(got, expected, options.min_acceptance, options.near_tie)
     show(verdict, options.json_)
-    if not verdict["ok"]:
-        failed = ", ".join(entry["name"] for entry in verdict["results"] if entry["status"] == "fail")
-        raise CheckFailed(f"{options.url} failed: {failed}", "trtspec check ... --json shows every divergence")
+    if verdict.failed:
+        message = f"{options.url} failed: {', '.join(verdict.failed)}"
+        raise CheckFailed(message, "trtspec check ... --json shows every divergence")
 
 
 def _mode(options: CheckOptions) -> Mode:
@@ -142,21 +147,26 @@ def collect(options: CheckAlone | CheckAgainstServer | CheckAgainstRecording) ->
         questions, max_tokens = list(load_dataset(options.dataset, options.samples).questions), options.max_tokens
     report.say(f"asking {options.url} {len(questions)} prompts at temperature 0")
     url = base_url(options.url)
-    got = asyncio.run(ask_server(url, questions, max_tokens, options.concurrency, options.model))
+    asked = partial(ask_server, questions=questions, max_tokens=max_tokens, concurrency=options.concurrency)
+    # a server that is recorded as the baseline, or named as it, should run without speculation
+    baseline = isinstance(options, CheckAlone) and not isinstance(options, CheckAgainstServer) and bool(options.record)
+    got = asyncio.run(asked(url, model=options.model, limits=request_limits_of, baseline=baseline))
+    if got.withheld:
+        report.say(f"log-probabilities are not asked for: {got.withheld}")
     if isinstance(options, CheckAgainstServer):
         report.say(f"asking {options.against} the same")
-        expected = asyncio.run(ask_server(base_url(options.against), questions, max_tokens, options.concurrency))
+        expected = asyncio.run(asked(base_url(options.against), limits=request_limits_of, baseline=True))
     return got, expected
 
 
-def show(verdict: dict[str, Any], json_output: bool) -> None:
+def show(verdict: GateVerdict, json_output: bool) -> None:
     if json_output:
-        report.print_json(verdict)
+        report.print_json(verdict.to_dict())
         return
-    for entry in verdict["results"]:
-        print(f"{MARKS[entry['status']]} {entry['name']}: {entry['message']}")
-        if entry["status"] == "fail":
-            print(f"        {entry['code']} -> {entry['remedy']}")
+    for found in verdict.results:
+        print(f"{MARKS[found.status]} {found.name}: {found.message}")
+        if found.status == "fail":
+            print(f"        {found.code} -> {found.remedy}")
 
 
 def _stamp(url: str) -> dict[str, Any]:

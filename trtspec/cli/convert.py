@@ -6,15 +6,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from trtspec.checkpoint.heads.dialects import DIALECTS
 from trtspec.cli.options import DryRunOption, ForceOption, JsonOption
-from trtspec.errors import CheckFailed, Problem, has_errors
+from trtspec.errors import CheckFailed, has_errors
 
 if TYPE_CHECKING:
+    from trtspec.heads.convert.conversion import HeadConversion
+
     Dialect = str
 else:
     Dialect = Literal[tuple(row.option for row in DIALECTS.values())]
@@ -62,18 +64,17 @@ def convert(options: ConvertOptions) -> None:
     from trtspec.report import print_json
 
     with progress_bar("converting") as bar:
-        result = run(options, bar.show)
-    problems: list[Problem] = result["problems"]
+        done = run(options, bar.show)
     if options.json_:
-        print_json(result | {"problems": [problem.to_dict() for problem in problems]})
+        print_json(done.to_json() | {"problems": [problem.to_dict() for problem in done.problems]})
     else:
-        _show(result, options.output)
-    if has_errors(problems):
+        _show(done, options.output)
+    if has_errors(done.problems):
         raise CheckFailed(f"{options.head} was not converted to {options.to}", "follow the remedy of each error above")
 
 
-def run(options: ConvertOptions, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
-    """The conversion that the options ask for, as the `convert` JSON object; `problems` are Problem objects."""
+def run(options: ConvertOptions, progress: Callable[[int, int], None] | None = None) -> HeadConversion:
+    """The conversion that the options ask for."""
     from trtspec.checkpoint.hub import resolve
     from trtspec.heads.convert.conversion import Options, convert_head
 
@@ -90,24 +91,23 @@ def run(options: ConvertOptions, progress: Callable[[int, int], None] | None = N
     return convert_head(resolve(options.head), options.output, chosen, pair, progress)
 
 
-def _show(result: dict[str, Any], output: Path) -> None:
+def _show(done: HeadConversion, output: Path) -> None:
     from trtspec.report import problem_lines
 
-    out = sys.stdout.write
-    if has_errors(result["problems"]):
-        out(f"not converted to {result['to']}:\n")
-    else:
-        verb = "would write" if result["dry_run"] else "wrote"
-        out(f"{verb} {output}: {result['from']} -> {result['to']}, EAGLE-{result['eagle']}, ")
-        out(f"{result['attention'].upper()}, {result['tensors']} tensors, {result['parameters']:,} parameters, ")
-        out(f"{result['bytes_out']:,} bytes in {result['seconds']} s\n")
-        layers = result["aux_layers"]
-        out(f"captured layer outputs (0-based): {layers if layers else 'not recorded; engines use their default'}\n")
-        if result["eagle3_layers_to_capture"]:
-            out("TensorRT-LLM needs in its YAML, under speculative_config (build-config writes it):\n")
-            out(f"    eagle3_layers_to_capture: {result['eagle3_layers_to_capture']}\n")
-    lines = problem_lines(result["problems"])
-    out("".join(f"{line}\n" for line in lines))
-    if not has_errors(result["problems"]):
-        for engine, command in result["serve"].items():
-            out(f"\n# {engine}\n{command}\n")
+    out, head = sys.stdout.write, done.head
+    if has_errors(done.problems) or head is None:
+        out(f"not converted to {done.to}:\n")
+        out("".join(f"{line}\n" for line in problem_lines(done.problems)))
+        return
+    verb = "would write" if done.dry_run else "wrote"
+    out(f"{verb} {output}: {done.source_dialect} -> {done.to}, EAGLE-{head.eagle}, ")
+    out(f"{head.attention.upper()}, {done.tensors} tensors, {done.parameters:,} parameters, ")
+    out(f"{done.bytes_out:,} bytes in {done.seconds} s\n")
+    layers = list(head.aux_layers) if head.aux_layers else "not recorded; engines use their default"
+    out(f"captured layer outputs (0-based): {layers}\n")
+    if done.capture:
+        out("TensorRT-LLM needs in its YAML, under speculative_config (build-config writes it):\n")
+        out(f"    eagle3_layers_to_capture: {done.capture}\n")
+    out("".join(f"{line}\n" for line in problem_lines(done.problems)))
+    for engine, command in done.serve.items():
+        out(f"\n# {engine}\n{command}\n")

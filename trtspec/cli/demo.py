@@ -95,12 +95,12 @@ def prepare(output: Path, force: bool) -> None:
 
 def finish(output: Path, data: dict[str, Any]) -> None:
     """demo.json, report.html, and the same tables on the terminal."""
-    from trtspec.bench import demo_report, tables
+    from trtspec.bench import demo_report
 
     report.write_json(output / "demo.json", data)
     report.write_atomic(output / "report.html", demo_report.demo_html(data))
     if not report_quiet():
-        tables.print_tables(demo_report.all_tables(data), demo_report.verdict_lines(data))
+        report.print_tables(demo_report.all_tables(data), demo_report.verdict_lines(data))
 
 
 @contextmanager

@@ -301,4 +301,5 @@ DISTINCT_UNITS = 64  # words and marks; about what a 128-token answer holds
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    """A line ends at a line feed only: an answer may hold U+2028 as it is."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]

@@ -164,27 +164,28 @@ def environment_problems(gpus: list[dict[str, str]]) -> list[Problem]:
 
 def show(report: dict[str, Any]) -> None:
     """One table of commands, then the machine, then the problems; on stdout."""
-    from rich.console import Console
-    from rich.table import Table
+    from trtspec.report import Table, print_tables, problem_lines
 
-    from trtspec.report import problem_lines
-
-    console = Console(highlight=False)
-    table = Table(title="commands", title_justify="left", box=None, pad_edge=False)
-    for column in ("command", "", "missing", "install"):
-        table.add_column(column)
-    for command, state in report["commands"].items():
-        mark = "[green]ready[/green]" if state["ready"] else "[yellow]missing[/yellow]"
-        table.add_row(command, mark, ", ".join(state["missing"]), state["install"].replace("[", r"\["))
-    console.print(table)
-    console.print(f"\npython {report['python']} on {report['platform']}, {report['cpu_count']} CPUs", markup=False)
+    rows = [
+        [command, "ready" if state["ready"] else "missing", ", ".join(state["missing"]), state["install"]]
+        for command, state in report["commands"].items()
+    ]
+    columns, styles = ("command", "", "missing", "install"), {"ready": "green", "missing": "yellow"}
+    table = Table("commands", columns, rows, text_columns=frozenset(range(4)), ruled=False, styles=styles)
     versions = [f"{name} {version}" for name, version in report["packages"].items() if version]
-    console.print(", ".join(versions), markup=False)
-    for gpu in report["gpus"] or [{"name": "no NVIDIA GPU", "memory": "-", "driver": "-", "compute_capability": "-"}]:
-        console.print(f"gpu: {gpu['name']}, {gpu['memory']}, driver {gpu['driver']}, sm {gpu['compute_capability']}")
+    no_gpu = {"name": "no NVIDIA GPU", "memory": "-", "driver": "-", "compute_capability": "-"}
     hub = report["hub"]
-    console.print(f"hub cache: {hub['cache']} (offline: {hub['offline']}, token: {hub['token']})", markup=False)
     free = ", ".join(f"{place.replace('_', ' ')} {size / 1e9:,.0f} GB" for place, size in report["disk"].items())
-    console.print(f"free: {free}")
-    lines = problem_lines(report["problems"])
-    console.print("\n".join(["", *lines]) if lines else "\nno problems found", markup=False, soft_wrap=True)
+    lines = [
+        f"\npython {report['python']} on {report['platform']}, {report['cpu_count']} CPUs",
+        ", ".join(versions),
+        *(
+            f"gpu: {gpu['name']}, {gpu['memory']}, driver {gpu['driver']}, sm {gpu['compute_capability']}"
+            for gpu in report["gpus"] or [no_gpu]
+        ),
+        f"hub cache: {hub['cache']} (offline: {hub['offline']}, token: {hub['token']})",
+        f"free: {free}",
+        "",
+        *(problem_lines(report["problems"]) or ["no problems found"]),
+    ]
+    print_tables([table], lines)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trtspec.cli.inspect_run import InspectRun, InspectStates
+from trtspec.cli.inspect_verdict import rows as run_rows
 from trtspec.cli.options import JsonOption
-from trtspec.errors import CheckFailed, Problem, has_errors
-from trtspec.records import Mode, given, narrow, refuse_unused
+from trtspec.errors import CheckFailed, Problem, UsageError, has_errors
+from trtspec.records import Mode, given, narrow, note, refuse_unused
+
+if TYPE_CHECKING:
+    from trtspec.checkpoint.hub import Resolved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +28,42 @@ class InspectOptions:
         ),
     ] = None
     sample: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=0,
-            help="Number of tensors to decode and compare with the source; 0 compares all. "
+            help="Number of large tensors to read; 0 reads all. Default: 64 are compared with the source of --against, "
+            "none without it (scales, norms and other small tensors are always read). "
             "For a head, only 0 applies: check every value instead of a sample.",
         ),
-    ] = 64
+    ] = None
     modelopt: Annotated[
         bool, typer.Option("--modelopt", help="Also compare the packed bytes with ModelOpt's own packing.")
+    ] = False
+    run: Annotated[
+        bool, typer.Option("--run", help="Let the head draft for its target, and judge it by what is accepted.")
+    ] = False
+    states: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of captured states to draft on, where the target does not fit in memory: dumps, or the "
+            "chunks of `train --features stream:DIR`."
+        ),
+    ] = None
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            help="Prompts to draft on, a .jsonl file as for `bench`.", show_default="kimi-nano's held-out prompts"
+        ),
+    ] = None
+    samples: Annotated[int, typer.Option(min=16, help="Number of prompts, or of captured texts.")] = 64
+    draft_len: Annotated[int, typer.Option(min=1, max=16, help="Draft tokens per step.")] = 3
+    seed: Annotated[int, typer.Option(help="Draws the prompts, and the random head to compare with.")] = 0
+    device: Annotated[str, typer.Option(help="Device to draft on, for example cuda.")] = "cpu"
+    hashes: Annotated[
+        bool,
+        typer.Option(
+            "--hashes", help="Read every byte and compare the files' SHA-256 with provenance.json or the hub's records."
+        ),
     ] = False
     json_: JsonOption = False
 
@@ -38,13 +71,16 @@ class InspectOptions:
 @dataclass(frozen=True, kw_only=True)
 class InspectTarget:
     path: str
+    sample: int | None
+    hashes: bool
     json_: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectHead:
     path: str
-    sample: int
+    sample: int | None
+    hashes: bool
     json_: bool
 
 
@@ -54,7 +90,8 @@ class InspectPair:
 
     path: str
     against: str
-    sample: int
+    sample: int | None
+    hashes: bool
     json_: bool
 
 
@@ -64,8 +101,9 @@ class InspectDerived:
 
     path: str
     against: str
-    sample: int
+    sample: int | None
     modelopt: bool
+    hashes: bool
     json_: bool
 
 
@@ -73,30 +111,27 @@ TARGET = Mode("`inspect TARGET`", InspectTarget, "`inspect TARGET`")
 HEAD = Mode("`inspect HEAD`", InspectHead, "`inspect HEAD`")
 PAIR = Mode("`inspect HEAD --against ...`", InspectPair, "`inspect HEAD --against TARGET`")
 DERIVED = Mode("`inspect TARGET --against SOURCE`", InspectDerived, "`inspect TARGET --against SOURCE`")
-MODES = (TARGET, HEAD, PAIR, DERIVED)
+RUN = Mode("`inspect HEAD --against ... --run`", InspectRun, "`inspect HEAD --against TARGET --run`")
+STATES = Mode(
+    "`inspect HEAD --against ... --run --states`", InspectStates, "`inspect HEAD --against TARGET --run --states DIR`"
+)
+MODES = (TARGET, HEAD, PAIR, RUN, STATES, DERIVED)
 
 
 def inspect(options: InspectOptions) -> None:
     """Report what a target or head checkpoint is and what is wrong with it.
 
-    Reads headers, configs and samples of a head's values, so a terabyte takes no longer than a megabyte; --against
-    also reads tensors. Published models that are not on this machine are answered from the built-in catalogue. Exits
-    with status 3 when it finds an error.
+    Reads headers, configs, a target's small tensors and samples of a head's values, so a terabyte takes seconds;
+    --sample, --against and --hashes read more. Published models that are not on this machine are answered from the
+    built-in catalogue. Exits with status 3 when it finds an error.
     """
-    from trtspec.checkpoint.describe import describe
-    from trtspec.checkpoint.hub import resolve
-    from trtspec.inspection import compare
     from trtspec.report import print_json
 
-    resolved = resolve(options.path, allow_download=False)
-    found = describe(resolved, all_values=options.sample == 0)
-    narrow(options, _mode(options, found["kind"]), MODES)
-    if options.against is not None:
-        other = resolve(options.against, allow_download=False)
-        found |= compare(resolved, other, found, options.sample, options.modelopt)
+    found = look(options)
     problems: list[Problem] = found["problems"]
     if options.json_:
-        print_json(found | {"problems": [problem.to_dict() for problem in problems]})
+        ran = {"run": found["run"] and found["run"].to_dict()} if "run" in found else {}
+        print_json(found | {"problems": [problem.to_dict() for problem in problems]} | ran)
     else:
         show(options.path, found)
     if has_errors(problems):
@@ -104,30 +139,59 @@ def inspect(options: InspectOptions) -> None:
         raise CheckFailed(f"{options.path} has {errors} error{'s' * (errors != 1)}", "follow the remedy of each above")
 
 
+def look(options: InspectOptions) -> dict[str, Any]:
+    """The keys of the JSON contract; `problems` are Problem objects, `run` a HeadRun."""
+    from trtspec.checkpoint.describe import describe
+    from trtspec.checkpoint.hub import resolve
+    from trtspec.inspection import COMPARED, compare
+
+    resolved = resolve(options.path, allow_download=False)
+    read = options.sample if options.against is None else None  # what is compared with a source is read there
+    found = describe(resolved, all_values=options.sample == 0, sample=read, hashes=options.hashes)
+    chosen = narrow(options, _mode(options, found["kind"]), MODES)
+    if options.against is not None:
+        other = resolve(options.against, allow_download=False)
+        compared = COMPARED if options.sample is None else options.sample
+        found |= compare(resolved, other, found, compared, options.modelopt)
+        if isinstance(chosen, (InspectRun, InspectStates)):
+            found |= drafted(chosen, resolved, other, found["problems"])
+    return found
+
+
 def _mode(options: InspectOptions, kind: str) -> Mode:
     """Raises UsageError for a sample of a head, whose values are sampled or read whole."""
     if kind == "target":
         return TARGET if options.against is None else DERIVED
+    mode = HEAD if options.against is None else PAIR
+    if options.run and options.against is not None:
+        mode = RUN if options.states is None else STATES
     if options.sample != 0 and "sample" in given(options):
-        mode = HEAD if options.against is None else PAIR
         refuse_unused(options, ["sample"], f"by {mode.name}, except --sample 0")
-    return HEAD if options.against is None else PAIR
+    return mode
+
+
+def drafted(
+    options: InspectRun | InspectStates, head: Resolved, target: Resolved, problems: list[Problem]
+) -> dict[str, Any]:
+    """`run`, and its problems behind the others; None for a head that has errors already."""
+    from trtspec.cli.inspect_run import run_head
+
+    if target.kind != "target":
+        raise UsageError(f"--run drafts for a target, and {target.name} is a head", "name the target: --against TARGET")
+    if has_errors(problems):
+        note("not drafted: the head has errors, see below")
+        return {"run": None}
+    ran = run_head(options, head, target)
+    return {"run": ran, "problems": problems + ran.problems}
 
 
 def show(name: str, report: dict[str, Any]) -> None:
     """A readable table on stdout, then the problems with their remedies."""
-    from rich.console import Console
-    from rich.table import Table
+    from trtspec.report import Table, print_tables, problem_lines
 
-    from trtspec.report import problem_lines
-
-    console = Console(highlight=False)
-    table = Table(title=name, title_justify="left", show_header=False, box=None, pad_edge=False)
-    for label, value in rows(report):
-        table.add_row(label, value)
-    console.print(table)
-    lines = problem_lines(report["problems"])
-    console.print("\n".join(["", *lines]) if lines else "\nno problems found", markup=False, soft_wrap=True)
+    lines = problem_lines(report["problems"]) or ["no problems found"]
+    table = Table(name, (), list(rows(report)), text_columns=frozenset({0, 1}), ruled=False)
+    print_tables([table], ["", *lines])
 
 
 def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -160,8 +224,12 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     if report["source"] == "catalogue":
         lines.append(("source", "trtspec's catalogue; the files are not on this machine"))
         lines.append(("not verified", ", ".join(report["unverified"]) or "nothing"))
+    if "hashes_verified" in report:
+        lines.append(("SHA-256", f"{report['hashes_verified']} of {report['shards']} files are as recorded"))
     if "tensor_parallel_sizes" in report:
         lines.append(("tensor parallel", f"{report['tensor_parallel_sizes']} divide the head"))
+    if report.get("run"):
+        lines += run_rows(report["run"])
     return lines + comparison_rows(report.get("comparison", {}))
 
 
@@ -178,6 +246,8 @@ def comparison_rows(comparison: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append((f"layer {name}", f"{found['relative_error']:.4f} {bar}"))
     if comparison.get("classes"):
         lines.append(("all-zero blocks", f"{comparison['zero_blocks']:,}"))
+    if comparison.get("repacked_alike"):
+        lines.append(("packed again", f"{comparison['repacked_alike']} tensors are what the source gives, to the bit"))
     if "packed_alike" in comparison:
         lines.append(("ModelOpt's bytes", f"{comparison['packed_alike']} tensors packed alike"))
     return lines

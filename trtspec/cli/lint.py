@@ -167,7 +167,7 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
         verdict = _engine_verdict(document, options.trtllm_version) if options.installed else None
         deployment, reason, wrong = deployment_of(
             document, version=verdict.version if verdict else options.trtllm_version, target=options.target,
-            head=options.head, gpu=options.gpu, passed=passed, environ=os.environ,
+            head=options.head, gpu=options.gpu, passed=passed, environ=os.environ, here=options.installed,
         )  # fmt: skip
         findings = find(document, deployment)
         better, corrected = fix(document, deployment, findings)

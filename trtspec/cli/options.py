@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trtspec.data_files import gpu_names
+from trtspec.data_files import gpu_names, policy_names
 
 if TYPE_CHECKING:
     Gpu = str
@@ -19,7 +19,7 @@ SourceArgument = Annotated[str, typer.Argument(metavar="SRC", help="Kimi checkpo
 PolicyOption = Annotated[
     str | None,
     typer.Option(
-        help="Which layers to quantize: k2.5, k2.6, k2.7-code or a YAML file.",
+        help=f"What to quantize and how: {', '.join(policy_names())} or a YAML file.",
         show_default="the published policy of the model family",
     ),
 ]

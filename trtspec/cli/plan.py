@@ -12,7 +12,7 @@ import typer
 from trtspec.cli.options import ForceOption, Gpu, HeadOption, JsonOption, TargetArgument
 from trtspec.cli.values import numbers
 from trtspec.planning.routes import LONGEST_DRAFT
-from trtspec.records import refuse_unused
+from trtspec.records import Mode, narrow, refuse_unused, without
 
 if TYPE_CHECKING:
     from trtspec.planning.decision import Decision, Targets
@@ -91,6 +91,11 @@ class PlanOptions:
         return self.tp is not None or self.ep is not None or self.attention_dp
 
 
+SPECULATING = Mode("a plan with a head", PlanOptions, "--head HEAD")
+PLAIN = Mode("a plan without a head", without(PlanOptions, "head", "acceptance", "max_draft"), "a plan without --head")
+MODES = (SPECULATING, PLAIN)
+
+
 def plan(options: PlanOptions) -> None:
     """Estimate whether a target fits, how fast it runs and what speculation gains, and print the best build-config
     command."""
@@ -99,12 +104,11 @@ def plan(options: PlanOptions) -> None:
     from trtspec.report import print_json
     from trtspec.trtllm.deployment import load_head, load_target
 
+    narrow(options, SPECULATING if options.head else PLAIN, MODES, selecting=("head",))
     if options.output is not None:
         _check_output(options.output, options.force)
     else:
         refuse_unused(options, ["force"], "without --output")
-    if options.head is None:
-        refuse_unused(options, ["acceptance", "max_draft"], "without a head", "give --head, or leave it out")
     if options.json_:
         refuse_unused(options, ["verbose"], "with --json, which holds everything")
     model = load_target(options.target).spec

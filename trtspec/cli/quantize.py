@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,6 +13,10 @@ from trtspec.cli.options import DryRunOption, ForceOption, JsonOption, PolicyOpt
 from trtspec.cli.values import policy_of, source_directory
 from trtspec.errors import UsageError
 from trtspec.records import Mode, narrow, refuse_unused
+
+if TYPE_CHECKING:
+    from trtspec.checkpoint.headers import Checkpoint
+    from trtspec.quant.results import Quantized, QuantizePlan
 
 KvCache = Literal["fp8", "none"]
 WeightScales = Literal["max", "mse"]
@@ -30,9 +34,20 @@ class QuantizeOptions:
         str,
         typer.Option(help="Activation scales: `one` for 1.0 everywhere, or the file written by `trtspec calibrate`."),
     ] = "one"
+    accept_input_scales: Annotated[
+        bool,
+        typer.Option(
+            "--accept-input-scales",
+            help="Use a scale file that was not measured on SRC itself, or does not say so. The card names it.",
+        ),
+    ] = False
     weight_scales: Annotated[
-        WeightScales, typer.Option(help="Block scales. max: as ModelOpt exports them. mse: least squared error.")
-    ] = "max"
+        WeightScales | None,
+        typer.Option(
+            help="Block scales. max: of each block's maximum. mse: of least squared error, ModelOpt's fp8_scale_sweep.",
+            show_default="the policy's",
+        ),
+    ] = None
     workers: Annotated[int, typer.Option(min=0, help="Worker processes; 0 starts one per core for a large source.")] = 0
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N. A GPU writes the same bytes, faster.")] = "cpu"
     shard: Annotated[
@@ -63,7 +78,8 @@ class QuantizeWhole:
     policy: str | None
     kv_cache: KvCache
     input_scales: str
-    weight_scales: WeightScales
+    accept_input_scales: bool
+    weight_scales: WeightScales | None
     workers: int
     device: str
     dry_run: bool
@@ -88,7 +104,8 @@ class QuantizeMerge:
     policy: str | None
     kv_cache: KvCache
     input_scales: str
-    weight_scales: WeightScales
+    accept_input_scales: bool
+    weight_scales: WeightScales | None
     json_: bool
 
 
@@ -101,6 +118,8 @@ class QuantizeByModelOpt:
     policy: str | None
     kv_cache: KvCache
     input_scales: str
+    accept_input_scales: bool
+    weight_scales: WeightScales | None
     dry_run: bool
     restart: bool
     force: bool
@@ -123,13 +142,14 @@ def quantize(options: QuantizeOptions) -> None:
     The bytes equal those of ModelOpt's export for the same scales.
     """
     from trtspec.progress import progress_bar
+    from trtspec.quant.results import to_json
     from trtspec.report import print_json
 
     used = narrow(options, _mode(options), MODES, selecting=("engine", "shard", "merge"))
     with progress_bar("quantizing") as bar:
         result = run(used, bar.show)
     if options.json_:
-        print_json(result)
+        print_json(to_json(result))
     else:
         _show(result)
 
@@ -143,31 +163,42 @@ def _mode(options: QuantizeOptions) -> Mode:
     return MERGE if options.merge else PART if options.shard is not None else WHOLE
 
 
-def run(options: Any, progress: Any = None) -> dict[str, Any]:
-    """What one of the records of MODES asks for; the `quantize` JSON object."""
+def run(options: Any, progress: Any = None) -> Quantized | QuantizePlan:
+    """What one of the records of MODES asks for."""
     from trtspec.quant.conversion import ConversionOptions
     from trtspec.report import OutputOptions
 
-    path = source_directory(options.source)
-    policy = policy_of(options.policy, options.source, path)
+    source = _source(options)
+    policy = policy_of(options.policy, options.source, source if isinstance(source, Path) else source.path)
     settings = ConversionOptions(
         kv_cache=None if options.kv_cache == "none" else options.kv_cache,
         input_scales=None if options.input_scales == "one" else Path(options.input_scales),
+        weight_scales=options.weight_scales,
+        accept_input_scales=options.accept_input_scales,
     )
     if isinstance(options, QuantizeMerge):
-        settings = replace(settings, weight_scales=options.weight_scales, merge=True)
+        settings = replace(settings, merge=True)
         again = OutputOptions()
     else:
         again = OutputOptions(options.dry_run, options.restart, options.force)
     if isinstance(options, QuantizeByModelOpt):
         from trtspec.quant.modelopt import quantize_with_modelopt
 
-        return quantize_with_modelopt(path, options.output, policy, settings, again, progress)
+        return quantize_with_modelopt(source, options.output, policy, settings, again, progress)
     from trtspec.quant.streaming import quantize_checkpoint
 
     if isinstance(options, QuantizeWhole):
         settings = replace(settings, **_work(options))
-    return quantize_checkpoint(path, options.output, policy, settings, again, progress)
+    return quantize_checkpoint(source, options.output, policy, settings, again, progress)
+
+
+def _source(options: Any) -> Path | Checkpoint:
+    """The directory with the weights; for a dry run what the headers tell, which are read from the hub if need be."""
+    if not getattr(options, "dry_run", False):
+        return source_directory(options.source)
+    from trtspec.checkpoint.remote import open_headers
+
+    return open_headers(options.source)
 
 
 def _work(options: QuantizeWhole) -> dict[str, Any]:
@@ -176,39 +207,47 @@ def _work(options: QuantizeWhole) -> dict[str, Any]:
     if options.device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", options.device):
         raise UsageError(f"--device {options.device} is not one of cpu, cuda, cuda:N", "see `trtspec quantize --help`")
     part = parse_part(options.shard) if isinstance(options, QuantizePart) else None
-    return {
-        "weight_scales": options.weight_scales, "workers": options.workers, "device": options.device, "part": part,
-    }  # fmt: skip
+    return {"workers": options.workers, "device": options.device, "part": part}
 
 
-def _show(result: dict[str, Any]) -> None:
+def _show(result: Quantized | QuantizePlan) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from trtspec.quant.results import QuantizePlan
+
     console = Console(highlight=False)
-    if result.get("dry_run"):
-        counts = ", ".join(f"{count:,} {name}" for name, count in result["tensors_by_class"].items())
-        console.print(f"would write {result['output']} with policy {result['policy']}", soft_wrap=True)
+    if isinstance(result, QuantizePlan):
+        counts = ", ".join(f"{count:,} {name}" for name, count in result.tensors_by_class.items())
+        how = f"policy {result.policy} ({result.published}), {result.weight_scales} weight scales"
+        console.print(f"would write {result.output} with {how}", soft_wrap=True, markup=False)
+        for text in result.deviations:
+            console.print(f"otherwise than published: {text}", soft_wrap=True, markup=False)
         console.print(f"NVFP4: {counts}", soft_wrap=True)
-        console.print(f"decoded to BF16: {result['decoded']:,}; unchanged: {result['copied']:,}")
-        console.print(f"{result['bytes_in']:,} bytes in, {result['bytes_out']:,} out, {result['free_bytes']:,} free")
-        console.print(f"packing takes about {result['packing_seconds_estimate']} s with {result['workers']} workers")
+        console.print(f"decoded to BF16: {result.decoded:,}; unchanged: {result.copied:,}")
+        console.print(f"{result.bytes_in:,} bytes in, {result.bytes_out:,} out, {result.free_bytes:,} free")
+        if hub := result.hub:
+            console.print(
+                f"{hub['id']} at {hub['revision'][:12]} is not on this machine: read {hub['bytes_read']:,} bytes of "
+                f"headers and small files; the run fetches {hub['weight_bytes']:,} into the hub's cache, which has "
+                f"{hub['cache_free_bytes']:,} free",
+                soft_wrap=True,
+            )
+        console.print(f"packing takes about {result.packing_seconds_estimate} s with {result.workers} workers")
         return
     table = Table("linears", "tensors", "relative error", "zero blocks", box=None, pad_edge=False)
-    for name, entry in result["classes"].items():
-        table.add_row(name, f"{entry['tensors']:,}", f"{entry['relative_error']:.4f}", f"{entry['zero_blocks']:,}")
+    for name, entry in result.classes.items():
+        table.add_row(name, f"{entry.tensors:,}", f"{entry.relative_error:.4f}", f"{entry.zero_blocks:,}")
     console.print(table)
     console.print(
-        f"\n{result['output']}: {result['quantized']:,} NVFP4, {result['decoded']:,} decoded, "
-        f"{result['copied']:,} unchanged; {result['bytes_in']:,} -> {result['bytes_out']:,} bytes "
-        f"in {result['seconds']} s, {result['shards_resumed']} shards resumed",
+        f"\n{result.output}: {result.quantized:,} NVFP4, {result.decoded:,} decoded, "
+        f"{result.copied:,} unchanged; {result.bytes_in:,} -> {result.bytes_out:,} bytes "
+        f"in {result.seconds} s, {result.shards_resumed} shards resumed",
         soft_wrap=True,
     )
-    if result["part"] not in (None, "merge"):
-        console.print(
-            f"part {result['part']} is done; once all are: trtspec quantize SRC -o {result['output']} --merge"
-        )
+    if result.part not in (None, "merge"):
+        console.print(f"part {result.part} is done; once all are: trtspec quantize SRC -o {result.output} --merge")
         return
-    if result["zero_tensors"]:
-        console.print(f"entirely zero: {', '.join(result['zero_tensors'])}", soft_wrap=True)
-    console.print(f"next: trtspec inspect {result['output']} --against SRC", soft_wrap=True, markup=False)
+    if result.zero_tensors:
+        console.print(f"entirely zero: {', '.join(result.zero_tensors)}", soft_wrap=True)
+    console.print(f"next: trtspec inspect {result.output} --against SRC", soft_wrap=True, markup=False)

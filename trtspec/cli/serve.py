@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -57,12 +57,30 @@ class ServeOptions:
         Literal["eagle3", "prompt-lookup", "none"] | None,
         typer.Option(help="Reference backend. Default: eagle3 with --head, else none."),
     ] = None
+    draft_sampling: Annotated[
+        Literal["argmax", "probabilistic"] | None,
+        typer.Option(
+            help="Reference backend: drafts of sampled requests are the head's likeliest tokens, or drawn from its "
+            "distribution. Both keep the target's distribution. Default: argmax, as vLLM and TensorRT-LLM draft."
+        ),
+    ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
         typer.Option(help="Reference backend: data type of the computation. auto: bfloat16 where it is native."),
     ] = "auto"
     device: Annotated[str, typer.Option(help="Reference backend: cpu or cuda.")] = "cpu"
     served_model_name: Annotated[str | None, typer.Option(help="Name in /v1/models. Default: the target's.")] = None
+    max_queue: Annotated[
+        int | None,
+        typer.Option(min=0, help="Reference backend: requests that may wait; more get status 429. Default: 512."),
+    ] = None
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Reference backend: key that requests must carry. Better set TRTSPEC_SERVE_API_KEY: a command line is "
+            "visible to other users.",
+        ),
+    ] = None
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Let the engine run the Python code in the checkpoint.")
     ] = False
@@ -111,9 +129,12 @@ class ReferenceStart:
     device: str = "cpu"
     speculation: Literal["eagle3", "prompt-lookup", "none"] | None = None
     draft_len: int | None = None
+    draft_sampling: Literal["argmax", "probabilistic"] | None = None
     max_batch_size: int | None = None
     max_seq_len: int | None = None
     served_model_name: str | None = None
+    max_queue: int | None = None
+    api_key: str | None = field(default=None, repr=False)
 
     @property
     def drafter(self) -> Literal["eagle3", "prompt-lookup"] | None:
@@ -130,6 +151,8 @@ class ReferenceStart:
             raise UsageError(f"--head is not used with --speculation {self.speculation}", "leave one of the two out")
         if self.draft_len is not None and self.drafter is None:
             raise UsageError("--draft-len is not used without speculation", "pass --head, or leave it out")
+        if self.draft_sampling is not None and self.drafter != "eagle3":
+            raise UsageError("--draft-sampling is not used without a head", "pass --head, or leave it out")
         return self
 
 
@@ -188,19 +211,24 @@ def _show_reference(start: ReferenceStart, options: ServeOptions) -> None:
     """The same command with every choice written out; names are looked up, nothing is fetched."""
     import shlex
 
+    from trtspec.checkpoint.target_problems import require_target
     from trtspec.report import print_json
     from trtspec.trtllm.deployment import load_head, load_target
 
-    load_target(start.target)
+    target = load_target(start.target)
+    if target.resolved.path is not None:
+        require_target(target.resolved.path)
     if start.head:
         load_head(start.head)
-    written_out = replace(options, speculation=start.drafter or "none", dry_run=False, json_=False)
+    written_out = replace(options, speculation=start.drafter or "none", api_key=None, dry_run=False, json_=False)
     argv = [sys.executable, "-m", "trtspec", "serve"]
     argv += words(written_out, always=("backend", "host", "port", "dtype", "device"))
+    variable = "TRTSPEC_SERVE_API_KEY"  # the key itself is never printed
     if options.json_:
-        print_json({"argv": argv, "env": {}, "config": {}, "problems": []})
+        env = {variable: "(not shown)"} if start.api_key else {}
+        print_json({"argv": argv, "env": env, "config": {}, "problems": []})
     else:
-        sys.stdout.write(shlex.join(argv) + "\n")
+        sys.stdout.write((f'{variable}="${variable}" ' if start.api_key else "") + shlex.join(argv) + "\n")
 
 
 def _run_reference(start: ReferenceStart) -> None:
@@ -215,7 +243,10 @@ def _run_reference(start: ReferenceStart) -> None:
         ) from None
     target = _local(start.target, require_target)
     head = _local(start.head, require_head) if start.head else None
-    sizes: dict[str, Any] = {key: getattr(start, key) for key in ("draft_len", "max_batch_size", "max_seq_len")}
+    sizes: dict[str, Any] = {
+        key: getattr(start, key)
+        for key in ("draft_len", "draft_sampling", "max_batch_size", "max_seq_len", "max_queue")
+    }
     options = ServerOptions(
         host=start.host,
         port=start.port,
@@ -223,6 +254,7 @@ def _run_reference(start: ReferenceStart) -> None:
         device=start.device,
         drafter=start.drafter,
         served_model_name=start.served_model_name or target[1],
+        api_key=start.api_key,
         **{key: value for key, value in sizes.items() if value is not None},
     )
     run(target[0], head[0] if head else None, options)

@@ -13,11 +13,13 @@ from trtspec.cli.options import DryRunOption, ForceOption, JsonOption, RestartOp
 from trtspec.cli.values import json_object
 from trtspec.errors import TrtspecError
 from trtspec.records import refuse_unused
-from trtspec.report import file_sha256, print_json, provenance, refuse_overwrite, write_json
+from trtspec.report import file_sha256, print_json, provenance, refuse_overwrite, say, write_json
 
 if TYPE_CHECKING:
     from trtspec.heads.data.prompts import Prompt
     from trtspec.heads.data.synthesis import AnswerSampling, Outcome, TargetEndpoint
+
+REASONS = ("empty", "noise", "loop", "cut off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +67,8 @@ def synthesize(options: SynthesizeOptions) -> None:
     The seed of each prompt follows from its text. An interrupted run resumes when the same command is given again;
     finished answers are not requested again. Prompts that fail are listed and left out, and the exit status is 1.
     """
+    from trtspec.checkpoint.rows import from_hub
     from trtspec.heads.data import prompts as reading
-    from trtspec.heads.data.prompts import from_hub
     from trtspec.heads.data.synthesis import AnswerSampling, TargetEndpoint
 
     if options.raw:
@@ -95,12 +97,14 @@ def synthesize(options: SynthesizeOptions) -> None:
     if options.restart:
         journal.unlink(missing_ok=True)
     outcome = _answer(chosen, output, endpoint, sampling, journal)
-    summary = _summary(outcome, output, len(chosen))
-    _record(options, chosen, sampling, summary)
+    quality, bad = judge_answers(outcome.rows)
+    summary = _summary(outcome, output, len(chosen)) | {"quality": quality}
+    _record(options, chosen, sampling, summary | {"degenerate_rows": bad})
     if options.json_:
         print_json(summary | {"errors": outcome.failed})
     else:
         print(f"{output}: {outcome.answered} answered now, {outcome.resumed} before, {len(outcome.failed)} failed")
+        _warn(quality)
     _raise_failed(outcome, len(chosen))
     journal.unlink(missing_ok=True)
 
@@ -162,6 +166,30 @@ def _summary(outcome: Outcome, output: Path, prompts: int) -> dict[str, Any]:
         "completion_tokens": outcome.tokens,
         "seconds": round(outcome.seconds, 2),
     }
+
+
+def judge_answers(rows: list[dict[str, Any]]) -> tuple[dict[str, int], dict[str, str]]:
+    """(counts of what a head should not learn much of, the reason by row): answers that are empty, noise or a loop, or
+    that the token limit cut off."""
+    from trtspec.bench.text_quality import degeneration
+
+    found = {}
+    for row in rows:
+        last = row["conversations"][-1] if "conversations" in row else {"content": row["completion"]}
+        text = last.get("reasoning_content", "") + last["content"]
+        reason = None if last.get("tool_calls") and not text else degeneration(text)
+        if reason or row.get("finish_reason") == "length":
+            found[row["conversation_id"]] = reason or "cut off"
+    reasons = list(found.values())
+    return {"answers": len(rows)} | {name: reasons.count(name) for name in REASONS}, found
+
+
+def _warn(quality: dict[str, int]) -> None:
+    bad = {name: quality[name] for name in REASONS if quality[name]}
+    if bad:
+        counts = ", ".join(f"{count} {name}" for name, count in bad.items())
+        advice = "; raise --max-tokens" if bad.get("cut off") else ""
+        say(f"Of {quality['answers']} answers {counts} (by row in the provenance file){advice}")
 
 
 def _digest(source: str, chosen: list[Prompt]) -> str:

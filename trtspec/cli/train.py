@@ -3,285 +3,235 @@
 from __future__ import annotations
 
 import os
-import shutil
-from dataclasses import dataclass
+import shlex
+import time
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from trtspec.cli.options import DryRunOption, ForceOption, Gpu, JsonOption, RestartOption
-from trtspec.errors import TrtspecError, UsageError
-from trtspec.records import Mode, given, narrow, refuse_unused
+from trtspec.cli.train_options import (
+    FORECAST,
+    LAUNCH,
+    MODES,
+    SELECTING,
+    WITH_LAYERS,
+    WITHOUT_LAYERS,
+    TrainCommand,
+    curve_options,
+    refuse_from_file,
+    with_file,
+)
+from trtspec.errors import Interrupted, TrtspecError, UsageError
+from trtspec.heads.training.layout import foreign, is_finished, remove_run
+from trtspec.heads.training.options import WORK_NAME, DataFiles, FeatureSource, TrainingRun, feature_source
+from trtspec.records import Mode, given, narrow, note, refuse_unused, words
 from trtspec.report import print_json, refuse_overwrite, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trtspec.heads.training.options import FeatureSource, TrainingRecipe, TrainOptions
+    from trtspec.checkpoint.hub import Resolved
+    from trtspec.heads.training.curve import CurvePoint
+    from trtspec.heads.training.launchers import TrainingNodes
+    from trtspec.heads.training.options import TrainingRecipe, TrainOptions
     from trtspec.heads.training.plan import TrainingPlan
     from trtspec.heads.training.processes import World
-    from trtspec.heads.training.state import CurvePoint
     from trtspec.models.kimi import KimiModel
-
-ACCEPTANCE_PROMPTS = 48
-OVERRIDES = (
-    "attention", "eagle", "draft_vocab_size", "intermediate_size", "ttt_steps", "epochs", "steps", "lr", "seq_len",
-    "batch_size", "seed", "answer_only",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained on what, and where it goes: everything that does not change the loss curve."""
+    """What is trained on what, and how: everything that does not change the loss curve. `work.target_dir` is known
+    when the target's name was looked up."""
 
     target: str
-    data: Path
+    data: DataFiles
     features: FeatureSource
-    init: Path | None
-    output: Path
-    device: str
-    save_every: int
+    work: TrainingRun
     acceptance_prompts: int
     asked_for_acceptance: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainCommand:
-    """The options of `trtspec train`; heads.options.TrainOptions holds those that decide the loss curve."""
-
-    target: Annotated[str | None, typer.Argument(help="Target model: a checkpoint directory or a hub id.")] = None
-    data: Annotated[
-        Path | None, typer.Argument(help="Conversations answered by the target (jsonl), or a directory of dumps.")
-    ] = None
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the new head.")]
-    attention: Annotated[
-        Literal["mha", "mla"] | None, typer.Option(help="Attention of the head.", show_default="mla")
-    ] = None
-    eagle: Annotated[Literal["3", "3.1"] | None, typer.Option(help="EAGLE version.", show_default="3")] = None
-    draft_vocab_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Draft only from this many most frequent tokens.", show_default="the whole vocabulary"
-        ),
-    ] = None
-    intermediate_size: Annotated[
-        int | None, typer.Option(min=1, help="MLP width of the head.", show_default="the target's")
-    ] = None
-    aux_layers: Annotated[
-        str | None,
-        typer.Option(help="Layers whose outputs the head reads, counted from 0.", show_default="1,L//2-1,L-4"),
-    ] = None
-    ttt_steps: Annotated[int | None, typer.Option(min=1, help="Training-time-test steps.", show_default="3")] = None
-    features: Annotated[
-        str | None,
-        typer.Option(
-            help="Source of the target's hidden states: auto, memory, a directory, stream, stream:DIR or a server URL.",
-            show_default="auto",
-        ),
-    ] = None
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data.", show_default="3")] = None
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; replaces --epochs.")] = None
-    lr: Annotated[
-        float | None,
-        typer.Option(help="Peak learning rate.", show_default="by hidden size: 2e-3 at 256, 7e-5 at 7168"),
-    ] = None
-    seq_len: Annotated[
-        int | None, typer.Option(min=8, help="Maximum sequence length in tokens.", show_default="2048")
-    ] = None
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Sequences per step, across all processes.", show_default="8")
-    ] = None
-    seed: Annotated[
-        int | None, typer.Option(help="Random seed for weight initialisation and data order.", show_default="0")
-    ] = None
-    answer_only: Annotated[
-        bool | None,
-        typer.Option(
-            "--answer-only/--all-tokens",
-            help="Compute the loss on the target's own tokens only, or on all tokens.",
-            show_default="all-tokens",
-        ),
-    ] = None
-    init: Annotated[Path | None, typer.Option(help="Start from the weights of this head.")] = None
-    config: Annotated[
-        Path | None,
-        typer.Option(help="YAML file with these options, target and data; the command line takes precedence."),
-    ] = None
-    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu"
-    acceptance_prompts: Annotated[
-        int, typer.Option(min=0, help="Held-out prompts for the final acceptance measurement; 0 skips it.")
-    ] = ACCEPTANCE_PROMPTS
-    gpu: Annotated[Gpu, typer.Option(help="GPU type assumed by --dry-run estimates.")] = "b200"
-    dry_run: DryRunOption = False
-    restart: RestartOption = False
-    force: ForceOption = False
-    json_: JsonOption = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainWithoutLayers:
-    """The target's layers run elsewhere: in a stream, or in a live server. So no acceptance is measured at the end."""
-
-    target: str | None
-    data: Path | None
-    output: Path
-    attention: str | None
-    eagle: str | None
-    draft_vocab_size: int | None
-    intermediate_size: int | None
-    aux_layers: str | None
-    ttt_steps: int | None
-    features: str | None
-    epochs: int | None
-    steps: int | None
-    lr: float | None
-    seq_len: int | None
-    batch_size: int | None
-    seed: int | None
-    answer_only: bool | None
-    init: Path | None
-    config: Path | None
-    save_every: int
-    device: str
-    restart: bool
-    force: bool
-    json_: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainWithLayers(TrainWithoutLayers):
-    acceptance_prompts: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainForecast(TrainWithLayers):
-    """Sizes and costs of a run; nothing is written."""
-
-    gpu: str
-
-
-FORECAST = Mode("--dry-run", TrainForecast, "--dry-run")
-WITH_LAYERS = Mode("a training run", TrainWithLayers, "--features auto, memory or DIR")
-WITHOUT_LAYERS = Mode("--features stream or URL", TrainWithoutLayers, "--features stream or URL")
-MODES = (FORECAST, WITH_LAYERS, WITHOUT_LAYERS)
+    again: str  # the command that goes on with this run
 
 
 def train(command: TrainCommand) -> None:
     """Train an Eagle3 draft head with ModelOpt on answers written by the target itself.
 
-    The target runs once over the data; its hidden states are cached and reused in every epoch. Resuming an interrupted
-    run reproduces the same loss curve. At the end, the acceptance of the head is measured on held-out prompts in the
+    The target runs once over the data; its hidden states are cached and reused in every epoch. An interrupted run
+    leaves a usable head and is resumed when the command is repeated, with the same loss curve; a finished one can be
+    extended by more epochs or steps. At the end, the acceptance of the head is measured on held-out prompts in the
     reference engine. Under torchrun or accelerate launch, the processes share each batch.
     """
-    from trtspec.heads.training.options import WORK_NAME, feature_source, read_recipe
-
-    recipe = read_recipe(command.config)
-    features = feature_source(command.features or recipe.features)
-    narrow(command, _mode(command, features), MODES, selecting=("dry_run",))
+    typed, (command, recipe, from_file) = command, with_file(command)
+    features = feature_source(command.features)
+    mode = _mode(command, features)
+    narrow(typed, mode, MODES, selecting=SELECTING)
+    refuse_from_file(command, mode, from_file)
+    if command.print_launch:
+        refuse_unused(typed, ["dry_run"], "by --print-launch, which starts nothing")
     if command.steps is not None:
-        refuse_unused(command, ["epochs"], "with --steps, which replaces it")
-    name = _needed(command.target or recipe.target, "TARGET")
-    data = Path(_needed(command.data or recipe.data, "DATA"))
-    if data.is_dir():
-        refuse_unused(command, ["features", "seq_len"], f"by {data}: the dumps hold the hidden states")
-    start = command.init or (Path(recipe.init) if recipe.init else None)
-    options = _options(command)
+        refuse_unused(typed, ["epochs"], "with --steps, which replaces it")
+    if command.eval_data is not None:
+        refuse_unused(typed, ["held_out"], "with --eval-data, which replaces it")
+    files = DataFiles.named(_needed(command.data, "DATA"), command.eval_data)
+    if files.directory:
+        refuse_unused(typed, ["features", "seq_len"], f"by {files}: the dumps hold the hidden states")
+    options = curve_options(command)
     run = Run(
-        target=name,
-        data=data,
+        target=_needed(command.target, "TARGET"),
+        data=files,
         features=features,
-        init=start,
-        output=command.output,
-        device=command.device,
-        save_every=command.save_every,
+        work=_work(command, files),
         acceptance_prompts=command.acceptance_prompts,
-        asked_for_acceptance="acceptance_prompts" in given(command),
+        asked_for_acceptance="acceptance_prompts" in given(typed) | from_file,
+        again=shlex.join(["trtspec", "train", *words(replace(typed, restart=False, force=False, dry_run=False))]),
     )
+    if command.print_launch:
+        print(_launch_text(typed, run, options), end="")
+        return
     main = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts, the one that writes and talks
     resumes = main and _resumes(command.output, command.restart, command.force)
     if command.dry_run:
-        print_json(_forecast(run, options, recipe, command.gpu) | {"resumes": resumes})
+        print_json(_forecast(run, options, recipe, typed) | {"resumes": resumes})
         return
     if main and not resumes:
-        shutil.rmtree(command.output / WORK_NAME, ignore_errors=True)
-    record = _train(run, options)
-    if main and command.json_:
-        print_json({"output": str(command.output), **record})
-    elif main:
-        _show(command.output, record)
+        remove_run(command.output)
+    _report(run, _train(run, options), command.json_)
 
 
 def _mode(command: TrainCommand, features: FeatureSource) -> Mode:
+    if command.print_launch:
+        return LAUNCH
     if command.dry_run:
         return FORECAST
     return WITH_LAYERS if features.needs_layers else WITHOUT_LAYERS
 
 
-def _options(command: TrainCommand) -> TrainOptions:
-    """The command line over the config file over the defaults."""
-    from trtspec.heads.training.options import read_options
-
-    given = {name: getattr(command, name) for name in OVERRIDES} | {"aux_layers": _layers(command.aux_layers)}
-    return read_options(command.config, given)
-
-
-def _needed(value: Any, name: str) -> str:
-    if value is None:
+def _needed(value: Any, name: str) -> Any:
+    if not value:
         raise UsageError(f"{name} is missing", f"give it as an argument, or as `{name.lower()}:` in the --config file")
-    return str(value)
+    return value
 
 
-def _layers(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(
-            f"--aux-layers {text!r} is not a list of numbers", "for example --aux-layers 1,29,57"
-        ) from None
+def _work(command: TrainCommand, files: DataFiles) -> TrainingRun:
+    """`--max-time` counts from the start of this process, its imports included."""
+    deadline = None
+    if command.max_time is not None:
+        import psutil
+
+        from trtspec.heads.training.duration import seconds_of
+
+        began = time.monotonic() - (time.time() - psutil.Process().create_time())
+        deadline = began + seconds_of(command.max_time)
+    same = ("output", "init", "save_every", "export_every", "keep", "best_by", "keep_state", "activation_checkpointing")
+    values = {name: getattr(command, name) for name in (*same, "log_with", "device")}
+    return TrainingRun(target_dir=Path(), data=str(files), deadline=deadline, **values)
 
 
-def _forecast(run: Run, options: TrainOptions, recipe: TrainingRecipe, gpu: str) -> dict[str, Any]:
-    """Sizes and costs. A target that is not on this machine, or data not made yet, are taken from the recipe."""
+def _cluster(command: TrainCommand) -> TrainingNodes:
+    from trtspec.data_files import gpu_spec
+    from trtspec.heads.training.launchers import TrainingNodes
+
+    return TrainingNodes(command.nodes, command.gpus_per_node or gpu_spec(command.gpu).gpus_per_node)
+
+
+def _launch_words(command: TrainCommand, **changes: Any) -> list[str]:
+    """The arguments of this run, for GPUs unless --device says otherwise; without what only describes the cluster."""
+    device = command.device if "device" in given(command) else "cuda"
+    plain: dict[str, Any] = {"gpu": "b200", "nodes": 1, "gpus_per_node": None, "print_launch": None, "dry_run": False}
+    if "data" in changes:
+        changes["data"] = (str(changes["data"]),)
+    return words(replace(command, device=device, **plain, **changes), always=("device",))
+
+
+def _launch_text(command: TrainCommand, run: Run, options: TrainOptions) -> str:
+    """Raises TrtspecError for a target that is neither here nor a known id, or does not fit the GPUs as the run would
+    have it there."""
     from trtspec.checkpoint.hub import resolve
     from trtspec.data_files import gpu_spec
-    from trtspec.heads.training.forecast import forecast
+    from trtspec.heads.training.forecast import require_room
+    from trtspec.heads.training.launchers import launch_text
+
+    assert command.print_launch is not None
+    if "device" not in given(command) or command.device != "cpu":
+        require_room(run.features, _stored_bytes(resolve(run.target, allow_download=False)), gpu_spec(command.gpu))
+    cluster = _cluster(command)
+    if cluster.gpus > options.batch_size:
+        idle = f"{cluster.gpus} processes and {options.batch_size} sequences per step: the others only wait"
+        note(f"{idle}; pass --batch-size {cluster.gpus}, or fewer GPUs")
+    return launch_text(command.print_launch, _launch_words(command), cluster, Path.cwd())
+
+
+def _stored_bytes(resolved: Resolved) -> int:
+    """Of the target's weights: here, or as published."""
+    stored = sum(path.stat().st_size for path in resolved.path.glob("*.safetensors")) if resolved.path else 0
+    return stored or int((resolved.known or {}).get("bytes") or 0)
+
+
+def _forecast(run: Run, options: TrainOptions, recipe: TrainingRecipe, command: TrainCommand) -> dict[str, Any]:
+    """Sizes and costs, after every check that the run makes. A target that is not on this machine, or data not made
+    yet, are taken from the recipe."""
+    from trtspec.checkpoint.hub import resolve
+    from trtspec.checkpoint.target_problems import require_target
+    from trtspec.cli.train_checks import check_run
+    from trtspec.data_files import gpu_spec
+    from trtspec.heads.training.forecast import UsersCommand, forecast, require_way
     from trtspec.heads.training.plan import estimated_seconds, make_plan, plan_without_data
+    from trtspec.heads.training.trackers import check_trackers
 
     resolved = resolve(run.target, allow_download=False)
-    spec, options = resolved.target_spec(), options.for_device(run.device)
-    stored = sum(path.stat().st_size for path in resolved.path.glob("*.safetensors")) if resolved.path else 0
-    stored = stored or int((resolved.known or {}).get("bytes") or 0)
-    here = resolved.path is not None and run.data.exists()
+    spec, options = resolved.target_spec(), options.for_device(run.work.device)
+    stored = _stored_bytes(resolved)
+    here = resolved.path is not None and not run.data.missing()
+    check_trackers(run.work.log_with)
     if here:
         assert resolved.path is not None
+        spec = require_target(resolved.path).spec
         plan = make_plan(resolved.path, spec, run.data, options, run.features)
         found = plan.to_dict() | {"estimated_seconds": round(estimated_seconds(plan, options), 1)}
+        found |= check_run(replace(run.work, target_dir=resolved.path), plan, options)
     else:
-        plan = plan_without_data(spec, options, recipe, run.data, run.features)
+        plan = plan_without_data(spec, options, recipe, Path(str(run.data)), run.features)
         found = plan.to_dict()
+    work = run.work
     about = {
-        "output": str(run.output),
-        "device": run.device,
-        "init": str(run.init) if run.init else None,
-        "save_every": run.save_every,
+        "output": str(work.output),
+        "device": work.device,
+        "init": str(work.init) if work.init else None,
+        "save_every": work.save_every,
+        "export_every": work.exports,
+        "keep": work.keep,
+        "best_by": work.best_by,
+        "keep_state": work.keep_state,
+        "max_seconds": None if work.deadline is None else round(work.deadline - time.monotonic(), -1),
+        "activation_checkpointing": work.activation_checkpointing,
+        "log_with": list(work.log_with),
         "acceptance_prompts": run.acceptance_prompts,
         "options": options.to_dict() | {"lr": options.peak_lr(spec.hidden_size)},
+        "warnings": warnings_of(plan),
     }
-    return found | {"measured": here, **about, **forecast(plan, spec, options, stored, gpu_spec(gpu), run.target)}
+    typed = UsersCommand(run.target, str(run.data), partial(_launch_words, command, target=run.target))
+    costs = forecast(plan, spec, options, stored, gpu_spec(command.gpu), _cluster(command), typed)
+    if str(run.features) != "auto":
+        require_way(run.features, costs)
+    return found | {"measured": here, **about, **costs}
+
+
+def warnings_of(plan: TrainingPlan) -> list[str]:
+    """What engines cannot do with the head that is to be trained."""
+    from trtspec.checkpoint.heads.engines import ENGINES
+
+    return [text for engine in ENGINES.values() if (text := engine.cannot_load(plan.spec))]
 
 
 def _resumes(output: Path, restart: bool, force: bool) -> bool:
-    """Whether an interrupted run of this output is resumed. Raises UsageError where a finished head is in the way."""
-    from trtspec.heads.training.options import WORK_NAME
-
-    running = (output / WORK_NAME).is_dir()
-    if not running and output.is_dir() and [p for p in output.iterdir() if p.name != "training.jsonl"]:
+    """Whether the run that this output holds goes on. Raises UsageError where something else is in the way."""
+    finished = is_finished(output)
+    if (output / WORK_NAME).is_dir() and not restart and not (finished and force):
+        return True
+    if finished or foreign(output):
         refuse_overwrite(output, force)
-    return running and not restart
+    return False
 
 
 def _train(run: Run, options: TrainOptions) -> dict[str, Any]:
@@ -289,48 +239,68 @@ def _train(run: Run, options: TrainOptions) -> dict[str, Any]:
     # OpenMP reads this when torch is loaded. Threads that spin long for each other stop the run where cores are shared.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from trtspec.checkpoint.hub import resolve
+    from trtspec.checkpoint.target_problems import require_target
     from trtspec.heads.training.plan import make_plan  # only now: importing torch takes seconds
     from trtspec.heads.training.processes import joined
+    from trtspec.heads.training.trackers import check_trackers
 
     resolved = resolve(run.target)
     if resolved.path is None:
         raise TrtspecError(f"{run.target} is not on this machine", f"run `hf download {resolved.hub_id}`")
-    with joined(run.device) as world:
+    run = replace(run, work=replace(run.work, target_dir=resolved.path))
+    with joined(run.work.device) as world:
         if not world.main:
             os.environ["TRTSPEC_QUIET"] = "1"
-        options = options.for_device(run.device)
-        plan = make_plan(resolved.path, resolved.target_spec(), run.data, options, run.features)
-        return _train_and_measure(run, resolved.path, plan, options, world)
+        check_trackers(run.work.log_with)
+        options = options.for_device(run.work.device)
+        spec = require_target(resolved.path).spec
+        plan = make_plan(resolved.path, spec, run.data, options, run.features)
+        return _train_and_measure(run, plan, options, world)
 
 
-def _train_and_measure(
-    run: Run, target_dir: Path, plan: TrainingPlan, options: TrainOptions, world: World
-) -> dict[str, Any]:
+def _train_and_measure(run: Run, plan: TrainingPlan, options: TrainOptions, world: World) -> dict[str, Any]:
+    from trtspec.cli.train_checks import check_run
     from trtspec.cli.train_measure import measure_acceptance
-    from trtspec.heads.training.options import TrainingRun
+    from trtspec.heads.training.exports import write_record
     from trtspec.heads.training.run import run_training
-    from trtspec.heads.training.state import write_record
     from trtspec.progress import progress_bar
 
-    say(
-        f"Training an EAGLE-{plan.spec.eagle} {plan.spec.attention.upper()} head of {plan.parameters / 1e6:.1f} M "
-        f"parameters on {plan.tokens:,} tokens, {plan.steps} steps"
-    )
-    model, whole = _target(target_dir, plan, options.dtype, world.device(run.device))
+    check_run(run.work, plan, options)
+    _say_what(plan)
+    target_dir = run.work.target_dir
+    model, whole = _target(target_dir, plan, options.dtype, world.device(run.work.device))
     if not whole and run.asked_for_acceptance and run.acceptance_prompts:
         text = "--acceptance-prompts is not used where the target does not fit in memory beside its dumps"
         raise UsageError(text, "leave it out, serve both, then run `trtspec bench`")
     with progress_bar("training", plan.steps, "steps") as bar:
-        work = TrainingRun(target_dir, run.data, run.output, run.init, run.save_every, run.device)
-        record = run_training(work, model, plan, options, on_step=_shown(bar.advance), world=world)
-    if not whole and run.acceptance_prompts:
+        record = run_training(run.work, model, plan, options, on_step=_shown(bar.advance), world=world)
+    if not record or not run.acceptance_prompts or not record["training"]["finished"]:
+        return record
+    if not whole:
         say("Acceptance is not measured without the target's layers; serve both, then run `trtspec bench`")
-    elif record and run.acceptance_prompts and record["held_out"]:
+    elif record["held_out"]:
         record["acceptance"] = measure_acceptance(
-            target_dir, model, run.output, plan, record["held_out"], run.acceptance_prompts
+            target_dir, model, run.work.output, plan, record["held_out"], run.acceptance_prompts
         )
-        write_record(run.output, plan.spec, record)
+        write_record(run.work.output, plan.spec, record)
     return record
+
+
+def _say_what(plan: TrainingPlan) -> None:
+    """What is trained on what, before the work begins."""
+    for told in plan.files:
+        left = [f"{told[key]} {text}" for key, text in LEFT_OUT.items() if told.get(key)]
+        if left:
+            say(f"{told['file']}: {told['conversations']} conversations, {' and '.join(left)}")
+    for warning in warnings_of(plan):
+        say(f"warning: {warning}")
+    say(
+        f"Training an EAGLE-{plan.spec.eagle} {plan.spec.attention.upper()} head of {plan.parameters / 1e6:.1f} M "
+        f"parameters on {plan.tokens:,} tokens, {plan.steps} steps"
+    )
+
+
+LEFT_OUT = {"duplicates": "duplicates left out", "in_eval_data": "left out because they are evaluated on"}
 
 
 def _target(target_dir: Path, plan: TrainingPlan, dtype: Any, device: str) -> tuple[KimiModel, bool]:
@@ -371,6 +341,23 @@ def _shown(advance: Callable[..., None]) -> Callable[[CurvePoint], None]:
     return on_step
 
 
+def _report(run: Run, record: dict[str, Any], as_json: bool) -> None:
+    """The end of a run for the one who called it; Interrupted where a signal ended it."""
+    if not record:
+        return
+    output, training = run.work.output, record["training"]
+    if as_json:
+        print_json({"output": str(output), **record})
+    else:
+        _show(output, record)
+    if training.get("finished", True):
+        return
+    where = f"after step {training['steps']} of {training['total']}; {output} holds the head of that step"
+    if training["stopped"] in ("SIGINT", "SIGTERM"):
+        raise Interrupted(f"stopped by {training['stopped']} {where}", f"go on with `{run.again}`")
+    say(f"Time is up {where}. Go on with: {run.again}")
+
+
 def _show(output: Path, record: dict[str, Any]) -> None:
     training = record["training"]
     shares = ", ".join(f"{value:.3f}" for value in training.get("held_out_accuracy", training["accuracy"]))
@@ -378,6 +365,8 @@ def _show(output: Path, record: dict[str, Any]) -> None:
     print(f"parameters  {record['parameters']:,}")
     print(f"trained     {training['steps']} steps, {training['tokens_seen']:,} tokens, {training['seconds']:.0f} s")
     print(f"agreement   {shares} per training-time-test step")
+    if estimate := training.get("estimated_acceptance_length"):
+        print(f"estimate    {estimate:.3f} acceptance length on held-out answers, without generating")
     for row in record.get("acceptance", {}).get("rows", []):
         positions = ", ".join(f"{share:.2f}" for share in row["by_position"])
         where = f"{row['category']}, {row['prompts']} prompts; by draft {positions}"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from trtspec.errors import UsageError
 
 if TYPE_CHECKING:
+    from trtspec.bench.adapters import DetectedServer
+    from trtspec.bench.findings import RequestLimits
     from trtspec.quant.policy import Policy
 
 
@@ -50,3 +52,17 @@ def policy_of(name: str | None, source: str, path: Path) -> Policy:
     from trtspec.quant.policy import default_policy, load_policy
 
     return load_policy(name) if name else default_policy(source, str(path.resolve()))
+
+
+def request_limits_of(server: DetectedServer) -> RequestLimits:
+    """What the release of a server does with request parameters under speculation; nothing where it is not known."""
+    from trtspec.trtllm.deployment import Deployment
+    from trtspec.trtllm.lint.speculation import request_limits
+    from trtspec.trtllm.schema import schema_for
+
+    if not server.row.dated or server.version is None:
+        return {}
+    try:
+        return request_limits(Deployment(schema_for(server.version)))
+    except UsageError:  # a version that is none
+        return {}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trtspec.models.kimi import KimiModel
 
 DrafterName = Literal["eagle3", "prompt-lookup"]
+DraftSampling = Literal["argmax", "probabilistic"]
 
 
 class Drafter(Protocol):
@@ -65,10 +66,17 @@ class Eagle3Drafter(NoDrafter):
 
     Row t of the head pairs the target's state at position t with the token at t+1. Rows of true states are written
     for the prompt and after each verification; the rows a chain adds beyond them are overwritten by the next ones.
+
+    The drafts of a sampled request are the head's likeliest tokens (`argmax`, as vLLM and TensorRT-LLM draft), accepted
+    with the probability that the target gives them, or drawn from the head's distribution q (`probabilistic`) and
+    accepted with min(1, p/q). Both leave the target's distribution unchanged.
     """
 
-    def __init__(self, head: Eagle3Head, target: KimiModel, rows: int, max_len: int) -> None:
+    def __init__(
+        self, head: Eagle3Head, target: KimiModel, rows: int, max_len: int, draft_sampling: DraftSampling
+    ) -> None:
         self.head = head
+        self.draws = draft_sampling == "probabilistic"
         self.aux_layers = tuple(head.spec.aux_layers or target.spec.default_aux_layers)
         self.draft_ids = head.draft_to_target
         self.cache = head.new_cache(rows, max_len)
@@ -81,7 +89,7 @@ class Eagle3Drafter(NoDrafter):
 
     def begin(self, batch: DecodeBatch, row: int) -> None:
         assert self._last is not None
-        sampling = None if batch.sampling is None else batch.sampling.of_row(row)
+        sampling = batch.sampling.of_row(row) if self.draws and batch.sampling is not None else None
         self._chain(batch, *self._last, row, 1, sampling)
 
     def follow(self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, start: Tensor, accepted: Tensor) -> None:
@@ -90,7 +98,7 @@ class Eagle3Drafter(NoDrafter):
         feedback, normed = self.head(self.head.fuse(aux[:, :known]), tokens[:, :known], start, self.cache)
         rows = batch.row_index[: len(accepted)]
         last = feedback[rows, accepted].unsqueeze(1), normed[rows, accepted]
-        self._chain(batch, *last, 0, len(accepted), batch.sampling)
+        self._chain(batch, *last, 0, len(accepted), batch.sampling if self.draws else None)
 
     def move(self, source: int, target: int) -> None:
         self.cache.move(source, target)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.batch import DecodeBatch
-from trtspec.engine.drafters import Drafter, DrafterName, Eagle3Drafter, NoDrafter, PromptLookupDrafter
+from trtspec.engine.drafters import Drafter, DrafterName, DraftSampling, Eagle3Drafter, NoDrafter, PromptLookupDrafter
 from trtspec.engine.sampling import draw, probabilities
 from trtspec.engine.sequence import Completion, GenerationRequest, Output, Sequence, TokenLogprobs
 from trtspec.engine.stats import Iteration, Totals
@@ -35,7 +35,8 @@ PREFILL_TOKENS = 512  # per step, so that a long prompt does not stall the rows 
 @dataclass(frozen=True)
 class EngineOptions:
     """`draft_len` drafts are verified per round (0 without a drafter). `max_seq_len` bounds prompt plus output, in
-    tokens; `prefill_tokens` the share of a prompt that one step takes. `record_gaps` keeps, per emitted token, how far
+    tokens; `prefill_tokens` the share of a prompt that one step takes. `draft_sampling` is how the drafts of sampled
+    requests are chosen. `record_gaps` keeps, per emitted token, how far
     the best logit was ahead of the second."""
 
     drafter: DrafterName | None = None
@@ -44,12 +45,14 @@ class EngineOptions:
     max_seq_len: int = 2048
     seed: int = 0
     record_gaps: bool = False
+    draft_sampling: DraftSampling = "argmax"
     prefill_tokens: int = PREFILL_TOKENS
 
 
 class Engine:
     """Generates for many requests at once; not thread-safe: one thread submits, cancels and steps. A `tokenizer` gives
-    the outputs their text and is needed for stop strings."""
+    the outputs their text and is needed for stop strings. What fails in one request ends that request, with finish
+    reason "error"; an exception that `step` raises concerns them all, and the engine cannot go on."""
 
     def __init__(
         self,
@@ -68,12 +71,13 @@ class Engine:
         self.max_seq_len, self.max_batch_size = max_seq_len, max_batch_size
         self.draft_len = options.draft_len if drafter else 0
         self.seed, self.record_gaps = options.seed, options.record_gaps
+        self.draft_sampling = options.draft_sampling
         self.prefill_tokens = options.prefill_tokens
         self.eos_ids = tokenizer.eos_ids if tokenizer else target.spec.eos_token_ids
         self.device = target.embed.weight.device
         cache_len = max_seq_len + self.draft_len  # drafts of a row that is nearly full reach beyond its end
         self.cache = target.new_cache(max_batch_size, cache_len)
-        self.drafter = make_drafter(drafter, head, target, self.draft_len, max_batch_size, cache_len)
+        self.drafter = make_drafter(options, head, target, cache_len)
         self.batch = DecodeBatch(max_batch_size, self.draft_len, self.device)
         self.waiting: deque[Sequence] = deque()
         self.prefilling: Sequence | None = None
@@ -124,12 +128,17 @@ class Engine:
         return outputs
 
     def generate(self, requests: list[GenerationRequest]) -> dict[str, Completion]:
-        """Runs the requests to their end, in slots that are refilled as they become free."""
+        """Runs the requests to their end, in slots that are refilled as they become free.
+
+        Raises what any of the requests raised.
+        """
         completions = {request.id: Completion(request.id) for request in requests}
         for request in requests:
             self.submit(request)
         while self.has_work:
             for output in self.step():
+                if output.error is not None:
+                    raise output.error
                 completions[output.id].add(output)
         return completions
 
@@ -146,16 +155,27 @@ class Engine:
             begin = sequence.prefilled
             end = min(begin + budget, len(sequence.request.prompt_ids))
             budget -= end - begin
-            self._prefill_chunk(sequence, begin, end, outputs)
+            try:
+                self._prefill_chunk(sequence, begin, end, outputs)
+            except Exception as error:
+                self.prefilling = None
+                if sequence in self.batch.sequences:
+                    self._remove(self.batch.sequences.index(sequence))
+                outputs.append(sequence.fail(error))
         return self.prefill_tokens - budget
 
     def _prefill_chunk(self, sequence: Sequence, begin: int, end: int, outputs: list[Output]) -> None:
         prompt, row = sequence.request.prompt_ids, self.prefill_row
         start = torch.tensor([begin], device=self.device)
         tokens = torch.tensor([prompt[begin:end]], device=self.device)
-        out = self.target(tokens, start, self.cache, row, self.drafter.aux_layers, last_only=True)
+        scored = sequence.request.prompt_logprobs
+        out = self.target(tokens, start, self.cache, row, self.drafter.aux_layers, last_only=not scored)
         done = end == len(prompt)
         first = self._first_token(sequence, out.logits[:, -1]) if done else prompt[end]
+        if scored:
+            count = max(1, sequence.request.logprobs)
+            known = prompt[begin + 1 : end + 1]
+            sequence.prompt_logprobs += token_logprobs(out.logits[0, : len(known)].log_softmax(-1), known, count)
         following = torch.tensor([[*prompt[begin + 1 : end], first]], device=self.device)
         self.drafter.prompt(out.aux, following, start, row)
         sequence.prefilled = end
@@ -163,7 +183,8 @@ class Engine:
             return
         self.prefilling = None
         output = sequence.emit([first])
-        self._annotate(output, sequence, out.logits[0])
+        output.prompt_logprobs = sequence.prompt_logprobs
+        self._annotate(output, sequence, out.logits[0, -1:])
         outputs.append(output)
         if output.finish_reason is None:
             if row != len(self.batch):
@@ -176,6 +197,8 @@ class Engine:
 
     def _first_token(self, sequence: Sequence, logits: Tensor) -> int:
         """The token after the prompt, from logits [1, V]."""
+        if sequence.steering is not None:
+            logits = sequence.steering.apply(logits.float().clone(), [])
         if not sequence.sampled:
             return int(logits.argmax(-1))
         request = sequence.request
@@ -191,7 +214,7 @@ class Engine:
         width = max(offered)
         block, start = batch.block[:rows, : width + 1], batch.start[:rows].clone()
         out = self.target(block, start, self.cache, 0, drafter.aux_layers)
-        tokens, accepted = self._verify(out.logits, block[:, 1:], offered)
+        tokens, accepted = self._verify(self._steered(out.logits, block[:, 1:]), block[:, 1:], offered)
         batch.block[:rows, 0] = tokens[batch.row_index[:rows], accepted]
         batch.start[:rows] += accepted + 1
         batch.refill_uniform()
@@ -200,14 +223,29 @@ class Engine:
         finished = []
         for row, sequence in enumerate(batch.sequences):
             *emitted, stand = host[row]
-            output = sequence.emit(emitted[: stand + 1], offered[row])
-            if self.record_gaps or sequence.request.logprobs:
-                self._annotate(output, sequence, out.logits[row])
+            try:
+                output = sequence.emit(emitted[: stand + 1], offered[row])
+                if self.record_gaps or sequence.request.logprobs:
+                    self._annotate(output, sequence, out.logits[row])
+            except Exception as error:
+                output = sequence.fail(error)
             outputs.append(output)
             if output.finish_reason:
                 finished.append(row)
         for row in reversed(finished):
             self._remove(row)
+
+    def _steered(self, logits: Tensor, drafts: Tensor) -> Tensor:
+        """Logits [B, T, V] as the rows with wishes of their own want them; the same tensor where there are none."""
+        steered = [row for row, sequence in enumerate(self.batch.sequences) if sequence.steering is not None]
+        if not steered:
+            return logits
+        logits = logits.float().clone()
+        for row in steered:
+            steering = self.batch.sequences[row].steering
+            assert steering is not None
+            steering.apply(logits[row], drafts[row].tolist())
+        return logits
 
     def _offered(self) -> list[int]:
         """Drafts to verify per row: those proposed, but none that could not be emitted any more."""
@@ -278,10 +316,9 @@ def token_logprobs(scores: Tensor, tokens: list[int], count: int) -> list[TokenL
     ]
 
 
-def make_drafter(
-    name: DrafterName | None, head: Eagle3Head | None, target: KimiModel, draft_len: int, rows: int, max_len: int
-) -> Drafter:
-    """The drafter called `name`. Raises UsageError when it lacks its head or has nothing to draft."""
+def make_drafter(options: EngineOptions, head: Eagle3Head | None, target: KimiModel, max_len: int) -> Drafter:
+    """The drafter that is asked for. Raises UsageError when it lacks its head or has nothing to draft."""
+    name, draft_len = options.drafter, options.draft_len
     if name is None:
         return NoDrafter()
     if draft_len < 1:
@@ -292,7 +329,7 @@ def make_drafter(
         raise UsageError(f"drafter {name!r} does not exist", "use eagle3 or prompt-lookup")
     if head is None:
         raise UsageError("drafter eagle3 needs a head", "pass --head, or use the drafter prompt-lookup")
-    return Eagle3Drafter(head, target, rows, max_len)
+    return Eagle3Drafter(head, target, options.max_batch_size, max_len, options.draft_sampling)
 
 
 def check_request(request: GenerationRequest, max_seq_len: int, vocab_size: int, has_tokenizer: bool) -> None:

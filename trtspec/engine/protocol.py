@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import json
+import re
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -10,9 +12,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 class ApiError(Exception):
     """An answer in OpenAI's error shape."""
 
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.message, self.status, self.param, self.code = message, status, param, code
+        self.retry_after = retry_after  # seconds
 
     def to_dict(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
@@ -20,43 +31,101 @@ class ApiError(Exception):
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
 
+
+ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": {"type": "object", "required": ["message", "type", "param", "code"]}},
+}
+MESSAGE_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"type": "string"},
+        "content": {
+            "anyOf": [
+                {"type": ["string", "null"]},
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "required": ["type", "text"],
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                    },
+                },
+            ]
+        },
+    },
+}
+MAX_INT32, MAX_INT64 = 2**31 - 1, 2**63 - 1
+MAX_STOPS = 64
+StopString = Annotated[str, Field(max_length=1000)]
+TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,7}$")]  # a token id as a JSON key
 
 # Fields of the API without effect on what is generated; accepted so that ordinary clients work.
-INERT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+INERT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "add_special_tokens")
 # Fields this server cannot honour, with the only values that change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "min_p": (None, 0),
-    "logit_bias": (None, {}),
     "best_of": (None, 1),
-    "echo": (None, False),
     "suffix": (None, ""),
-    "response_format": (None, {"type": "text"}),
-    "guided_json": (None,),
-    "guided_regex": (None,),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1),
+    "early_stopping": (None, False),
+    "no_repeat_ngram_size": (None, 0),
 }
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class JsonSchema(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] = Field({}, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """What an answer looks like: any text, any JSON object, JSON of a schema, or text of a regular expression."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text", "json_object", "json_schema", "regex"]
+    json_schema: JsonSchema | None = None
+    regex: str | None = Field(None, max_length=10_000)
 
 
 class GenerationBody(BaseModel):
-    """What both endpoints share. `top_k` (0 off), `ignore_eos` and `stop_token_ids` are extensions."""
+    """What both endpoints share. `top_k` (0 and -1: off), `ignore_eos` and `stop_token_ids` are extensions."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = 0
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] = []
+    top_k: int = Field(0, ge=-1, le=MAX_INT32)
+    seed: int | None = Field(None, ge=-MAX_INT64 - 1, le=MAX_INT64)
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_INT32)]] = []
     ignore_eos: bool = False
     n: int = Field(1, ge=1, le=16)
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    min_p: float = Field(0.0, ge=0, le=1)
+    min_tokens: int = Field(0, ge=0, le=MAX_INT32)
+    logit_bias: dict[TokenName, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
+    bad: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = Field(None, max_length=10_000)
 
     @model_validator(mode="before")
     @classmethod
@@ -73,16 +142,57 @@ class GenerationBody(BaseModel):
     @property
     def stops(self) -> list[str]:
         """Stop strings, without empty ones."""
-        found = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [word for word in found if word]
+        return _words(self.stop)
+
+    @property
+    def bad_words(self) -> list[str]:
+        """Texts that the answer must not contain."""
+        return _words(self.bad)
+
+    @property
+    def grammar(self) -> tuple[str, str] | None:
+        """(kind, text) of what the answer must look like, as `Grammars.matcher` takes it; None for any text.
+
+        Raises ApiError where it is told twice or by half.
+        """
+        asked = self.response_format
+        found: list[tuple[str, str]] = []
+        if self.guided_json is not None:
+            schema = self.guided_json
+            found.append(("json", schema if isinstance(schema, str) else json.dumps(schema)))
+        if self.guided_regex is not None:
+            found.append(("regex", self.guided_regex))
+        if asked is not None and asked.type == "json_object":
+            found.append(("json", '{"type": "object"}'))
+        if asked is not None and asked.type == "json_schema":
+            if asked.json_schema is None:
+                raise ApiError("response_format.json_schema is missing", param="response_format")
+            found.append(("json", json.dumps(asked.json_schema.schema_)))
+        if asked is not None and asked.type == "regex":
+            if asked.regex is None:
+                raise ApiError("response_format.regex is missing", param="response_format")
+            found.append(("regex", asked.regex))
+        if len(found) > 1:
+            raise ApiError("the form of the answer is told more than once", param="response_format")
+        if found and self.ignore_eos:
+            raise ApiError("an answer with a form ends when that is complete: omit ignore_eos", param="ignore_eos")
+        return found[0] if found else None
+
+
+def _words(given: str | list[str] | None) -> list[str]:
+    found = [given] if isinstance(given, str) else given or []
+    return [word for word in found if word]
 
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions. `prompt` is text or token ids, one or several."""
+    """POST /v1/completions. `prompt` is text or token ids, one or several. Names of special tokens in a text stand for
+    them only with `allow_special_tokens`, an extension; in a chat only the template writes special tokens."""
 
+    allow_special_tokens: bool = False
     prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -98,13 +208,14 @@ class CompletionBody(GenerationBody):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[dict[str, Any]] = Field(min_length=1, json_schema_extra={"items": MESSAGE_SCHEMA})
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     tools: list[dict[str, Any]] = []
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
 
     @property
@@ -114,26 +225,48 @@ class ChatBody(GenerationBody):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """Tools to show to the model. Raises ApiError where the choice would need constrained decoding."""
+        """Tools to show to the model. Raises ApiError for one that is no function."""
         if self.tool_choice == "none" or not self.tools:
             return None
-        if self.tool_choice != "auto":
-            raise ApiError(
-                "tool_choice 'required' or a named tool needs constrained decoding, which this server does not have",
-                param="tool_choice",
-                code="unsupported_parameter",
-            )
+        for index, tool in enumerate(self.tools):
+            function = tool.get("function")
+            if tool.get("type") != "function" or not isinstance(function, dict):
+                raise ApiError(f"tools[{index}] is no function", param=f"tools[{index}]")
+            if not re.fullmatch(r"[\w.-]{1,128}", str(function.get("name"))):
+                raise ApiError(f"tools[{index}] has no name a call could have", param=f"tools[{index}].function.name")
+            if not isinstance(function.get("parameters") or {}, dict):
+                raise ApiError(f"tools[{index}]: parameters are no schema", param=f"tools[{index}].function.parameters")
         return self.tools
+
+    @property
+    def demanded_tools(self) -> list[dict[str, Any]]:
+        """The tools of which one must be called: all with `required`, one where it is named, else none."""
+        if self.tool_choice == "required":
+            if not self.tools:
+                raise ApiError("tool_choice is required and there are no tools", param="tool_choice")
+            return self.tools
+        if not isinstance(self.tool_choice, dict):
+            return []
+        function = self.tool_choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        named = [tool for tool in self.offered_tools or [] if tool["function"]["name"] == name]
+        if not named:
+            raise ApiError(f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
+        return named[:1]
 
 
 def _plain(message: dict[str, Any], index: int) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise ApiError(f"messages[{index}] has no role", param=f"messages[{index}].role")
     content = message.get("content")
+    if content is not None and not isinstance(content, (str, list)):
+        raise ApiError(
+            f"messages[{index}].content is neither text nor a list of parts", param=f"messages[{index}].content"
+        )
     if not isinstance(content, list):
         return message
-    texts = [str(part.get("text", "")) for part in content if isinstance(part, dict) and part.get("type") == "text"]
-    if len(texts) != len(content):
+    texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    if len(texts) != len(content) or any(part.get("type") != "text" for part in content):
         raise ApiError(
             f"messages[{index}].content holds a part that is not text; this server has no vision tower",
             param=f"messages[{index}].content",
@@ -153,3 +286,42 @@ def parse_body(kind: type[GenerationBody], body: Any) -> Any:
         if first["type"] == "extra_forbidden":
             raise ApiError(f"Unrecognized request argument supplied: {param}", param=param) from None
         raise ApiError(f"{param}: {first['msg']}", param=param) from None
+
+
+def described(kind: type[GenerationBody]) -> dict[str, Any]:
+    """What the OpenAPI document says about an endpoint: the schema of its body, and every status it answers with."""
+    schema = _body_schema(kind)
+    statuses = {
+        400: "The request is wrong; `param` names the field.",
+        401: "The API key is missing or wrong.",
+        404: "The server does not serve that model.",
+        408: "The body did not arrive in time.",
+        413: "The body is too large.",
+        429: "Too many requests wait; `Retry-After` says when to try again.",
+        500: "The generation failed.",
+        503: "The engine stopped.",
+    }
+    answers: dict[int | str, dict[str, Any]] = {
+        status: {"description": text, "content": {"application/json": {"schema": ERROR_SCHEMA}}}
+        for status, text in statuses.items()
+    }
+    content = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}}}
+    answers[200] = {"description": "The answer, or with `stream` its events.", "content": content}
+    body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return {"responses": answers, "openapi_extra": {"requestBody": body}}
+
+
+def _body_schema(kind: type[GenerationBody]) -> dict[str, Any]:
+    """JSON schema of a body: the fields of its class, those that are taken since they change nothing, null for all."""
+    schema = kind.model_json_schema()
+    definitions = schema.pop("$defs", {})
+    text = json.dumps(schema)
+    while "#/$defs/" in text:  # definitions use one another
+        for name, definition in definitions.items():
+            text = text.replace(json.dumps({"$ref": f"#/$defs/{name}"}), json.dumps(definition))
+    schema = json.loads(text)
+    fields = {name: {"anyOf": [field, {"type": "null"}]} for name, field in schema["properties"].items()}
+    for name in schema.get("required", []):
+        fields[name] = schema["properties"][name]
+    neutral = {name: {"enum": list(values)} for name, values in NEUTRAL.items()}
+    return {**schema, "properties": {**fields, **neutral, **{name: {} for name in INERT}}}

@@ -15,7 +15,9 @@ def probabilities(
     (1 = off) keeps the smallest set whose mass reaches top_p. None for either means that no row asks for it.
     """
     shape = (-1, *([1] * (logits.dim() - 1)))
-    scaled = logits.float() / temperature.view(shape)
+    logits = logits.float()
+    # the best logit becomes 0 first: a tiny temperature then gives -inf to all others, never inf to the best
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.view(shape)
     if top_k is not None:
         scaled = keep_top_k(scaled, top_k.view(shape))
     probs = scaled.softmax(-1)
@@ -35,7 +37,7 @@ def keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
     """Nucleus sampling (arXiv 1904.09751): the smallest set of likeliest tokens with mass >= top_p, renormalised."""
     ordered, order = probs.sort(-1, descending=True)
     before = ordered.cumsum(-1) - ordered  # mass of the likelier tokens; the first is always kept
-    kept = ordered.masked_fill((before >= top_p) & (top_p < 1), 0.0)
+    kept = ordered.masked_fill((before >= top_p) & (top_p < 1) & (before > 0), 0.0)
     result = torch.zeros_like(probs).scatter_(-1, order, kept)
     return result / result.sum(-1, keepdim=True)
 

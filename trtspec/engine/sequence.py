@@ -9,17 +9,21 @@ from typing import Literal
 import torch
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.engine.steering import Steering, Wishes
 from trtspec.engine.text import TextStream
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+COLDEST = 1e-30  # a temperature below it is greedy: float32 cannot divide by it
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
     """What to generate. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
 
-    `stop` strings need an engine with a tokenizer and are not part of the output. `logprobs` is how many alternatives
-    to report per token (0: none). `seed` fixes a sampled request's random numbers whatever else is in the batch.
+    `stop` strings need an engine with a tokenizer and are not part of the output, but with `include_stop`.
+    `skip_special=False` keeps the names of special tokens in the text. `logprobs` is how many alternatives to report
+    per token (0: none), with `prompt_logprobs` for those of the prompt as well, from its second. `seed` fixes a sampled
+    request's random numbers whatever else is in the batch.
     """
 
     id: str
@@ -33,6 +37,10 @@ class GenerationRequest:
     ignore_eos: bool = False
     logprobs: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    wishes: Wishes | None = None
+    prompt_logprobs: bool = False
+    include_stop: bool = False
+    skip_special: bool = True
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,8 @@ class Output:
     gaps: list[float] = field(default_factory=list)
     stats: Stats | None = None
     round: tuple[int, int] | None = None
+    error: Exception | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass
@@ -96,16 +106,21 @@ class Completion:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
+    error: Exception | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def add(self, output: Output) -> None:
         self.token_ids += output.token_ids
         self.text += output.text
         self.logprobs += output.logprobs
+        self.prompt_logprobs += output.prompt_logprobs
         self.gaps += output.gaps
         if output.finish_reason:
             self.finish_reason = output.finish_reason
         if output.stats:
             self.stats = output.stats
+        if output.error:
+            self.error = output.error
 
     @property
     def avg_decoded_tokens_per_iter(self) -> float:
@@ -132,9 +147,13 @@ class Sequence:
         self.limit = min(request.max_tokens, max_seq_len - len(request.prompt_ids))
         ends = set(request.stop_token_ids)
         self.ends = frozenset(ends if request.ignore_eos else ends | set(eos_ids))
-        self.text = TextStream(tokenizer, request.stop)
+        self.text = TextStream(tokenizer, request.stop, request.include_stop, request.skip_special)
+        self.steering = None
+        if request.wishes is not None:
+            self.steering = Steering(request.wishes, request.prompt_ids, self.ends, request.temperature)
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.stats = Stats(histogram=[0] * (draft_len + 1))
-        self.sampled = request.temperature > 0
+        self.sampled = request.temperature >= COLDEST
         self.generator = torch.Generator().manual_seed(request.seed if request.seed is not None else seed)
         self.prefilled = 0
         self.finish_reason: FinishReason | None = None
@@ -146,6 +165,11 @@ class Sequence:
     def uniform(self, count: int) -> torch.Tensor:
         """The request's next `count` random numbers in [0, 1), float32."""
         return torch.rand(count, generator=self.generator)
+
+    def fail(self, error: Exception) -> Output:
+        """The last output of a request that something went wrong in."""
+        self.finish_reason = "error"
+        return Output(self.id, [], "", "error", stats=self.stats, error=error)
 
     def emit(self, tokens: list[int], offered: int | None = None) -> Output:
         """Takes the tokens a step produced, cut at the token that ends the request; `offered` drafts were verified.
@@ -162,6 +186,8 @@ class Sequence:
         if self.text.stopped:
             tokens, reason = tokens[:used], "stop"
         self.token_ids += tokens
+        if self.steering is not None:
+            self.steering.advance(tokens)
         if reason is None and self.remaining == 0:
             reason = "length"
         output = Output(self.id, tokens, text, reason)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -16,27 +17,36 @@ import psutil
 import torch
 import uvicorn
 
+from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.app import create_app
-from trtspec.engine.drafters import DrafterName
+from trtspec.engine.app import AppOptions, create_app
+from trtspec.engine.connection import ClientConnection
+from trtspec.engine.drafters import DrafterName, DraftSampling
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.sequence import GenerationRequest
 from trtspec.engine.stats import Totals
-from trtspec.errors import TrtspecError, UsageError
-from trtspec.models.head_weights import load_head
+from trtspec.errors import MissingDependency, TrtspecError, UsageError
+from trtspec.models.head_weights import load_head, open_head
+from trtspec.models.memory import cache_token_bytes, check_device, free_bytes, head_bytes, target_bytes
 from trtspec.models.precision import default_dtype, dtype_name
 from trtspec.models.weights import load_target
+from trtspec.specs import ModelSpec
 
 DTYPES = ("auto", "bfloat16", "float32")
 DEFAULT_MAX_SEQ_LEN = 4096
 SHARED_PRODUCTS_HIDDEN = 1024  # below, a step on one thread is faster than on two (docs/LOG.md)
 GRACE_SECONDS = 30
+SPARE = 1.05  # times the weights: what loading and products hold beside them
+LOGITS_COPIES = 4  # float32 logits of a round: as computed, scaled, sorted, accepted
+MIN_LENGTH = 64  # a context below it is not worth proposing
 
 
 @dataclass(frozen=True)
 class ServerOptions:
     """`dtype` auto is bfloat16 where the device computes it natively, else float32; the ready line names the choice.
-    `drafter` None is eagle3 with a head. `max_seq_len` None: the target's own maximum, at most 4096."""
+    `drafter` None is eagle3 with a head. `max_seq_len` None: the target's own maximum, at most 4096. `max_queue`
+    requests wait beside those that run; further ones get status 429. With an `api_key`, requests below /v1 must carry
+    it."""
 
     host: str = "localhost"
     port: int = 8000
@@ -44,15 +54,18 @@ class ServerOptions:
     device: str = "cpu"
     drafter: DrafterName | None = None
     draft_len: int = 3
+    draft_sampling: DraftSampling = "argmax"
     max_batch_size: int = 16
     max_seq_len: int | None = None
     served_model_name: str | None = None
+    max_queue: int = 512
+    api_key: str | None = field(default=None, repr=False)
 
 
 def run(target: Path, head: Path | None, options: ServerOptions) -> None:
     """Serves until SIGTERM (returns) or SIGINT (raises KeyboardInterrupt); requests in flight are finished first.
 
-    Raises TrtspecError when something does not load or the port is taken.
+    Raises TrtspecError when something does not load, the port is taken, or the engine dies.
     """
     listener = bind(options.host, options.port)  # before the weights: a taken port should not cost a load
     engine, tokenizer = build_engine(target, head, options)
@@ -65,33 +78,81 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
         else "no speculation"
     )
     how = f"{dtype_name(engine.target.dtype)}, {how}"
+    allow_many_connections()
+    app = create_app(engine, tokenizer, AppOptions(name, options.api_key, options.max_queue, lambda: server.end()))
     config = uvicorn.Config(
-        create_app(engine, tokenizer, name), log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS, lifespan="on"
+        app, http=ClientConnection, log_level="error", timeout_graceful_shutdown=GRACE_SECONDS, lifespan="on"
     )
     server = AnnouncingServer(
         config, f"trtspec: serving {name} on http://{options.host}:{listener.getsockname()[1]} ({how})"
     )
     server.run(sockets=[listener])
+    failure = app.state.worker.failure
+    if failure is not None:
+        raise TrtspecError(
+            f"the engine stopped: {type(failure).__name__}: {failure}",
+            "start the server again; with TRTSPEC_DEBUG=1 it prints where the error came from",
+        )
     if server.ended_by == signal.SIGINT:
         raise KeyboardInterrupt
 
 
+def allow_many_connections() -> None:
+    """Raises the soft limit of open files to the hard one: idle clients should not keep out the others."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def build_engine(target: Path, head: Path | None, options: ServerOptions) -> tuple[Engine, KimiTokenizer]:
-    """Loads checkpoint directories into an engine with its tokenizer."""
+    """Loads checkpoint directories into an engine with its tokenizer. Raises MissingDependency where memory lacks."""
     dtype, device = options.dtype, options.device
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", "use --dtype auto")
+    check_device(device)
     compute: torch.dtype = default_dtype(device) if dtype == "auto" else getattr(torch, dtype)
+    require_memory(target, head, options, compute)
     tokenizer = KimiTokenizer(target)
     model = load_target(target, dtype=compute, device=device)
     draft_head = None if head is None else load_head(head, model, dtype=compute, device=device)
     sizes = EngineOptions(
         drafter=options.drafter or ("eagle3" if head else None),
         draft_len=options.draft_len,
+        draft_sampling=options.draft_sampling,
         max_batch_size=options.max_batch_size,
-        max_seq_len=options.max_seq_len or min(model.spec.max_position_embeddings, DEFAULT_MAX_SEQ_LEN),
+        max_seq_len=sequence_length(model.spec, options),
     )
     return Engine(model, draft_head, sizes, tokenizer), tokenizer
+
+
+def require_memory(target: Path, head: Path | None, options: ServerOptions, dtype: torch.dtype) -> None:
+    """Raises MissingDependency, before anything is loaded, with the bytes needed and free and the sizes that fit."""
+    spec = require_target(target).spec
+    checkpoint, head_spec = (None, None) if head is None else open_head(head, spec)
+    rows, length = options.max_batch_size, sequence_length(spec, options)
+    weights = target_bytes(target, spec, dtype, options.device)
+    weights += head_bytes(checkpoint, dtype) if checkpoint else 0
+    logits = LOGITS_COPIES * (1 + options.draft_len) * spec.vocab_size * 4
+    row = cache_token_bytes(spec, head_spec, dtype) * (length + options.draft_len) + logits
+    needed, free = int(SPARE * weights) + rows * row, free_bytes(options.device)
+    if needed <= free:
+        return
+    room = free - int(SPARE * weights)
+    if room >= row:
+        remedy = f"use --max-batch-size {room // row}, or a --max-seq-len below {length}"
+    elif room - logits >= row // length * MIN_LENGTH:
+        remedy = f"use --max-batch-size 1 --max-seq-len {(room - logits) * length // row}"
+    else:
+        remedy = "use a machine with more memory, or a smaller target: its weights alone do not fit"
+    raise MissingDependency(
+        f"{target} takes {needed / 2**30:.2f} GiB on {options.device} ({weights / 2**30:.2f} of weights in "
+        f"{dtype_name(dtype)}, {rows} requests of {length} tokens), {free / 2**30:.2f} are free",
+        remedy,
+    )
+
+
+def sequence_length(spec: ModelSpec, options: ServerOptions) -> int:
+    """Tokens of prompt and answer together that a request may have."""
+    return options.max_seq_len or min(spec.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
 
 
 def warm_up(engine: Engine) -> None:
@@ -151,6 +212,10 @@ class AnnouncingServer(uvicorn.Server):
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+    def end(self) -> None:
+        """Stops as a signal does; what is in flight is finished or told."""
+        self.should_exit = True
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         self.ended_by = number

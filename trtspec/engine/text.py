@@ -14,8 +14,15 @@ class TextStream:
     arrive singly or several per step; text that may be the beginning of a stop string is held back.
     """
 
-    def __init__(self, tokenizer: KimiTokenizer | None, stop: Sequence[str] = ()) -> None:
-        self._detokenizer = Detokenizer(tokenizer) if tokenizer else None
+    def __init__(
+        self,
+        tokenizer: KimiTokenizer | None,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special) if tokenizer else None
+        self._include_stop = include_stop
         self.stop = tuple(stop)
         self._pending = ""
         self.stopped = False
@@ -31,6 +38,8 @@ class TextStream:
             found = find_stop(self._pending, self.stop)
             if found >= 0:
                 self.stopped = True
+                if self._include_stop:
+                    found += next(len(word) for word in self.stop if self._pending.startswith(word, found))
                 text, self._pending = self._pending[:found], ""
                 return text, used
         keep = held_back(self._pending, self.stop)

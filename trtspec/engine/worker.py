@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
-import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from queue import SimpleQueue
 from typing import Any
 
+from trtspec.engine.boundary import log_exception
 from trtspec.engine.engine import Engine, check_request
 from trtspec.engine.sequence import GenerationRequest, Output
 
@@ -18,14 +17,24 @@ ITERATIONS_KEPT = 1000
 
 
 class EngineThreadDied(Exception):
-    """The engine thread died; the server answers 500 and is unhealthy from then on."""
+    """The engine thread died: every request in flight is told, and the process ends."""
+
+
+class GenerationFailed(Exception):
+    """One request met an exception of its own; the others are not concerned."""
 
 
 class Worker:
-    """Runs an engine in a thread. All methods but `start` and `stop` are called from the event loop."""
+    """Runs an engine in a thread. All methods but `start` and `stop` are called from the event loop.
 
-    def __init__(self, engine: Engine) -> None:
+    At most `max_queue` requests wait beside those that run. `on_death` is called in the event loop when the thread
+    has died.
+    """
+
+    def __init__(self, engine: Engine, max_queue: int, on_death: Callable[[], None] = lambda: None) -> None:
         self.engine = engine
+        self.capacity = engine.max_batch_size + max_queue
+        self.on_death = on_death
         self.iterations: deque[dict[str, Any]] = deque(maxlen=ITERATIONS_KEPT)
         self.failure: BaseException | None = None
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -48,19 +57,26 @@ class Worker:
     def healthy(self) -> bool:
         return self.failure is None and self._thread.is_alive()
 
+    @property
+    def free(self) -> int:
+        """How many further requests are taken now."""
+        return self.capacity - len(self._outputs)
+
     def check(self, request: GenerationRequest) -> None:
         """Raises UsageError for a request that the engine would refuse."""
         engine = self.engine
         check_request(request, engine.max_seq_len, engine.target.spec.vocab_size, engine.tokenizer is not None)
 
     async def run(self, request: GenerationRequest) -> AsyncIterator[Output]:
-        """Outputs of a request as they come. Leaving the loop early cancels it. Raises EngineThreadDied."""
-        self.check(request)
+        """Outputs of a checked request as they come. Leaving the loop early cancels it.
+
+        Raises GenerationFailed for an exception of this request, EngineThreadDied where no request goes on.
+        """
         outputs: asyncio.Queue[Output | None] = asyncio.Queue()
         self._outputs[request.id] = outputs
         if not self.healthy:
             raise EngineThreadDied("the engine stopped")
-        self._commands.put(lambda: self.engine.submit(request))
+        self._commands.put(lambda: self._submit(request))
         finished = False
         try:
             while not finished:
@@ -68,6 +84,9 @@ class Worker:
                 if output is None:
                     raise EngineThreadDied("the engine stopped")
                 finished = output.finish_reason is not None
+                if output.error is not None:
+                    log_exception(f"generation {request.id}", output.error)
+                    raise GenerationFailed("the generation failed")
                 yield output
         finally:
             del self._outputs[request.id]
@@ -81,6 +100,12 @@ class Worker:
             drained.append(self.iterations.popleft())
         return drained
 
+    def _submit(self, request: GenerationRequest) -> None:
+        try:
+            self.engine.submit(request)
+        except Exception as error:
+            self._deliver([Output(request.id, [], "", "error", error=error)])
+
     def _run(self) -> None:
         try:
             while self._obey():
@@ -90,7 +115,7 @@ class Worker:
                 self._deliver(outputs)
         except BaseException as error:
             self.failure = error
-            traceback.print_exc(file=sys.stderr)
+            log_exception("the engine stopped", error)
         finally:
             self._deliver(None)
 
@@ -114,6 +139,8 @@ class Worker:
         if outputs is None:
             for queue in self._outputs.values():
                 queue.put_nowait(None)
+            if self.failure is not None:
+                self.on_death()
             return
         for output in outputs:
             if output.id in self._outputs:  # a cancelled request has nobody waiting

@@ -54,7 +54,7 @@ def _serving(spec: HeadSpec, target: str) -> str:
     parts, layers = [], list(spec.aux_layers or ())
     for name, engine in ENGINES.items():
         commands, head, layout = [], "HEAD", spec
-        if not DIALECTS[spec.dialect].served_by(engine, spec.aux_layers):
+        if not DIALECTS[spec.dialect].served_by(engine, spec) and not engine.cannot_load(spec):
             commands.append(serving_commands(spec, head, target, layers)[name])
             head, layout = f"HEAD-{name}", replace(spec, dialect=OPTIONS[name].name)
         commands.append(serving_commands(layout, head, target, layers)[name])
@@ -92,19 +92,41 @@ def _training(provenance: dict[str, Any]) -> str:
     accuracy = training.get("held_out_accuracy")
     lines = [
         f"- {training['samples']:,} conversations answered by the target, {training['tokens_seen']:,} tokens seen in "
-        f"{training['steps']:,} steps of {options['batch_size']} sequences up to {options['seq_len']} tokens",
-        f"- ModelOpt's objective: soft cross entropy over {options['ttt_steps']} training-time-test steps, "
-        "weights 0.9^k",
-        f"- AdamW, peak learning rate {training['peak_lr']:.2e}, seed {options['seed']}",
+        f"{training['steps']:,} steps of {options['batch_size'] * options.get('accumulation', 1)} sequences up to "
+        f"{options['seq_len']} tokens",
+        f"- objective: {options.get('loss', 'cross-entropy')} to the target's distribution over "
+        f"{options['ttt_steps']} training-time-test steps, weights {options.get('ttt_decay', 0.9):g}^k",
+        f"- AdamW, peak learning rate {training['peak_lr']:.2e}, schedule {options.get('schedule', 'cosine')}, seed "
+        f"{options['seed']}",
         f"- final loss {training['loss']:.3f}, agreement with the target per step "
         + ", ".join(f"{value:.3f}" for value in training["accuracy"]),
     ]
     if accuracy:
         lines.append("- on held-out conversations: " + ", ".join(f"{value:.3f}" for value in accuracy))
+    if estimate := training.get("estimated_acceptance_length"):
+        lines.append(
+            f"- acceptance length {estimate:.3f}, estimated at {options['ttt_steps']} drafts: those that agree with "
+            "the target's best token, walked along held-out answers as greedy decoding would; nothing was generated"
+        )
+    if not training.get("finished", True):
+        lines.append(f"- **not finished**: this is the head after step {training['steps']:,} of {training['total']:,}")
+    for told in source_files(provenance):
+        lines.append(f"- {told}")
     if training.get("processes", 1) > 1:
         lines.append(f"- {training['processes']} processes shared each batch")
     lines.append("- versions: " + ", ".join(f"{name} {version}" for name, version in provenance["versions"].items()))
     return "\n".join(lines) + _curve(training.get("curve") or [])
+
+
+def source_files(provenance: dict[str, Any]) -> list[str]:
+    """Of several data files, or one of which something was left out, what became of each."""
+    files = provenance["source"].get("files") or []
+    told = []
+    for file in files if len(files) > 1 else [file for file in files if file.get("duplicates")]:
+        use = f"{file['passes']:g} passes per epoch" if file["passes"] else "evaluated on"
+        left = f", {file['duplicates']} duplicates left out" if file.get("duplicates") else ""
+        told.append(f"{file['file']}: {file['conversations']:,} conversations, {use}{left}")
+    return told
 
 
 def _curve(points: list[dict[str, Any]]) -> str:
@@ -160,13 +182,16 @@ def _measured_before(source: dict[str, Any]) -> str:
 
 
 def serving_commands(spec: HeadSpec, head: str, target: str | None, capture: list[int] | None) -> dict[str, str]:
-    """A shell command (and YAML) for each engine; for a layout that an engine misreads, the conversion that it needs.
+    """A shell command (and YAML) for each engine; for a layout that an engine misreads, the conversion that it needs;
+    for a head that it cannot load, a comment with the reason.
 
     `capture` holds the layer outputs that TensorRT-LLM must be told, or None where its default is right or unknown.
     """
     dialect, commands = DIALECTS[spec.dialect], {}
     for name, engine in ENGINES.items():
-        if dialect.served_by(engine, spec.aux_layers):
+        if reason := engine.cannot_load(spec):
+            commands[name] = f"# {reason}"
+        elif dialect.served_by(engine, spec):
             commands[name] = engine.command(head, target or "<target>", engine.tensor_parallel, capture)
         else:
             convert = f"trtspec convert {head} -o {head}-{name} --to {name}"

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.heads.read import read_head
-from trtspec.checkpoint.heads.values import value_problems
+from trtspec.checkpoint.heads.values import compare_embeddings, embedding_rows, value_problems
 from trtspec.checkpoint.tensors import LazyTensors
-from trtspec.errors import TrtspecError
+from trtspec.errors import Problem, TrtspecError
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.layers import Linear
-from trtspec.specs import HeadSpec
+from trtspec.specs import HeadSpec, ModelSpec
 
 
 class Tensors(Protocol):
@@ -36,25 +36,50 @@ def load_head(
     Reads ModelOpt's names (`layers.0.`) and `midlayer.`. Raises TrtspecError with every misfit at once, and refuses a
     head whose function the servers do not compute (norm_before_residual).
     """
-    checkpoint = Checkpoint.open(Path(path))
-    spec, found = read_head(checkpoint)
-    found = [problem for problem in found + pair_problems(spec, target.spec) if problem.severity == "error"]
-    problems = []
-    if not found:
-        with torch.device("meta"):
-            problems = _misfits(checkpoint, Eagle3Head(spec))
-    if not problems:
-        found = found or value_problems(checkpoint, checkpoint.tensors)
-        problems = [f"[{problem.code}] {problem.where}: {problem.message}" for problem in found]
-    if problems:
-        raise TrtspecError(
-            f"{path} cannot draft for this target: {'; '.join(problems)}",
-            found[0].remedy if found else f"run `trtspec inspect {path}`",
-        )
+    checkpoint, spec = open_head(path, target.spec)
+    _refuse(path, _embedding(checkpoint, target))
     tensors = LazyTensors(checkpoint)
     head = assemble(spec, tensors, target, dtype=dtype, device=device)
     tensors.close()
     return head
+
+
+def open_head(path: Path | str, target: ModelSpec) -> tuple[Checkpoint, HeadSpec]:
+    """A head that can draft for `target`, unread. Raises as `load_head` does, except for its embedding."""
+    checkpoint = Checkpoint.open(Path(path))
+    spec, found = read_head(checkpoint)
+    found = [problem for problem in found + pair_problems(spec, target) if problem.severity == "error"]
+    _refuse(path, found or value_problems(checkpoint, checkpoint.tensors))
+    return checkpoint, spec
+
+
+def _refuse(path: Path | str, found: list[Problem]) -> None:
+    if found:
+        told = "; ".join(f"[{problem.code}] {problem.where}: {problem.message}" for problem in found)
+        raise TrtspecError(f"{path} cannot draft for this target: {told}", found[0].remedy)
+
+
+def read_tensors(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    """All tensors of a head by their names; those of real numbers in `dtype` on `device`, the others as stored."""
+    tensors = LazyTensors(checkpoint)
+    whole = {name: tensors[name] for name in tensors.names()}
+    tensors.close()
+    return {
+        name: value.to(device, dtype) if value.is_floating_point() else value.to(device)
+        for name, value in whole.items()
+    }
+
+
+def _embedding(checkpoint: Checkpoint, target: KimiModel) -> list[Problem]:
+    """What is wrong with the head's own embedding, which this engine would draft with."""
+    name = "embed_tokens.weight"
+    if name not in checkpoint.tensors or not isinstance(target.embed, nn.Embedding):
+        return []
+    with LazyTensors(checkpoint) as stored:
+        own = stored[name]
+        rows = torch.from_numpy(embedding_rows(len(own)))
+        ours, theirs = (weight[rows].double().numpy() for weight in (own, target.embed.weight.detach().cpu()))
+    return [problem for problem in compare_embeddings(ours, theirs) if problem.severity == "error"]
 
 
 def assemble(
@@ -92,18 +117,6 @@ def layout(spec: HeadSpec) -> dict[str, tuple[str, ...]]:
     if spec.norm_before_fc:
         table["input_norm.weight"] = ("input_norm.weight",)
     return table
-
-
-def _misfits(checkpoint: Checkpoint, head: Eagle3Head) -> list[str]:
-    """Tensors whose shape is not the one that the parameter (its equal share of rows) has."""
-    problems = []
-    for parameter, names in layout(head.spec).items():
-        wanted = tuple(head.get_parameter(parameter).shape)
-        shapes = [tuple(checkpoint.tensors[name].shape) for name in names if name in checkpoint.tensors]
-        rows = sum(shape[0] for shape in shapes) if parameter != "fc_norm" else wanted[0]
-        if rows != wanted[0] or any(shape[-1] != wanted[-1] for shape in shapes):
-            problems.append(f"[TS-HEAD-TENSOR-SHAPE] {', '.join(names)}: {shapes}, together they must be {wanted}")
-    return problems
 
 
 def _attach(head: Eagle3Head, tensors: Tensors, target: KimiModel, dtype: torch.dtype, device: str) -> None:

@@ -21,15 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trtspec.checkpoint.detect import target_spec
-from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError
 from trtspec.models import quantized
 from trtspec.models.kimi import DecoderLayer, KimiModel
 from trtspec.models.layers import AttentionStep, RMSNorm, rope_tables
 from trtspec.models.names import Source, layer_layout, layout
-from trtspec.models.weights import check_complete, install, is_nvfp4
+from trtspec.models.weights import install, is_nvfp4
 from trtspec.report import file_sha256, fsync_directory
 
 Activation = Literal["w4a4", "weight-only", "decoded"]
@@ -43,8 +42,8 @@ class LayerStream:
 
     `dtype` is the compute type. NVFP4 linears compute as `activation` says; "decoded" treats them as plain weights.
     `threads` decode the parts of a layer side by side. `load_ahead` decodes the next layer while one computes, in the
-    memory of both; None: where ROOM layers fit into the free memory. Raises TrtspecError when a tensor of the model is
-    missing.
+    memory of both; None: where ROOM layers fit into the free memory. Raises TrtspecError for a checkpoint in which
+    `trtspec inspect` finds an error.
     """
 
     def __init__(
@@ -57,11 +56,10 @@ class LayerStream:
         threads: int = 1,
         load_ahead: bool | None = None,
     ) -> None:
-        self.checkpoint = Checkpoint.open(Path(path))
-        self.spec = target_spec(self.checkpoint)
+        target = require_target(path)
+        self.checkpoint, self.spec = target.checkpoint, target.spec
         self.dtype, self.device, self.activation, self.threads = dtype, device, activation, threads
         self._tensors = LazyTensors(self.checkpoint)
-        check_complete(self._tensors, self.spec)
         if load_ahead is None:
             load_ahead = psutil.virtual_memory().available > ROOM * self.layer_bytes(self.num_layers - 1)
         self.load_ahead = load_ahead

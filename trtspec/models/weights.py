@@ -9,8 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from trtspec.checkpoint.detect import target_spec
-from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.formats import stored_format
@@ -32,19 +31,18 @@ def load_target(
     """Builds the model of a checkpoint in any format (bf16, int4, fp8-block: decoded; nvfp4: computed as NVFP4).
 
     `dtype` is the compute type. `kv_cache="auto"` keeps latents as FP8 when the checkpoint asks for it.
-    Raises TrtspecError naming every missing or misshapen tensor at once.
+    Raises TrtspecError for a checkpoint in which `trtspec inspect` finds an error.
     """
     from trtspec.models import quantized
 
-    checkpoint = Checkpoint.open(Path(path))
-    spec = target_spec(checkpoint)
+    target = require_target(path)
+    checkpoint, spec = target.checkpoint, target.spec
     if kv_cache not in ("auto", "none", "fp8"):
         raise UsageError(f"kv_cache {kv_cache!r} is not one of auto, none, fp8")
     fp8_kv = kv_cache == "fp8" or (kv_cache == "auto" and spec.quant.kv_cache == "fp8")
     with torch.device("meta"):
         model = KimiModel(spec, kv_dtype=torch.float8_e4m3fn if fp8_kv else None)
     tensors = LazyTensors(checkpoint)
-    check_complete(tensors, spec)
     for source in layout(spec):
         if is_nvfp4(tensors, source.names[0]):
             quantized.install(model, source.parameter, source.names, tensors, activation, dtype, device)
@@ -52,22 +50,6 @@ def load_target(
             install(model, source, tensors, spec, dtype=dtype, device=device)
     tensors.close()
     return model.eval().requires_grad_(False)
-
-
-def check_complete(tensors: LazyTensors, spec: ModelSpec) -> None:
-    """Raises TrtspecError when the checkpoint lacks a tensor of its text model."""
-    missing = [name for source in layout(spec) for name in source.names if not _stored(tensors, name)]
-    if missing:
-        path = tensors.checkpoint.path
-        raise TrtspecError(
-            f"{path}: {len(missing)} tensors of a {spec.model_type} model are missing, first {', '.join(missing[:4])}",
-            "run `trtspec inspect` on the checkpoint, then download or convert it again",
-        )
-
-
-def _stored(tensors: LazyTensors, name: str) -> bool:
-    module = name.removesuffix(".weight")
-    return name in tensors or f"{module}.{stored_format(tensors, module).parts[0]}" in tensors
 
 
 def is_nvfp4(tensors: LazyTensors, name: str) -> bool:

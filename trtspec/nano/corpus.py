@@ -31,7 +31,7 @@ CATEGORIES = ("completion", "docstring", "continuation", "test", "module")
 
 
 @dataclass(frozen=True)
-class Conversation:
+class Exchange:
     """One exchange; `tools` is set for the tool-call examples, whose answer is the call's JSON arguments."""
 
     id: str
@@ -63,7 +63,7 @@ def modules() -> list[Module]:
     return found
 
 
-def conversations(module: Module) -> Iterator[Conversation]:
+def conversations(module: Module) -> Iterator[Exchange]:
     """Questions and answers cut out of one module: complete, document, continue, test, describe."""
     try:
         tree = ast.parse(module.text)
@@ -73,14 +73,14 @@ def conversations(module: Module) -> Iterator[Conversation]:
     name = module.name
     docstring = ast.get_docstring(tree)
     if docstring and len(docstring) > 60:
-        yield Conversation(f"module:{name}", "module", f"What is `{name}` for?", clip(docstring))
+        yield Exchange(f"module:{name}", "module", f"What is `{name}` for?", clip(docstring))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.end_lineno and 4 <= node.end_lineno - node.lineno <= 40:
             yield from function_conversations(name, node, lines)
     for begin in range(20, len(lines) - 30, 60):
         shown, rest = "\n".join(lines[begin - 12 : begin]), "\n".join(lines[begin : begin + 20])
         if len(shown) > 150 and len(rest) > 150:
-            yield Conversation(
+            yield Exchange(
                 f"continuation:{name}:{begin}",
                 "continuation",
                 f"Continue this code:\n```python\n{shown}\n```",
@@ -88,14 +88,14 @@ def conversations(module: Module) -> Iterator[Conversation]:
             )
 
 
-def function_conversations(name: str, node: ast.FunctionDef, lines: list[str]) -> Iterator[Conversation]:
+def function_conversations(name: str, node: ast.FunctionDef, lines: list[str]) -> Iterator[Exchange]:
     """Conversations about one function: write its body, its docstring, or, for a test method, the test."""
     assert node.end_lineno is not None
     source = dedent(lines[node.lineno - 1 : node.end_lineno])
     key = f"{name}:{node.name}:{node.lineno}"
     if node.name.startswith("test_"):
         question = f"Write the test `{node.name}` of `{name}`."
-        yield Conversation(f"test:{key}", "test", question, fenced(source))
+        yield Exchange(f"test:{key}", "test", question, fenced(source))
         return
     docstring = ast.get_docstring(node)
     first = node.body[0]
@@ -104,12 +104,12 @@ def function_conversations(name: str, node: ast.FunctionDef, lines: list[str]) -
     head = dedent(lines[node.lineno - 1 : first.end_lineno])
     body = "\n".join(lines[first.end_lineno : node.end_lineno])
     without = dedent(lines[node.lineno - 1 : first.lineno - 1] + lines[first.end_lineno : node.end_lineno])
-    yield Conversation(
+    yield Exchange(
         f"completion:{key}", "completion", f"Complete this function:\n```python\n{clip(head)}\n```", fenced(body)
     )
     if len(docstring) > 40:
         question = f"Write the docstring of this function:\n```python\n{clip(without)}\n```"
-        yield Conversation(f"docstring:{key}", "docstring", question, clip(docstring))
+        yield Exchange(f"docstring:{key}", "docstring", question, clip(docstring))
 
 
 LOOKUP = {
@@ -122,7 +122,7 @@ LOOKUP = {
 }
 
 
-def tool_conversations(module: Module) -> Iterator[Conversation]:
+def tool_conversations(module: Module) -> Iterator[Exchange]:
     """Requests that are answered by a call of `lookup` with the name that the user gave."""
     try:
         tree = ast.parse(module.text)
@@ -130,7 +130,7 @@ def tool_conversations(module: Module) -> Iterator[Conversation]:
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and len(node.name) > 3:
-            yield Conversation(
+            yield Exchange(
                 f"tool:{module.name}:{node.name}:{node.lineno}",
                 "tool",
                 f"Look up `{node.name}` in the documentation.",
@@ -155,7 +155,7 @@ def clip(text: str) -> str:
     return text[: text.rfind("\n", 0, MAX_ANSWER_CHARS) if "\n" in text[:MAX_ANSWER_CHARS] else MAX_ANSWER_CHARS]
 
 
-def messages(conversation: Conversation) -> list[dict[str, Any]]:
+def messages(conversation: Exchange) -> list[dict[str, Any]]:
     """The conversation as OpenAI messages, answer included."""
     answer: dict[str, Any] = {"role": "assistant", "content": conversation.answer}
     if conversation.tools:
@@ -168,10 +168,10 @@ def messages(conversation: Conversation) -> list[dict[str, Any]]:
     return [{"role": "user", "content": conversation.question}, answer]
 
 
-def sample(items: list[Conversation], count: int, seed: int) -> list[Conversation]:
+def sample(items: list[Exchange], count: int, seed: int) -> list[Exchange]:
     """About `count` conversations, the same number from each category as far as there are enough, in a fixed order."""
     rng = random.Random(seed)
-    by_category: dict[str, list[Conversation]] = {}
+    by_category: dict[str, list[Exchange]] = {}
     for item in items:
         by_category.setdefault(item.category, []).append(item)
     share = max(1, count // len(by_category))

@@ -48,7 +48,7 @@ def main() -> None:
 def held_out(tokenizer: KimiTokenizer, samples: int) -> list[tuple[list[int], list[int], int]]:
     """(prompt ids, reference ids, reference bytes) of the shipped held-out texts, spread over the file."""
     path = data_files.kimi_nano_dir() / "prompts_heldout.jsonl"
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     records = [record for record in records if record.get("reference")]
     found = []
     for record in records[:: max(1, len(records) // samples)][:samples]:

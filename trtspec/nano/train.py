@@ -140,7 +140,7 @@ def train(
     return steps
 
 
-def write_prompts(path: Path, chats: list[corpus.Conversation], answers: bool) -> None:
+def write_prompts(path: Path, chats: list[corpus.Exchange], answers: bool) -> None:
     """One JSON object a line: id, category, messages; `reference` is the corpus's answer (held-out prompts)."""
     rows = []
     for chat in chats:
@@ -152,7 +152,7 @@ def write_prompts(path: Path, chats: list[corpus.Conversation], answers: bool) -
     write_atomic(path, "".join(rows))
 
 
-def sampled(modules: list[corpus.Module], count: int, seed: int) -> list[corpus.Conversation]:
+def sampled(modules: list[corpus.Module], count: int, seed: int) -> list[corpus.Exchange]:
     return corpus.sample([chat for module in modules for chat in corpus.conversations(module)], count, seed)
 
 

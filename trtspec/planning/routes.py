@@ -42,9 +42,14 @@ def refusals(
     `tokens` is the longest request, prompt and answer together. Memory is the business of `memory`.
     """
     capability = gpu.compute_capability if gpu else None
-    found = [format_refusal(model, capability, gpu.name.upper() if gpu else ""), *_spread(model, tp_size, attention_dp)]
-    found += [*_experts(model, tp_size, ep_size or 1), *_lengths(model, tokens, draft_len)]
+    found = [format_refusal(model, capability, gpu.name.upper() if gpu else "")]
+    found += [*layout_refusals(model, tp_size, ep_size or 1, attention_dp), *_lengths(model, tokens, draft_len)]
     return [problem for problem in found if problem is not None]
+
+
+def layout_refusals(model: ModelSpec, tp_size: int, ep_size: int, attention_dp: bool) -> list[Problem]:
+    """Why a model does not spread over that many ranks."""
+    return [*_spread(model, tp_size, attention_dp), *_experts(model, tp_size, ep_size)]
 
 
 def format_refusal(model: ModelSpec, capability: str | None, name: str = "") -> Problem | None:

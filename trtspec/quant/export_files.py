@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME
-from trtspec.quant.nvfp4 import BLOCK
+from trtspec.formats import NVFP4_BLOCK
+from trtspec.quant.policy import Policy
+from trtspec.quant.results import LinearErrors
 from trtspec.report import fsync_directory, write_atomic, write_json
 from trtspec.specs import ModelSpec
 
@@ -20,7 +22,7 @@ REPLACED = ("config.json", HF_QUANT_NAME, INDEX_NAME, "README.md", "provenance.j
 
 def quantization_config(exclude: list[str], kv_cache: str | None) -> dict[str, Any]:
     """The block that published NVFP4 checkpoints have in config.json."""
-    numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
+    numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": NVFP4_BLOCK}
     group = {"input_activations": numbers, "weights": dict(numbers), "targets": ["Linear"]}
     block: dict[str, Any] = {"config_groups": {"group_0": group}, "ignore": exclude, "quant_algo": "NVFP4"}
     if kv_cache == "fp8":
@@ -33,7 +35,7 @@ def hf_quant_config(exclude: list[str], kv_cache: str | None) -> dict[str, Any]:
     quantization = {
         "quant_algo": "NVFP4",
         "kv_cache_quant_algo": "FP8" if kv_cache == "fp8" else None,
-        "group_size": BLOCK,
+        "group_size": NVFP4_BLOCK,
         "exclude_modules": exclude,
     }
     return {"producer": PRODUCER, "quantization": quantization}
@@ -65,8 +67,12 @@ def carry_files(source: Path, output: Path) -> list[str]:
     files = carried_files(source)
     for path in files:
         temporary = output / f".{path.name}.carried.partial"
-        shutil.copyfile(path, temporary)
-        temporary.replace(output / path.name)
+        try:
+            shutil.copyfile(path, temporary)
+            temporary.replace(output / path.name)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     fsync_directory(output)
     return [path.name for path in files]
 
@@ -85,6 +91,8 @@ licence files of the source, where it has any, lie beside this card.
 CARD = """\
 ---
 base_model: {base}
+license: other
+license_name: modified-mit
 library_name: tensorrt-llm
 tags: [nvfp4, modelopt, trtspec]
 ---
@@ -96,6 +104,7 @@ tags: [nvfp4, modelopt, trtspec]
 - {quantized:,} linears are NVFP4 (4-bit E2M1 values, an E4M3 scale per 16, an FP32 scale per tensor), computed W4A4;
   {decoded:,} tensors were decoded to BF16 and {copied:,} are unchanged
 - policy `{policy}`: {summary}
+{published}
 - KV cache: {kv}
 - activation scales: {scales}; weight scales: {weight_scales}
 - {size} bytes, from {size_in}
@@ -124,10 +133,23 @@ The last two are the engines' own commands; set the tensor parallel size to your
 {licence}"""
 
 
-def model_card(spec: ModelSpec, facts: dict[str, Any], classes: dict[str, dict[str, float]], zeros: list[str]) -> str:
+def publication(policy: Policy, deviations: list[str]) -> str:
+    """Lines of the card: where the policy was published, whose bytes these are, what was done otherwise."""
+    lines = []
+    if policy.source:
+        lines.append(f"- the policy is that of {policy.source}")
+    if policy.recipe:
+        lines.append(f"- recipe of ModelOpt: `modelopt_recipes/{policy.recipe}.yaml`")
+    if policy.modelopt:
+        lines.append(f"- the bytes equal those of ModelOpt's export for the same amax: {', '.join(policy.modelopt)}")
+    lines += [f"- **otherwise than published**: {text}" for text in deviations]
+    return "\n".join(lines) or "- the policy is the user's own"
+
+
+def model_card(spec: ModelSpec, facts: dict[str, Any], classes: dict[str, LinearErrors], zeros: list[str]) -> str:
     """README.md of the output; nothing in it depends on when or how fast the conversion ran."""
     rows = [
-        f"| {name} | {entry['tensors']:,} | {entry['relative_error']:.4f} | {entry['zero_blocks']:,} |"
+        f"| {name} | {entry.tensors:,} | {entry.relative_error:.4f} | {entry.zero_blocks:,} |"
         for name, entry in sorted(classes.items())
     ]
     dead = ""

@@ -15,9 +15,11 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
@@ -30,56 +32,62 @@ from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.formats import WeightFormat
 from trtspec.quant import nvfp4
 from trtspec.quant.conversion import (
-    JOURNAL_NAME,
     Conversion,
     ConversionOptions,
-    begun_in,
-    claim_output,
-    clear_output,
     estimate,
-    fingerprint,
     prepare,
 )
 from trtspec.quant.decode import decoded
-from trtspec.quant.packing import Rows, Scaling, TorchPacker
+from trtspec.quant.finite import first_not_finite, not_finite
+from trtspec.quant.output import JOURNAL_NAME, check_output, claim_output, clear_output, source_identity
+from trtspec.quant.packing import Scaling
 from trtspec.quant.plan import ShardPlan
 from trtspec.quant.policy import TEXT_PREFIX, Policy, shared_partners
+from trtspec.quant.results import Quantized, QuantizePlan
 from trtspec.quant.shard import ERROR_ROWS, Statistics
 from trtspec.quant.streaming import finish, summarize
+from trtspec.quant.torch_packer import TorchPacker, rows_of
 from trtspec.report import OutputOptions, file_sha256, peak_rss
 from trtspec.specs import ModelSpec
 
 CONSTANT_AMAX = 2688.0  # 6 * 448: input_scale becomes exactly 1 without a calibration forward
+WEIGHT_SCALES = ("max",)  # what it computes on a CPU
+CHECK_BYTES = 1 << 20
 MEMORY_FACTOR = 1.4  # whole BF16 model, ModelOpt's own working set and the packed weights
-CONFIGS = {"k2.5": "NVFP4_MLP_ONLY_CFG", "k2.6": "NVFP4_EXPERTS_ONLY_CFG", "k2.7-code": "NVFP4_EXPERTS_ONLY_CFG"}
 
 
 def quantize_with_modelopt(
-    source: Path,
+    source: Path | Checkpoint,
     output: Path,
     policy: Policy,
     options: ConversionOptions | None = None,
     again: OutputOptions | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:
+) -> Quantized | QuantizePlan:
     """Same arguments, files and result as `quantize_checkpoint`; not resumable, and one process whatever `workers`."""
     start = time.monotonic()
-    if policy.name not in CONFIGS:
+    if not policy.config:
         raise UsageError(f"ModelOpt has no configuration for policy {policy.name}", "use --engine stream")
     options, again = options or ConversionOptions(), again or OutputOptions()
     conversion = prepare(source, output, policy, options)
+    if conversion.weight_scales not in WEIGHT_SCALES:
+        raise UsageError(
+            f"ModelOpt computes --weight-scales {conversion.weight_scales} on a CUDA device with Triton only",
+            "use --engine stream, which gives the same bytes anywhere, or pass --weight-scales max",
+        )
     _check_memory(conversion)
     if (output / JOURNAL_NAME).exists() and not again.restart:
         raise UsageError(f"{output} holds an earlier conversion, which this engine cannot resume", "pass --restart")
     if again.dry_run:
-        begun_in(output, JOURNAL_NAME, again.force)
-        return estimate(conversion, 1) | {"device": "cpu", "resumes": False}
-    claim_output(conversion, again.restart, again.force)
-    header = {"source": fingerprint(conversion.checkpoint), "options": conversion.options, "engine": "modelopt"}
+        check_output(conversion, JOURNAL_NAME, restart=True, force=again.force)
+        return estimate(conversion, 1)
+    claim_output(conversion, JOURNAL_NAME, restart=True, force=again.force)
+    header = {"source": source_identity(conversion.checkpoint), "options": conversion.options, "engine": "modelopt"}
     with Journal(output / JOURNAL_NAME, header, restart=True) as journal:
         clear_output(conversion, fresh=True)
+        _check_values(conversion.checkpoint)
         with tempfile.TemporaryDirectory(dir=output, prefix=".modelopt-", suffix=".partial") as export:
-            _export_apart(source, policy, Path(export))
+            _export_apart(conversion.checkpoint.path, policy, Path(export))
             done = 0
             for plan in conversion.plans:
                 journal.record(plan.shard, **_write_shard(conversion, plan, Path(export)))
@@ -90,7 +98,7 @@ def quantize_with_modelopt(
         result = summarize(conversion, records)
         finish(conversion, records, result, header)
     seconds = round(time.monotonic() - start, 3)
-    return result | {"seconds": seconds, "peak_rss_bytes": peak_rss(), "shards_resumed": 0, "part": None}
+    return replace(result, seconds=seconds, peak_rss_bytes=peak_rss())
 
 
 def packed_by_modelopt(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
@@ -115,6 +123,17 @@ def _check_memory(conversion: Conversion) -> None:
         )
 
 
+def _check_values(checkpoint: Checkpoint) -> None:
+    """Raises TrtspecError for NaN or infinity in any tensor, before ModelOpt spends its time on it."""
+    with LazyTensors(checkpoint) as source:
+        for info in checkpoint.tensors.values():
+            for number, chunk in enumerate(source.chunks(info.name, CHECK_BYTES)):
+                found = first_not_finite(np.frombuffer(chunk, "u1"), info.dtype)
+                if found is not None:
+                    before = number * (CHECK_BYTES * info.numel // info.nbytes)
+                    raise not_finite(info.name, info.shard, info.shape, before + found)
+
+
 def _export_apart(source: Path, policy: Policy, export: Path) -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         pool.submit(_export, source, policy, export).result()
@@ -130,7 +149,7 @@ def _export(source: Path, policy: Policy, export: Path) -> None:
     torch.set_num_threads(1)
     checkpoint = Checkpoint.open(source)
     model = _text_model(checkpoint, target_spec(checkpoint))
-    config = copy.deepcopy(getattr(mtq, CONFIGS[policy.name]))
+    config = copy.deepcopy(getattr(mtq, policy.config))
     for entry in config["quant_cfg"]:
         if entry["quantizer_name"].endswith("input_quantizer") and "cfg" in entry:
             entry["cfg"]["constant_amax"] = CONSTANT_AMAX
@@ -200,9 +219,11 @@ def _write_shard(conversion: Conversion, plan: ShardPlan, export: Path) -> dict[
 
 
 def _count(statistics: Statistics, module: str, original: torch.Tensor, tensor: nvfp4.NVFP4Tensor) -> None:
-    rows, packer, scaling = Rows(WeightFormat.BF16, original), TorchPacker(), Scaling(tensor.scale_2, tensor.scale_2)
     head = min(ERROR_ROWS, original.shape[0])
-    statistics.add(module, *packer.errors(rows.head(head), scaling, tensor.packed[:head], tensor.scale[:head]))
+    scaling = Scaling(0.0, float(tensor.scale_2))
+    packed, scale = tensor.packed[:head].numpy(), tensor.scale[:head].view(torch.uint8).numpy()
+    rows = rows_of(WeightFormat.BF16, original[:head])
+    statistics.add(module, *TorchPacker().errors(rows, scaling, packed, scale))
     maxima = nvfp4.block_amax(original)
     statistics.blocks(module, maxima.numel(), int((maxima == 0).sum()))
 

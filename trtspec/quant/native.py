@@ -1,4 +1,4 @@
-"""The NVFP4 kernel in C, compiled once where a compiler is found and loaded through ctypes.
+"""The packer in C, compiled once where a compiler is found and loaded through ctypes.
 
 Its calls release the interpreter lock, so that reading, computing and writing overlap. Nothing depends on it: without
 a compiler, or with TRTSPEC_KERNEL=torch, the same bytes come from torch, several times slower.
@@ -9,34 +9,49 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import mmap
 import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
-from trtspec.errors import MissingDependency, UsageError
+import numpy as np
+
+from trtspec.errors import MissingDependency, TrtspecError, UsageError
+from trtspec.formats import WeightFormat
+from trtspec.quant.packing import BLOCK, Array, Packer, Rows, Scaling
 
 SOURCE = Path(__file__).with_name("nvfp4_kernel.c")
 # contraction would fuse a product and a sum into one rounding; then the bytes would depend on the processor.
 # Nobody looks at errno or floating-point exceptions; to keep them would forbid vectors.
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
+         "-shared", "-fPIC")  # fmt: skip
 COMPILERS = ("cc", "gcc", "clang")
 CHOICES = ("auto", "c", "torch")
 
 POINTER, SIZE, FLOAT, UINT32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_float, ctypes.c_uint32
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "bf16_amax": (UINT32, (POINTER, SIZE)),
+    "f32_amax": (UINT32, (POINTER, SIZE)),
     "bf16_pack": (SIZE, (POINTER, SIZE, FLOAT, POINTER, POINTER)),
-    "bf16_pack_mse": (SIZE, (POINTER, SIZE, FLOAT, POINTER, POINTER)),
+    "bf16_pack_mse": (SIZE, (POINTER, SIZE, FLOAT, FLOAT, POINTER, POINTER)),
     "int4_amax": (UINT32, (POINTER, POINTER, SIZE, SIZE)),
     "int4_pack": (SIZE, (POINTER, POINTER, SIZE, SIZE, FLOAT, POINTER, POINTER, POINTER)),
+    "int4_pack_mse": (SIZE, (POINTER, POINTER, SIZE, SIZE, FLOAT, FLOAT, POINTER, POINTER, POINTER)),
     "int4_decode": (None, (POINTER, POINTER, SIZE, SIZE, POINTER)),
     "fp8_decode": (None, (POINTER, POINTER, SIZE, SIZE, SIZE, POINTER)),
     "error_sums": (None, (POINTER, POINTER, POINTER, SIZE, FLOAT, POINTER)),
     "tables_bytes": (SIZE, ()),
+    "searches_bytes": (SIZE, ()),
 }
+# bytes of a value, and the bits without sign from which on it is infinity or NaN
+NOT_FINITE = {"BF16": (2, 0x7F80), "F16": (2, 0x7C00), "F32": (4, 0x7F800000)}
+MORE_FLOATS = ("F64", "F8_E4M3", "F8_E5M2")
+TINIEST = 2.0**-88  # an amax below it leaves float32's range in the search for scales; torch knows what comes then
 
 
 @functools.cache
@@ -105,3 +120,187 @@ def _cache_directory() -> Path:
     except OSError:
         pass
     return Path(tempfile.mkdtemp(prefix="trtspec-kernels-"))
+
+
+class NativePacker:
+    """What C does not know (FP16 and FP32 weights, odd groups) goes to torch, which is imported only then."""
+
+    name = "c"
+
+    def __init__(self, kernel: ctypes.CDLL, weight_scales: str = "max") -> None:
+        self.kernel, self.weight_scales = kernel, weight_scales
+        # zero pages of an anonymous map: resident only where classes occur
+        size = kernel.searches_bytes() if weight_scales == "mse" else kernel.tables_bytes()
+        self._tables = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
+        self._scratch: Array = np.empty(0, dtype=np.uint16)
+
+    @functools.cached_property
+    def _torch(self) -> Packer:
+        from trtspec.quant.torch_packer import TorchPacker
+
+        return TorchPacker(self.weight_scales)
+
+    def decode(self, rows: Rows, result: Array) -> None:
+        if not _knows(rows):
+            self._torch.decode(rows, result)
+        elif rows.scale is None:
+            result[...] = rows.values
+        elif rows.format.is_grouped_integer:
+            self.kernel.int4_decode(*_grouped(rows), _at(result))
+        else:
+            (count, columns), (height, width) = rows.shape, rows.block
+            for band, start in enumerate(range(0, count, height)):
+                part = min(height, count - start)
+                source = (_at(rows.values[start]), _at(rows.scale[band]), part, columns, width)
+                self.kernel.fp8_decode(*source, _at(result[start]))
+
+    def _bf16(self, rows: Rows) -> Array:
+        """The rows as BF16; in a scratch buffer, valid until the next call, unless they are."""
+        if rows.scale is None:
+            return rows.values
+        size = rows.shape[0] * rows.shape[1]
+        if self._scratch.size < size:
+            self._scratch = np.empty(size, dtype=np.uint16)
+        result = self._scratch[:size].reshape(rows.shape)
+        self.decode(rows, result)
+        return result
+
+    def amax(self, rows: Rows) -> float:
+        if not _knows(rows):
+            return self._torch.amax(rows)
+        if rows.format.is_grouped_integer:
+            bits = self.kernel.int4_amax(*_grouped(rows))
+        else:
+            weight = self._bf16(rows)
+            bits = self.kernel.bf16_amax(_at(weight), weight.size)
+        return float(np.uint32(bits << 16).view(np.float32))
+
+    def pack(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> int:
+        searches = self.weight_scales == "mse"
+        if not _knows(rows) or (searches and 0 < scaling.amax < TINIEST):
+            return self._torch.pack(rows, scaling, packed, scale)
+        targets = (_at(packed), _at(scale))
+        scales = (scaling.scale_2, _search_unit(scaling.amax)) if searches else (scaling.scale_2,)
+        if rows.format.is_grouped_integer:
+            function = self.kernel.int4_pack_mse if searches else self.kernel.int4_pack
+            return int(function(*_grouped(rows), *scales, _at(self._tables), *targets))
+        weight, function = self._bf16(rows), self.kernel.bf16_pack_mse if searches else self.kernel.bf16_pack
+        return int(function(_at(weight), weight.size // BLOCK, *scales, *targets))
+
+    def errors(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> tuple[float, float]:
+        if not _knows(rows):
+            return self._torch.errors(rows, scaling, packed, scale)
+        weight, sums = self._bf16(rows), (ctypes.c_double * 2)()
+        arguments = (_at(weight), _at(packed), _at(scale), weight.size // BLOCK)
+        self.kernel.error_sums(*arguments, scaling.scale_2, ctypes.addressof(sums))
+        return sums[0], sums[1]
+
+    def is_finite(self, data: Array, dtype: str) -> bool:
+        if dtype not in NOT_FINITE:
+            return dtype not in MORE_FLOATS or self._torch.is_finite(data, dtype)
+        width, infinity = NOT_FINITE[dtype]
+        largest = self.kernel.bf16_amax if width == 2 else self.kernel.f32_amax
+        return bool(largest(_at(data), data.size // width) < infinity)
+
+
+def _at(array: Array) -> int:
+    address: int = array.ctypes.data
+    return address
+
+
+def _pairs(rows: Rows) -> int:
+    """Pairs of blocks that share an INT4 scale; the kernel takes two blocks at a time. 0 where that is not whole."""
+    assert rows.scale is not None
+    size = rows.shape[1] // rows.scale.shape[1]
+    return 0 if size % (2 * BLOCK) else size // (2 * BLOCK)
+
+
+def _grouped(rows: Rows) -> tuple[int, int, int, int]:
+    assert rows.scale is not None
+    return _at(rows.values), _at(rows.scale), rows.scale.size, _pairs(rows)
+
+
+def _knows(rows: Rows) -> bool:
+    if rows.format.is_grouped_integer:
+        return rows.scale_dtype == "BF16" and _pairs(rows) > 0
+    return rows.scale_dtype == "F32" if rows.format.has_block_scales else rows.dtype == "BF16"
+
+
+def _search_unit(amax: float) -> float:
+    """`scale_search.search_unit`, each operation rounded to float32; torch divides a number by a tensor through the
+    tensor's reciprocal. 0 for a tensor of zeros."""
+    if not amax:
+        return 0.0
+    reciprocal = _rounded(1.0 / _rounded(amax / 6.0))
+    return _rounded(1.0 / _rounded(reciprocal * 448.0))
+
+
+def _rounded(value: float) -> float:
+    """To float32; of one operation on float32 values in double that is the float32 result."""
+    return ctypes.c_float(value).value
+
+
+def choose_packer(weight_scales: str = "max", device: str = "cpu") -> Packer:
+    """C where it is compiled and proves itself, else torch; a GPU where `device` names one.
+
+    Raises MissingDependency when the device is not there.
+    """
+    kernel = load_kernel() if device == "cpu" and not _denormals_are_flushed() else None
+    if kernel is not None:
+        packer = NativePacker(kernel, weight_scales)
+        _prove(packer)
+        return packer
+    import torch
+
+    from trtspec.quant.torch_packer import TorchPacker
+
+    if device != "cpu" and not torch.cuda.is_available():
+        raise MissingDependency(f"--device {device}: torch sees no CUDA device", "use --device cpu")
+    return TorchPacker(weight_scales, device)
+
+
+def _denormals_are_flushed() -> bool:
+    """torch.set_flush_denormal(True) is in force for this thread; the kernel's arithmetic does not survive it."""
+    return sys.float_info.min / 2 == 0.0
+
+
+def proof_of(packer: Packer) -> str:
+    """A digest of what a packer makes of a few thousand values of every magnitude, in BF16 and in INT4."""
+    bits = np.arange(8192, dtype=np.uint32) * np.uint32(2654435761)  # scattered, the same everywhere
+    exponents = (np.arange(32, dtype=np.uint32) + 107 << 7)[:, None]
+    weight = (bits.reshape(32, 256) >> 16 & 0x807F | exponents).astype(np.uint16)
+    scale = (bits[:256].reshape(32, 8) >> 20 & 0x7F | exponents).astype(np.uint16)
+    digest = hashlib.sha256()
+    for rows in (
+        Rows(WeightFormat.BF16, "BF16", weight),
+        Rows(WeightFormat.INT4, "I32", bits[:1024].reshape(32, 32), scale, "BF16"),
+    ):
+        scaling = Scaling.of(packer.amax(rows))
+        packed, scales = np.empty((32, 128), dtype=np.uint8), np.empty((32, 16), dtype=np.uint8)
+        zeros = packer.pack(rows, scaling, packed, scales)
+        digest.update(repr((scaling, zeros)).encode() + packed.tobytes() + scales.tobytes())
+    return digest.hexdigest()
+
+
+# what the packer in torch makes of them, which a test computes anew
+PROOFS = {
+    "max": "1fad1dd66a0ee87e555a6df9579f8769410d1a256ed8fc3be2a7b748d10357ea",
+    "mse": "ea22220413d9fb104a94b86bea5646ff3820f40307d8b705728af8532b8413dc",
+}
+
+
+def _prove(packer: NativePacker) -> None:
+    """A compiler that rounds differently must not decide anybody's weights."""
+    if proof_of(packer) != PROOFS[packer.weight_scales]:
+        raise TrtspecError("the C kernel computes other bytes than torch on this machine", "set TRTSPEC_KERNEL=torch")
+
+
+def seconds_per_element(weight_scales: str) -> float:
+    """Of packing one expert-like matrix; the second time, when its pages are there."""
+    weight = np.random.default_rng(0).standard_normal((512, 4096), dtype=np.float32).view(np.uint32) >> 16
+    packer, rows = choose_packer(weight_scales), Rows(WeightFormat.BF16, "BF16", weight.astype(np.uint16))
+    packed, scale = np.empty((512, 2048), dtype=np.uint8), np.empty((512, 256), dtype=np.uint8)
+    for _ in range(2):
+        begin = time.monotonic()
+        packer.pack(rows, Scaling.of(packer.amax(rows)), packed, scale)
+    return (time.monotonic() - begin) / rows.values.size

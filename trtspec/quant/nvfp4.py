@@ -16,7 +16,7 @@ import torch
 from trtspec.errors import TrtspecError
 from trtspec.formats import NVFP4_BLOCK
 from trtspec.quant.nvfp4_pack import block_maxima, pack_blocks
-from trtspec.quant.scale_search import best_scales
+from trtspec.quant.scale_search import LARGEST_SEARCHED, best_scales
 
 BLOCK = NVFP4_BLOCK
 E2M1_MAX = 6.0
@@ -70,7 +70,7 @@ def quantize(
     """Quantizes [N, K] bf16, fp16 or fp32; `amax` (float32 scalar) is given when gate and up share it.
 
     `maxima` spares the first of two passes when the caller already has `block_amax(weight)`. `weight_scales` max takes
-    each block's scale from its maximum, mse the one of least squared error.
+    each block's scale from its maximum, mse the one of least squared error (ModelOpt's `fp8_scale_sweep`).
     Raises TrtspecError when K is not a multiple of 16 or the weight holds NaN or infinity.
     """
     maxima = block_amax(weight) if maxima is None else maxima
@@ -80,11 +80,12 @@ def quantize(
         raise TrtspecError("the weight holds NaN or infinity", "find the tensor with `trtspec inspect --json`")
     scale_2 = scale_2_of(amax)
     # the quick path rounds exactly only well inside float32's range and up to the largest code
-    if float(scale_2) < 2.0**-100 or bool(largest > amax) or denormals_are_flushed():
+    overflows = weight_scales == "mse" and float(amax) > LARGEST_SEARCHED
+    if float(scale_2) < 2.0**-100 or bool(largest > amax) or overflows or denormals_are_flushed():
         return quantize_plain(weight, amax, weight_scales)
     scale = block_scales(maxima.float(), scale_2)
     if weight_scales == "mse":
-        scale = best_scales(weight.reshape(-1, BLOCK), scale.view(-1), scale_2).view(scale.shape)
+        scale = best_scales(weight.reshape(-1, BLOCK), scale.view(-1), amax).view(scale.shape)
     packed = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8)
     pack_blocks(weight.contiguous().view(-1, BLOCK), scale.view(-1), scale_2, packed.view(-1))
     return NVFP4Tensor(packed, scale, scale_2)
@@ -95,10 +96,11 @@ def quantize_plain(weight: torch.Tensor, amax: torch.Tensor | None = None, weigh
     _check(weight)
     rows, columns = weight.shape
     blocks = weight.reshape(rows, columns // BLOCK, BLOCK)
-    scale_2 = scale_2_of(weight.abs().amax() if amax is None else amax)
+    amax = weight.abs().amax() if amax is None else amax
+    scale_2 = scale_2_of(amax)
     scale = block_scales(blocks.abs().amax(-1).float(), scale_2)
     if weight_scales == "mse":
-        scale = best_scales(blocks.reshape(-1, BLOCK), scale.view(-1), scale_2).view(scale.shape)
+        scale = best_scales(blocks.reshape(-1, BLOCK), scale.view(-1), amax).view(scale.shape)
     codes = e2m1_codes(blocks.float() / (scale.float() * scale_2).unsqueeze(-1)).reshape(rows, columns)
     return NVFP4Tensor(codes[:, 0::2] | (codes[:, 1::2] << 4), scale, scale_2)
 

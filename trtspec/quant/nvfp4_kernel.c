@@ -134,6 +134,16 @@ uint32_t bf16_amax(const uint16_t *values, size_t count) {
     return maximum;
 }
 
+/* The same of float32; 0x7F800000 and above mean infinity or NaN. */
+uint32_t f32_amax(const uint32_t *values, size_t count) {
+    uint32_t maximum = 0;
+    for (size_t i = 0; i < count; i++) {
+        uint32_t magnitude = values[i] & 0x7FFFFFFF;
+        maximum = magnitude > maximum ? magnitude : maximum;
+    }
+    return maximum;
+}
+
 /* Fills packed (8 bytes a block) and scale (1 byte a block); returns how many blocks are zero. */
 size_t bf16_pack(const uint16_t *values, size_t blocks, float scale_2, uint8_t *packed, uint8_t *scale) {
     float maxima[STRIP], divisor[STRIP];
@@ -292,12 +302,15 @@ size_t int4_pack(const uint8_t *source, const uint16_t *group_scale, size_t grou
 }
 
 /* BF16 of (code - 8) * scale, rounded once. */
-void int4_decode(const uint8_t *packed, const uint16_t *scale, size_t groups, size_t pairs, uint16_t *values) {
+void int4_decode(const uint8_t *restrict packed, const uint16_t *scale, size_t groups, size_t pairs,
+                 uint16_t *restrict values) {
     for (size_t group = 0; group < groups; group++) {
         float factor = from_bf16(scale[group]);
-        for (size_t i = 0; i < pairs * 2 * BLOCK; i += 2) {
-            *values++ = to_bf16((float)((*packed & 15) - 8) * factor);
-            *values++ = to_bf16((float)((*packed++ >> 4) - 8) * factor);
+        for (size_t block = 0; block < 2 * pairs; block++, packed += BLOCK / 2, values += BLOCK) {
+            for (int i = 0; i < BLOCK; i++) {
+                int code = packed[i / 2] >> (i & 1 ? 4 : 0) & 15;
+                values[i] = to_bf16((float)(code - 8) * factor);
+            }
         }
     }
 }
@@ -319,91 +332,301 @@ void fp8_decode(const uint8_t *codes, const float *scale, size_t rows, size_t co
     }
 }
 
-/* ---- block scales of least squared error ---- */
+/* ---- block scales of least squared error: quant/scale_search.py, with its arithmetic to the last bit ---- */
 
 #define ABOVE 11 /* codes above the scale of the maximum: beyond them the maximum would round to 2 or less */
 #define BELOW 4  /* and below it; further ones only where clipping the maximum alone would not lose already */
 #define LANES (ABOVE + 1 + BELOW)
 
-/* Squared errors of a block for candidates with these divisors; each sum runs over the values in order. */
-#if defined(__AVX2__)
+/* One float or integer for each of eight candidates: an octave of E4M3. */
+#define OCTAVE 8
+typedef float Floats __attribute__((vector_size(4 * OCTAVE)));
+typedef int32_t Integers __attribute__((vector_size(4 * OCTAVE)));
 
-static __m256 round_to_e2m1(__m256 y) {
-    __m256 two22 = _mm256_set1_ps(4194304.0f), two23 = _mm256_set1_ps(8388608.0f), two24 = _mm256_set1_ps(16777216.0f);
-    __m256 fine = _mm256_sub_ps(_mm256_add_ps(y, two22), two22);
-    __m256 middle = _mm256_sub_ps(_mm256_add_ps(y, two23), two23);
-    __m256 coarse = _mm256_min_ps(_mm256_sub_ps(_mm256_add_ps(y, two24), two24), _mm256_set1_ps(6.0f));
-    __m256 above = _mm256_blendv_ps(coarse, middle, _mm256_cmp_ps(y, _mm256_set1_ps(4.0f), _CMP_LT_OQ));
-    return _mm256_blendv_ps(above, fine, _mm256_cmp_ps(y, _mm256_set1_ps(2.0f), _CMP_LT_OQ));
+/* Nearest E2M1 value of magnitudes: adding 2^22 times the power of two below y, at least 1, leaves one bit behind the
+ * leading one, and multiples of 0.5 below 1. */
+static inline Floats round_to_e2m1(Floats y) {
+    Integers exponent = (Integers)y & 0x7F800000, small = exponent < 0x3F800000;
+    Floats magic = (Floats)(((exponent & ~small) | (0x3F800000 & small)) + (22 << 23));
+    Floats rounded = (y + magic) - magic, six = {6, 6, 6, 6, 6, 6, 6, 6};
+    Integers inside = rounded <= six; /* not so for NaN either, from quotients beyond 2^105 */
+    return (Floats)(((Integers)rounded & inside) | ((Integers)six & ~inside));
 }
 
-static void candidate_errors(const float *magnitudes, const float *divisor, float *errors) {
-    for (int lane = 0; lane < LANES; lane += 8) {
-        __m256 d = _mm256_loadu_ps(divisor + lane), sum = _mm256_setzero_ps();
-        __m256 inverse = _mm256_div_ps(_mm256_set1_ps(1.0f), d);
-        for (int i = 0; i < BLOCK; i++) {
-            __m256 y = _mm256_mul_ps(_mm256_set1_ps(magnitudes[i]), inverse);
-            __m256 error = _mm256_sub_ps(y, round_to_e2m1(y));
-            sum = _mm256_add_ps(sum, _mm256_mul_ps(error, error));
+static inline Floats squared_errors(float magnitude, Floats quotient, Floats divisor) {
+    Floats error = magnitude - round_to_e2m1(quotient) * divisor;
+    return error * error;
+}
+
+/* Divisors of all codes under a `unit`; a code beyond E4M3's has the nearest one's. */
+typedef struct {
+    float below[LANES], code[0x7F + LANES];
+} Divisors;
+
+static void fill_divisors(Divisors *all, float unit) {
+    for (int i = 0; i < LANES; i++) all->below[i] = from_e4m3(1) * unit;
+    for (int i = 0; i < 0x7F + LANES; i++) all->code[i] = from_e4m3((uint32_t)(i < 1 ? 1 : i > 0x7E ? 0x7E : i)) * unit;
+}
+
+static inline Floats divisors_from(const Divisors *all, int first) {
+    Floats result;
+    memcpy(&result, all->below + LANES + first, sizeof result); /* `code` follows `below` */
+    return result;
+}
+
+/* Squared errors of the magnitudes (value i is added to value i + 8 first) under the candidates from `first` on. From
+ * the first normal code on the second octave is twice the first, its quotients the half, exactly: no second division.
+ * (Not so of codes beyond the last, which nobody asks for.) */
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+
+static inline __m512 squared_errors16(__m512 x, __m512 quotient, __m512 divisor) {
+    __m512i exponent = _mm512_and_si512(_mm512_castps_si512(quotient), _mm512_set1_epi32(0x7F800000));
+    exponent = _mm512_max_epi32(exponent, _mm512_set1_epi32(0x3F800000));
+    __m512 magic = _mm512_castsi512_ps(_mm512_add_epi32(exponent, _mm512_set1_epi32(22 << 23)));
+    __m512 rounded = _mm512_sub_ps(_mm512_add_ps(quotient, magic), magic);
+    rounded = _mm512_min_ps(rounded, _mm512_set1_ps(6.0f)); /* the second one where the first is NaN */
+    __m512 error = _mm512_sub_ps(x, _mm512_mul_ps(rounded, divisor));
+    return _mm512_mul_ps(error, error);
+}
+
+static inline __m512 both_octaves(float magnitude, __m256 low) {
+    __m256 quotient = _mm256_div_ps(_mm256_set1_ps(magnitude), low);
+    return _mm512_insertf32x8(_mm512_castps256_ps512(quotient), _mm256_mul_ps(quotient, _mm256_set1_ps(0.5f)), 1);
+}
+
+static inline void candidate_errors(const float *magnitudes, int first, const Divisors *all, float *errors) {
+    __m512 divisor = _mm512_loadu_ps(all->below + LANES + first), sum = _mm512_setzero_ps();
+    __m256 low = _mm512_castps512_ps256(divisor);
+    if (first >= 8) {
+        for (int i = 0; i < BLOCK / 2; i++) {
+            float a = magnitudes[i], b = magnitudes[i + BLOCK / 2];
+            __m512 ea = squared_errors16(_mm512_set1_ps(a), both_octaves(a, low), divisor);
+            sum = _mm512_add_ps(sum, _mm512_add_ps(ea, squared_errors16(_mm512_set1_ps(b), both_octaves(b, low), divisor)));
         }
-        _mm256_storeu_ps(errors + lane, _mm256_mul_ps(sum, _mm256_mul_ps(d, d)));
+    } else {
+        for (int i = 0; i < BLOCK / 2; i++) {
+            __m512 a = _mm512_set1_ps(magnitudes[i]), b = _mm512_set1_ps(magnitudes[i + BLOCK / 2]);
+            __m512 ea = squared_errors16(a, _mm512_div_ps(a, divisor), divisor);
+            sum = _mm512_add_ps(sum, _mm512_add_ps(ea, squared_errors16(b, _mm512_div_ps(b, divisor), divisor)));
+        }
     }
+    _mm512_storeu_ps(errors, sum);
 }
 
 #else
 
-static float round_to_e2m1(float y) {
-    float fine = (y + 4194304.0f) - 4194304.0f, middle = (y + 8388608.0f) - 8388608.0f;
-    float coarse = (y + 16777216.0f) - 16777216.0f;
-    return y < 2.0f ? fine : y < 4.0f ? middle : coarse < 6.0f ? coarse : 6.0f;
-}
-
-static void candidate_errors(const float *magnitudes, const float *divisor, float *errors) {
-    for (int lane = 0; lane < LANES; lane++) {
-        float inverse = 1.0f / divisor[lane], sum = 0.0f;
-        for (int i = 0; i < BLOCK; i++) {
-            float y = magnitudes[i] * inverse, error = y - round_to_e2m1(y);
-            sum += error * error;
-        }
-        errors[lane] = sum * (divisor[lane] * divisor[lane]);
+static inline void candidate_errors(const float *magnitudes, int first, const Divisors *all, float *errors) {
+    Floats low = divisors_from(all, first), high = divisors_from(all, first + OCTAVE), sums[2] = {{0}, {0}};
+    for (int i = 0; i < BLOCK / 2; i++) {
+        float a = magnitudes[i], b = magnitudes[i + BLOCK / 2];
+        Floats qa = a / low, qb = b / low;
+        sums[0] += squared_errors(a, qa, low) + squared_errors(b, qb, low);
+        if (first >= 8)
+            sums[1] += squared_errors(a, qa * 0.5f, high) + squared_errors(b, qb * 0.5f, high);
+        else
+            sums[1] += squared_errors(a, a / high, high) + squared_errors(b, b / high, high);
     }
+    memcpy(errors, sums, sizeof sums);
 }
 
 #endif
 
-/* The E4M3 scale of least squared error; of equal ones the maximum's own, then the first from below. */
-static uint8_t best_scale(const float *magnitudes, float maximum, float scale_2) {
-    float divisor[LANES], errors[LANES];
-    int base = (int)block_scale(maximum, scale_2), best = base;
-    float least = INFINITY;
-    for (int first = base - BELOW;; first -= LANES) {
-        for (int lane = 0; lane < LANES; lane++) {
-            int code = first + lane;
-            divisor[lane] = from_e4m3((uint8_t)(code < 1 ? 1 : code > 0x7E ? 0x7E : code)) * scale_2;
+/* The first lane of least error whose code is one of E4M3's. */
+static inline int least_lane(const float *errors, int first, float *least) {
+    int found = first < 1 ? 1 - first : 0, end = first + LANES > 0x7F ? 0x7F - first : LANES;
+#if defined(__AVX512F__)
+    __m512 all = _mm512_loadu_ps(errors);
+    __mmask16 valid = (__mmask16)((1u << end) - (1u << found));
+    *least = _mm512_mask_reduce_min_ps(valid, all);
+    uint32_t equal = _mm512_mask_cmp_ps_mask(valid, all, _mm512_set1_ps(*least), _CMP_EQ_OQ);
+    return equal ? __builtin_ctz(equal) : found;
+#else
+    *least = INFINITY;
+    for (int lane = found; lane < end; lane++) {
+        if (errors[lane] < *least) {
+            *least = errors[lane];
+            found = lane;
         }
-        candidate_errors(magnitudes, divisor, errors);
-        if (first == base - BELOW) least = errors[BELOW];
-        for (int lane = 0; lane < LANES; lane++) {
-            int code = first + lane;
-            if (code >= 1 && code <= 0x7E && errors[lane] < least) {
-                least = errors[lane];
-                best = code;
-            }
+    }
+    return found;
+#endif
+}
+
+/* What clipping the maximum alone costs under the scale below code `first`: no lower one is better once that is more
+ * than the least error found. Infinite where there is no lower one. */
+static inline float clipping_error(int first, float maximum, const Divisors *all) {
+    float clipped = maximum - 6.0f * all->code[first > 1 ? first - 1 : 1];
+    return first <= 1 ? INFINITY : clipped * clipped;
+}
+
+/* The E4M3 scale of least squared error, the smallest of equal ones. */
+static uint8_t best_scale(const float *magnitudes, float maximum, float scale_2, const Divisors *all) {
+    int base = (int)block_scale(maximum, scale_2), best = 1;
+    float errors[LANES], least = INFINITY, error;
+    for (int first = base > BELOW ? base - BELOW : 1;; first -= LANES) {
+        candidate_errors(magnitudes, first, all, errors);
+        int found = first + least_lane(errors, first, &error);
+        if (error <= least) {
+            least = error;
+            best = found;
         }
-        float clipped = maximum - 6.0f * (from_e4m3((uint8_t)(first > 1 ? first - 1 : 1)) * scale_2);
-        if (first <= 1 || clipped * clipped > least) return (uint8_t)best;
+        if (first <= 1 || clipping_error(first, maximum, all) > least) return (uint8_t)best;
     }
 }
 
-size_t bf16_pack_mse(const uint16_t *values, size_t blocks, float scale_2, uint8_t *packed, uint8_t *scale) {
+/* `unit` is what a scale of 1.0 stands for while scales are searched; 0 for a tensor of zeros, whose scales stay 1.0. */
+static uint8_t zero_scale(float unit) { return unit != 0.0f ? 1 : ZERO_BLOCK_SCALE; }
+
+size_t bf16_pack_mse(const uint16_t *values, size_t blocks, float scale_2, float unit, uint8_t *packed,
+                     uint8_t *scale) {
     size_t zeros = 0;
+    Divisors all;
+    fill_divisors(&all, unit);
     for (size_t i = 0; i < blocks; i++) {
         const uint16_t *block = values + i * BLOCK;
         float maximum = from_bf16(block_maximum(block)), magnitudes[BLOCK];
         for (int j = 0; j < BLOCK; j++) magnitudes[j] = from_bf16(block[j] & 0x7FFF);
-        scale[i] = maximum == 0.0f ? ZERO_BLOCK_SCALE : best_scale(magnitudes, maximum, scale_2);
+        scale[i] = maximum != 0.0f ? best_scale(magnitudes, maximum, scale_2, &all) : zero_scale(unit);
         encode_block(block, from_e4m3(scale[i]) * scale_2, packed + i * 8);
         zeros += maximum == 0.0f;
+    }
+    return zeros;
+}
+
+/* A block of INT4 has nine magnitudes at most, and its candidates depend on (group scale, max|q|) alone: their errors
+ * are computed once for each such class, and a block only adds up sixteen of them. */
+
+#define SEARCHES 4096 /* classes that are kept, one for each hash */
+
+typedef struct {
+    float errors[9][LANES];      /* of 0 to 8 times the group scale */
+    uint8_t codes[LANES][BLOCK]; /* of each nibble under each candidate, where `known` says so */
+    uint32_t key, generation, known;
+    int32_t first;
+    float maximum, clipping;
+} Search;
+
+typedef struct {
+    Search searches[SEARCHES];
+    Divisors divisors;
+    uint32_t generation;
+    float scale_2, unit;
+} Searches;
+
+size_t searches_bytes(void) { return sizeof(Searches); }
+
+static void begin_search(Search *search, uint16_t group_scale, uint32_t largest, const Searches *all) {
+    float factor = from_bf16(group_scale);
+    search->maximum = fabsf(from_bf16(to_bf16((float)largest * factor)));
+    int base = (int)block_scale(search->maximum, all->scale_2);
+    search->first = base > BELOW ? base - BELOW : 1;
+    search->known = 0;
+    search->clipping = clipping_error(search->first, search->maximum, &all->divisors);
+    for (int q = 0; q < 9; q++) {
+        float magnitude = fabsf(from_bf16(to_bf16((float)q * factor)));
+        for (int octave = 0; octave < LANES; octave += OCTAVE) {
+            Floats divisor = divisors_from(&all->divisors, search->first + octave);
+            Floats errors = squared_errors(magnitude, magnitude / divisor, divisor);
+            memcpy(search->errors[q] + octave, &errors, sizeof errors);
+        }
+    }
+}
+
+/* The codes of the sixteen nibbles under a scale. */
+static void nibble_codes(uint16_t group_scale, uint8_t scale, float scale_2, uint8_t *codes) {
+    uint16_t values[BLOCK];
+    uint8_t packed[BLOCK / 2];
+    for (int i = 0; i < BLOCK; i++) values[i] = to_bf16((float)(i - 8) * from_bf16(group_scale));
+    encode_block(values, from_e4m3(scale) * scale_2, packed);
+    for (int i = 0; i < BLOCK; i++) codes[i] = i & 1 ? packed[i / 2] >> 4 : packed[i / 2] & 15;
+}
+
+/* |q| of the values of a block. */
+static inline void code_magnitudes(const uint8_t *source, uint8_t *q) {
+#if defined(__AVX2__)
+    __m128i bytes = _mm_loadl_epi64((const __m128i *)source), mask = _mm_set1_epi8(15);
+    __m128i codes = _mm_unpacklo_epi8(_mm_and_si128(bytes, mask), _mm_and_si128(_mm_srli_epi16(bytes, 4), mask));
+    _mm_storeu_si128((__m128i *)q, _mm_abs_epi8(_mm_sub_epi8(codes, _mm_set1_epi8(8))));
+#else
+    for (int i = 0; i < BLOCK; i++) q[i] = (uint8_t)abs((source[i / 2] >> (i & 1 ? 4 : 0) & 15) - 8);
+#endif
+}
+
+/* What `candidate_errors` gives for the block. */
+static inline void add_errors(const Search *search, const uint8_t *q, float *sums) {
+#if defined(__AVX512F__)
+    __m512 sum = _mm512_setzero_ps();
+    for (int i = 0; i < BLOCK / 2; i++) {
+        __m512 low = _mm512_loadu_ps(search->errors[q[i]]), high = _mm512_loadu_ps(search->errors[q[i + BLOCK / 2]]);
+        sum = _mm512_add_ps(sum, _mm512_add_ps(low, high));
+    }
+    _mm512_storeu_ps(sums, sum);
+#else
+    memset(sums, 0, LANES * sizeof *sums);
+    for (int i = 0; i < BLOCK / 2; i++) {
+        const float *low = search->errors[q[i]], *high = search->errors[q[i + BLOCK / 2]];
+        for (int lane = 0; lane < LANES; lane++) sums[lane] += low[lane] + high[lane];
+    }
+#endif
+}
+
+/* The scale of a block and the codes of its nibbles; `spare` takes codes that no class keeps. */
+static const uint8_t *search_block(const uint8_t *source, uint16_t group_scale, uint32_t largest, Searches *all,
+                                   uint8_t *scale, uint8_t *spare) {
+    uint32_t key = ((uint32_t)group_scale << 4) | largest;
+    Search *search = all->searches + ((key * 2654435761u) >> 20);
+    if (search->key != key || search->generation != all->generation) {
+        begin_search(search, group_scale, largest, all);
+        search->key = key;
+        search->generation = all->generation;
+    }
+    if (search->maximum == 0.0f) {
+        *scale = zero_scale(all->unit);
+        memset(spare, 0, BLOCK);
+        return spare;
+    }
+    uint8_t q[BLOCK];
+    float sums[LANES], least;
+    code_magnitudes(source, q);
+    add_errors(search, q, sums);
+    int lane = least_lane(sums, search->first, &least);
+    if (search->first <= 1 || search->clipping > least) {
+        *scale = (uint8_t)(search->first + lane);
+        if (!(search->known >> lane & 1)) {
+            nibble_codes(group_scale, *scale, all->scale_2, search->codes[lane]);
+            search->known |= 1u << lane;
+        }
+        return search->codes[lane];
+    }
+    float magnitudes[BLOCK];
+    for (int i = 0; i < BLOCK; i++) magnitudes[i] = fabsf(from_bf16(to_bf16((float)q[i] * from_bf16(group_scale))));
+    *scale = best_scale(magnitudes, search->maximum, all->scale_2, &all->divisors);
+    nibble_codes(group_scale, *scale, all->scale_2, spare);
+    return spare;
+}
+
+size_t int4_pack_mse(const uint8_t *source, const uint16_t *group_scale, size_t groups, size_t pairs, float scale_2,
+                     float unit, Searches *all, uint8_t *packed, uint8_t *scale) {
+    size_t zeros = 0;
+    if (all->generation == 0 || to_bits(all->scale_2) != to_bits(scale_2) || to_bits(all->unit) != to_bits(unit)) {
+        all->generation++;
+        all->scale_2 = scale_2;
+        all->unit = unit;
+        fill_divisors(&all->divisors, unit);
+    }
+    for (size_t group = 0; group < groups; group++) {
+        for (size_t i = 0; i < pairs; i++, source += BLOCK, packed += BLOCK, scale += 2) {
+            uint32_t largest[2];
+            uint8_t spare[2][BLOCK];
+            largest_pair(source, largest);
+            const uint8_t *first = search_block(source, group_scale[group], largest[0], all, scale, spare[0]);
+            uint8_t kept[BLOCK]; /* the second block may take the first one's place */
+            memcpy(kept, first, BLOCK);
+            const uint8_t *second =
+                search_block(source + BLOCK / 2, group_scale[group], largest[1], all, scale + 1, spare[1]);
+            translate_pair(source, kept, second, packed);
+            zeros += (group_scale[group] & 0x7FFF) == 0 ? 2 : (largest[0] == 0) + (largest[1] == 0);
+        }
     }
     return zeros;
 }
@@ -413,15 +636,26 @@ size_t bf16_pack_mse(const uint16_t *values, size_t blocks, float scale_2, uint8
 void error_sums(const uint16_t *values, const uint8_t *packed, const uint8_t *scale, size_t blocks, float scale_2,
                 double *sums) {
     static const float table[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, 0, -.5f, -1, -1.5f, -2, -3, -4, -6};
-    for (size_t i = 0; i < blocks; i++) {
-        float factor = from_e4m3(scale[i]) * scale_2, error = 0.0f, norm = 0.0f;
-        for (int j = 0; j < BLOCK; j++) {
-            float value = from_bf16(values[i * BLOCK + j]);
-            float difference = table[packed[i * 8 + j / 2] >> (j & 1 ? 4 : 0) & 15] * factor - value;
-            error += difference * difference;
-            norm += value * value;
+    for (size_t start = 0; start < blocks; start += STRIP) {
+        float error[BLOCK] = {0}, norm[BLOCK] = {0}; /* by place in the block, whatever the width of registers */
+        for (size_t i = start; i < blocks && i < start + STRIP; i++) {
+            float factor = from_e4m3(scale[i]) * scale_2, codes[BLOCK];
+#if defined(__AVX512F__)
+            __m128i bytes = _mm_loadl_epi64((const __m128i *)(packed + i * 8)), mask = _mm_set1_epi8(15);
+            __m128i nibbles = _mm_unpacklo_epi8(_mm_and_si128(bytes, mask), _mm_and_si128(_mm_srli_epi16(bytes, 4), mask));
+            _mm512_storeu_ps(codes, _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(nibbles), _mm512_loadu_ps(table)));
+#else
+            for (int j = 0; j < BLOCK; j++) codes[j] = table[packed[i * 8 + j / 2] >> (j & 1 ? 4 : 0) & 15];
+#endif
+            for (int j = 0; j < BLOCK; j++) {
+                float value = from_bf16(values[i * BLOCK + j]), difference = codes[j] * factor - value;
+                error[j] += difference * difference;
+                norm[j] += value * value;
+            }
         }
-        sums[0] += error;
-        sums[1] += norm;
+        for (int j = 0; j < BLOCK; j++) {
+            sums[0] += error[j];
+            sums[1] += norm[j];
+        }
     }
 }

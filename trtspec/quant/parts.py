@@ -1,8 +1,7 @@
 """One conversion shared by several machines: `--shard i/n` for each of them, `--merge` once they are done.
 
 Part i converts every n-th shard file, counted from i, and keeps a journal of its own in the common output directory.
-The lock on a journal refuses a second machine on the same part, provided that the file system shares locks (NFS 4,
-CephFS, GPFS; Lustre where mounted with `flock`).
+The lock on a journal refuses a second machine on the same part.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trtspec.checkpoint.journal import Journal
+from trtspec.checkpoint.journal import Journal, differences, header_of
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.quant.conversion import JOURNAL_NAME, Conversion
+from trtspec.quant.conversion import Conversion
+from trtspec.quant.output import JOURNAL_NAME, JOURNALS
 
 NAMES = re.compile(r"\.trtspec-quantize\.(\d+)-of-(\d+)\.jsonl")
 
@@ -47,14 +47,18 @@ def part_of(conversion: Conversion, part: tuple[int, int] | None) -> Conversion:
 def parts_there(output: Path) -> dict[int, set[int]]:
     """Part numbers whose journals lie in `output`, by number of parts."""
     found: dict[int, set[int]] = {}
-    for path in output.glob(".trtspec-quantize.*.jsonl"):
+    for path in output.glob(JOURNALS):
         if match := NAMES.fullmatch(path.name):
             found.setdefault(int(match[2]), set()).add(int(match[1]))
     return found
 
 
-def check_sharing(output: Path, part: tuple[int, int] | None, merge: bool) -> None:
-    """Refuses to mix a whole run with parts, or parts of different numbers."""
+def check_sharing(output: Path, part: tuple[int, int] | None, merge: bool, header: dict[str, Any]) -> None:
+    """Refuses to mix a whole run with parts, parts of different numbers, and parts begun with another `header`.
+
+    Called once before this run's journal is there, and again when it is locked: of two runs that do not go together
+    and start at the same moment, at least one then sees the other.
+    """
     there, remove = parts_there(output), f"go on with that, or remove {output}"
     if part is None and not merge and there:
         count = min(there)
@@ -67,6 +71,34 @@ def check_sharing(output: Path, part: tuple[int, int] | None, merge: bool) -> No
         raise UsageError(
             f"{output} holds no conversion in parts", "run `trtspec quantize SRC -o OUT --shard i/n` first"
         )
+    for count, numbers in there.items():
+        for number in sorted(numbers - ({part[0]} if part else set())):
+            _compare(output, (number, count), header)
+
+
+def _compare(output: Path, other: tuple[int, int], header: dict[str, Any]) -> None:
+    begun = header_of(output / journal_name(other))
+    if begun is not None and (changed := differences(begun, header)):
+        raise UsageError(
+            f"part {other[0]}/{other[1]} of {output} was begun with something else: {'; '.join(changed)}",
+            f"repeat the options of that part, or remove {output} and begin all parts anew",
+        )
+
+
+@contextmanager
+def journal_of(
+    output: Path, part: tuple[int, int] | None, header: dict[str, Any], *, restart: bool
+) -> Iterator[Journal]:
+    """This run's journal, locked, once it is sure that nothing else goes on in `output` that does not go with it."""
+    path = output / journal_name(part)
+    with Journal(path, header, restart=restart) as journal:
+        try:
+            check_sharing(output, part, False, header)
+        except UsageError:
+            if not journal.done:  # the refused run leaves no trace that would refuse its correction
+                path.unlink(missing_ok=True)
+            raise
+        yield journal
 
 
 @contextmanager
@@ -91,11 +123,3 @@ def finished_parts(conversion: Conversion, header: dict[str, Any]) -> Iterator[d
                 raise TrtspecError(text, f"run `trtspec quantize` with --shard {number}/{count}, then --merge again")
             records |= {shard: journal.done[shard] for shard in wanted}
         yield records
-
-
-def check_strays(conversion: Conversion) -> None:
-    """Weights that no part wrote would be taken for the checkpoint's."""
-    planned = {plan.shard for plan in conversion.plans}
-    strays = sorted(path.name for path in conversion.output.glob("*.safetensors") if path.name not in planned)
-    if strays:
-        raise TrtspecError(f"{conversion.output} also holds {strays[0]}, which no part wrote", "move it away")

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
-from trtspec.checkpoint.tensors import DTYPES
+from trtspec.checkpoint.writer import byte_count
 from trtspec.errors import TrtspecError
-from trtspec.formats import PLAIN_DTYPES, WeightFormat, stored_format
-from trtspec.quant.decode import parts_of, plain_names
-from trtspec.quant.nvfp4 import BLOCK
-from trtspec.quant.policy import Policy
+from trtspec.formats import (
+    FP8_BLOCK_SIZE,
+    NVFP4_BLOCK,
+    PLAIN_DTYPES,
+    SIDE_PARTS,
+    WeightFormat,
+    packed_format,
+    stored_format,
+)
+from trtspec.quant.input_scales import InputScales
+from trtspec.quant.policy import Policy, shared_partners
 
 Action = Literal["quantize", "decode", "copy"]
 Entry = tuple[str, tuple[int, ...]]
@@ -21,13 +28,15 @@ Entry = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor by its plain name. `parts` are the stored tensors it is read from, `shape` is [N, K] decoded."""
+    """One tensor by its plain name. `parts` are the stored tensors it is read from, `shape` is [N, K] decoded; `block`
+    is what one FP8 scale stands for."""
 
     name: str
     action: Action
     parts: tuple[TensorInfo, ...]
     shape: tuple[int, ...]
     format: WeightFormat = WeightFormat.BF16
+    block: tuple[int, int] = FP8_BLOCK_SIZE
 
     @property
     def module(self) -> str:
@@ -46,21 +55,47 @@ class Weight:
         rows, columns = self.shape
         return {
             f"{self.module}.weight": ("U8", (rows, columns // WeightFormat.NVFP4.values_per_element)),
-            f"{self.module}.weight_scale": ("F8_E4M3", (rows, columns // BLOCK)),
+            f"{self.module}.weight_scale": ("F8_E4M3", (rows, columns // NVFP4_BLOCK)),
             f"{self.module}.weight_scale_2": ("F32", ()),
             f"{self.module}.input_scale": ("F32", ()),
         }
 
 
 @dataclass(frozen=True)
+class Group:
+    """Linears of one shard that share their scales, and their partners in other shards, read for the maximum only. A
+    tensor that is copied or decoded is a group of its own."""
+
+    weights: tuple[Weight, ...]
+    partners: tuple[Weight, ...] = ()
+    input_scale: float = 1.0
+
+    @property
+    def action(self) -> Action:
+        return self.weights[0].action
+
+    @property
+    def members(self) -> tuple[Weight, ...]:
+        return (*self.weights, *self.partners)
+
+
+@dataclass(frozen=True)
 class ShardPlan:
-    """An output shard has the name of the source shard that holds its tensors' values."""
+    """An output shard has the name of the source shard that holds its tensors' values. `groups` hold `weights` in the
+    order in which they are converted."""
 
     shard: str
     weights: tuple[Weight, ...]
+    groups: tuple[Group, ...]
 
     def layout(self) -> dict[str, Entry]:
         return {name: entry for weight in self.weights for name, entry in weight.layout().items()}
+
+    @property
+    def sources(self) -> list[str]:
+        """The source shards that are read for it."""
+        members = (member for group in self.groups for member in group.members)
+        return sorted({part.shard for member in members for part in member.parts})
 
     @property
     def bytes_in(self) -> int:
@@ -68,37 +103,76 @@ class ShardPlan:
 
     @property
     def bytes_out(self) -> int:
-        return sum(math.prod(shape) * DTYPES[code].itemsize for code, shape in self.layout().values())
+        return sum(byte_count(*entry) for entry in self.layout().values())
 
 
-def plan_conversion(checkpoint: Checkpoint, policy: Policy) -> list[ShardPlan]:
-    """The output shards in source order.
+def plan_conversion(
+    checkpoint: Checkpoint,
+    policy: Policy,
+    scales: InputScales | None = None,
+    block: tuple[int, int] | None = None,
+) -> list[ShardPlan]:
+    """The output shards in source order; `block` is the FP8 block size of config.json.
 
-    Raises TrtspecError naming the tensor for a missing part, a K that is no multiple of 16 or a dtype that is no
-    weight's, and when the policy chooses nothing.
+    Raises TrtspecError naming the tensor for a missing part or input scale, a K that is no multiple of 16 or a dtype
+    that is no weight's, and when the policy chooses nothing.
     """
-    stored, shards = checkpoint.tensors, dict[str, list[Weight]]()
+    stored, shards, quantized = checkpoint.tensors, dict[str, list[Weight]](), dict[str, Weight]()
     for name, carrier in plain_names(stored).items():
-        weight = _weight(stored, name, policy)
+        weight = _weight(stored, name, policy, block or FP8_BLOCK_SIZE)
         shards.setdefault(stored[carrier].shard, []).append(weight)
-    plans = [ShardPlan(shard, tuple(shards[shard])) for shard in checkpoint.shards if shard in shards]
-    if not any(weight.action == "quantize" for plan in plans for weight in plan.weights):
+        if weight.action == "quantize":
+            quantized[weight.module] = weight
+    if not quantized:
         raise TrtspecError(
             f"policy {policy.name} chooses no tensor of {checkpoint.path}",
             "compare its patterns with the names in model.safetensors.index.json",
         )
-    return plans
+    scales = scales or InputScales()
+    return [
+        ShardPlan(shard, tuple(shards[shard]), tuple(_groups(shards[shard], quantized, scales)))
+        for shard in checkpoint.shards
+        if shard in shards
+    ]
 
 
-def quantized_weight(checkpoint: Checkpoint, name: str, policy: Policy) -> Weight | None:
-    """The weight of that name when it exists and becomes NVFP4."""
-    stored, stem = checkpoint.tensors, name.removesuffix(".weight")
-    if not policy.quantizes(name) or f"{stem}.{stored_format(stored, stem).parts[0]}" not in stored:
-        return None
-    return _weight(stored, name, policy)
+def _groups(weights: list[Weight], quantized: dict[str, Weight], scales: InputScales) -> Iterator[Group]:
+    """Groups in file order; partners of other shards come from `quantized`, all linears that become NVFP4."""
+    here, seen = {weight.module for weight in weights if weight.action == "quantize"}, set[str]()
+    for weight in weights:
+        if weight.action != "quantize":
+            yield Group((weight,))
+        elif weight.module not in seen:
+            others = shared_partners(weight.module)
+            members = (weight, *(quantized[other] for other in others if other in here))
+            seen |= {member.module for member in members}
+            elsewhere = tuple(quantized[other] for other in others if other in quantized and other not in here)
+            input_scale = scales.scale([member.module for member in (*members, *elsewhere)])
+            yield Group(members, elsewhere, input_scale)
 
 
-def _weight(stored: dict[str, TensorInfo], name: str, policy: Policy) -> Weight:
+def parts_of(names: Container[str], name: str) -> list[str]:
+    """The stored tensors that make up the weight `name`; raises TrtspecError naming one that is missing."""
+    stem = name.removesuffix(".weight")
+    parts = [f"{stem}.{suffix}" for suffix in stored_format(names, stem).parts] if name.endswith(".weight") else [name]
+    for part in parts:
+        if part not in names:
+            raise TrtspecError(f"{part} is missing, so {name} cannot be decoded", "download the checkpoint again")
+    return parts
+
+
+def plain_names(stored: Mapping[str, object]) -> dict[str, str]:
+    """Plain name -> the stored tensor that carries its values, in stored order; scales and shapes are not names."""
+    found = {}
+    for name in stored:
+        stem, _, suffix = name.rpartition(".")
+        if suffix in SIDE_PARTS and f"{stem}.{stored_format(stored, stem).parts[0]}" in stored:
+            continue
+        found[f"{stem}.weight" if packed_format(suffix) else name] = name
+    return found
+
+
+def _weight(stored: dict[str, TensorInfo], name: str, policy: Policy, block: tuple[int, int]) -> Weight:
     chosen = name.endswith(".weight") and policy.quantizes(name)
     format = stored_format(stored, name.removesuffix(".weight"))
     if format.is_plain and not chosen:
@@ -107,10 +181,26 @@ def _weight(stored: dict[str, TensorInfo], name: str, policy: Policy) -> Weight:
     shape = parts[0].shape
     if len(shape) == 2:
         shape = (shape[0], shape[1] * format.values_per_element)
+    if 0 in shape:
+        raise TrtspecError(
+            f"{name} has shape {list(shape)}, so there is nothing in it", "download the checkpoint again"
+        )
     _check_parts(parts, format, shape)
+    if format.has_block_scales:
+        _check_blocks(parts, shape, block)
     if chosen:
         _check_block(name, shape, parts[0].dtype if format.is_plain else "BF16")
-    return Weight(name, "quantize" if chosen else "decode", parts, shape, format)
+    return Weight(name, "quantize" if chosen else "decode", parts, shape, format, block)
+
+
+def _check_blocks(parts: tuple[TensorInfo, ...], shape: tuple[int, ...], block: tuple[int, int]) -> None:
+    """The scales of FP8 blocks cover the weight."""
+    expected = tuple(-(-size // step) for size, step in zip(shape, block, strict=False))
+    if len(shape) != 2 or parts[1].shape != expected:
+        raise TrtspecError(
+            f"{parts[1].name} {list(parts[1].shape)} does not fit {list(shape)} in blocks of {block[0]}x{block[1]}",
+            "check weight_block_size in config.json",
+        )
 
 
 def _check_parts(parts: tuple[TensorInfo, ...], format: WeightFormat, shape: tuple[int, ...]) -> None:
@@ -119,18 +209,18 @@ def _check_parts(parts: tuple[TensorInfo, ...], format: WeightFormat, shape: tup
     for part, dtypes in zip(parts, () if format.is_plain else format.storage.dtypes, strict=False):
         if part.dtype not in dtypes:
             raise TrtspecError(f"{part.name} has dtype {part.dtype}, expected {' or '.join(dtypes)}", again)
-    if format.is_grouped_integer:
+    if format.has_group_scales:
         groups = parts[1].shape[1] if len(parts[1].shape) == 2 else 0
-        if len(shape) != 2 or not groups or parts[1].shape[0] != shape[0] or shape[1] % groups or parts[2].numel != 2:
-            raise TrtspecError(
-                f"INT4 tensors do not belong together: {', '.join(f'{p.name} {list(p.shape)}' for p in parts)}", again
-            )
+        told = [part.numel for part, kind in zip(parts, format.storage.kinds, strict=False) if kind == "shape"]
+        if len(shape) != 2 or not groups or parts[1].shape[0] != shape[0] or shape[1] % groups or told not in ([], [2]):
+            listed = ", ".join(f"{part.name} {list(part.shape)}" for part in parts)
+            raise TrtspecError(f"tensors of {format.storage.title} do not belong together: {listed}", again)
 
 
 def _check_block(name: str, shape: tuple[int, ...], dtype: str) -> None:
-    if len(shape) != 2 or shape[1] % BLOCK:
+    if len(shape) != 2 or shape[1] % NVFP4_BLOCK:
         raise TrtspecError(
-            f"{name} has shape {list(shape)}, which has no whole blocks of {BLOCK} along its rows",
+            f"{name} has shape {list(shape)}, which has no whole blocks of {NVFP4_BLOCK} along its rows",
             "use a policy that leaves it out",
         )
     if dtype not in PLAIN_DTYPES:

@@ -1,37 +1,73 @@
-"""Which tensors become NVFP4 and which exclude list says so; the rules are data (data/policies.yaml)."""
+"""Which tensors become NVFP4, by which scales, and which exclude list says so; the rules are data (data/policies.yaml).
+
+A policy is what a publisher did. Options may differ from it; then `deviations` names every difference."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from trtspec.checkpoint.target_shapes import shared_partners as shared_partners
 from trtspec.data_files import load_yaml
 from trtspec.errors import UsageError
 from trtspec.files import load_file
 from trtspec.specs import ModelSpec
 
 TEXT_PREFIX = "language_model."
-# Modules that read the same input share a scale: the larger amax of the group serves all of it.
-SHARED_INPUT = (("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+
+
+WEIGHT_SCALES = {
+    "max": "by the maximum of each block",
+    "mse": "of least squared error for each block (ModelOpt's mse with fp8_scale_sweep)",
+}
+INPUT_SCALES = {"one": "1.0 for every linear, uncalibrated", "calibrated": "measured on text"}
+KV_CACHES = {"fp8": "FP8 E4M3 by a plain cast, no scales", "none": "as the engine chooses"}
 
 
 @dataclass(frozen=True)
 class Policy:
-    """`patterns` choose modules; `exclude` and `exclude_vision` are templates of the published ignore list."""
+    """`quantize` are patterns of module names; `exclude` and `exclude_vision` are templates of the published ignore
+    list; `source` and `recipe` say where it was published, `config` is ModelOpt's dictionary that chooses the same
+    linears, `modelopt` the releases whose bytes it gives."""
 
     name: str
     summary: str
-    patterns: tuple[str, ...]
+    quantize: tuple[str, ...]
     exclude: tuple[str, ...]
     exclude_vision: tuple[str, ...] = ()
+    source: str = ""
+    recipe: str = ""
+    config: str = ""
+    modelopt: tuple[str, ...] = ()
+    weight_scales: str = "max"
+    input_scales: str = "one"
+    kv_cache: str = "fp8"
+
+    def deviations(self, weight_scales: str, input_scales: str, kv_cache: str | None) -> list[str]:
+        """What these choices (keys of the tables above; None is no KV cache) do otherwise than the publisher."""
+        chosen = (
+            ("weight scales", WEIGHT_SCALES, self.weight_scales, weight_scales),
+            ("activation scales", INPUT_SCALES, self.input_scales, input_scales),
+            ("KV cache", KV_CACHES, self.kv_cache, kv_cache or "none"),
+        )
+        return [
+            f"{what}: {table[here]}; {self.published_as} has them {table[there]}"
+            for what, table, there, here in chosen
+            if there != here
+        ]
+
+    @property
+    def published_as(self) -> str:
+        """The checkpoint or file that the policy was read from."""
+        return self.source.partition(",")[0] or f"policy {self.name}"
 
     def quantizes(self, name: str) -> bool:
         """Whether the module or weight of this stored name becomes NVFP4."""
         module = name.removeprefix(TEXT_PREFIX).removesuffix(".weight")
-        return any(fnmatchcase(module, pattern) for pattern in self.patterns)
+        return any(fnmatchcase(module, pattern) for pattern in self.quantize)
 
     def exclude_patterns(self, spec: ModelSpec) -> list[str]:
         """The ignore list for this model, written and ordered as the published one."""
@@ -51,13 +87,6 @@ def _numbered(template: str, slot: str, layer: int, last: int) -> str:
     return template.replace(slot + "*" if ambiguous else slot, f"{layer}.*" if ambiguous else str(layer))
 
 
-def shared_partners(module: str) -> list[str]:
-    """The other modules that read the same input as `module` and so share its amax."""
-    stem, _, leaf = module.rpartition(".")
-    group = next((group for group in SHARED_INPUT if leaf in group), ())
-    return [f"{stem}.{other}" for other in group if other != leaf]
-
-
 def load_policy(name: str) -> Policy:
     """A shipped policy by name, or one from a YAML file with the keys of a shipped one."""
     shipped = load_yaml("policies.yaml")["policies"]
@@ -68,15 +97,32 @@ def load_policy(name: str) -> Policy:
             f"policy {name!r} is neither one of {', '.join(shipped)} nor a file",
             "see `trtspec quantize --help`",
         )
-    try:
-        return _policy(Path(name).stem, load_file(name))
-    except (KeyError, TypeError) as error:
-        raise UsageError(f"{name} is not a policy: {error!r}", "give it `summary`, `quantize` and `exclude`") from None
+    return _policy(Path(name).stem, load_file(name), name)
 
 
-def _policy(name: str, entry: dict[str, Any]) -> Policy:
-    lists = (tuple(entry["quantize"]), tuple(entry["exclude"]), tuple(entry.get("exclude_vision", ())))
-    return Policy(name, entry["summary"], *lists)
+def _policy(name: str, entry: Any, file: str = "policies.yaml") -> Policy:
+    """A row as a Policy. Raises UsageError naming the key that is missing, unknown or has a value it cannot have."""
+    remedy = "give it `summary`, `quantize` and `exclude`; see `trtspec quantize --help` and data/policies.yaml"
+    if not isinstance(entry, dict):
+        raise UsageError(f"{file} is not a policy: it holds no mapping", remedy)
+    keys = {field.name for field in fields(Policy)} - {"name"} | {"family"}
+    unknown, missing = sorted(entry.keys() - keys), sorted({"summary", "quantize", "exclude"} - entry.keys())
+    if unknown or missing:
+        text = f"unknown key {unknown[0]}" if unknown else f"{missing[0]} is missing"
+        raise UsageError(f"{file} is not a policy: {text}", remedy)
+    lists = {"quantize", "exclude", "exclude_vision", "modelopt"}
+    values: dict[str, Any] = {}
+    for key in sorted(entry.keys() - {"family"}):
+        value = entry[key]
+        items = value if key in lists else [value]
+        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+            kind = "a list of texts" if key in lists else "a text"
+            raise UsageError(f"{file} is not a policy: {key} is not {kind}", remedy)
+        values[key] = tuple(value) if key in lists else value
+    for key, table in (("weight_scales", WEIGHT_SCALES), ("input_scales", INPUT_SCALES), ("kv_cache", KV_CACHES)):
+        if values.get(key, next(iter(table))) not in table:
+            raise UsageError(f"{file} is not a policy: {key} is {values[key]}", f"use one of {', '.join(table)}")
+    return Policy(name, **values)
 
 
 def default_policy(*names: str) -> Policy:

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
-from trtspec.checkpoint.tensors import LazyTensors
+from trtspec.checkpoint.headers import DTYPE_BITS
+from trtspec.checkpoint.reader import ShardReader
 from trtspec.checkpoint.writer import ShardFile
 from trtspec.errors import TrtspecError
-from trtspec.formats import FP8_BLOCK_SIZE
-from trtspec.quant.input_scales import InputScales
-from trtspec.quant.packing import Rows, Scaling, TorchPacker
-from trtspec.quant.pipeline import Part, Pipeline
-from trtspec.quant.plan import ShardPlan, Weight, quantized_weight, weight_class
-from trtspec.quant.policy import Policy, shared_partners
-from trtspec.quant.steps import Group, Piece, Step, Task, steps
-from trtspec.specs import ModelSpec
+from trtspec.quant.finite import first_not_finite, not_finite
+from trtspec.quant.packing import BLOCK, Array, Packer, Rows, Scaling, as_array
+from trtspec.quant.pipeline import Part, Piece, Pipeline, Step, Task, steps
+from trtspec.quant.plan import Group, ShardPlan, weight_class
 
 ERROR_ROWS = 64  # the rows of each tensor on which the rounding error is measured
 
 
 class ShardConverter:
-    """Converts shards of one checkpoint; holds open files, options and buffers, no tensors between calls."""
+    """Converts shards of one checkpoint; holds open files and buffers, no tensors between calls."""
 
-    def __init__(
-        self, tensors: LazyTensors, spec: ModelSpec, policy: Policy, scales: InputScales, packer: TorchPacker
-    ) -> None:
-        self.tensors, self.policy, self.scales, self.packer = tensors, policy, scales, packer
-        self.block = spec.quant.block_size or FP8_BLOCK_SIZE
-        self.pipeline = Pipeline(tensors)
+    def __init__(self, reader: ShardReader, packer: Packer) -> None:
+        self.packer = packer
+        self.pipeline = Pipeline(reader)
 
     def convert(
         self, plan: ShardPlan, output: Path, report: Callable[[int], None] | None = None
@@ -42,29 +37,21 @@ class ShardConverter:
         The caller publishes it. `report` gets source bytes as they are done. Raises TrtspecError naming the tensor
         that cannot be converted; then no file is left behind.
         """
-        file, work = ShardFile(output / plan.shard, plan.layout()), _Work(self, report)
+        file, work = ShardFile(output / plan.shard, plan.layout()), _Work(self.packer, report)
         try:
-            self.pipeline.run(steps(plan, self._partners(plan)), work.compute, file.write_parts)
-            for name, value in work.scalars.items():
-                file.write(name, value)
+            read = self.pipeline.run(steps(plan), work.compute, file.write_parts)
+            file.write_parts(work.scalars)
             file.close()
         except BaseException:
             file.abandon()
             raise
         actions = [weight.action for weight in plan.weights]
         record = {"bytes": file.size, "quantized": actions.count("quantize"), "decoded": actions.count("decode")}
-        return file.temporary, record | {"copied": actions.count("copy"), **work.statistics.record()}
+        return file.temporary, record | {"copied": actions.count("copy"), "read": read, **work.statistics.record()}
 
-    def _partners(self, plan: ShardPlan) -> dict[str, Weight]:
-        """Quantized weights of other shards that share a scale with one of this shard."""
-        here, found = {weight.name for weight in plan.weights}, {}
-        for weight in plan.weights:
-            if weight.action != "quantize":
-                continue
-            for name in (f"{module}.weight" for module in shared_partners(weight.module)):
-                if name not in here and (partner := quantized_weight(self.tensors.checkpoint, name, self.policy)):
-                    found[name] = partner
-        return found
+    def source_digest(self, plan: ShardPlan) -> str:
+        """The record's `read` for the source as it is now; reads all that the shard is converted from."""
+        return self.pipeline.run(steps(plan), lambda step, data, output: [], lambda parts: None)
 
     def close(self) -> None:
         self.pipeline.close()
@@ -73,98 +60,113 @@ class ShardConverter:
 class _Work:
     """The state of one shard's conversion between steps."""
 
-    def __init__(self, converter: ShardConverter, report: Callable[[int], None] | None) -> None:
-        self.converter, self.packer, self.report = converter, converter.packer, report
-        self.statistics, self.scalars = Statistics(), dict[str, torch.Tensor]()
+    def __init__(self, packer: Packer, report: Callable[[int], None] | None) -> None:
+        self.packer, self.report = packer, report
+        self.statistics, self.scalars = Statistics(), list[Part]()
         self._amax: dict[str, float] = {}
         self._scaling: tuple[Group, Scaling] | None = None
         self._zeros = 0
 
-    def compute(self, step: Step, buffer: torch.Tensor, output: torch.Tensor) -> list[Part]:
-        """Runs the step's tasks on its buffer; returns what to write, as views of `buffer` and `output`."""
+    def compute(self, step: Step, data: Array, output: Array) -> list[Part]:
+        """Runs the step's tasks on the bytes that it read; returns what to write, as views of `data` and `output`."""
         parts: list[Part] = []
         for task in step.tasks:
-            piece = task.piece
             if task.kind == "copy":
-                read = piece.reads[0]
-                parts.append((piece.weight.name, piece.first, buffer[read.at : read.at + read.size].numpy().data))
+                parts.append(self._copy(task.piece, data))
                 continue
-            rows = self._rows(piece, buffer)
+            rows = _rows(task.piece, data)
             if task.kind == "measure":
-                self._measure(piece.weight, rows)
+                self._measure(task.piece, rows)
                 continue
-            if task.kind == "decode":
-                view = output[: piece.count * piece.weight.shape[1] * 2]
-                view.view(torch.bfloat16).view(rows.shape).copy_(self.packer.decode(rows))
-                row = piece.weight.shape[1] * 2
-                parts.append((piece.weight.name, piece.first * row, view.numpy().data))
-                output = output[view.numel() :]
-                continue
-            used, packed = self._pack(task, rows, output)
-            parts += packed
+            used, written = (self._decode if task.kind == "decode" else self._pack)(task, rows, output)
+            parts += written
             output = output[used:]
         if self.report and step.done:
             self.report(step.done)
         return parts
 
-    def _rows(self, piece: Piece, buffer: torch.Tensor) -> Rows:
-        """The piece's stored tensors as views of the buffer."""
-        weight, views = piece.weight, []
-        for read, info in zip(piece.reads, weight.parts, strict=True):
-            view = buffer[read.at : read.at + read.size].view(self.converter.tensors.dtype(info))
-            views.append(view.view(-1, *info.shape[1:]) if info.shape else view)
-        if weight.format.is_grouped_integer:
-            if tuple(views[2].view(-1).tolist()) != weight.shape:
-                text = f"{weight.module}.weight_shape is {views[2].tolist()}, the packed tensor holds {[*weight.shape]}"
-                raise TrtspecError(text, "download the checkpoint again")
-            return Rows(weight.format, views[0], views[1])
-        if weight.format.has_block_scales:
-            height, width = block = self.converter.block
-            rows, columns = weight.shape
-            if views[1].shape != (-(-rows // height), -(-columns // width)) or piece.first % height:
-                text = f"{weight.module}.weight_scale_inv {list(views[1].shape)} does not fit {list(weight.shape)}"
-                raise TrtspecError(f"{text} in blocks of {height}x{width}", "check weight_block_size in config.json")
-            bands = slice(piece.first // height, -(-(piece.first + piece.count) // height))
-            return Rows(weight.format, views[0], views[1][bands], block)
-        return Rows(weight.format, views[0])
+    def _copy(self, piece: Piece, data: Array) -> Part:
+        read = piece.reads[0]
+        view = data[read.at : read.at + read.size]
+        if not self.packer.is_finite(view, read.info.dtype):
+            found, width = first_not_finite(view, read.info.dtype), DTYPE_BITS[read.info.dtype] // 8
+            raise not_finite(read.info.name, read.info.shard, read.info.shape, piece.first // width + (found or 0))
+        return piece.weight.name, piece.first, view.data
 
-    def _measure(self, weight: Weight, rows: Rows) -> None:
-        amax = self.packer.amax(rows)
+    def _decode(self, task: Task, rows: Rows, output: Array) -> tuple[int, list[Part]]:
+        weight, row = task.piece.weight, task.piece.weight.shape[1] * 2
+        view = output[: task.piece.count * row]
+        self.packer.decode(rows, view.view("u2").reshape(rows.shape))
+        if not self.packer.is_finite(view, "BF16"):
+            raise _refusal(task.piece, view)
+        return view.size, [(weight.name, task.piece.first * row, view.data)]
+
+    def _measure(self, piece: Piece, rows: Rows) -> None:
+        amax, module = self.packer.amax(rows), piece.weight.module
         if not math.isfinite(amax):
-            text = f"{weight.name}: the weight holds NaN or infinity"
-            raise TrtspecError(text, "find the tensor with `trtspec inspect --json`")
-        self._amax[weight.module] = max(amax, self._amax.get(weight.module, 0.0))
+            values: Array = np.empty(rows.shape, dtype="u2")
+            self.packer.decode(rows, values)
+            raise _refusal(piece, values.reshape(-1).view("u1"))
+        self._amax[module] = max(amax, self._amax.get(module, 0.0))
 
     def _scaling_of(self, group: Group) -> Scaling:
         """Kept from one piece to the next of a group; the group's scalars are noted when it begins."""
         if self._scaling is None or self._scaling[0] is not group:
-            scaling = Scaling.of(max(self._amax.pop(module) for module in group.modules))
-            input_scale = torch.tensor(self.converter.scales.scale(group.modules))
+            scaling = Scaling.of(max(self._amax.pop(weight.module) for weight in group.members))
+            values = {"weight_scale_2": scaling.scale_2, "input_scale": group.input_scale}
             for weight in group.weights:
-                self.scalars[f"{weight.module}.weight_scale_2"] = scaling.scale_2
-                self.scalars[f"{weight.module}.input_scale"] = input_scale
+                for suffix, value in values.items():
+                    self.scalars.append((f"{weight.module}.{suffix}", 0, memoryview(struct.pack("<f", value))))
             self._scaling = group, scaling
         return self._scaling[1]
 
-    def _pack(self, task: Task, rows: Rows, output: torch.Tensor) -> tuple[int, list[Part]]:
+    def _pack(self, task: Task, rows: Rows, output: Array) -> tuple[int, list[Part]]:
         piece, scaling = task.piece, self._scaling_of(task.group)
-        count, columns = rows.shape
-        middle, end = count * columns // 2, count * columns // 2 + count * columns // 16
-        packed, scale = output[:middle].view(count, -1), output[middle:end].view(count, -1)
+        (count, columns), stem = rows.shape, piece.weight.module
+        middle, end = count * columns // 2, count * columns // 2 + count * columns // BLOCK
+        packed, scale = output[:middle].reshape(count, -1), output[middle:end].reshape(count, -1)
         zeros = self.packer.pack(rows, scaling, packed, scale)
         if piece.first == 0:
             head = min(ERROR_ROWS, count)
-            sums = self.packer.errors(rows.head(head), scaling, packed[:head], scale[:head])
-            self.statistics.add(piece.weight.module, *sums)
+            self.statistics.add(stem, *self.packer.errors(rows.head(head), scaling, packed[:head], scale[:head]))
             self._zeros = 0
         self._zeros += zeros
         if piece.first + count == piece.weight.shape[0]:
-            self.statistics.blocks(piece.weight.module, piece.weight.shape[0] * columns // 16, self._zeros)
-        stem, view = piece.weight.module, output.numpy().data
+            self.statistics.blocks(stem, piece.weight.shape[0] * columns // BLOCK, self._zeros)
         return end, [
-            (f"{stem}.weight", piece.first * columns // 2, view[:middle]),
-            (f"{stem}.weight_scale", piece.first * columns // 16, view[middle:end]),
+            (f"{stem}.weight", piece.first * columns // 2, output[:middle].data),
+            (f"{stem}.weight_scale", piece.first * columns // BLOCK, output[middle:end].data),
         ]
+
+
+def _rows(piece: Piece, data: Array) -> Rows:
+    """The piece's stored tensors as views of the bytes that were read."""
+    weight, views = piece.weight, list[Array]()
+    for read, info in zip(piece.reads, weight.parts, strict=True):
+        view = data[read.at : read.at + read.size]
+        views.append(as_array(view, info.dtype, info.shape[-1]))
+    values, codes = views[0], [info.dtype for info in weight.parts]
+    for view, info, kind in zip(views, weight.parts, weight.format.storage.kinds, strict=False):
+        if kind == "shape" and tuple(view.reshape(-1).tolist()) != weight.shape:
+            text = f"{info.name} is {view.tolist()}, the packed tensor holds {[*weight.shape]}"
+            raise TrtspecError(text, "download the checkpoint again")
+    if len(views) == 1:
+        return Rows(weight.format, codes[0], values)
+    scale = views[1]
+    if bool(np.signbit(scale).any() if scale.dtype.kind == "f" else (scale >> 8 * scale.itemsize - 1).any()):
+        text = f"{weight.parts[1].name} in {weight.parts[1].shard} holds a negative scale"
+        raise TrtspecError(text, "download that file again", "TS-TARGET-BAD-SCALE")
+    if weight.format.has_block_scales:
+        height = weight.block[0]
+        scale = scale[piece.first // height : -(-(piece.first + piece.count) // height)]
+    return Rows(weight.format, codes[0], values, scale, codes[1], weight.block)
+
+
+def _refusal(piece: Piece, values: Array) -> TrtspecError:
+    """For NaN or infinity among the BF16 `values` (uint8) that the piece's rows decode to."""
+    weight, found = piece.weight, first_not_finite(values, "BF16")
+    index = None if found is None else piece.first * weight.shape[1] + found
+    return not_finite(weight.name, weight.parts[0].shard, weight.shape, index)
 
 
 class Statistics:

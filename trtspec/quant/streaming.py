@@ -6,42 +6,51 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from trtspec.checkpoint.journal import Journal
+from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.journal import Journal, header_of, refuse_changed
+from trtspec.checkpoint.reader import ShardReader
 from trtspec.checkpoint.writer import write_index
-from trtspec.errors import TrtspecError
+from trtspec.errors import TrtspecError, UsageError
 from trtspec.quant import export_files, parts
 from trtspec.quant.conversion import (
     Conversion,
     ConversionOptions,
-    begun_in,
-    claim_output,
-    clear_output,
     estimate,
-    fingerprint,
     prepare,
 )
-from trtspec.quant.packing import choose_packer
-from trtspec.quant.policy import Policy
-from trtspec.quant.shard import ERROR_ROWS
+from trtspec.quant.input_scales import source_name
+from trtspec.quant.native import choose_packer
+from trtspec.quant.output import (
+    check_output,
+    claim_output,
+    clear_output,
+    disk_errors,
+    refuse_strays,
+    source_identity,
+)
+from trtspec.quant.plan import ShardPlan
+from trtspec.quant.policy import KV_CACHES, WEIGHT_SCALES, Policy
+from trtspec.quant.results import LinearErrors, Quantized, QuantizePlan
+from trtspec.quant.shard import ERROR_ROWS, ShardConverter
 from trtspec.quant.workers import Job, convert_all, worker_count
-from trtspec.report import OutputOptions, file_sha256, peak_rss, provenance, write_json
+from trtspec.report import OutputOptions, file_sha256, peak_rss, provenance, say, write_json
 
 Progress = Callable[[int, int], None]
-WEIGHT_SCALES = {"max": "by the maximum of each block", "mse": "of least squared error for each block"}
 
 
 def quantize_checkpoint(
-    source: Path,
+    source: Path | Checkpoint,
     output: Path,
     policy: Policy,
     options: ConversionOptions | None = None,
     again: OutputOptions | None = None,
     progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Converts `source` to `output` and returns the `quantize` JSON object.
+) -> Quantized | QuantizePlan:
+    """Converts `source` to `output`; with `again.dry_run` it only says what it would do.
 
     Run again after a kill it continues: shards whose size and checksum are in the journal are kept as they are. A part
     leaves the other shards, index and configs to other machines and to `merge`. `progress` is called with source bytes
@@ -52,39 +61,43 @@ def quantize_checkpoint(
     options, again = options or ConversionOptions(), again or OutputOptions()
     part = options.part
     whole = prepare(source, output, policy, options)
-    conversion = parts.part_of(whole, part)
-    choose_packer(options.weight_scales, options.device)  # a missing device is reported before anything is written
-    parts.check_sharing(output, part, options.merge)
+    conversion, name = parts.part_of(whole, part), parts.journal_name(part)
+    choose_packer(conversion.weight_scales, options.device)  # a missing device is reported before anything is written
+    header = {"source": source_identity(whole.checkpoint), "options": whole.options}
+    parts.check_sharing(output, part, options.merge, header)
     if again.dry_run:
-        begun = begun_in(output, parts.journal_name(part), again.force)
-        return estimate(conversion, options.workers) | {
-            "device": options.device,
-            "resumes": begun and not again.restart,
-        }
-    header = {"source": fingerprint(whole.checkpoint), "options": whole.options}
+        resumes = check_output(conversion, name, restart=again.restart, force=again.force)
+        if resumes and (begun := header_of(output / name)):
+            refuse_changed(output / name, begun, header)
+        hub = whole.checkpoint.remote
+        planned = estimate(conversion, options.workers)
+        return replace(planned, device=options.device, resumes=resumes, hub=hub.to_dict() if hub else None)
     if options.merge:
-        return _merge(whole, header) | {"seconds": round(time.monotonic() - start, 3), "peak_rss_bytes": peak_rss()}
-    name = parts.journal_name(part)
-    fresh = claim_output(conversion, again.restart, again.force, name)
-    with Journal(output / name, header, restart=again.restart) as journal:
+        with disk_errors(output):
+            merged = _merge(whole, header)
+        return replace(merged, seconds=round(time.monotonic() - start, 3), peak_rss_bytes=peak_rss())
+    fresh = claim_output(conversion, name, restart=again.restart, force=again.force)
+    with disk_errors(output), parts.journal_of(output, part, header, restart=again.restart) as journal:
         clear_output(conversion, fresh, whole=part is None)
         kept = _verified(conversion, journal.done)
+        _check_source(conversion, journal, kept)
         resumed = _convert(conversion, journal, kept, options.workers, options.device, progress)
         records = {plan.shard: journal.done[plan.shard] for plan in conversion.plans}
         result = summarize(conversion, records)
         if part is None:
             finish(conversion, records, result, header)
-    return result | {
-        "part": part and f"{part[0]}/{part[1]}",
-        "seconds": round(time.monotonic() - start, 3),
-        "peak_rss_bytes": max(peak_rss(), *(record.get("worker_peak_rss_bytes", 0) for record in records.values())),
-        "shards_resumed": resumed,
-    }
+    return replace(
+        result,
+        part=f"{part[0]}/{part[1]}" if part else None,
+        seconds=round(time.monotonic() - start, 3),
+        peak_rss_bytes=max(peak_rss(), *(record.get("worker_peak_rss_bytes", 0) for record in records.values())),
+        shards_resumed=resumed,
+    )
 
 
-def _merge(conversion: Conversion, header: dict[str, Any]) -> dict[str, Any]:
+def _merge(conversion: Conversion, header: dict[str, Any]) -> Quantized:
     """Index, card, provenance and configs once every part is there, whole and unchanged."""
-    parts.check_strays(conversion)
+    refuse_strays(conversion)
     with parts.finished_parts(conversion, header) as records:
         damaged = sorted(records.keys() - _verified(conversion, records))
         if damaged:
@@ -93,7 +106,7 @@ def _merge(conversion: Conversion, header: dict[str, Any]) -> dict[str, Any]:
         records = {plan.shard: records[plan.shard] for plan in conversion.plans}
         result = summarize(conversion, records)
         finish(conversion, records, result, header)
-    return result | {"part": "merge", "shards_resumed": len(records)}
+    return replace(result, part="merge", shards_resumed=len(records))
 
 
 def _verified(conversion: Conversion, done: dict[str, dict[str, Any]]) -> set[str]:
@@ -107,6 +120,40 @@ def _verified(conversion: Conversion, done: dict[str, dict[str, Any]]) -> set[st
     shards = [plan.shard for plan in conversion.plans]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         return {shard for shard, whole in zip(shards, pool.map(is_whole, shards), strict=True) if whole}
+
+
+def _check_source(conversion: Conversion, journal: Journal, kept: set[str]) -> None:
+    """Shards that were converted from files with other times than now are kept if the content is the same.
+
+    Raises UsageError naming the first for which it is not.
+    """
+    times = _times(conversion)
+    todo = [plan for plan in conversion.plans if plan.shard in kept and _changed(journal.done[plan.shard], plan, times)]
+    if not todo:
+        return
+    say(f"reading the source of {len(todo)} finished shards again: its files have other times than when they were read")
+    converter = ShardConverter(ShardReader(conversion.checkpoint.path), choose_packer(conversion.weight_scales))
+    try:
+        for plan in todo:
+            record = journal.done[plan.shard]
+            if converter.source_digest(plan) != record["read"]:
+                names = ", ".join(plan.sources)
+                text = f"{plan.shard} was converted from something else than {names} of the source now hold"
+                raise UsageError(text, "pass --restart to start over")
+            fields = {name: value for name, value in record.items() if name != "key"}
+            journal.record(plan.shard, **fields | {"times": {name: times[name] for name in plan.sources}})
+    finally:
+        converter.close()
+
+
+def _times(conversion: Conversion) -> dict[str, int]:
+    """Modification times of the source's shard files, in nanoseconds."""
+    source = conversion.checkpoint.path
+    return {name: (source / name).stat().st_mtime_ns for name in conversion.checkpoint.shards}
+
+
+def _changed(record: dict[str, Any], plan: ShardPlan, times: dict[str, int]) -> bool:
+    return bool(record.get("times") != {name: times[name] for name in plan.sources})
 
 
 def _convert(
@@ -123,16 +170,15 @@ def _convert(
             progress(done, conversion.bytes_in)
 
     advance(0)
-    policy, input_scales = conversion.policy, conversion.input_scales
-    path = conversion.checkpoint.path
-    job = Job(path, conversion.output, policy, input_scales, conversion.weight_scales, device)
+    times = _times(conversion)  # before anything is read
+    job = Job(conversion.checkpoint.path, conversion.output, conversion.weight_scales, device)
     if todo:
         for plan, record in convert_all(job, todo, worker_count(workers, todo), advance):
-            journal.record(plan.shard, **record)
+            journal.record(plan.shard, **record, times={name: times[name] for name in plan.sources})
     return len(kept)
 
 
-def summarize(conversion: Conversion, records: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def summarize(conversion: Conversion, records: dict[str, dict[str, Any]]) -> Quantized:
     """The counts and errors of all shards, from their journal records."""
     classes: dict[str, dict[str, float]] = {}
     for record in records.values():
@@ -141,27 +187,30 @@ def summarize(conversion: Conversion, records: dict[str, dict[str, Any]]) -> dic
             for key, value in entry.items():
                 total[key] += value
     summary = {
-        name: {
-            "tensors": int(entry["tensors"]),
-            "relative_error": round((entry["error"] / entry["norm"]) ** 0.5 if entry["norm"] else 0.0, 6),
-            "zero_blocks": int(entry["zero_blocks"]),
-        }
+        name: LinearErrors(
+            tensors=int(entry["tensors"]),
+            relative_error=round((entry["error"] / entry["norm"]) ** 0.5 if entry["norm"] else 0.0, 6),
+            zero_blocks=int(entry["zero_blocks"]),
+        )
         for name, entry in sorted(classes.items())
     }
-    return {
-        "output": str(conversion.output),
-        "policy": conversion.policy.name,
-        "weight_scales": conversion.weight_scales,
-        **{key: sum(record[key] for record in records.values()) for key in ("quantized", "decoded", "copied")},
-        "bytes_in": conversion.bytes_in,
-        "bytes_out": conversion.bytes_out,
-        "classes": summary,
-        "zero_tensors": sorted(name for record in records.values() for name in record["zero_tensors"]),
-    }
+    return Quantized(
+        output=str(conversion.output),
+        policy=conversion.policy.name,
+        weight_scales=conversion.weight_scales,
+        deviations=conversion.deviations,
+        quantized=sum(record["quantized"] for record in records.values()),
+        decoded=sum(record["decoded"] for record in records.values()),
+        copied=sum(record["copied"] for record in records.values()),
+        bytes_in=conversion.bytes_in,
+        bytes_out=conversion.bytes_out,
+        classes=summary,
+        zero_tensors=sorted(name for record in records.values() for name in record["zero_tensors"]),
+    )
 
 
 def finish(
-    conversion: Conversion, records: dict[str, dict[str, Any]], result: dict[str, Any], header: dict[str, Any]
+    conversion: Conversion, records: dict[str, dict[str, Any]], result: Quantized, header: dict[str, Any]
 ) -> None:
     """Index, carried files, card, provenance, then the configs that make the directory a checkpoint."""
     output, source = conversion.output, conversion.checkpoint.path
@@ -174,30 +223,30 @@ def finish(
     export_files.write_card(output, _card(conversion, result))
     written = {shard: records[shard]["sha256"] for shard in shards}
     origin = {"path": str(source), **header["source"]}
-    more = {"shards": written, "carried": carried, "classes": result["classes"]}
+    more = {"shards": written, "carried": carried, "classes": asdict(result)["classes"]}
     write_json(output / "provenance.json", provenance("quantize", origin, conversion.options, **more))
     export_files.write_configs(output, conversion.checkpoint.config, exclude, conversion.kv_cache)
 
 
-def _card(conversion: Conversion, result: dict[str, Any]) -> str:
+def _card(conversion: Conversion, result: Quantized) -> str:
     spec, policy = conversion.spec, conversion.policy
-    kv = "FP8 E4M3 by a plain cast, no scales" if conversion.kv_cache == "fp8" else "as the engine chooses"
-    scales = "1.0 for every linear (uncalibrated)" if conversion.input_scales is None else conversion.scales.source
+    name = source_name(conversion.checkpoint.path)
     facts = {
-        "base": conversion.checkpoint.path.name,
-        "title": conversion.checkpoint.path.name,
+        "base": name,
+        "title": name.rpartition("/")[2],
         "output": conversion.output.name,
         "policy": policy.name,
         "summary": policy.summary,
-        "quantized": result["quantized"],
-        "copied": result["copied"],
-        "decoded": result["decoded"],
-        "kv": kv,
-        "scales": scales,
+        "quantized": result.quantized,
+        "copied": result.copied,
+        "decoded": result.decoded,
+        "kv": KV_CACHES[conversion.kv_cache or "none"],
+        "published": export_files.publication(policy, conversion.deviations),
+        "scales": conversion.scales.description,
         "weight_scales": WEIGHT_SCALES[conversion.weight_scales],
-        "size": f"{result['bytes_out']:,}",
-        "size_in": f"{result['bytes_in']:,}",
+        "size": f"{result.bytes_out:,}",
+        "size_in": f"{result.bytes_in:,}",
         "format": spec.quant.format.upper(),
         "rows": ERROR_ROWS,
     }
-    return export_files.model_card(spec, facts, result["classes"], result["zero_tensors"])
+    return export_files.model_card(spec, facts, result.classes, result.zero_tensors)

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trtspec.checkpoint.detect import detect, target_spec
-from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.headers import Checkpoint, read_json
+from trtspec.checkpoint.target_shapes import shared_partners
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.verify import exclude_problems, nvfp4_modules, part_problems
 from trtspec.errors import Problem
 from trtspec.formats import WeightFormat, stored_format
 from trtspec.quant import nvfp4
-from trtspec.quant.decode import decoded, plain_names
-from trtspec.quant.plan import weight_class
+from trtspec.quant.decode import decoded
+from trtspec.quant.plan import plain_names, weight_class
+from trtspec.quant.policy import WEIGHT_SCALES
 from trtspec.specs import ModelSpec
 
 AGAIN = "convert the source again with `trtspec quantize`"
+NEARLY_ALL = 0.8  # of the linears follow from the source: the others were changed
+GIVE_UP = 8  # linears that no rule gives, and none that one does: another exporter's
 NVFP4_ERROR_LIMIT = 0.2  # random weights round with 0.095; a wrong scale or order is far above
 Packs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # weight, scale, scale_2 -> packed
 LINEAR_SUFFIXES = ("_proj", "_proj_with_mqa", "lm_head")
@@ -52,12 +56,16 @@ def compare(out: Path, src: Path, sample: int = 64, packs_as: Packs | None = Non
     for name in chosen:
         if name not in broken:
             comparison.add(name)
-    return {
-        "compared": len(chosen),
-        "tensors": len(names),
-        **comparison.summary(),
-        "problems": problems + comparison.problems,
-    }
+    told = {(problem.code, problem.where) for problem in comparison.problems}
+    again = comparison.repacked.problems(ours=_is_ours(out))
+    problems += comparison.problems + [problem for problem in again if (problem.code, problem.where) not in told]
+    return {"compared": len(chosen), "tensors": len(names), **comparison.summary(), "problems": problems}
+
+
+def _is_ours(out: Path) -> bool:
+    """Whether `trtspec quantize` made it, so that each byte follows from the source."""
+    provenance = out / "provenance.json"
+    return provenance.is_file() and read_json(provenance).get("command") == "quantize"
 
 
 def _name_problems(names: dict[str, str], origin: dict[str, str]) -> list[Problem]:
@@ -131,6 +139,7 @@ class _Comparison:
         self.classes: dict[str, dict[str, float]] = {}
         self.layers: dict[str, dict[str, float]] = {}
         self.zero_blocks, self.packs_as, self.packed_alike = 0, packs_as, 0
+        self.repacked = _Repacked(self.source, self.source_spec)
 
     def add(self, name: str) -> None:
         new = self._decode(self.derived, self.derived_spec, name)
@@ -141,6 +150,7 @@ class _Comparison:
             self._scales(name)
             self._error(name, new.float(), old.float())
             self._bytes(name, old)
+            self.repacked.add(name, old, self.derived)
         elif not torch.equal(new.reshape(-1).view(torch.uint8), old.reshape(-1).view(torch.uint8)):
             text = "is stored unquantized but its bytes are not the source's"
             self.problems.append(Problem("TS-QUANT-CHANGED", "error", name, text, AGAIN))
@@ -195,7 +205,73 @@ class _Comparison:
         by_layer = dict(sorted(self.layers.items(), key=lambda item: (not item[0].isdigit(), item[0].zfill(6))))
         found = {"classes": _errors(dict(sorted(self.classes.items()))), "layers": _errors(by_layer)}
         alike = {} if self.packs_as is None else {"packed_alike": self.packed_alike}
-        return {**found, "zero_blocks": self.zero_blocks, **alike}
+        return {**found, "zero_blocks": self.zero_blocks, "repacked_alike": sum(self.repacked.alike.values()), **alike}
+
+
+class _Repacked:
+    """The source packed again by each rule for block scales, and compared with what is stored, byte by byte.
+
+    Another exporter may choose other scales (from activations, by another search); so what differs is an error where
+    trtspec made the checkpoint or nearly all other linears are as the source gives them, and not said otherwise.
+    """
+
+    def __init__(self, source: LazyTensors, spec: ModelSpec | None) -> None:
+        self.source, self.spec = source, spec
+        self.alike = dict.fromkeys(WEIGHT_SCALES, 0)
+        self.exact, self.count = 0, 0
+        self.scaled_otherwise: dict[str, float] = {}
+        self.packed_otherwise: list[str] = []
+        self._amax: dict[str, float] = {}
+
+    def add(self, name: str, old: torch.Tensor, derived: LazyTensors) -> None:
+        if self.spec is None or not old.isfinite().all():
+            return
+        module = name.removesuffix(".weight")
+        stored = nvfp4.NVFP4Tensor(
+            derived[name], derived[f"{module}.weight_scale"], derived[f"{module}.weight_scale_2"]
+        )
+        self.count += 1
+        self._amax[name] = float(old.abs().max())
+        amax = torch.tensor(max(self._amax[name], *self._of_partners(module, derived), 0.0))
+        expected = nvfp4.scale_2_of(amax)
+        if not torch.equal(stored.scale_2.reshape(()), expected):
+            self.scaled_otherwise[name] = float(stored.scale_2) / float(expected)
+            return
+        self.exact += 1
+        if len(self.packed_otherwise) >= GIVE_UP and not any(self.alike.values()):
+            self.packed_otherwise.append(name)
+            return
+        for rule in sorted(self.alike, key=lambda rule: -self.alike[rule]):
+            again = nvfp4.quantize(old, amax, weight_scales=rule)
+            if torch.equal(again.packed, stored.packed) and torch.equal(_bits(again.scale), _bits(stored.scale)):
+                self.alike[rule] += 1
+                return
+        self.packed_otherwise.append(name)
+
+    def _of_partners(self, module: str, derived: LazyTensors) -> Iterator[float]:
+        """max|w| of the linears that share its scale."""
+        assert self.spec is not None
+        for name in (f"{partner}.weight" for partner in shared_partners(module)):
+            if name in derived and _format(derived.checkpoint, name).is_fp4:
+                if name not in self._amax:
+                    self._amax[name] = float(decoded(self.source, self.spec, name).abs().max())
+                yield self._amax[name]
+
+    def problems(self, ours: bool) -> list[Problem]:
+        found = []
+        if ours or self.exact >= NEARLY_ALL * self.count:
+            for name, ratio in self.scaled_otherwise.items():
+                text = f"is {ratio:.6g} times what the largest weight of the source gives"
+                where = f"{name.removesuffix('.weight')}.weight_scale_2"
+                found.append(Problem("TS-QUANT-SCALE-2", "error", where, text, AGAIN))
+        if ours or sum(self.alike.values()) >= NEARLY_ALL * self.exact:
+            text = "its bytes or block scales are not those that packing the source gives"
+            found += [Problem("TS-QUANT-BYTES", "error", name, text, AGAIN) for name in self.packed_otherwise]
+        return found
+
+
+def _bits(scale: torch.Tensor) -> torch.Tensor:
+    return scale.view(torch.uint8)
 
 
 def _errors(table: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:

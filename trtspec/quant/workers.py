@@ -1,4 +1,4 @@
-"""Shards converted in this process or in several; one torch thread each, because small chunks lose at barriers.
+"""Shards converted in this process or in several, one thread of computing each.
 
 A worker writes a shard under a temporary name. Checksum, fsync and rename happen here, in threads of their own, while
 the worker is at its next shard.
@@ -6,8 +6,11 @@ the worker is at its next shard.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
@@ -16,48 +19,109 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import psutil
 
-from trtspec.checkpoint.detect import target_spec
-from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.tensors import LazyTensors
+from trtspec.checkpoint.reader import ShardReader
 from trtspec.checkpoint.writer import publish
 from trtspec.errors import TrtspecError
-from trtspec.quant.input_scales import InputScales
-from trtspec.quant.native import load_kernel
-from trtspec.quant.packing import choose_packer
+from trtspec.quant.native import choose_packer, load_kernel
 from trtspec.quant.plan import ShardPlan
-from trtspec.quant.policy import Policy
 from trtspec.quant.shard import ShardConverter
 from trtspec.report import file_sha256, peak_rss
 
 Written = tuple[Path, dict[str, Any]]  # under its temporary name, and the journal's record without the checksum
 Done = tuple[ShardPlan, dict[str, Any]]
 AUTO_BYTES = 2 << 30  # below it, starting processes costs more than they save
+WORKER_BYTES = 1 << 30  # more than a worker ever holds: its buffers, tables and interpreter
+CGROUP, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker needs to open the source for itself."""
+    """What every worker needs; the plans say all that is decided by shard."""
 
     source: Path
     output: Path
-    policy: Policy
-    input_scales: Path | None
     weight_scales: str = "max"
     device: str = "cpu"
 
     def converter(self) -> ShardConverter:
-        checkpoint = Checkpoint.open(self.source)
-        scales, packer = InputScales.load(self.input_scales), choose_packer(self.weight_scales, self.device)
-        return ShardConverter(LazyTensors(checkpoint), target_spec(checkpoint), self.policy, scales, packer)
+        return ShardConverter(ShardReader(self.source), choose_packer(self.weight_scales, self.device))
 
 
 def worker_count(asked: int, plans: list[ShardPlan]) -> int:
-    """0 means: as many as there are cores for a large source, one for a small one."""
+    """0 means: for a large source as many as cores and memory allow, one for a small one."""
     if asked == 0:
-        asked = (os.cpu_count() or 1) if sum(plan.bytes_in for plan in plans) >= AUTO_BYTES else 1
+        large = sum(plan.bytes_in for plan in plans) >= AUTO_BYTES
+        asked = min(usable_cores(), usable_memory() // WORKER_BYTES) if large else 1
     return max(1, min(asked, len(plans)))
+
+
+def usable_cores(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
+    """Cores that this process may use: its affinity, and the CPU quota of its cgroup and of every one above it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for directory in _cgroups(cgroup, membership, "cpu"):
+        quota, period = (_number(directory / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+        if (directory / "cpu.max").is_file():
+            quota, period = (_words(directory / "cpu.max") + [None, None])[:2]
+        if quota and period and quota > 0:
+            cores = min(cores, math.ceil(quota / period))
+    return max(1, cores)
+
+
+def usable_memory(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
+    """Bytes that this process may still take: the machine's, and what the limits of its cgroups leave."""
+    free = psutil.virtual_memory().available
+    for directory in _cgroups(cgroup, membership, "memory"):
+        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            most, taken = _number(directory / limit), _number(directory / used)
+            if most is not None:
+                free = min(free, most - max(0, (taken or 0) - _cache_bytes(directory)))
+    return max(0, free)
+
+
+def _cgroups(root: Path, membership: Path, controller: str) -> Iterator[Path]:
+    """This process's group and those above it, in version 2 or in version 1 for `controller`. In a container the root
+    is its own group, whatever the path says."""
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    mounts = {root}
+    for line in lines:
+        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = root / controllers if controllers else root
+        mount = mount if mount.is_dir() else root / controller
+        mounts.add(mount)
+        group = mount / path.strip("/")
+        while group != mount and group.is_relative_to(mount):
+            yield group
+            group = group.parent
+    yield from mounts
+
+
+def _words(path: Path) -> list[int | None]:
+    """Numbers of a file of words; None for `max` and where there is no such file."""
+    try:
+        return [int(word) if word.lstrip("-").isdigit() else None for word in path.read_text("ascii").split()]
+    except (OSError, UnicodeDecodeError):
+        return [None]
+
+
+def _number(path: Path) -> int | None:
+    return (_words(path) or [None])[0]
+
+
+def _cache_bytes(directory: Path) -> int:
+    """Page cache that counts as used but makes room."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (directory / "memory.stat").read_text(encoding="ascii").splitlines():
+            name, _, value = line.partition(" ")
+            if name in ("inactive_file", "total_inactive_file"):
+                return int(value)
+    return 0
 
 
 def convert_all(
@@ -101,15 +165,24 @@ def _finished(publishing: dict[Future[dict[str, Any]], ShardPlan], at_most: int)
 def _convert_here(
     job: Job, plans: list[ShardPlan], progress: Callable[[int], None] | None
 ) -> Generator[tuple[ShardPlan, Written]]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     converter = job.converter()
+    threads = _set_torch_threads(1)
     try:
         for plan in plans:
             yield plan, converter.convert(plan, job.output, progress)
     finally:
         converter.close()
-        torch.set_num_threads(threads)
+        _set_torch_threads(threads)
+
+
+def _set_torch_threads(count: int) -> int:
+    """Small chunks lose at barriers. Returns how many there were; where C computes, torch is not even imported."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return count
+    before: int = torch.get_num_threads()
+    torch.set_num_threads(count)
+    return before
 
 
 def _convert_apart(
@@ -140,11 +213,11 @@ _CONVERTER: list[tuple[ShardConverter, Path]] = []
 
 
 def _start_worker(job: Job) -> None:
-    torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
     _CONVERTER.append((job.converter(), job.output))
+    _set_torch_threads(1)
 
 
 def _exit_with(parent: Any) -> None:

@@ -148,7 +148,8 @@ def findable(name: str) -> bool:
 class Deployment:
     """What a file is judged against. `argv` holds settings that travel as options, by their YAML path; `options` those
     of trtllm-serve by name, where the command line is known (else None). `gpu` is a compute capability such as "10.0";
-    `environ` the variables that the server will see."""
+    `environ` the variables that the server will see. `here`: the engine runs on this machine, not elsewhere in a pod.
+    """
 
     schema: Schema
     target: ModelSpec | None = None
@@ -159,6 +160,7 @@ class Deployment:
     options: Mapping[str, Any] | None = None
     gpu: str | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
+    here: bool = False
 
     @property
     def version(self) -> str:
@@ -178,6 +180,7 @@ def deployment_of(
     gpu: str | None = None,
     passed: list[str] | None = None,
     environ: Mapping[str, str] | None = None,
+    here: bool = False,
 ) -> tuple[Deployment, str, list[Problem]]:
     """The deployment, why this version, and what is wrong with `passed`, the options of trtllm-serve (None: not known).
 
@@ -204,6 +207,7 @@ def deployment_of(
     deployment = Deployment(
         schema, target_spec, target_name or "", head_spec, head_name or "", argv,
         options=options, gpu=compute_capability(gpu) if gpu else None, environ=environ or {},
+        here=here,
     )  # fmt: skip
     return deployment, reason, problems
 
@@ -237,6 +241,10 @@ def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[list[Passed], li
             problems.append(_unknown(schema, flag))
             while rest and not rest[0].startswith("-"):
                 rest.pop(0)
+            continue
+        if option.is_flag and has_value:
+            message = f"{flag} takes no value; trtllm-serve stops at {word}"
+            problems.append(Problem("TS-SERVE-OPTION-VALUE", "error", flag, message, f"write {flag} alone"))
             continue
         if option.is_flag:
             passed.append(Passed(option, flag, not flag.startswith("--no-")))

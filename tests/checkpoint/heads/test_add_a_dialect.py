@@ -64,7 +64,7 @@ def test_a_dialect_is_one_row_and_one_writer(copied: tuple[Path, list[str]], tmp
     root, changed = copied
     assert changed == ["config.py", "dialects.py"]
     target = make_target(tmp_path / "target", layers=8)
-    source = make_head(tmp_path / "head", target, attention="mla", eagle="3.1", draft_vocab=128)
+    source = make_head(tmp_path / "head", target, attention="mha", eagle="3.1", draft_vocab=128)
     there, back = tmp_path / "there", tmp_path / "back"
     run(root, "convert", source, "-o", there, "--to", "newcomer", "--target", target)
     config = json.loads((there / "config.json").read_text())

@@ -22,9 +22,14 @@ WITH_MASK = ("torchspec", "speculators", "safeailab")
 NO_MLA = ("speculators", "specforge", "safeailab")
 
 
-def expressible(dialect: str, attention: str, eagle: str) -> bool:
-    """Which heads a project's code computes: SpecForge, speculators and SafeAILab have no MLA, SafeAILab no 3.1."""
-    return not (attention == "mla" and dialect in NO_MLA) and not (eagle == "3.1" and dialect == "safeailab")
+def expressible(dialect: str, attention: str, eagle: str, vocab: int | None = None) -> bool:
+    """Which heads a project's code computes: SpecForge, speculators and SafeAILab have no MLA, SafeAILab no 3.1.
+
+    With `vocab`, which it loads too: ModelOpt exports a pruned MLA head, and TensorRT-LLM does not load it.
+    """
+    pruned_mla = attention == "mla" and vocab is not None and dialect == "modelopt"
+    known = not (attention == "mla" and dialect in NO_MLA) and not (eagle == "3.1" and dialect == "safeailab")
+    return known and not pruned_mla
 
 
 def target_embedding(target: Path) -> torch.Tensor:

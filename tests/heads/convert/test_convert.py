@@ -17,13 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.command_line import inspected
 from tests.heads.convert.foreign_heads import DIALECTS, IDS, expressible, write_head
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.heads.read import read_head
-from trtspec.checkpoint.heads.values import value_problems
 from trtspec.checkpoint.hub import resolve
-from trtspec.heads.convert.conversion import Options, convert_head
+from trtspec.heads.convert.conversion import HeadConversion, Options, convert_head
 from trtspec.models.head_weights import load_head
 from trtspec.models.weights import load_target
 
@@ -59,13 +58,13 @@ def sources(room: Path, target_dir: Path):
     return source
 
 
-def convert(source: Path, output: Path, dialect: str, target_dir: Path | None, **options: Any) -> dict[str, Any]:
+def convert(source: Path, output: Path, dialect: str, target_dir: Path | None, **options: Any) -> HeadConversion:
     pair = resolve(str(target_dir)) if target_dir else None
     return convert_head(resolve(str(source)), output, Options(TO.get(dialect, dialect), **options), pair)
 
 
-def errors(result: dict[str, Any]) -> set[str]:
-    return {problem.code for problem in result["problems"] if problem.severity == "error"}
+def errors(result: HeadConversion) -> set[str]:
+    return {problem.code for problem in result.problems if problem.severity == "error"}
 
 
 def assert_same_tensors(path: Path, expected: Path) -> None:
@@ -90,7 +89,7 @@ def there_and_back(room: Path, target_dir: Path, sources: Any, one: str, other: 
 
 
 def pairs(kind: tuple[Any, ...]) -> list[tuple[str, str]]:
-    able = [dialect for dialect in DIALECTS if expressible(dialect, kind[0], kind[1])]
+    able = [dialect for dialect in DIALECTS if expressible(dialect, *kind)]
     return list(itertools.permutations(able, 2))
 
 
@@ -124,7 +123,7 @@ def test_the_function_is_the_same_from_every_dialect(
 
     expected = logits(sources("modelopt", *kind))
     for dialect in DIALECTS:
-        if expressible(dialect, kind[0], kind[1]):
+        if expressible(dialect, *kind):
             output = room / "-".join(map(str, ("function", dialect, *kind)))
             convert(sources("modelopt", *kind), output, dialect, target_dir)
             assert torch.equal(logits(output), expected), dialect
@@ -147,9 +146,9 @@ def test_an_impossible_pair_is_refused_with_its_reason(
         {"TS-CONVERT-NORMS"} if eagle == "3.1" and dialect == "safeailab" else set()
     )
     assert wanted <= errors(result) <= wanted | {"TS-CONVERT-ROPE"}
-    assert result["output"] is None
+    assert result.output is None
     assert not output.exists()
-    assert all(problem.message and problem.remedy for problem in result["problems"])
+    assert all(problem.message and problem.remedy for problem in result.problems)
 
 
 @pytest.mark.parametrize("layers", [(1, 3, 4), (2, 3, 6), (3, 5, 6)])
@@ -171,7 +170,7 @@ def test_layer_ids_follow_each_convention(room: Path, target_dir: Path, layers: 
         if dialect == "sglang":
             assert nested == (outputs if outputs[0] == 1 else inputs)
         assert read_head(Checkpoint.open(output))[0].aux_layers == layers
-        assert result["eagle3_layers_to_capture"] == (None if layers == (1, 3, 4) else outputs)
+        assert result.capture == (None if layers == (1, 3, 4) else outputs)
     safeailab = convert(source, room / f"ids-{layers}-safeailab", "safeailab", target_dir)
     assert errors(safeailab) == (set() if layers == (1, 3, 4) else {"TS-CONVERT-LAYERS"})
 
@@ -181,19 +180,26 @@ def test_sglang_cannot_be_told_of_the_first_layer(room: Path, target_dir: Path) 
     assert errors(convert(source, room / "first-sglang", "sglang", target_dir)) == {"TS-CONVERT-LAYERS"}
 
 
-# what a layout cannot help: nobody knows the base that TorchSpec trained with, or the layers that SafeAILab captured
-KNOWN = {"torchspec": {"TS-HEAD-ROPE-TORCHSPEC"}, "safeailab": {"TS-PAIR-LAYERS-UNKNOWN"}}
+def test_a_pruned_mla_head_is_not_written_for_tensorrt_llm(room: Path, target_dir: Path, sources: Any) -> None:
+    """Its loader cannot read one. The refusal names who can, and what to train for TensorRT-LLM."""
+    for dialect in ("vllm", "sglang", "torchspec"):
+        output = room / f"pruned-{dialect}"
+        result = convert(sources(dialect, "mla", "3.1", 128), output, "modelopt", target_dir)
+        assert errors(result) == {"TS-CONVERT-PRUNED-MLA"}
+        problem = next(problem for problem in result.problems if problem.severity == "error")
+        assert "whole vocabulary, or an MHA head" in problem.message
+        assert problem.remedy == "convert to vllm or sglang or torchspec"
+        assert not output.exists()
+    result = convert(sources("modelopt", "mla", "3", 128), room / "pruned-served", "vllm", target_dir)
+    assert result.serve["trtllm"].startswith("# TensorRT-LLM cannot load")
+    assert "trtllm-serve" not in (room / "pruned-served" / "README.md").read_text()
 
 
 def test_clean_heads_of_every_kind_have_no_finding_above_info(target_dir: Path, sources: Any) -> None:
-    model, seen = resolve(str(target_dir)).target_spec(), 0
+    """But for TensorRT-LLM's own layout of a head that it cannot load."""
     for dialect, kind in itertools.product(DIALECTS, KINDS):
         if not expressible(dialect, kind[0], kind[1]):
             continue
-        checkpoint = Checkpoint.open(sources(dialect, *kind))
-        spec, problems = read_head(checkpoint)
-        problems += value_problems(checkpoint, checkpoint.tensors, everything=True) + pair_problems(spec, model)
-        found = {problem.code for problem in problems if problem.severity != "info"}
-        assert found <= KNOWN.get(dialect, set()), (dialect, kind)
-        seen += 1
-    assert seen >= 12
+        report = inspected(str(sources(dialect, *kind)), str(target_dir), sample=0)
+        found = {problem.code for problem in report["problems"] if problem.severity != "info"}
+        assert found == (set() if expressible(dialect, *kind) else {"TS-HEAD-PRUNED-MLA"}), (dialect, kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from safetensors.torch import load_file, save_file
 from tests.command_line import Done, trtspec
 from tests.heads.convert.foreign_heads import IDS, target_embedding, write_head
 from tests.tiny import make_target
+from trtspec.errors import UsageError
+from trtspec.heads.convert.output import check_room
 
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 
@@ -30,8 +33,9 @@ def room() -> Iterator[Path]:
         yield Path(directory)
 
 
-def codes(done: Done) -> set[str]:
-    return {problem["code"] for problem in json.loads(done.stdout)["problems"] if problem["severity"] != "info"}
+def codes(done: Done, *, info: bool = False) -> set[str]:
+    problems = json.loads(done.stdout)["problems"]
+    return {problem["code"] for problem in problems if info or problem["severity"] != "info"}
 
 
 def head(
@@ -134,7 +138,7 @@ def test_inspect_names_it(
     path = head(room, f"inspect-{code}", target_dir, dialect, change, **kind)
     done = trtspec("inspect", path, "--against", target_dir, "--json")
     assert done.status == status
-    assert code in codes(done)
+    assert code in codes(done, info=code == "TS-HEAD-ROPE-TORCHSPEC")
     assert all(problem["remedy"] for problem in json.loads(done.stdout)["problems"])
 
 
@@ -306,11 +310,13 @@ def test_lm_head_is_borrowed_where_it_must_be(room: Path, target_dir: Path) -> N
 
 
 def test_unknown_tensors_and_bad_values_stop_a_conversion(room: Path, target_dir: Path) -> None:
-    def biased(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        tensors["layers.0.self_attn.o_proj.bias"] = torch.zeros(64, dtype=torch.bfloat16)
+    for name, code in (("layers.0.self_attn.o_proj.bias", "TS-HEAD-BIAS"), ("gate.weight", "TS-CONVERT-TENSORS")):
 
-    path = head(room, "biased", target_dir, "modelopt", biased)
-    assert "TS-CONVERT-TENSORS" in codes(trtspec("convert", path, "-o", room / "no", "--to", "vllm", "--json"))
+        def more(config: dict[str, Any], tensors: dict[str, torch.Tensor], name: str = name) -> None:
+            tensors[name] = torch.ones(64, 1, dtype=torch.bfloat16)
+
+        path = head(room, f"more-{code}", target_dir, "modelopt", more)
+        assert code in codes(trtspec("convert", path, "-o", room / "no", "--to", "vllm", "--json"))
     path = head(room, "nan", target_dir, "torchspec", nan_embedding)
     assert codes(trtspec("convert", path, "-o", room / "no", "--to", "vllm", "--json")) == {"TS-HEAD-NOT-FINITE"}
     words = ("convert", path, "-o", room / "cured", "--to", "vllm", "--target", target_dir, "--embed-tokens", "target")
@@ -334,10 +340,35 @@ def test_pickles_are_opened_without_running_them(room: Path, target_dir: Path) -
             return (os.mkdir, (str(room / "ran"),))
 
     torch.save({"fc.weight": Code()}, pickled / "pytorch_model.bin")
-    done = trtspec("convert", pickled, "-o", room / "evil", "--to", "trtllm")
-    assert "not a plain file of tensors" in done.stderr
-    assert not (room / "ran").exists()
-    assert not (room / "evil").exists()
+    for reason in ("posix.mkdir", "torch.nn.modules.linear.Linear", "damaged"):
+        done = trtspec("convert", pickled, "-o", room / "evil", "--to", "trtllm")
+        assert "not a plain file of tensors" in done.stderr
+        assert reason in done.stderr
+        assert "weights_only" not in done.stderr
+        assert not (room / "ran").exists()
+        assert not (room / "evil").exists()
+        if reason == "posix.mkdir":
+            torch.save({"fc.weight": torch.nn.Linear(2, 2)}, pickled / "pytorch_model.bin")
+        else:
+            (pickled / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Code()}, protocol=5))
+
+
+def test_a_dry_run_checks_what_the_run_checks(room: Path, target_dir: Path) -> None:
+    """One value in 21 MB, which a sample misses; the room on the disk."""
+
+    def wide(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        config["vocab_size"] = config["draft_vocab_size"] = 163_840
+        rows = torch.ones(163_840, 64, dtype=torch.bfloat16)
+        rows.view(-1)[3_000_001] = torch.nan
+        tensors["lm_head.weight"] = rows
+
+    path = head(room, "wide", target_dir, "modelopt", wide)
+    for words in (("--dry-run",), ()):
+        done = trtspec("convert", path, "-o", room / "wide-out", "--to", "vllm", "--json", *words)
+        assert (done.status, "TS-HEAD-NOT-FINITE" in done.stdout) == (3, True)
+        assert not (room / "wide-out").exists()
+    with pytest.raises(UsageError, match="bytes, and .* has .* free"):
+        check_room(room / "wide-out", 10**18)
 
 
 def test_force_replaces_heads_only(room: Path, target_dir: Path) -> None:
@@ -347,9 +378,11 @@ def test_force_replaces_heads_only(room: Path, target_dir: Path) -> None:
     assert trtspec(*words).status == 0
     assert trtspec(*words).status == 1 or "already exists" in trtspec(*words).stderr
     assert trtspec(*words, "--force").status == 0
-    (output / "notes.txt").write_text("mine")
-    assert "more than a head" in trtspec(*words, "--force").stderr
-    assert (output / "notes.txt").read_text() == "mine"
+    for name in ("notes.txt", "adapter.safetensors"):
+        (output / name).write_text("mine")
+        assert "more than a head" in trtspec(*words, "--force").stderr
+        assert (output / name).read_text() == "mine"
+        (output / name).unlink()
     assert "the head that is converted" in trtspec("convert", source, "-o", source, "--to", "vllm").stderr
 
 

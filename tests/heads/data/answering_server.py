@@ -38,6 +38,8 @@ async def complete(request: Request):
     text = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
     if text == "refused":
         return JSONResponse({"error": "too long"}, 400)
+    if text.startswith("choice:"):  # the test says what the model answers
+        return {"choices": [json.loads(text.removeprefix("choice:"))], "usage": {"completion_tokens": 3}}
     await asyncio.sleep(delay * (len(text) % 5))  # answers come back out of order
     answer = f"{text.upper()} {body['seed'] % 1000}"
     choice = {"text": answer} if "prompt" in body else {"message": {"role": "assistant", "content": answer}}

@@ -15,7 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from trtspec.checkpoint.conversations import read_conversations
 from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.cli.synthesize import judge_answers
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.heads.data.prompts import read_prompts, shard
 from trtspec.heads.data.samples import read_samples
@@ -149,10 +151,14 @@ def test_tools_and_their_results_stay_in_a_conversation(tmp_path, server, target
 
 def test_the_same_prompts_from_every_container(tmp_path):
     """jsonl, JSON array, parquet, a directory, and the datasets library (which reads hub data sets) agree."""
+    from collections import Counter
+
     import pyarrow
     from pyarrow import parquet
 
-    from trtspec.heads.data.prompts import _distinct, hub_rows
+    from trtspec.checkpoint.conversations import conversation
+    from trtspec.checkpoint.rows import hub_rows
+    from trtspec.heads.data.prompts import distinct
 
     source = [{"messages": [{"role": "user", "content": f"q{n}"}], "category": "ab"[n % 2]} for n in range(7)]
     want = read_prompts(write(tmp_path / "p.jsonl", source))
@@ -164,7 +170,7 @@ def test_the_same_prompts_from_every_container(tmp_path):
     assert read_prompts(folder / "train.parquet") == want
     assert read_prompts(folder) == want
     assert read_prompts(folder, limit=3) == want[:3]
-    assert list(_distinct(hub_rows(str(folder), None))) == want
+    assert list(distinct(conversation(row, Counter()) for row in hub_rows(str(folder), None))) == want
 
 
 def test_what_is_no_container_is_refused(tmp_path):
@@ -189,6 +195,74 @@ def test_thinking_is_kept_or_dropped(message):
     choice = {"message": {"role": "assistant", **message}}
     assert _answer(choice, "drop") == {"role": "assistant", "content": "Yes."}
     assert _answer(choice, "keep") == {"role": "assistant", **message}
+
+
+def spoken(message: dict, finish: str | None = "stop") -> dict:
+    """A prompt that makes the server answer so."""
+    return {"prompt": "choice:" + json.dumps({"message": {"role": "assistant", **message}, "finish_reason": finish})}
+
+
+def test_what_is_written_is_what_the_reader_reads(tmp_path, server, capsys):
+    """Reasoning in either name, tool calls, U+2028, NUL, no content, no finish reason: the same records back, and no
+    field unread."""
+    answers = [
+        {"content": "Yes.", "reasoning_content": "hm"},
+        {"content": "Yes.", "reasoning": "hm", "reasoning_content": None, "refusal": None},
+        {"content": None, "tool_calls": [CALL], "function_call": None, "annotations": []},
+        {"content": "one\u2028two\x85three\0 and a few words more, none of them noise"},
+        {"content": "<think>hm</think>Yes."},
+        {"content": None, "reasoning": "cut off while thinking"},
+    ]
+    prompts = [spoken(answer, "length" if index == 5 else "stop") for index, answer in enumerate(answers)]
+    prompts.append(
+        {"messages": [{"role": "user", "content": spoken({"content": "x"}, None)["prompt"]}], "tools": [TOOL]}
+    )
+    run(write(tmp_path / "prompts.jsonl", prompts), tmp_path / "data.jsonl", server[0])
+    made = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().split("\n")[:-1]]
+    read = list(read_conversations(tmp_path / "data.jsonl"))
+    assert capsys.readouterr().err == ""
+    assert [list(item.messages) for item in read] == [row["conversations"] for row in made]
+    assert [item.finish_reason for item in read] == [row.get("finish_reason", "") for row in made]
+    assert [item.id for item in read] == [row["conversation_id"] for row in made]
+    assert read[1].messages[-1] == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
+    assert read[2].messages[-1]["tool_calls"] == [CALL]
+    assert read[6].tools == (TOOL,)
+    assert judge_answers(made)[0] == {"answers": 7, "empty": 0, "noise": 0, "loop": 0, "cut off": 1}
+
+
+def test_an_answer_that_was_cut_off_ends_its_conversation(tmp_path, server):
+    turns = [spoken({"content": "half an ans"}, "length")["prompt"], "never asked"]
+    run(write(tmp_path / "prompts.jsonl", [{"turns": turns}]), tmp_path / "data.jsonl", server[0])
+    (row,) = rows(tmp_path / "data.jsonl")
+    assert [message["role"] for message in row["conversations"]] == ["user", "assistant"]
+    assert row["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    "choice", [{"message": None}, {"message": {"content": 3}}, {}, {"message": {"tool_calls": "x"}}]
+)
+def test_an_answer_that_is_none_fails_alone(tmp_path, server, choice):
+    prompts = [{"prompt": "choice:" + json.dumps(choice)}, {"prompt": "fine"}]
+    outcome = run(write(tmp_path / "prompts.jsonl", prompts), tmp_path / "data.jsonl", server[0])
+    assert (outcome.answered, len(outcome.failed)) == (1, 1)
+
+
+def test_degenerate_answers_are_counted_by_kind():
+    def row(number: int, text: str, finish: str = "stop") -> dict:
+        answer = {"role": "assistant", "content": text}
+        return {"conversation_id": str(number), "conversations": [answer], "finish_reason": finish}
+
+    made = [
+        row(0, ""),
+        row(1, "again and " * 60),
+        row(2, "\ufffd" * 40),
+        row(3, "A good answer."),
+        row(4, "Cut", "length"),
+    ]
+    made.append({"conversation_id": "5", "prompt": "x", "completion": " "})
+    counts, found = judge_answers(made)
+    assert counts == {"answers": 6, "empty": 2, "noise": 1, "loop": 1, "cut off": 1}
+    assert found == {"0": "empty", "1": "loop", "2": "noise", "4": "cut off", "5": "empty"}
 
 
 def test_raw_text_goes_through_completions(tmp_path, server, target_dir):
@@ -266,5 +340,5 @@ def test_shards_divide_the_prompts(tmp_path):
 def test_a_line_that_is_no_prompt_is_named(tmp_path, line):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "fine"}\n' + line + "\n")
-    with pytest.raises(TrtspecError, match="TS-PROMPTS-ROW .*:2"):
+    with pytest.raises(TrtspecError, match="TS-(PROMPTS|DATA)-ROW .*:2"):
         read_prompts(path)

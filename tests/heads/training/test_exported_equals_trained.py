@@ -11,8 +11,9 @@ from torch import nn
 
 from tests.tiny import make_target
 from trtspec.heads.training import module as train
-from trtspec.heads.training.options import new_head_spec
-from trtspec.heads.training.state import write_head
+from trtspec.heads.training.exports import write_head
+from trtspec.heads.training.objective import Objective, draft_states
+from trtspec.heads.training.options import TrainOptions, new_head_spec
 from trtspec.models.head_weights import load_head
 from trtspec.models.weights import load_target
 
@@ -35,17 +36,22 @@ def scatter(model: nn.Module) -> None:
             value.copy_(value.to(torch.bfloat16))
 
 
-def training_module(target, spec, ttt_steps=TTT) -> nn.Module:
+def training_module(target, spec) -> nn.Module:
     torch.manual_seed(4)
     ids = torch.arange(0, spec.vocab_size, 5)[: spec.draft_vocab_size] if spec.has_d2t else None
     embed, lm_head = target.embed.weight, target.lm_head.weight
-    model = train.build(spec, target.spec, embed, lm_head, ttt_steps=ttt_steps, target_ids=ids)
+    model = train.build(spec, target.spec, embed, lm_head, target_ids=ids)
     scatter(model)
     return model
 
 
-def record_logits(model, tokens, hidden, aux) -> list[torch.Tensor]:
-    """Draft logits [B, S, Vd] of every training-time-test step, from the module that ModelOpt trains."""
+def record_logits(model, tokens, hidden, aux, steps: int = TTT) -> list[torch.Tensor]:
+    """Draft logits [B, S, Vd] of every training-time-test step."""
+    return [model.eagle_module.lm_head(state).detach() for state in draft_states(model, tokens, aux, steps)]
+
+
+def stock_logits(model, tokens, hidden, aux) -> list[torch.Tensor]:
+    """The same from ModelOpt's own loop."""
     seen, forward = [], model._eagle_forward
 
     def recording(*args, **kwargs):
@@ -54,7 +60,8 @@ def record_logits(model, tokens, hidden, aux) -> list[torch.Tensor]:
         return output
 
     model._eagle_forward = recording
-    train.loss_and_accuracy(model, tokens, hidden, aux, torch.ones(tokens.shape))
+    states = {"base_model_hidden_states": hidden, "aux_hidden_states": aux}
+    model(input_ids=tokens, base_model_outputs=states, loss_mask=torch.ones(tokens.shape))
     del model._eagle_forward
     return seen
 
@@ -73,12 +80,12 @@ def drafted_logits(head, tokens, aux, context: int, steps: int) -> list[torch.Te
     return logits
 
 
-def largest_difference(model, head, target) -> float:
+def largest_difference(model, head, target, logits_of=record_logits) -> float:
     torch.manual_seed(6)
     tokens = torch.randint(0, target.spec.vocab_size, (2, ROWS))
     with torch.no_grad():
         output = target(tokens, None, None, aux_layers=head.spec.aux_layers)
-        trained = record_logits(model, tokens, output.hidden, output.aux)
+        trained = logits_of(model, tokens, output.hidden, output.aux)
         worst = 0.0
         for context in (1, 7, ROWS - TTT - 1):
             drafted = drafted_logits(head, tokens, output.aux, context, TTT)
@@ -121,13 +128,13 @@ def test_stock_modelopt_fails_the_same_check(tmp_path, target):
     write_head(tmp_path / "head", tensors, spec, target.spec)
     head = load_head(tmp_path / "head", target, dtype=torch.float32)
     stock = stock_module(target, spec, {name: value.float() for name, value in tensors.items()})
-    with_gains = largest_difference(stock, head, target)
+    with_gains = largest_difference(stock, head, target, stock_logits)
     print(f"stock ModelOpt against its own export: max difference {with_gains:.2f}")
     assert with_gains > 0.1
     with torch.no_grad():  # nearly the whole of it is that gain: at one, only the second normalisation is left
         stock.eagle_module.layers[0].input_layernorm.weight.fill_(1.0)
         head.input_layernorm.weight.fill_(1.0)
-    assert largest_difference(stock, head, target) < 0.02 * with_gains
+    assert largest_difference(stock, head, target, stock_logits) < 0.02 * with_gains
 
 
 def test_export_has_modelopts_names_and_the_training_rope(tmp_path, target):
@@ -153,29 +160,37 @@ def test_export_has_modelopts_names_and_the_training_rope(tmp_path, target):
     assert configs[0]["eagle_config"] == configs[1]["eagle_config"]
 
 
+def loss_of(model, tokens, hidden, aux, mask, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Our objective on one batch alone: (loss, agreement by step)."""
+    chosen = TrainOptions(ttt_steps=TTT, **options)
+    counted = torch.stack([mask[:, step + 1 :].sum() for step in range(TTT)]).long()
+    loss, agree = Objective(model, chosen)(tokens, hidden, aux, mask, counted)
+    return loss, agree.sum((1, 2)) / counted
+
+
 @pytest.mark.parametrize("attention", ["mha", "mla"])
-def test_attention_and_loss_equal_modelopts_own(target, attention):
-    """decoder.ttt_attention and objective.eagle_loss against ModelOpt's masks through SDPA and its own loss."""
+def test_loop_attention_and_loss_equal_modelopts_own(target, attention):
+    """objective, decoder.ttt_attention and the chunked loss against ModelOpt's loop, masks through SDPA and loss."""
     spec = new_head_spec(target.spec, attention=attention, eagle="3")
     torch.manual_seed(7)
     tokens = torch.randint(0, target.spec.vocab_size, (2, ROWS))
     with torch.no_grad():
         output = target(tokens, None, None, aux_layers=spec.aux_layers)
-    results = []
-    for fast in (True, False):
-        model = training_module(target, spec)
-        if not fast:
-            del model._enable_cp_ttt, model._get_ttt_attention_mask, model._eagle_loss
-            model.eagle_config._attn_implementation = "sdpa"
-        mask = (torch.arange(ROWS) < torch.tensor([[ROWS], [ROWS - 5]])).float()
-        loss, accuracy = train.loss_and_accuracy(model, tokens, output.hidden, output.aux, mask)
-        loss.backward()
-        results.append((loss.item(), accuracy, {k: v.grad for k, v in train.head_parameters(model).items()}))
-    (loss, accuracy, gradients), (want_loss, want_accuracy, want) = results
-    assert abs(loss - want_loss) < 1e-5
-    assert accuracy == pytest.approx(want_accuracy)
-    for name, gradient in gradients.items():
-        assert torch.allclose(gradient, want[name], atol=1e-6, rtol=1e-4), name
+    mask = torch.arange(ROWS) < torch.tensor([[ROWS], [ROWS - 5]])
+    ours = training_module(target, spec)
+    loss, accuracy = loss_of(ours, tokens, output.hidden, output.aux, mask)
+    loss.backward()
+    stock = training_module(target, spec)
+    stock.eagle_config._attn_implementation = "sdpa"
+    stock.eagle_ttt_steps, stock.eagle_loss_decay_factor = TTT, 0.9
+    states = {"base_model_hidden_states": output.hidden, "aux_hidden_states": output.aux}
+    want = stock(input_ids=tokens, base_model_outputs=states, loss_mask=mask.float())
+    want.loss.backward()
+    assert abs(loss.item() - want.loss.item()) < 1e-5
+    assert accuracy.tolist() == pytest.approx(want.train_acc[0])
+    gradients = {name: value.grad for name, value in train.head_parameters(stock).items()}
+    for name, value in train.head_parameters(ours).items():
+        assert torch.allclose(value.grad, gradients[name], atol=1e-6, rtol=1e-4), name
 
 
 def test_a_fresh_head_starts_at_the_expected_loss(target):
@@ -184,9 +199,9 @@ def test_a_fresh_head_starts_at_the_expected_loss(target):
 
     spec = new_head_spec(target.spec, attention="mla", eagle="3.1")
     embed, flat = target.embed.weight, torch.zeros_like(target.lm_head.weight)
-    model = train.build(spec, target.spec, embed, flat, ttt_steps=TTT)
+    model = train.build(spec, target.spec, embed, flat)
     tokens = torch.randint(0, target.spec.vocab_size, (2, ROWS))
     hidden = torch.randn(2, ROWS, spec.hidden_size)
     aux = torch.randn(2, ROWS, 3 * spec.hidden_size)
-    loss, _ = train.loss_and_accuracy(model, tokens, hidden, aux, torch.ones(tokens.shape))
+    loss, _ = loss_of(model, tokens, hidden, aux, torch.ones(tokens.shape, dtype=torch.bool))
     assert abs(loss.item() - math.log(512) * (1 + 0.9 + 0.81 + 0.729)) < 0.01

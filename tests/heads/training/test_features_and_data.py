@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,17 @@ from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError
 from trtspec.heads.data.samples import coverage, draft_vocabulary, read_samples
 from trtspec.heads.training.batches import batches_of_epoch, collate, split_held_out
-from trtspec.heads.training.features import all_dumps, compute_features, dump_path, find_dumps, write_dumps
+from trtspec.heads.training.features import (
+    all_dumps,
+    check_room,
+    compute_features,
+    dump_features,
+    dump_path,
+    dumps_of,
+    find_dumps,
+    states_of,
+    write_dumps,
+)
 from trtspec.models.weights import load_target
 
 LAYERS = (1, 3, 4)
@@ -115,6 +126,88 @@ def test_dumps_of_another_target_are_refused(tmp_path, model, samples):
         all_dumps(tmp_path, model.spec, 3)
     with pytest.raises(TrtspecError, match="TS-FEATURES-NONE"):
         all_dumps(tmp_path / "nothing", model.spec, 3)
+
+
+def test_a_dump_tells_what_it_is_of(tmp_path, target_dir, model, samples):
+    """Another target, another vocabulary, other layers of the same number: refused by name; engines' dumps say less."""
+    of = states_of(target_dir, LAYERS)
+    dump_features(model, samples[:3], tmp_path, of)
+    assert len(all_dumps(tmp_path, model.spec, 3, of).samples) == 3
+    for other, says in (
+        (replace(of, layers=(1, 2, 4)), r"layers \[1, 3, 4\], and this head reads \[1, 2, 4\]"),
+        (replace(of, target="x"), "another target"),
+        (replace(of, target="x", tokenizer="y"), "another target and tokenizer"),
+    ):
+        with pytest.raises(TrtspecError, match=f"TS-FEATURES-OTHER .*{says}"):
+            all_dumps(tmp_path, model.spec, 3, other)
+        with pytest.raises(TrtspecError, match="TS-FEATURES-OTHER"):
+            find_dumps(samples[:3], tmp_path, model.spec, 3, other)
+    with pytest.raises(TrtspecError, match="beyond the target's vocabulary"):
+        all_dumps(tmp_path, replace(model.spec, vocab_size=100), 3)
+
+
+def test_damaged_dumps_are_found(tmp_path, target_dir, model, samples):
+    """Sixty bytes flipped, one at a time, and twenty truncations; then NaN that was really written."""
+    of = states_of(target_dir, LAYERS)
+    dump_features(model, samples[:1], tmp_path, of)
+    path = dump_path(tmp_path, samples[0])
+    first = [part.clone() for part in all_dumps(tmp_path, model.spec, 3, of).states(0)]
+    whole, found = path.read_bytes(), 0
+    places = range(0, len(whole), len(whole) // 60)
+    for place in places:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 64]) + whole[place + 1 :])
+        try:
+            states = all_dumps(tmp_path, model.spec, 3, of).states(0)
+        except TrtspecError:
+            found += 1
+        else:  # a byte between the tensors
+            assert all(map(torch.equal, states, first))
+    print(f"{found} of {len(places)} flipped bytes refused, the others change nothing")
+    assert found > len(places) / 2
+    for size in range(0, len(whole) - 1, len(whole) // 20):
+        path.write_bytes(whole[:size])
+        with pytest.raises(TrtspecError, match="TS-FEATURES-DUMP"):
+            all_dumps(tmp_path, model.spec, 3, of).states(0)
+    path.unlink()
+    features = compute_features(model, samples[:1], LAYERS)
+    features.aux[2, 5] = float("nan")
+    write_dumps(features, tmp_path, of)
+    with pytest.raises(TrtspecError, match="TS-FEATURES-NAN"):
+        all_dumps(tmp_path, model.spec, 3, of).states(0)
+
+
+def test_dumping_is_resumed_by_batch_with_the_same_bytes(tmp_path, target_dir, model, samples):
+    of = states_of(target_dir, LAYERS)
+    dump_features(model, samples, tmp_path / "whole", of)
+    held = compute_features(model, samples, LAYERS)
+    calls = []
+
+    def killed(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return model(*args, **kwargs)
+
+    killed.spec = model.spec
+    with pytest.raises(KeyboardInterrupt):
+        dump_features(killed, samples, tmp_path / "cut", of)
+    left = {path: path.stat().st_mtime_ns for path in (tmp_path / "cut").glob("*.pt")}
+    assert 0 < len(left) < len(samples)
+    dump_features(model, samples, tmp_path / "cut", of)
+    assert all(path.stat().st_mtime_ns == when for path, when in left.items())
+    for rank in range(2):  # two processes
+        dump_features(model, samples, tmp_path / "two", of, part=slice(rank, None, 2))
+    for name in ("whole", "cut", "two"):
+        dumped = dumps_of(samples, tmp_path / name, model.spec, 3, of)
+        assert dumped is not None
+        for index in range(len(samples)):
+            assert all(map(torch.equal, held.states(index), dumped.states(index)))
+
+
+def test_states_that_do_not_fit_the_disk_are_refused_with_figures(tmp_path):
+    check_room(tmp_path / "new" / "dumps", 1000, 1)
+    with pytest.raises(TrtspecError, match=r"TS-FEATURES-DISK the states of 224,000,000 tokens take 1,152,921,504,606"):
+        check_room(tmp_path / "new" / "dumps", 1 << 60, 224_000_000)
 
 
 def test_a_pickle_that_runs_code_is_not_a_dump(tmp_path, model):

@@ -9,20 +9,24 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
 
+from tests.tiny import make_target
 from trtspec.errors import MissingDependency, TrtspecError
 from trtspec.heads.training import features_server
 from trtspec.heads.training import module as train
 from trtspec.heads.training.features import compute_features
-from trtspec.heads.training.features_server import served_model
+from trtspec.heads.training.features_server import ServedFeatures, served_model
+from trtspec.heads.training.first_layers import check_first_layers
 from trtspec.heads.training.options import InMemory, Served, TrainingRun, TrainOptions, feature_source
 from trtspec.heads.training.plan import TrainingPlan, make_plan
 from trtspec.heads.training.processes import World
@@ -83,7 +87,7 @@ def captured(model, plan: TrainingPlan) -> str:
 
 
 def losses(target_dir, model, plan, data, output: Path, **more) -> list[float]:
-    run_training(TrainingRun(target_dir, data, output, save_every=1), model, plan, OPTIONS, **more)
+    run_training(TrainingRun(target_dir, data.name, output, save_every=1, export_every=0), model, plan, OPTIONS, **more)
     return [
         row["loss"] for row in map(json.loads, (output / "training.jsonl").read_text().splitlines()) if "loss" in row
     ]
@@ -143,16 +147,111 @@ def test_a_server_that_goes_away_is_named_and_the_run_goes_on(tmp_path, target_d
 @pytest.mark.slow
 def test_a_server_that_captures_other_layers_is_refused(tmp_path, target_dir, data, model, plan):
     with serving(target_dir, "1,7", "bfloat16") as (url, _):
-        run = TrainingRun(target_dir, tmp_path / "data", tmp_path)
+        run = TrainingRun(target_dir, "data", tmp_path)
         served = _features(run, model, replace(plan, features=feature_source(url)), OPTIONS, World())
         with closing(served) as features, pytest.raises(TrtspecError, match="captured .* wanted"):
             features.states(0)
 
 
+def fetched(model, plan, change) -> ServedFeatures:
+    """Features from a client that changes what it sends, in place of ModelOpt's."""
+    layers = (*plan.spec.aux_layers, model.spec.num_hidden_layers - 1)
+
+    def client():
+        def fetch(sample):
+            planes = model(torch.tensor([sample.tokens]), None, None, aux_layers=layers, last_only=True).aux[0]
+            return change(planes.unflatten(-1, (len(layers), -1)).clone())
+
+        return fetch
+
+    return ServedFeatures(plan.samples, model.spec, plan.spec.num_aux, model.norm, client)
+
+
+def poisoned(planes: torch.Tensor) -> torch.Tensor:
+    planes[3, 1, 5] = float("inf")
+    return planes
+
+
+def missing(planes: torch.Tensor) -> None:
+    raise KeyError("kv_transfer_params")
+
+
+def refused(planes: torch.Tensor) -> None:
+    raise httpx.ReadTimeout("timed out")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (poisoned, "TS-FEATURES-NAN the server sent NaN"),
+        (lambda planes: planes[:-2], "captured .* wanted"),
+        (lambda planes: planes[:, 1:], "captured .* wanted"),
+        (lambda planes: planes[..., :-1], "captured .* wanted"),
+        (lambda planes: None, "in 5 attempts .no states for it"),
+        (refused, "in 5 attempts .timed out"),
+        (missing, "brings no states .KeyError: 'kv_transfer_params'"),
+    ],
+)
+def test_what_a_server_may_send_is_refused_by_name(model, plan, monkeypatch, change, says):
+    monkeypatch.setattr(features_server, "PATIENCE", 0.001)
+    with closing(fetched(model, plan, change)) as features, pytest.raises(TrtspecError, match=says):
+        features.states(0)
+
+
+def test_states_of_another_model_or_layer_are_refused(tmp_path, target_dir, model, plan):
+    """Right shapes all: a layer off by one, another model's weights."""
+    sample, layers = plan.samples[0], plan.spec.aux_layers
+    right = compute_features(model, [sample], layers).states(0)[1]
+    assert check_first_layers(target_dir, sample, right, layers, torch.float32) < 0.01
+    for shift, nearest in ((-1, 0), (1, 2)):
+        wrong = compute_features(model, [sample], tuple(layer + shift for layer in layers)).states(0)[1]
+        with pytest.raises(TrtspecError, match=f"stand for layer 1 are the outputs of layer {nearest}"):
+            check_first_layers(target_dir, sample, wrong, layers, torch.float32)
+    other = load_target(make_target(tmp_path / "other", layers=8, seed=7), dtype=torch.float32)
+    foreign = compute_features(other, [sample], layers).states(0)[1]
+    with pytest.raises(TrtspecError, match="are of no early layer"):
+        check_first_layers(target_dir, sample, foreign, layers, torch.float32)
+
+
+@contextmanager
+def naming(*models: dict):
+    """Servers that only answer /v1/models."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = json.dumps({"data": [self.server.model]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    servers = [ThreadingHTTPServer(("127.0.0.1", 0), Handler) for _ in models]
+    for server, told in zip(servers, models, strict=True):
+        server.model = told
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield tuple(f"http://127.0.0.1:{server.server_port}" for server in servers)
+    for server in servers:
+        server.shutdown()
+
+
+def test_servers_are_looked_at_before_a_run():
+    with naming({"id": "kimi"}, {"id": "kimi", "max_model_len": 129}, {"id": "other"}, {}) as urls:
+        assert served_model(urls[:2], 128) == "kimi"
+        with pytest.raises(TrtspecError, match="takes 129 tokens, and the longest sample has 129"):
+            served_model(urls[:2], 129)
+        with pytest.raises(TrtspecError, match="different models: .* has kimi, .* has other"):
+            served_model((urls[0], urls[2]), 128)
+        with pytest.raises(TrtspecError, match="does not name its model"):
+            served_model((urls[0], urls[3]), 128)
+
+
 def test_urls_are_told_from_directories(tmp_path):
     assert feature_source("http://a:8000, http://b:8000/") == Served(("http://a:8000", "http://b:8000"))
     with pytest.raises(TrtspecError, match="does not name its model"):
-        served_model(f"http://127.0.0.1:{free_port()}")
+        served_model((f"http://127.0.0.1:{free_port()}",), 8)
 
 
 def test_without_nixl_the_missing_package_is_named(monkeypatch):

@@ -20,6 +20,7 @@ from tests.heads.data.test_synthesize import asked, serving, write
 from tests.heads.training.test_training import OPTIONS, curve, train_once
 from trtspec.cli.synthesize import SynthesizeOptions, synthesize
 from trtspec.heads.data.prompts import read_prompts
+from trtspec.heads.training.layout import is_finished
 
 KILLS = 20
 FORK = multiprocessing.get_context("fork")
@@ -97,10 +98,13 @@ def test_train_killed_twenty_times(tmp_path, target_dir, data):
         delay = shuffle.uniform(0, 0.7 * seconds) if kills < KILLS else 600
         if killed(quiet_train, delay, target_dir, data, finished[-1]):
             kills += 1
-        elif kills < KILLS:
-            finished.append(tmp_path / f"head-{len(finished)}")
+            done = is_finished(finished[-1])  # killed behind its last write
         else:
-            break
+            done = True
+            if kills >= KILLS:
+                break
+        if done:
+            finished.append(tmp_path / f"head-{len(finished)}")
     for output in finished:
         assert curve(output) == curve(whole)
         ours = load_file(output / "model.safetensors")

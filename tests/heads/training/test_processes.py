@@ -30,7 +30,8 @@ LAUNCHERS = {
 SHARES = """
 import torch
 from trtspec.heads.training import module as train
-from trtspec.heads.training.options import new_head_spec
+from trtspec.heads.training.objective import Objective
+from trtspec.heads.training.options import TrainOptions, new_head_spec
 from trtspec.heads.training.processes import joined
 from trtspec.models.weights import load_target
 import pathlib, sys
@@ -39,12 +40,14 @@ with joined("cpu") as world:
     spec = new_head_spec(target.spec, attention="mla", eagle="3.1")
     torch.manual_seed(world.rank)
     module = train.build(spec, target.spec, target.embed.weight, target.lm_head.weight)
-    objective = world.wrap(train.Objective(module))
+    options = TrainOptions()
+    objective = world.wrap(Objective(module, options))
     whole = sum(value.numel() for value in train.head_parameters(module).values())
     optimizer = torch.optim.AdamW(train.head_parameters(module).values(), fused=True)
     tokens = torch.randint(0, spec.vocab_size, (2, 24))
     states = torch.randn(2, 24, 4 * spec.hidden_size).split([spec.hidden_size, 3 * spec.hidden_size], -1)
-    objective(tokens, *states, torch.ones(2, 24))[0].backward()
+    mask, counted = torch.ones(2, 24, dtype=torch.bool), torch.full((options.ttt_steps,), 40)
+    objective(tokens, *states, mask, counted)[0].backward()
     optimizer.step()
     held = [value for state in optimizer.state.values() for value in (state["exp_avg"], state["exp_avg_sq"])]
     held += [tensor for value in optimizer.state for tensor in (value, value.grad)]
@@ -159,3 +162,19 @@ def test_accelerates_settings_are_read_or_refused(monkeypatch):
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(UsageError, match="no number"):
         place()
+
+
+def test_nodes_that_see_different_disks_are_refused(tmp_path):
+    """Each process with a directory of its own in place of a shared one."""
+    script = (
+        "import pathlib, sys\n"
+        "from trtspec.heads.training.processes import joined, require_shared\n"
+        "with joined('cpu') as world:\n"
+        "    require_shared(pathlib.Path(sys.argv[1], 'run'), world, 'reads it')\n"
+        "    require_shared(pathlib.Path(sys.argv[1], f'run-{world.rank}'), world, 'reads it')\n"
+    )
+    line = [sys.executable, *LAUNCHERS["replicated"], "--no-python", sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert "1 of 2 processes do not see" in done.stderr and "/run-" in done.stderr
+    assert not list(tmp_path.rglob(".shared-*"))

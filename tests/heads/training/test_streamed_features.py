@@ -16,9 +16,9 @@ import torch
 
 from trtspec.errors import TrtspecError
 from trtspec.heads.training import module as train
-from trtspec.heads.training.features import Features, compute_features, empty_features
-from trtspec.heads.training.features_stream import StreamedFeatures, chunks_in_order, stream_features
-from trtspec.heads.training.loop import train_head
+from trtspec.heads.training.features import Features, HeldFeatures, compute_features
+from trtspec.heads.training.features_stream import StreamedFeatures, chunks_in_order, kept_features, stream_features
+from trtspec.heads.training.loop import Way, train_head
 from trtspec.heads.training.options import (
     Dumped,
     FeatureSource,
@@ -57,7 +57,7 @@ def model(target_dir):
 def by_chunks(model, plan: TrainingPlan, chunks: list[list[int]]) -> Features:
     """The in-memory states of the same chunks, each computed as one set of batches."""
     layers = plan.spec.aux_layers
-    whole = empty_features(plan.samples, model.spec.hidden_size, len(layers))
+    whole = HeldFeatures(plan.samples, model.spec.hidden_size, len(layers))
     for chunk in chunks:
         part = compute_features(model, [plan.samples[index] for index in sorted(chunk)], layers)
         for place, index in enumerate(sorted(chunk)):
@@ -84,20 +84,36 @@ def test_many_chunks_have_the_bits_of_the_same_batches(tmp_path, stream, plan, m
     )
 
 
+def test_kept_chunks_can_be_read_without_the_run_that_made_them(tmp_path, stream, plan):
+    streamed = stream_features(stream, plan, OPTIONS, tmp_path, "target", chunk_bytes=SMALL)
+    made = {index: streamed.states(index) for index in streamed.chunks[0] + streamed.chunks[1]}
+    kept = kept_features(tmp_path / "features", stream.spec, plan.spec.aux_layers)
+    whole = {sample.tokens: place for place, sample in enumerate(kept.samples)}
+    assert len(kept.samples) == len(made)
+    for index, states in made.items():
+        place = whole[plan.samples[index].tokens]
+        assert kept.samples[place].answer == plan.samples[index].answer
+        assert all(torch.equal(one, other) for one, other in zip(kept.states(place), states, strict=True))
+    with pytest.raises(TrtspecError, match="no outputs of layers 0"):
+        kept_features(tmp_path / "features", stream.spec, (0, *plan.spec.aux_layers[1:]))
+    with pytest.raises(TrtspecError, match="TS-FEATURES-NONE"):
+        kept_features(tmp_path / "elsewhere", stream.spec, plan.spec.aux_layers)
+
+
 def losses(
     features: Features, stream, plan: TrainingPlan, directory: Path, options: TrainOptions = OPTIONS, stop: int = 0
 ):
     """The curve of a training run on these states."""
     torch.manual_seed(0)
     ends = stream.ends()
-    module = train.build(plan.spec, stream.spec, ends.embed.weight, ends.lm_head.weight, ttt_steps=3)
+    module = train.build(plan.spec, stream.spec, ends.embed.weight, ends.lm_head.weight)
 
     def on_step(point) -> None:
         if point.step == stop:
             raise KeyboardInterrupt
 
     kept = KeptState(directory / "work", directory / "curve.jsonl", {}, save_every=1)
-    train_head(module, features, options, kept, on_step=on_step)
+    train_head(module, features, options, kept, way=Way(on_step))
     return [json.loads(line) for line in (directory / "curve.jsonl").read_text().splitlines()]
 
 
@@ -154,7 +170,7 @@ def test_what_features_names(text: str, source: FeatureSource) -> None:
 
 
 def test_chunks_follow_the_first_epoch(plan, stream):
-    chunks, kept = chunks_in_order(plan.samples, OPTIONS, stream.spec, 3, SMALL)
+    chunks, kept = chunks_in_order(plan.samples, plan.data, stream.spec, 3, SMALL)
     used = [index for chunk in chunks for index in chunk]
     assert kept == 1 and sorted(used) == sorted(set(used)) == list(range(len(plan.samples)))
     size = 4 * 64 * 2

@@ -42,7 +42,8 @@ def test_the_command_writes_and_measures_a_head(trained):
     assert row["steps"] == sum(row["histogram"])
     assert row["acceptance_length"] == pytest.approx(1 + row["accepted"] / row["steps"])
     assert {path.name for path in output.iterdir()} == {
-        "config.json", "model.safetensors", "provenance.json", "README.md", "training.jsonl",
+        "config.json", "model.safetensors", "provenance.json", "README.md", "training.jsonl", "speed.jsonl",
+        "training.svg", "best", ".trtspec",
     }  # fmt: skip
     assert json.loads((output / "provenance.json").read_text())["acceptance"] == record["acceptance"]
     card = (output / "README.md").read_text()
@@ -90,13 +91,17 @@ def test_what_cannot_be_is_a_usage_error(tmp_path, target_dir, data, arguments, 
 
 
 def test_options_come_from_a_file_and_unknown_ones_are_refused(tmp_path):
+    from trtspec.cli.train_options import TrainCommand, curve_options, with_file
     from trtspec.errors import UsageError
-    from trtspec.heads.training.options import read_options
 
     path = tmp_path / "train.yaml"
-    path.write_text("eagle: 3.1\nttt-steps: 5\nlr: 1.0e-4\n")
-    options = read_options(path, {"ttt_steps": 7, "lr": None})
-    assert (options.eagle, options.ttt_steps, options.lr) == ("3.1", 7, 1e-4)
-    path.write_text("learning_rate: 1\n")
-    with pytest.raises(UsageError, match="learning_rate"):
-        read_options(path, {})
+    path.write_text("eagle: 3.1\nttt-steps: 5\nlr: 1.0e-4\nsave-every: 7\naux_layers: [1, 2, 3]\nanswer_only: true\n")
+    command, _, told = with_file(TrainCommand(output=tmp_path / "head", config=path, ttt_steps=7))
+    options = curve_options(command)
+    assert (options.eagle, options.ttt_steps, options.lr, options.answer_only) == ("3.1", 7, 1e-4, True)
+    assert (command.save_every, options.aux_layers) == (7, (1, 2, 3))
+    assert told == {"eagle", "lr", "save_every", "aux_layers", "answer_only"}
+    for text, message in [("learning_rate: 1\n", "learning_rate"), ("epochs: three\n", "--epochs")]:
+        path.write_text(text)
+        with pytest.raises(UsageError, match=message):
+            with_file(TrainCommand(output=tmp_path / "head", config=path))

@@ -21,12 +21,13 @@ from trtspec.checkpoint.heads.engines import HeadEngine
 from trtspec.checkpoint.heads.shapes import layer_prefix
 from trtspec.errors import TrtspecError
 from trtspec.files import read_object
+from trtspec.specs import HeadSpec
 
 Counting = Literal["outputs", "layers run", "by first id"]
 Feature = Literal[
     "mla", "mla without yarn", "yarn", "fc_norm", "norm_output", "norm_output alone", "norm_before_fc",
     "norm_before_fc with mla", "two norms before fc", "norm_before_residual", "number of states", "final state",
-    "first layer", "head size", "other width",
+    "first layer", "head size", "other width", "pruned mla",
 ]  # fmt: skip
 
 
@@ -87,6 +88,7 @@ class Dialect:
     Readers: `option` of `trtspec convert --to`; `uses_embedding`, whether they draft with the stored embedding;
     `needs_lm_head`, whether they cannot borrow the target's; `read_by`, the engines that serve it as it is;
     `expresses`, what it can say of a head; `eagle31` and `since`, the versions from which it can.
+    `mha_needs`: what must be installed with it for an MHA head.
     Meaning: `norm_before_residual` where the key is absent; `norm_output_since`, the date from which `norm_output`
     without fc_norm means EAGLE-3.1's feedback ("": always); `injected_rope`, `fixed_rope_base`, `double_norm` (the
     versions that train with one norm too many): what its files may say wrongly.
@@ -112,6 +114,7 @@ class Dialect:
     needs_lm_head: bool = False
     eagle31: str = ""
     since: dict[Feature, str] = field(default_factory=dict)
+    mha_needs: str = ""
     norm_before_residual: bool = False
     norm_output_since: str = ""
     injected_rope: InjectedRope | None = None
@@ -130,10 +133,10 @@ class Dialect:
         ran = self.counts == "layers run" or (self.counts == "by first id" and outputs[0] != 1)
         return [layer + 1 for layer in outputs] if ran else list(outputs)
 
-    def served_by(self, engine: HeadEngine, outputs: tuple[int, ...] | None) -> bool:
+    def served_by(self, engine: HeadEngine, spec: HeadSpec) -> bool:
         """Whether `engine` computes a head from this layout as it is, layer ids included."""
-        misread = engine.guesses_ids and self.counts == "outputs" and bool(outputs) and outputs[0] != 1  # type: ignore[index]
-        return engine.name in self.read_by and not misread
+        misread = engine.guesses_ids and self.counts == "outputs" and bool(spec.aux_layers) and spec.aux_layers[0] != 1  # type: ignore[index]
+        return engine.name in self.read_by and not misread and not engine.cannot_load(spec)
 
 
 def _modelopt(traces: Traces) -> bool:
@@ -157,14 +160,14 @@ def _specforge(traces: Traces) -> bool:
 
 
 _LLAMA: frozenset[Feature] = frozenset({"yarn", "fc_norm", "norm_output", "head size", "first layer"})
-_SERVED: frozenset[Feature] = _LLAMA | {"mla", "norm_output alone", "number of states", "other width"}
+_SERVED: frozenset[Feature] = _LLAMA | {"mla", "pruned mla", "norm_output alone", "number of states", "other width"}
 
 # in the order in which they are offered
 _ROWS = (
     Dialect(
         "modelopt", "TensorRT-LLM (ModelOpt's layout)", "trtllm", "layers.0.", "outputs",
         layout.write_modelopt, _modelopt, rank=3,
-        expresses=_SERVED | {"norm_before_fc", "norm_before_fc with mla", "final state"},
+        expresses=_SERVED - {"pruned mla"} | {"norm_before_fc", "norm_before_fc with mla", "final state"},
         read_by=("trtllm", "sglang"), uses_embedding=False,
         eagle31="TensorRT-LLM from its change of June 2026 (1.3 line)",
         injected_rope=InjectedRope("ModelOpt 0.44+", 32.0, 2048), double_norm="ModelOpt 0.41 to 0.47",
@@ -180,7 +183,10 @@ _ROWS = (
         layout.write_sglang, lambda traces: bool(traces.ids), rank=6,
         expresses=_SERVED - {"first layer"} | {"mla without yarn", "norm_before_fc"},
         read_by=("sglang", "trtllm"), uses_embedding=False, eagle31="SGLang of 2026-06",
-        since={"norm_before_fc": "an SGLang with its change 32334"},
+        since={
+            "norm_before_fc": "an SGLang with its change 32334",
+            "number of states": "an SGLang that reads num_aux_hidden_states, as it does since EAGLE-3.1",
+        },
     ),
     Dialect(
         "speculators", "speculators", "speculators", "layers.0.", "layers run",
@@ -196,6 +202,9 @@ _ROWS = (
         expresses=_SERVED | {"mla without yarn"},
         read_by=("sglang", "trtllm"), t2d="pruned", embed_tokens=True, trains_embedding=True, needs_lm_head=True,
         eagle31="TorchSpec after its change 97",
+        since={"number of states": "a TorchSpec that reads num_aux_hidden_states (that of 2026-04-28 takes three)"},
+        mha_needs="transformers 4: its Llama layer asks the config for rope_theta, which transformers 5 keeps "
+        "elsewhere, so that plain rope fails to load there and YaRN turns with base 10000",
         fixed_rope_base=FixedRopeBase("TorchSpec (at least to 2026-04-28)", 10000.0),
     ),
     Dialect(

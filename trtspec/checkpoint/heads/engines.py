@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from trtspec.specs import HeadSpec
+
 DRAFT_LEN = 3
 Command = Callable[[str, str, int, "list[int] | None"], str]
 
@@ -16,7 +18,9 @@ class HeadEngine:
     told (None where its default is right or unknown).
 
     `guesses_ids`: layer ids that start with 1 are taken for layer outputs, all others for the number of layers that
-    ran. `eagle31`: the first version that computes EAGLE-3.1's two norms.
+    ran. `eagle31`: the first version that computes EAGLE-3.1's two norms. `theta_at_top`: the RoPE base is read from
+    the top level of config.json only. `pruned_mla`: why an MLA head with a pruned vocabulary cannot be loaded, "" where
+    it can.
     """
 
     name: str
@@ -25,6 +29,12 @@ class HeadEngine:
     eagle31: str
     command: Command
     guesses_ids: bool = False
+    theta_at_top: bool = False
+    pruned_mla: str = ""
+
+    def cannot_load(self, spec: HeadSpec) -> str:
+        """Why this engine fails on such a head, whatever its layout; "" where it does not."""
+        return self.pruned_mla if spec.attention == "mla" and spec.draft_vocab_size != spec.vocab_size else ""
 
 
 def _trtllm(head: str, target: str, tensor_parallel: int, capture: list[int] | None) -> str:
@@ -61,10 +71,24 @@ def _sglang(head: str, target: str, tensor_parallel: int, _: list[int] | None) -
     )
 
 
+# read in every version of its sources that could be had, and never run
+PRUNED_MLA = (
+    "TensorRT-LLM cannot load an MLA head with a pruned vocabulary: where the model holds d2t, its loader of MLA "
+    "weights copies every parameter below by name, and the fused ones are not in the file under theirs (read, never "
+    "run; a head with the whole vocabulary, or an MHA head, loads)"
+)
 ENGINES = {
     engine.name: engine
     for engine in (
-        HeadEngine("trtllm", "TensorRT-LLM", 4, "TensorRT-LLM with the EAGLE-3.1 change of June 2026", _trtllm),
+        HeadEngine(
+            "trtllm",
+            "TensorRT-LLM",
+            4,
+            "TensorRT-LLM with the EAGLE-3.1 change of June 2026",
+            _trtllm,
+            theta_at_top=True,
+            pruned_mla=PRUNED_MLA,
+        ),
         HeadEngine("vllm", "vLLM", 8, "vLLM 0.22.0 or newer", _vllm),
         HeadEngine("sglang", "SGLang", 8, "SGLang of June 2026 or newer", _sglang, guesses_ids=True),
     )

@@ -12,6 +12,20 @@ from trtspec.specs import HeadSpec, ModelSpec
 TP_SIZES = (1, 2, 4, 8, 16)
 OTHER_HEAD = "use a head that was trained for this target"
 STRETCH = {"rope_type", "factor", "original_max_position_embeddings"}  # published heads differ in the others
+# a finding -> those that it is the cause of, by code and by the beginning of their place
+EXPLAINED: dict[str, tuple[tuple[str, str], ...]] = {
+    "TS-PAIR-VOCAB": (
+        ("TS-HEAD-D2T-MISSING", ""), ("TS-HEAD-D2T-VALUES", ""), ("TS-HEAD-LM-HEAD", ""), ("TS-HEAD-PRUNED-MLA", ""),
+        ("TS-HEAD-TENSOR-SHAPE", "embed_tokens"), ("TS-HEAD-TENSOR-SHAPE", "t2d"),
+    ),
+    "TS-PAIR-WIDTH": (("TS-HEAD-FC-WIDTH", ""),),
+    "TS-PAIR-LAYER-RANGE": (("TS-HEAD-LAYER-ORDER", ""),),
+    "TS-HEAD-FC-WIDTH": (("TS-PAIR-LAYERS-UNKNOWN", ""),),
+    "TS-HEAD-LM-HEAD": (("TS-PAIR-LM-HEAD", ""),),
+    "TS-HEAD-ROPE-TWICE": (("TS-PAIR-ROPE", ""),),
+    "TS-HEAD-ROPE-VALUES": (("TS-PAIR-ROPE", ""),),
+    "TS-HEAD-ROPE-MLA": (("TS-PAIR-ROPE", ""),),
+}  # fmt: skip
 TRAINED_SO = "harmless if the head was trained so; else use the value it was trained with"
 
 
@@ -25,6 +39,16 @@ def pair_problems(
         *_layers(head, target),
         *_rope(head, target),
         *_parallel(head, tp_size),
+    ]
+
+
+def told_once(problems: list[Problem]) -> list[Problem]:
+    """One finding for one fault: those that another explains are left out."""
+    explained = {pair for problem in problems for pair in EXPLAINED.get(problem.code, ())}
+    return [
+        problem
+        for problem in problems
+        if not any(problem.code == code and problem.where.startswith(place) for code, place in explained)
     ]
 
 
@@ -114,7 +138,8 @@ def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
             )
             return [Problem("TS-PAIR-LAYERS-UNKNOWN", "error", "eagle_config", message, "ask the head's author")]
         message = f"the head does not say which layers it reads; engines capture the outputs of {list(default)}"
-        return [Problem("TS-PAIR-LAYERS-UNKNOWN", "warning", "eagle_config", message, "check with its author")]
+        remedy = "right for every published Kimi head; `trtspec inspect HEAD --against TARGET --run` measures it"
+        return [Problem("TS-PAIR-LAYERS-UNKNOWN", "info", "eagle_config", message, remedy)]
     outside = [layer for layer in layers if not -1 <= layer < last]
     if outside:
         message = f"layers {outside} do not exist in a target of {last} layers (0 to {last - 1})"

@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
-from trtspec.checkpoint.heads.config import DTYPES, IDS_KEY, class_config, flat_config
+from trtspec.checkpoint.heads.config import DTYPES, IDS_KEY, class_config, flat_config, stored_ids
 from trtspec.checkpoint.heads.dialects import DIALECTS, recorded
-from trtspec.checkpoint.heads.shapes import REMEDY, required_names
+from trtspec.checkpoint.heads.engines import ENGINES
+from trtspec.checkpoint.heads.shapes import OPTIONAL, REMEDY, required_names
 from trtspec.checkpoint.heads.values import FLOATS, read_values, vocabulary_values
-from trtspec.errors import Problem
-from trtspec.specs import HeadSpec, RopeSpec
+from trtspec.errors import Problem, Severity
+from trtspec.specs import HeadSpec, RopeSpec, Values
 
-OPTIONAL = ("lm_head.weight", "embed_tokens.weight", "d2t", "t2d", "input_norm.weight")
 CLASS_WORDS = {"mha": ("llama", "qwen"), "mla": ("deepseek", "kimi")}  # in the names of classes and model types
+KNOWN_WORDS = ("eagle3", *CLASS_WORDS["mha"], *CLASS_WORDS["mla"])
+EPSILONS = (1e-8, 1e-3)  # between which every published rms_norm_eps lies
 SILU = ("silu", "swish")
 ROPE_BASE = "config.json:rope_theta"
 DEFAULT_THETA = 10000.0  # what readers take where no base is told
@@ -33,10 +35,11 @@ def head_problems(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: 
         *_classes(checkpoint.config, spec),
         *_layer_ids(checkpoint.config, spec),
         *_function(checkpoint.config, tensors, spec),
-        *_words(flat_config(checkpoint.config), tensors),
+        *_words(flat_config(checkpoint.config), tensors, spec),
         *_vocabulary(checkpoint, tensors, spec),
+        *unloadable(spec),
         *vocabulary_values(checkpoint, tensors, spec),
-        *_storage(checkpoint.config, tensors),
+        *_storage(flat_config(checkpoint.config), tensors),
         *_rope(checkpoint.config, spec),
         *_double_norm(checkpoint, tensors, spec),
     ]
@@ -48,7 +51,7 @@ def _layout(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSp
         message = "tensor names start with `model.`; TensorRT-LLM and vLLM add that themselves and then find nothing"
         problems.append(Problem("TS-HEAD-MODEL-PREFIX", "error", "tensor names", message, "drop the prefix"))
     more = sorted({name.split(".")[1] for name in tensors if name.startswith("layers.")})
-    layers = (checkpoint.config.get("num_hidden_layers") or 1) if not more else 1 + len(more)
+    layers = (flat_config(checkpoint.config).get("num_hidden_layers") or 1) if not more else 1 + len(more)
     if layers != 1:
         message = f"the head has {layers} decoder layers; Kimi heads and the engines' MLA drafters have one"
         problems.append(Problem("TS-HEAD-LAYERS", "error", "num_hidden_layers", message, "use a one-layer head"))
@@ -59,7 +62,12 @@ def _layout(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSp
     if qk_norms:
         message = "the head normalises queries and keys; TensorRT-LLM would load it into another function"
         problems.append(Problem("TS-HEAD-QK-NORM", "error", qk_norms[0], message, "serve it with vLLM"))
-    unread = [name for name in unread if name not in qk_norms]
+    biases = [name for name in unread if name.endswith(".bias")]
+    if biases:
+        message = f"the file holds biases ({', '.join(biases)}); engines leave them out, or add them only for some keys"
+        remedy = "train a head without biases, or serve it with the project that trained it"
+        problems.append(Problem("TS-HEAD-BIAS", "error", biases[0], message, remedy))
+    unread = [name for name in unread if name not in qk_norms + biases]
     if unread:
         message = f"{len(unread)} tensors that no engine reads, first {unread[0]}"
         problems.append(Problem("TS-HEAD-TENSOR-UNKNOWN", "warning", unread[0], message, REMEDY))
@@ -77,17 +85,23 @@ def _classes(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
     stated += [("model_type", kind) for kind in (config.get("model_type"), layer.get("model_type")) if kind]
     other = "mha" if spec.attention == "mla" else "mla"
     problems = []
-    for key, name in stated:
-        if any(word in str(name).lower() for word in CLASS_WORDS[other]):
-            message = f"{key} {name!r} names an {other.upper()} class, and the tensors are those of an "
+    for key in ("architectures", "model_type"):
+        names = [str(name) for told, name in stated if told == key]
+        if any(word in name.lower() for name in names for word in CLASS_WORDS[other]):
+            message = f"{key} {names[0]!r} names an {other.upper()} class, and the tensors are those of an "
             message += f"{spec.attention.upper()} head; engines would build another layer and leave it unfilled"
-            written = class_config(spec)[key]
-            remedy = f"set `{key}: {json.dumps(written)}`"
-            problems.append(Problem("TS-HEAD-CLASS", "error", f"config.json:{key}", message, remedy))
+        elif not names:
+            message = f"config.json has no {key}, by which engines choose the code that computes a head"
+        elif not any(word in name.lower() for name in names for word in KNOWN_WORDS):
+            message = f"{key} {names[0]!r} names no Eagle3 class that an engine knows"
+        else:
+            continue
+        remedy = f"set `{key}: {json.dumps(class_config(spec)[key])}`"
+        problems.append(Problem("TS-HEAD-CLASS", "error", f"config.json:{key}", message, remedy))
     return problems
 
 
-def _words(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> list[Problem]:
+def _words(config: dict[str, Any], tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
     """Keys of the layer that engines obey, and that this head's weights cannot follow."""
     problems = []
     if config.get("tie_word_embeddings"):
@@ -105,13 +119,42 @@ def _words(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> list[Probl
             message = f"`{key}: true`, and the file holds no biases: loaders fail, or add biases that were never filled"
             remedy = f"set `{key}: false` if the head was trained without them, else fetch the head again"
             problems.append(Problem("TS-HEAD-BIAS", "error", f"config.json:{key}", message, remedy))
+    problems += _sizes_left_out(config, spec)
+    if (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+        message = "`use_aux_hidden_state: false` tells vLLM to hand the head one state, and its fc takes several"
+        remedy = "set `use_aux_hidden_state: true`"
+        problems.append(Problem("TS-HEAD-AUX-OFF", "error", "config.json:eagle_config", message, remedy))
+    return problems
+
+
+def _sizes_left_out(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
+    """Numbers that no tensor shows: what readers take in their place, or that no head has them."""
+    problems, where = [], "config.json:rms_norm_eps"
+    epsilon = config.get("rms_norm_eps")
+    if epsilon is None:
+        message = f"config.json states no rms_norm_eps; readers take {spec.rms_norm_eps:g}"
+        remedy = "state the one that the head was trained with; Kimi models have 1e-5"
+        problems.append(Problem("TS-HEAD-EPSILON", "warning", where, message, remedy))
+    elif not EPSILONS[0] <= epsilon <= EPSILONS[1]:
+        message = f"rms_norm_eps is {epsilon:g}; heads have 1e-6 or 1e-5"
+        problems.append(Problem("TS-HEAD-EPSILON", "error", where, message, REMEDY))
+    if not config.get("max_position_embeddings"):
+        where = "config.json:max_position_embeddings"
+        message = f"config.json states no max_position_embeddings; readers take {spec.max_position_embeddings:,}"
+        remedy = "state the longest context that the head was trained on"
+        problems.append(Problem("TS-HEAD-CONTEXT", "info", where, message, remedy))
     return problems
 
 
 def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
     """Ids in another order than they are captured in; and ids that start at 2 under a key that counts from 0: either a
     deliberate choice, or counted one too far."""
-    layers = spec.aux_layers or ()
+    layers, ids = spec.aux_layers or (), stored_ids(config)
+    if -1 in layers and -1 not in ids:
+        message = (
+            f"layer ids {list(ids)} count the layers that ran, and 0 of them is the embedding, which no engine hands on"
+        )
+        return [Problem("TS-HEAD-LAYER-IDS", "error", "layer ids", message, REMEDY)]
     captured = sorted(set(layers), key=lambda layer: (layer < 0, layer))  # -1, the final state, comes last
     if list(layers) != captured:
         message = (
@@ -120,8 +163,12 @@ def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
         )
         remedy = f"list {captured}, with the columns of fc in that order"
         return [Problem("TS-HEAD-LAYER-ORDER", "error", "layer ids", message, remedy)]
-    nested = (config.get("eagle_config") or {}).get(IDS_KEY)
-    if not nested or IDS_KEY in config or min(nested) != 2:
+    nested, top = (config.get("eagle_config") or {}).get(IDS_KEY), config.get(IDS_KEY)
+    if nested and top and list(top) not in (list(nested), [number + 1 for number in nested]):
+        message = f"config.json lists layers {list(top)} at the top and {list(nested)} in eagle_config"
+        remedy = "keep the ones that the head was trained on; vLLM reads the first, SGLang the second"
+        return [Problem("TS-HEAD-LAYER-IDS", "error", "layer ids", message, remedy)]
+    if not nested or top or min(nested) != 2:
         return []
     message = (
         f"eagle_config lists layers {list(nested)}: layer outputs if counted from 0 (ModelOpt, TensorRT-LLM), "
@@ -150,6 +197,17 @@ def _function(config: dict[str, Any], tensors: dict[str, TensorInfo], spec: Head
         changed = f"{dialect.title} changed what norm_output means on {dialect.norm_output_since}"
         message = f"{changed}; read here as plain EAGLE-3, because the head has no fc_norm"
         remedy = f"check the {dialect.title} version that trained the head"
+        problems.append(Problem("TS-HEAD-NORM-OUTPUT", "warning", "config.json:norm_output", message, remedy))
+    elif spec.fc_norm and not spec.norm_output and not config.get("norm_output"):
+        message = (
+            "the head norms its captured states (fc_norm) and feeds back the state before its norm; EAGLE-3.1 does "
+        )
+        message += "both or neither"
+        remedy = "set `norm_output: true` if it was trained as EAGLE-3.1"
+        problems.append(Problem("TS-HEAD-NORM-OUTPUT", "warning", "config.json:norm_output", message, remedy))
+    elif spec.norm_output and not (spec.fc_norm or spec.norm_before_fc):
+        message = "`norm_output: true` without a norm before fc: EAGLE-3.1 has both or neither"
+        remedy = "remove norm_output if the head was trained as EAGLE-3"
         problems.append(Problem("TS-HEAD-NORM-OUTPUT", "warning", "config.json:norm_output", message, remedy))
     if spec.fc_norm and any(f"fc_norm.{index}.weight" not in tensors for index in range(spec.num_aux)):
         message = f"fc_norm needs one weight for each of the {spec.num_aux} captured states"
@@ -184,6 +242,17 @@ def _vocabulary(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: He
     return problems
 
 
+def unloadable(spec: HeadSpec) -> list[Problem]:
+    """Engines that fail on such a head; a warning where its layout is made for one of them."""
+    problems = []
+    for engine in (engine for engine in ENGINES.values() if engine.cannot_load(spec)):
+        first = DIALECTS[spec.dialect].read_by[:1] == (engine.name,)
+        remedy = f"for {engine.title} train a head with the whole vocabulary, or an MHA head; others load this one"
+        severity: Severity = "warning" if first else "info"
+        problems.append(Problem("TS-HEAD-PRUNED-MLA", severity, "d2t", engine.cannot_load(spec), remedy))
+    return problems
+
+
 def _storage(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> list[Problem]:
     """How the weights are stored against what config.json says of it."""
     problems = []
@@ -192,6 +261,10 @@ def _storage(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> list[Pro
         problems.append(Problem("TS-HEAD-QUANT-CONFIG", "error", "config.json", message, "remove the key"))
     stated = config.get("torch_dtype") or config.get("dtype")
     stored = DTYPES.get(tensors["fc.weight"].dtype) if "fc.weight" in tensors else None
+    if stored and not stated:
+        message = f"config.json states no torch_dtype (the weights are {stored}); some engines need it, others guess"
+        remedy = f'set `torch_dtype: "{stored}"`'
+        problems.append(Problem("TS-HEAD-TORCH-DTYPE", "warning", "config.json:torch_dtype", message, remedy))
     if stated and stored and str(stated).removeprefix("torch.") != stored:
         message = f"config.json says {stated}, the weights are {stored}; engines cast to what the config says"
         remedy = f'set `torch_dtype: "{stored}"`'
@@ -214,14 +287,21 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
         problems.append(Problem("TS-HEAD-ROPE-INJECTED", "warning", "config.json:rope_scaling", message, remedy))
     flat = flat_config(config)
     problems += _told_twice(flat)
-    if flat.get("rope_theta") is None and rope.theta != DEFAULT_THETA:
+    if rope.theta < 1 or (yarn and (rope.factor < 1 or rope.beta_fast < rope.beta_slow)):
+        message = (
+            f"a rope of theta {rope.theta:g}, factor {rope.factor:g}, beta {rope.beta_fast:g} to {rope.beta_slow:g}"
+        )
+        message += " turns no position as any head was trained"
+        return [*problems, Problem("TS-HEAD-ROPE-VALUES", "error", "config.json:rope_scaling", message, REMEDY)]
+    at_top = any(ENGINES[name].theta_at_top for name in dialect.read_by)
+    if flat.get("rope_theta") is None and rope.theta != DEFAULT_THETA and at_top:
         message = (
             f"no rope_theta at the top level, where TensorRT-LLM reads it; it falls to {DEFAULT_THETA:g}, not "
             f"{rope.theta:g}"
         )
         remedy = f"add `rope_theta: {rope.theta:g}`"
         problems.append(Problem("TS-HEAD-ROPE-THETA", "error", "config.json", message, remedy))
-    if spec.attention == "mla" and not yarn:
+    if spec.attention == "mla" and not yarn and not any(problem.code == "TS-HEAD-ROPE-TWICE" for problem in problems):
         message = "an MLA head without YaRN; TensorRT-LLM computes YaRN for every MLA draft"
         problems.append(Problem("TS-HEAD-ROPE-MLA", "error", "config.json:rope_scaling", message, REMEDY))
     if spec.attention == "mha" and yarn and not injected:
@@ -232,14 +312,15 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
             f"the file says {rope.theta:g}"
         )
         remedy = f"measure acceptance at both bases; `trtspec convert --rope-theta {fixed.theta:g}` writes the other"
-        problems.append(Problem("TS-HEAD-ROPE-TORCHSPEC", "warning", "config.json:rope_theta", message, remedy))
+        problems.append(Problem("TS-HEAD-ROPE-TORCHSPEC", "info", "config.json:rope_theta", message, remedy))
     return problems
 
 
 def _told_twice(flat: dict[str, Any]) -> list[Problem]:
     """Rope stands in as many as three places, and readers differ in which one they look at."""
     scaling, parameters = flat.get("rope_scaling") or {}, flat.get("rope_parameters") or {}
-    thetas = {float(place["rope_theta"]) for place in (flat, scaling, parameters) if place.get("rope_theta")}
+    places = (flat, scaling, parameters)
+    thetas = {Values(place, "config.json").number("rope_theta") for place in places if place.get("rope_theta")}
     problems = []
     if len(thetas) > 1:
         told = " and ".join(f"{theta:g}" for theta in sorted(thetas))
@@ -280,7 +361,8 @@ def _double_norm(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: H
     gain = tensors.get("layer.input_layernorm.weight")
     if not trainer or gain is None or gain.dtype not in FLOATS or _trained_here(checkpoint.path):
         return []
-    spread = float(np.std(read_values(checkpoint, gain)))
+    gains = read_values(checkpoint, gain)
+    spread = float(np.std(gains)) if np.isfinite(gains).all() else 0.0  # else `value_problems` names it
     if spread < SPREAD:
         return []
     message = (

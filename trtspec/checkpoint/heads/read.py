@@ -13,7 +13,7 @@ from typing import Any
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.heads.config import flat_config, stored_ids
 from trtspec.checkpoint.heads.dialects import Dialect, detect_dialect, dialect_of
-from trtspec.checkpoint.heads.shapes import canonical_names, layer_prefix, measure
+from trtspec.checkpoint.heads.shapes import canonical_names, fc_width, layer_prefix, measure, misfits
 from trtspec.errors import Problem, TrtspecError
 from trtspec.specs import HeadSpec, RopeSpec, Values
 
@@ -48,9 +48,13 @@ def read_head(checkpoint: Checkpoint, dialect: Dialect | None = None) -> tuple[H
         raise TrtspecError(f"{checkpoint.path}: {wrong.message} [{wrong.code}]", wrong.remedy)
     tensors = canonical_names(checkpoint.tensors)
     declared = head_spec_from_config(checkpoint.config, dialect=dialect or dialect_of(checkpoint))
-    measured, problems = measure(tensors, declared, flat_config(checkpoint.config))
+    config = flat_config(checkpoint.config)
+    measured, problems = measure(tensors, declared, config)
     spec = replace(declared, **measured, layer_prefix=layer_prefix(checkpoint.tensors))
     spec = replace(spec, eagle="3.1" if spec.fc_norm or spec.norm_output else "3")
+    if "hidden_size" not in measured:
+        return spec, problems  # tensors without which nothing can be said of the others
+    problems += misfits(tensors, spec) + fc_width(tensors, spec, config)
     return spec, problems + head_problems(checkpoint, tensors, spec)
 
 

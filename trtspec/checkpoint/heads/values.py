@@ -5,12 +5,14 @@ Reading a whole head takes seconds per GB, so large tensors are looked at in pie
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 
 import numpy as np
 
-from trtspec import files
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
+from trtspec.checkpoint.heads.dialects import recorded
+from trtspec.checkpoint.reader import ShardReader
 from trtspec.errors import Problem
 from trtspec.specs import HeadSpec, ModelSpec
 
@@ -25,9 +27,7 @@ KINDS = {"F16": "<f2", "F32": "<f4", "I64": "<i8", "I32": "<i4", "BOOL": "?", "U
 
 def read_values(checkpoint: Checkpoint, info: TensorInfo) -> np.ndarray:
     """A small tensor's values as float32 or its own integers, read from its bytes without torch."""
-    with files.open_regular(checkpoint.path / info.shard) as stream:
-        stream.seek(info.begin)
-        return decode(stream.read(info.nbytes), info.dtype).reshape(info.shape)
+    return decode(checkpoint.bytes_at(info.shard, info.begin, info.nbytes), info.dtype).reshape(info.shape)
 
 
 def decode(raw: bytes, dtype: str) -> np.ndarray:
@@ -46,24 +46,42 @@ def count_not_finite(raw: bytes | memoryview, dtype: str) -> int:
 def value_problems(
     checkpoint: Checkpoint, tensors: dict[str, TensorInfo], *, everything: bool = False
 ) -> list[Problem]:
-    """NaN, infinity and nothing but zeros, one problem for each tensor; large tensors in 64 evenly spread pieces unless
-    `everything`. An embedding of zeros is left to the comparison with the target's."""
-    problems = []
-    for name, info in tensors.items():
-        if info.dtype not in EXPONENTS or not info.nbytes:
-            continue
-        bad = seen = 0
-        zero = not name.startswith("embed_tokens")
-        for piece in _pieces(checkpoint, info, everything):
-            bad += count_not_finite(piece, info.dtype)
-            zero = zero and not piece.strip(b"\x00\x80")  # 0x80: the sign of -0.0
-            seen += len(piece) * info.numel // info.nbytes
-        if bad:
-            problems.append(not_finite(name, bad, seen))
-        elif zero:
-            message = f"all of {seen:,} values looked at are zero; the tensor was never filled"
-            problems.append(Problem("TS-HEAD-ZERO", "error", name, message, "fetch the head again"))
+    """NaN, infinity, nothing but zeros, and bytes that are not those which provenance.json notes: one problem for each
+    tensor. Of large tensors 64 evenly spread pieces unless `everything`. An embedding of zeros is left to the
+    comparison with the target's."""
+    problems, noted = [], noted_digests(checkpoint)
+    with ShardReader(checkpoint.path) as reader:
+        for name, info in tensors.items():
+            nbytes, digest = info.nbytes, noted.get(info.name)
+            floats = info.dtype in EXPONENTS and name not in MAP_DTYPES
+            if not nbytes or not (floats or digest):
+                continue
+            whole = everything or nbytes <= WHOLE
+            found, bad, seen, zero = hashlib.sha256(), 0, 0, not name.startswith("embed_tokens")
+            for piece in reader.pieces(info, 4 * PIECE) if whole else _sampled(reader, info):
+                bad += count_not_finite(piece, info.dtype) if floats else 0
+                zero = zero and not bytes(piece).strip(b"\x00\x80")  # 0x80: the sign of -0.0
+                seen += len(piece)
+                if digest:
+                    found.update(piece)
+            values = seen * info.numel // nbytes
+            if bad:
+                problems.append(not_finite(name, bad, values))
+            elif zero and floats:
+                message = f"all of {values:,} values looked at are zero; the tensor was never filled"
+                problems.append(Problem("TS-HEAD-ZERO", "error", name, message, "fetch the head again"))
+            elif digest and whole and found.hexdigest() != digest:
+                message = "its bytes are not those that provenance.json notes: they changed since `trtspec convert`"
+                remedy = "convert again; if the head was changed on purpose, remove provenance.json"
+                problems.append(Problem("TS-HEAD-DIGEST", "error", name, message, remedy))
     return problems
+
+
+def noted_digests(checkpoint: Checkpoint) -> dict[str, str]:
+    """Tensor -> SHA-256 as provenance.json notes it; {} where it notes none."""
+    entries = recorded(checkpoint.path).get("tensors")
+    noted = entries.items() if isinstance(entries, dict) else ()
+    return {name: str(entry["sha256"]) for name, entry in noted if isinstance(entry, dict) and entry.get("sha256")}
 
 
 def not_finite(name: str, bad: int, seen: int) -> Problem:
@@ -74,16 +92,12 @@ def not_finite(name: str, bad: int, seen: int) -> Problem:
     return Problem("TS-HEAD-NOT-FINITE", "error", name, message, remedy)
 
 
-def _pieces(checkpoint: Checkpoint, info: TensorInfo, everything: bool) -> Iterator[bytes]:
-    with files.open_regular(checkpoint.path / info.shard) as stream:
-        if everything or info.nbytes <= WHOLE:
-            starts, size = range(info.begin, info.end, 4 * PIECE), 4 * PIECE
-        else:
-            step = (info.nbytes - PIECE) // (PIECES - 1) // 64 * 64
-            starts, size = range(info.begin, info.begin + PIECES * step, step), PIECE
-        for start in starts:
-            stream.seek(start)
-            yield stream.read(min(size, info.end - start))
+def _sampled(reader: ShardReader, info: TensorInfo) -> Iterator[memoryview]:
+    """Evenly spread pieces of a large tensor; each is overwritten by the next."""
+    buffer, step = memoryview(bytearray(PIECE)), (info.nbytes - PIECE) // (PIECES - 1) // 64 * 64
+    for number in range(PIECES):
+        reader.read_bytes(info, info.begin + number * step, buffer)
+        yield buffer
 
 
 def vocabulary_values(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
@@ -91,7 +105,8 @@ def vocabulary_values(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], sp
     wrong = [_map_dtype(name, tensors[name]) for name in MAP_DTYPES if name in tensors]
     if problems := [problem for problem in wrong if problem is not None]:
         return problems
-    if "d2t" not in tensors:
+    sizes = {"d2t": spec.draft_vocab_size, "t2d": spec.vocab_size, "lm_head.weight": spec.draft_vocab_size}
+    if "d2t" not in tensors or any(tensors[name].shape[0] != size for name, size in sizes.items() if name in tensors):
         return []
     offsets = read_values(checkpoint, tensors["d2t"])
     problem = _d2t(offsets, spec)
@@ -142,12 +157,10 @@ def _rows_by_offset(checkpoint: Checkpoint, info: TensorInfo, offsets: np.ndarra
     """TorchSpec's pruning takes row d2t[i] of the full lm_head, not row i + d2t[i]: equal offsets, equal rows."""
     pairs = np.flatnonzero(np.diff(offsets) == 0)[:16]
     width = info.nbytes // max(info.shape[0], 1)
-    with files.open_regular(checkpoint.path / info.shard) as stream:
-        for row in pairs:
-            stream.seek(info.begin + int(row) * width)
-            rows = stream.read(2 * width)
-            if rows[:width] != rows[width:]:
-                return []
+    for row in pairs:
+        rows = checkpoint.bytes_at(info.shard, info.begin + int(row) * width, 2 * width)
+        if rows[:width] != rows[width:]:
+            return []
     if len(pairs) < 2 or not any(rows):
         return []
     message = "draft tokens with the same offset have the same lm_head row: the rows were taken by offset, not by token"
@@ -160,14 +173,23 @@ def embedding_problems(head: Checkpoint, own: TensorInfo, target: Checkpoint, sp
     theirs = target.tensors.get(f"{spec.name_prefix}model.embed_tokens.weight")
     if theirs is None or theirs.shape != own.shape or {own.dtype, theirs.dtype} - set(FLOATS):
         return []
-    rows = np.linspace(0, own.shape[0] - 1, min(64, own.shape[0])).astype(int)
-    ours, other = _rows(head, own, rows), _rows(target, theirs, rows)
-    if np.array_equal(ours, other):
+    rows = embedding_rows(own.shape[0])
+    return compare_embeddings(_rows(head, own, rows), _rows(target, theirs, rows))
+
+
+def embedding_rows(count: int) -> np.ndarray:
+    """The rows of an embedding of `count` tokens that stand for all."""
+    return np.linspace(0, count - 1, min(64, count)).astype(int)
+
+
+def compare_embeddings(ours: np.ndarray, theirs: np.ndarray) -> list[Problem]:
+    """The same rows of a head's and a target's embedding, [N, H]; numbers that are none are for `value_problems`."""
+    if np.array_equal(ours, theirs) or not np.isfinite(ours).all():
         return []
-    lengths = np.linalg.norm(ours, axis=1) * np.linalg.norm(other, axis=1)
-    cosine = float(np.median((ours * other).sum(1) / np.maximum(lengths, 1e-30)))
+    lengths = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
+    cosine = float(np.median((ours * theirs).sum(1) / np.maximum(lengths, 1e-30)))
     readers = "vLLM drafts with it, TensorRT-LLM and SGLang with the target's"
-    if cosine < 0.5 or not np.isfinite(cosine):
+    if not cosine >= 0.5:
         message = f"the head's embedding has nothing to do with the target's (median cosine {cosine:.2f}); {readers}"
         remedy = "`trtspec convert --embed-tokens target --target DIR` puts the target's in its place"
         return [Problem("TS-PAIR-EMBED-RANDOM", "error", "embed_tokens.weight", message, remedy)]
@@ -177,8 +199,7 @@ def embedding_problems(head: Checkpoint, own: TensorInfo, target: Checkpoint, sp
 
 def _rows(checkpoint: Checkpoint, info: TensorInfo, rows: np.ndarray) -> np.ndarray:
     width, found = info.nbytes // info.shape[0], []
-    with files.open_regular(checkpoint.path / info.shard) as stream:
-        for row in rows:
-            stream.seek(info.begin + int(row) * width)
-            found.append(decode(stream.read(width), info.dtype).astype(np.float64))
+    for row in rows:
+        raw = checkpoint.bytes_at(info.shard, info.begin + int(row) * width, width)
+        found.append(decode(raw, info.dtype).astype(np.float64))
     return np.stack(found)

@@ -6,12 +6,9 @@ written anew for the destination. Weights pass through unchanged, a piece at a t
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +20,12 @@ from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.heads.problems import ROPE_BASE
 from trtspec.checkpoint.heads.read import no_eagle3_head, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
-from trtspec.checkpoint.heads.values import value_problems
+from trtspec.checkpoint.heads.values import embedding_problems, value_problems
 from trtspec.checkpoint.hub import Resolved
+from trtspec.checkpoint.target_problems import require_target
 from trtspec.errors import Problem, UsageError, has_errors
 from trtspec.heads.card import conversion_card, serving_commands
+from trtspec.heads.convert.output import check_output, check_room, write_output
 from trtspec.heads.convert.pickles import opened
 from trtspec.heads.convert.rules import CURED, DEPENDS, cautions, refusals
 from trtspec.heads.convert.tensors import (
@@ -34,14 +33,12 @@ from trtspec.heads.convert.tensors import (
     Lender,
     OutputTensor,
     plan_tensors,
+    sizes,
     vocabulary_targets,
     with_ownership,
-    write_tensors,
 )  # fmt: skip
-from trtspec.report import fsync_directory, peak_rss, provenance, refuse_overwrite, write_atomic, write_json
+from trtspec.report import peak_rss, provenance
 from trtspec.specs import HeadSpec, ModelSpec
-
-OWN_FILES = ("config.json", "provenance.json", "README.md", "LICENSE", "model.safetensors.index.json")
 
 
 @dataclass(frozen=True)
@@ -56,6 +53,58 @@ class Options:
     dry_run: bool = False
     force: bool = False
 
+    def chosen(self) -> dict[str, Any]:
+        """What changes the result, for provenance.json."""
+        words = ("lm_head", "embed_tokens", "rope_theta")
+        return {"to": self.to, "from": self.from_} | {word: getattr(self, word) for word in words}
+
+
+@dataclass(frozen=True)
+class HeadConversion:
+    """What was done, or would be. `output` is None where nothing was written: in a dry run, and with errors among the
+    problems. `head` is the record of the head as it is written, None where what was given is no Eagle3 head.
+
+    `capture`: the layer outputs that TensorRT-LLM must be told; `serve`: engine -> command.
+    """
+
+    output: Path | None
+    to: str
+    dry_run: bool
+    problems: list[Problem]
+    source_dialect: str | None = None
+    head: HeadSpec | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    tensors: int = 0
+    parameters: int = 0
+    bytes_out: int = 0
+    capture: list[int] | None = None
+    target_default_layers: list[int] | None = None
+    serve: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    peak_rss_bytes: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys of `trtspec convert --json`; `problems` stay Problem objects."""
+        about = {"output": str(self.output) if self.output else None, "from": self.source_dialect, "to": self.to,
+                 "dry_run": self.dry_run, "problems": self.problems}  # fmt: skip
+        if self.head is None:
+            return about
+        rope = self.head.rope
+        more = {
+            "tensors": self.tensors,
+            "parameters": self.parameters,
+            "bytes_out": self.bytes_out,
+            "rope": {"type": rope.rope_type, "theta": rope.theta},
+            "eagle3_layers_to_capture": self.capture,
+            "target_default_layers": self.target_default_layers,
+            "serve": self.serve,
+            "config": self.config,
+            "seconds": self.seconds,
+        }
+        facts = head_facts(self.head, self.config) if self.config else {}
+        peak = {} if self.peak_rss_bytes is None else {"peak_rss_bytes": self.peak_rss_bytes}
+        return facts | about | more | peak
+
 
 def convert_head(
     source: Resolved,
@@ -63,43 +112,48 @@ def convert_head(
     options: Options,
     target: Resolved | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:
-    """Converts and returns what was done; with errors among `problems` nothing is written and `output` is None.
-
-    Keys: output, from, to, tensors, parameters, bytes_out, seconds, peak_rss_bytes, eagle3_layers_to_capture, serve,
-    problems (Problem objects) and the facts of `trtspec inspect`. Raises UsageError for an output that is in the way.
-    """
+) -> HeadConversion:
+    """Converts and says what was done. With errors among the problems nothing is written. A dry run checks all that a
+    run checks, every value of every tensor too. Raises UsageError for an output that is in the way or has no room."""
     begun = time.monotonic()
     path = _local(source)
     check_output(output, path, options.force)
-    with ExitStack() as stack:
-        checkpoint = stack.enter_context(opened(path, output.parent if output.parent.is_dir() else None))
+    with opened(path, output.parent if output.parent.is_dir() else None) as checkpoint:
         wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
         if wrong is not None:
-            return {"output": None, "from": None, "to": options.to, "dry_run": options.dry_run, "problems": [wrong]}
-        plan = _plan(checkpoint, path, options, target)
-        result = _facts(plan, output, options, target)
-        if has_errors(plan.problems) or options.dry_run:
-            return result | {"output": None, "seconds": round(time.monotonic() - begun, 3)}
-        _write(plan, output, result, source, target, options, progress)
-    return result | {"seconds": round(time.monotonic() - begun, 3), "peak_rss_bytes": peak_rss()}
+            return HeadConversion(None, options.to, options.dry_run, [wrong])
+        plan = _plan(checkpoint, options, target)
+        found = _planned(plan, output, options, target)
+        if not has_errors(found.problems):
+            check_room(output, found.bytes_out)
+        if has_errors(found.problems) or options.dry_run:
+            return replace(found, seconds=round(time.monotonic() - begun, 3))
+        done = replace(found, output=output)
+
+        def describe(digests: dict[str, Any]) -> tuple[dict[str, Any], str]:
+            origin: dict[str, Any] = {"head": source.name, "dialect": plan.found.dialect, "config": checkpoint.config}
+            origin |= {"provenance": recorded(path) or None, "target": target.name if target else None}
+            record = provenance("convert", origin, options.chosen(), dialect=plan.dialect.name, tensors=digests)
+            return record, conversion_card(plan.spec, done.to_json(), record)
+
+        write_output(output, plan.entries, plan.config, sorted(path.glob("LICENSE*")), describe, progress)
+    return replace(done, seconds=round(time.monotonic() - begun, 3), peak_rss_bytes=peak_rss())
 
 
 @dataclass(frozen=True)
 class ConversionPlan:
     """All that is known before anything is written."""
 
-    source: Checkpoint
-    path: Path
     dialect: Dialect
     found: HeadSpec  # as read
     spec: HeadSpec  # as written
+    model: ModelSpec | None
     entries: dict[str, OutputTensor]
     config: dict[str, Any]
     problems: list[Problem]
 
 
-def _plan(checkpoint: Checkpoint, path: Path, options: Options, target: Resolved | None) -> ConversionPlan:
+def _plan(checkpoint: Checkpoint, options: Options, target: Resolved | None) -> ConversionPlan:
     found, problems = read_head(checkpoint, OPTIONS[options.from_] if options.from_ else None)
     dialect = OPTIONS[options.to]
     model = target.target_spec() if target is not None else None
@@ -114,7 +168,8 @@ def _plan(checkpoint: Checkpoint, path: Path, options: Options, target: Resolved
     entries, about_tensors = plan_tensors(checkpoint, spec, dialect, lender, options.lm_head, options.embed_tokens)
     if not has_errors(problems):
         problems += about_tensors
-        problems += value_problems(checkpoint, _copied(entries, checkpoint))
+        problems += value_problems(checkpoint, _copied(entries, checkpoint), everything=options.dry_run)
+        problems += _own_embedding(entries, checkpoint, lender)
     problems += refusals(spec, dialect, model)
     config: dict[str, Any] = {}
     if not has_errors(problems):
@@ -123,11 +178,20 @@ def _plan(checkpoint: Checkpoint, path: Path, options: Options, target: Resolved
         verifier = Verifier(target.name, tuple(target.config().get("architectures") or ())) if target else Verifier()
         shared = shared_config(checkpoint.config, spec, entries["fc.weight"].dtype)
         config = dialect.write(shared, spec, dialect.ids(spec.aux_layers), verifier)
-    return ConversionPlan(checkpoint, path, dialect, found, spec, entries, config, problems)
+    return ConversionPlan(dialect, found, spec, model, entries, config, problems)
 
 
 def _copied(entries: dict[str, OutputTensor], source: Checkpoint) -> dict[str, TensorInfo]:
     return {name: entry.info for name, entry in entries.items() if entry.info and entry.checkpoint is source}
+
+
+def _own_embedding(entries: dict[str, OutputTensor], source: Checkpoint, lender: Lender | None) -> list[Problem]:
+    """What is wrong with an embedding of the head's own that would be written, against the target's."""
+    own = entries.get("embed_tokens.weight")
+    if own is None or own.info is None or own.checkpoint is not source or lender is None:
+        return []
+    found = embedding_problems(source, own.info, lender.checkpoint, lender.spec)
+    return [problem for problem in found if problem.severity == "error"]
 
 
 def _left(checkpoint: Checkpoint, found: HeadSpec, problems: list[Problem], options: Options) -> list[Problem]:
@@ -148,105 +212,29 @@ def _left(checkpoint: Checkpoint, found: HeadSpec, problems: list[Problem], opti
 def _lender(target: Resolved | None, model: ModelSpec | None) -> Lender | None:
     if target is None or model is None or target.path is None or not any(target.path.glob("*.safetensors")):
         return None
-    return Lender(Checkpoint.open(target.path), model)
+    return Lender(require_target(target.path).checkpoint, model)
 
 
-def _facts(plan: ConversionPlan, output: Path, options: Options, target: Resolved | None) -> dict[str, Any]:
-    spec, model = plan.spec, target.target_spec() if target is not None else None
+def _planned(plan: ConversionPlan, output: Path, options: Options, target: Resolved | None) -> HeadConversion:
+    spec, (parameters, size) = plan.spec, sizes(plan.entries)
     layers = list(spec.aux_layers) if spec.aux_layers is not None else None
-    default = list(model.default_aux_layers) if model is not None else None
+    default = list(plan.model.default_aux_layers) if plan.model is not None else None
     needed = layers if layers is not None and sorted(layers) != default else None
-    facts = head_facts(spec, plan.config) if plan.config else {}
-    return facts | {
-        "output": str(output),
-        "from": plan.found.dialect,
-        "to": options.to,
-        "dry_run": options.dry_run,
-        "tensors": len(plan.entries),
-        "parameters": sum(_count(entry) for name, entry in plan.entries.items() if name not in ("d2t", "t2d")),
-        "bytes_out": sum(_bytes(entry) for entry in plan.entries.values()),
-        "rope": {"type": spec.rope.rope_type, "theta": spec.rope.theta},
-        "eagle3_layers_to_capture": needed,
-        "target_default_layers": default,
-        "serve": serving_commands(spec, str(output), target.name if target else None, needed),
-        "config": plan.config,
-        "problems": plan.problems,
-    }
-
-
-def _count(entry: OutputTensor) -> int:
-    size = 1
-    for length in entry.shape:
-        size *= length
-    return size
-
-
-def _bytes(entry: OutputTensor) -> int:
-    if entry.info is not None:
-        return entry.info.nbytes
-    assert entry.values is not None
-    return entry.values.numel() * entry.values.element_size()
-
-
-def _write(
-    plan: ConversionPlan,
-    output: Path,
-    result: dict[str, Any],
-    source: Resolved,
-    target: Resolved | None,
-    options: Options,
-    progress: Callable[[int, int], None] | None,
-) -> None:
-    """Everything goes to a directory beside `output` that takes its name when it is complete."""
-    partial = _parent(output) / f".{output.name}.{os.getpid()}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        digests = write_tensors(partial / "model.safetensors", plan.entries, progress)
-        origin: dict[str, Any] = {"head": source.name, "dialect": plan.found.dialect, "config": plan.source.config}
-        origin |= {"provenance": recorded(plan.path) or None, "target": target.name if target else None}
-        chosen = {"to": options.to, "from": options.from_, "lm_head": options.lm_head,
-                  "embed_tokens": options.embed_tokens, "rope_theta": options.rope_theta}  # fmt: skip
-        record = provenance("convert", origin, chosen, dialect=plan.dialect.name, tensors=digests)
-        write_json(partial / "provenance.json", record)
-        write_atomic(partial / "README.md", conversion_card(plan.spec, result, record))
-        for licence in sorted(plan.path.glob("LICENSE*")):
-            write_atomic(partial / licence.name, licence.read_bytes())
-        write_json(partial / "config.json", plan.config)
-        _swap(partial, output)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _swap(partial: Path, output: Path) -> None:
-    """Renames `partial` to `output`; what was there is set aside first and removed last."""
-    old = partial.with_suffix(".old")
-    if output.exists():
-        os.rename(output, old)
-    os.rename(partial, output)
-    fsync_directory(output.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def check_output(output: Path, source: Path, force: bool) -> None:
-    """Raises UsageError where writing would overwrite; with `force`, only a head checkpoint may be replaced."""
-    if output.resolve() == source.resolve() or output.resolve() in source.resolve().parents:
-        raise UsageError(f"{output} is, or holds, the head that is converted", "choose another --output")
-    refuse_overwrite(output, force)
-    if not output.is_dir():
-        return
-    strangers = [file.name for file in output.iterdir() if file.suffix != ".safetensors" and file.name not in OWN_FILES]
-    if strangers:
-        raise UsageError(
-            f"{output} holds more than a head checkpoint ({sorted(strangers)[0]}), so --force does not replace it",
-            "choose another --output, or remove the directory yourself",
-        )
-
-
-def _parent(output: Path) -> Path:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    return output.parent.resolve()
+    return HeadConversion(
+        output=None,
+        to=options.to,
+        dry_run=options.dry_run,
+        problems=plan.problems,
+        source_dialect=plan.found.dialect,
+        head=spec,
+        config=plan.config,
+        tensors=len(plan.entries),
+        parameters=parameters,
+        bytes_out=size,
+        capture=needed,
+        target_default_layers=default,
+        serve=serving_commands(spec, str(output), target.name if target else None, needed),
+    )
 
 
 def _local(source: Resolved) -> Path:

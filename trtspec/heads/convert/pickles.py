@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
+import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,15 +42,16 @@ def load_tensors(file: Path) -> dict[str, torch.Tensor]:
     `weights_only=True` admits tensors and plain containers; whatever else a pickle would run is refused.
     """
     try:
-        try:
-            value = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # the format before torch 1.6 cannot be mapped
-            value = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the pickle's protocol
+            try:
+                value = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:  # the format before torch 1.6 cannot be mapped
+                value = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises many kinds for a damaged or foreign file
         raise TrtspecError(
-            f"{file} is not a plain file of tensors: {reason}",
-            "save its state_dict as safetensors where you trust it, then convert that",
+            f"{file} is not a plain file of tensors: {_reason(error)}",
+            "ask its author for the head as safetensors, which run nothing; do not open this file by other means",
         ) from None
     tensors = _state_dict(value)
     if not tensors:
@@ -57,6 +59,14 @@ def load_tensors(file: Path) -> dict[str, torch.Tensor]:
     if all(name.startswith("module.") for name in tensors):  # as DistributedDataParallel names them
         tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     return tensors
+
+
+def _reason(error: Exception) -> str:
+    """Why the restricted loader stopped. Its own text is not repeated: it says how to load the file all the same."""
+    named = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if named is not None:
+        return f"it names {named[1]}, which would be imported and may be run while it is opened"
+    return "it is damaged, or was not written by torch.save"
 
 
 def _state_dict(value: Any) -> dict[str, torch.Tensor]:

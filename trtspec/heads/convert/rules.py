@@ -86,6 +86,12 @@ LIMITS: dict[Feature, Limit] = {
         "TS-CONVERT-SHAPE", "target_hidden_size",
         "builds fc for states of the head's own width, and this target's is another",
     ),
+    "pruned mla": Limit(
+        "TS-CONVERT-PRUNED-MLA", "d2t",
+        "is read by TensorRT-LLM, whose loader of MLA weights fails where a draft vocabulary is pruned (known by "
+        "reading its sources, never run); for it train a head with the whole vocabulary, or an MHA head: the rows that "
+        "were left out of lm_head cannot be made up",
+    ),
 }  # fmt: skip
 
 
@@ -95,6 +101,7 @@ def features(spec: HeadSpec) -> list[Feature]:
     needs: dict[Feature, bool] = {
         "mla": mla,
         "mla without yarn": mla and not yarn,
+        "pruned mla": mla and spec.draft_vocab_size != spec.vocab_size,
         "yarn": yarn,
         "fc_norm": spec.fc_norm,
         "norm_output": spec.norm_output,
@@ -112,10 +119,15 @@ def features(spec: HeadSpec) -> list[Feature]:
     return [name for name, needed in needs.items() if needed]
 
 
+OF_MLA: tuple[Feature, ...] = ("mla without yarn", "norm_before_fc with mla", "pruned mla")
+
+
 def refusals(spec: HeadSpec, dialect: Dialect, target: ModelSpec | None) -> list[Problem]:
     """An error for each property of the head that `dialect` cannot express, with who can; [] when all is expressed."""
     needed = features(spec)
-    able = [row.option for row in DIALECTS.values() if row.expresses.issuperset(needed)]
+    if "mla" not in dialect.expresses:
+        needed = [name for name in needed if name not in OF_MLA]
+    able = [row.option for row in DIALECTS.values() if row.expresses.issuperset(features(spec))]
     remedy = f"convert to {' or '.join(able)}" if able else "serve the head as it is"
     problems = [
         Problem(limit.code, "error", limit.where, f"{dialect.title} {limit.reason}", remedy)
@@ -146,6 +158,10 @@ def cautions(spec: HeadSpec, dialect: Dialect) -> list[Problem]:
         if feature in dialect.since:
             message = f"{feature} needs {dialect.since[feature]}"
             problems.append(Problem("TS-CONVERT-VERSION", "info", feature, message, "check the version"))
+    if dialect.mha_needs and spec.attention == "mha":
+        message = f"{dialect.title} needs {dialect.mha_needs}"
+        remedy = "install transformers below 5 there, or train the head on elsewhere"
+        problems.append(Problem("TS-CONVERT-VERSION", "warning", "rope_theta", message, remedy))
     fixed = dialect.fixed_rope_base
     if fixed and spec.attention == "mla" and spec.rope.theta != fixed.theta:
         message = f"{fixed.trainer} would train this head on with YaRN base {fixed.theta:g}, not {spec.rope.theta:g}"

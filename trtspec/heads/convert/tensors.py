@@ -1,24 +1,23 @@
-"""Which tensors a converted head holds, where each comes from, and writing them with one piece in memory at a time."""
+"""Which tensors a converted head holds, and where the bytes of each come from."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 
-from trtspec.checkpoint.headers import Checkpoint, TensorInfo
+from trtspec.checkpoint.headers import DTYPE_BITS, Checkpoint, TensorInfo
 from trtspec.checkpoint.heads.dialects import Dialect
-from trtspec.checkpoint.heads.problems import OPTIONAL
-from trtspec.checkpoint.heads.shapes import canonical_names, required_names
-from trtspec.checkpoint.heads.values import EXPONENTS, MAP_DTYPES, count_not_finite, not_finite, read_values
-from trtspec.checkpoint.tensors import LazyTensors
-from trtspec.checkpoint.writer import ShardFile
-from trtspec.errors import CheckFailed, Problem
+from trtspec.checkpoint.heads.shapes import MAPS, OPTIONAL, canonical_names, required_names
+from trtspec.checkpoint.heads.values import EXPONENTS, MAP_DTYPES, read_values
+from trtspec.checkpoint.reader import ShardReader
+from trtspec.errors import Problem
 from trtspec.specs import HeadSpec, ModelSpec
 
 Choice = Literal["auto", "keep", "drop", "target"]
@@ -192,55 +191,31 @@ def same_bytes(one: OutputTensor, other: OutputTensor) -> bool:
     """Whether two tensors on disk are equal byte for byte, read in pieces."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return all(np.array_equal(a, b) for a, b in zip(pieces(one), pieces(other), strict=True))
+    with readers(one, other) as opened:
+        return all(a == b for a, b in zip(pieces(one, opened), pieces(other, opened), strict=True))
 
 
-def pieces(entry: OutputTensor) -> Iterator[np.ndarray]:
-    """The bytes of an entry as uint8 arrays; each is overwritten by the next."""
-    if entry.values is not None:
-        yield entry.values.reshape(-1).view(torch.uint8).numpy()
-        return
-    assert entry.checkpoint is not None
-    assert entry.info is not None
-    with LazyTensors(entry.checkpoint) as lazy:
-        for piece in lazy.chunks(entry.info.name, PIECE):
-            yield np.frombuffer(piece, np.uint8)
+@contextmanager
+def readers(*entries: OutputTensor) -> Iterator[dict[Path, ShardReader]]:
+    """What reads the sources of these entries, by their directories."""
+    with ExitStack() as stack:
+        paths = {entry.checkpoint.path for entry in entries if entry.checkpoint is not None}
+        yield {path: stack.enter_context(ShardReader(path)) for path in paths}
 
 
-def write_tensors(
-    path: Path, entries: dict[str, OutputTensor], progress: Callable[[int, int], None] | None = None
-) -> dict[str, dict[str, Any]]:
-    """Writes model.safetensors and returns, for each tensor, its source and the SHA-256 of its bytes.
+def pieces(entry: OutputTensor, opened: dict[Path, ShardReader]) -> Iterator[memoryview]:
+    """The bytes of an entry; each piece is overwritten by the next."""
+    if entry.checkpoint is None or entry.info is None:
+        assert entry.values is not None
+        return iter([entry.values.reshape(-1).view(torch.uint8).numpy().data])
+    return opened[entry.checkpoint.path].pieces(entry.info, PIECE)
 
-    Every float that passes is looked at: raises CheckFailed for NaN and infinity.
-    """
-    layout = {name: (entry.dtype, entry.shape) for name, entry in sorted(entries.items())}
-    shard = ShardFile(path, layout, {"format": "pt"})
-    total, done, record = shard.size, 0, dict[str, dict[str, Any]]()
-    try:
-        for name, entry in entries.items():
-            digest, bad = hashlib.sha256(), 0
 
-            def passing(entry: OutputTensor = entry, digest: Any = digest) -> Iterator[memoryview]:
-                nonlocal bad, done
-                for piece in pieces(entry):
-                    digest.update(piece)
-                    bad += count_not_finite(piece.data, entry.dtype) if entry.dtype in EXPONENTS else 0
-                    done += len(piece)
-                    yield piece.data
-                    if progress is not None:
-                        progress(done, total)
-
-            shard.write_chunks(name, passing())
-            if bad:
-                problem = not_finite(name, bad, int(np.prod(entry.shape)))
-                raise CheckFailed(f"[{problem.code}] {name}: {problem.message}", problem.remedy)
-            record[name] = {"source": entry.info.name if entry.info else None, "sha256": digest.hexdigest()}
-        shard.finish()
-    except BaseException:
-        shard.abandon()
-        raise
-    return record
+def sizes(entries: dict[str, OutputTensor]) -> tuple[int, int]:
+    """Parameters, vocabulary maps not counted, and bytes."""
+    counts = {name: math.prod(entry.shape) for name, entry in entries.items()}
+    size = sum(counts[name] * DTYPE_BITS[entry.dtype] // 8 for name, entry in entries.items())
+    return sum(count for name, count in counts.items() if name not in MAPS), size
 
 
 def with_ownership(spec: HeadSpec, dialect: Dialect, entries: dict[str, OutputTensor]) -> HeadSpec:

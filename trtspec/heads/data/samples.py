@@ -1,19 +1,16 @@
 """Training text: conversations answered by the target, as the token ids that the target saw and wrote.
 
-One JSON object per line: {conversation_id, conversations: [{role, content}, ...]} (ModelOpt's format; `messages` is
-read too), or {prompt, completion} for text that no chat template surrounds.
+Messages go through the target's chat template; a prompt with its completion is text that no template surrounds.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from trtspec.checkpoint.conversations import Conversation, read_conversations
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.errors import TrtspecError
+from trtspec.errors import TrtspecError, UsageError
 
 
 @dataclass(frozen=True)
@@ -28,75 +25,54 @@ class Sample:
     category: str = ""
 
 
-def read_samples(path: Path, tokenizer: KimiTokenizer, seq_len: int, min_len: int = 8) -> list[Sample]:
-    """All conversations of a jsonl file, tokenized and cut to `seq_len`; shorter ones than `min_len` are left out.
+def read_samples(source: Path | str, tokenizer: KimiTokenizer, seq_len: int, min_len: int = 8) -> list[Sample]:
+    """All conversations of a source (see `read_conversations`), tokenized and cut to `seq_len`; shorter ones than
+    `min_len` are left out.
 
-    Raises TrtspecError naming the line of a row that is no conversation, and when nothing is left.
+    Raises UsageError naming the line of a row that is no conversation, TrtspecError when nothing is left.
     """
     samples = []
-    for number, row in _rows(path):
-        try:
-            sample = _sample(row, tokenizer, str(row.get("conversation_id") or number))
-        except (KeyError, TypeError, IndexError, AttributeError):
-            raise TrtspecError(
-                f"TS-DATA-ROW {path}:{number}: neither {{conversations: [{{role, content}}]}} nor "
-                "{prompt, completion}",
-                "make the data with `trtspec synthesize`",
-            ) from None
+    for conversation in read_conversations(source):
+        sample = sample_of(conversation, tokenizer)
         if len(sample.tokens) >= min_len:
             samples.append(_cut(sample, seq_len))
     if not samples:
-        raise TrtspecError(f"TS-DATA-EMPTY {path} holds no conversation to train on", "run `trtspec synthesize` first")
+        message = f"TS-DATA-EMPTY {source} holds no conversation to train on"
+        raise TrtspecError(message, "run `trtspec synthesize` first")
     return samples
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise TrtspecError(
-            f"TS-DATA-ROW cannot read {path}: {error}", "pass the jsonl of `trtspec synthesize`"
-        ) from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise TrtspecError(
-                f"TS-DATA-ROW {path}:{number}: not JSON ({error})", "repair or remove the line"
-            ) from None
-        if not isinstance(row, dict):
-            raise TrtspecError(f"TS-DATA-ROW {path}:{number}: not a JSON object", "repair or remove the line")
-        yield number, row
-
-
-def _sample(row: dict[str, Any], tokenizer: KimiTokenizer, name: str) -> Sample:
-    category = str(row.get("category") or "")
-    if "completion" in row:
-        prompt = tokenizer.encode(row["prompt"])
-        tokens = prompt + tokenizer.encode(row["completion"])
+def sample_of(conversation: Conversation, tokenizer: KimiTokenizer) -> Sample:
+    """The whole conversation as ids; a row without an id is called by its line. Raises UsageError for text that nobody
+    wrote as an answer."""
+    name = conversation.id or str(conversation.line)
+    if conversation.completion is not None:
+        prompt = tokenizer.encode(conversation.text)
+        tokens = prompt + tokenizer.encode(conversation.completion)
         answer = [0] * len(prompt) + [1] * (len(tokens) - len(prompt))
-        return Sample(name, tuple(tokens), tuple(answer), len(prompt), category)
-    messages = row.get("conversations") or row["messages"]
-    prompt, tokens = _render(messages, row, tokenizer)
-    return Sample(name, tuple(tokens), tuple(answer_mask(tokens, tokenizer)), len(prompt), category)
+    elif conversation.messages:
+        prompt, tokens = _render(conversation, tokenizer)
+        answer = answer_mask(tokens, tokenizer)
+    else:
+        raise UsageError(
+            f"TS-DATA-ROW {conversation.where} is raw text, of which the target wrote nothing",
+            "make the data with `trtspec synthesize`",
+        )
+    return Sample(name, tuple(tokens), tuple(answer), len(prompt), conversation.category)
 
 
-def _render(
-    messages: list[dict[str, Any]], row: dict[str, Any], tokenizer: KimiTokenizer
-) -> tuple[list[int], list[int]]:
+def _render(conversation: Conversation, tokenizer: KimiTokenizer) -> tuple[list[int], list[int]]:
     """(prompt ids, all ids). A plain last answer follows the generation prompt, exactly as it was generated."""
-    last = messages[-1]
-    tools = row.get("tools")
+    *before, last = conversation.messages
+    tools = list(conversation.tools) or None
     if last["role"] != "assistant":
-        tokens = tokenizer.apply_chat_template(messages, tools, add_generation_prompt=False)
+        tokens = tokenizer.apply_chat_template(conversation.messages, tools, add_generation_prompt=False)
         return tokens, tokens
-    prompt = tokenizer.apply_chat_template(messages[:-1], tools)
-    if last.get("tool_calls") or last.get("reasoning_content") or not isinstance(last["content"], str):
-        return prompt, tokenizer.apply_chat_template(messages, tools, add_generation_prompt=False)
+    prompt = tokenizer.apply_chat_template(before, tools)
+    if last.get("tool_calls") or last.get("reasoning_content"):
+        return prompt, tokenizer.apply_chat_template(conversation.messages, tools, add_generation_prompt=False)
     tokens = prompt + tokenizer.encode(last["content"], allow_special=True)
-    if row.get("finish_reason") != "length":
+    if conversation.finish_reason != "length":
         tokens.append(tokenizer.special_id("<|im_end|>"))
     return prompt, tokens
 

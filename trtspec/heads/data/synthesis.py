@@ -63,6 +63,7 @@ class Outcome:
     failed: dict[str, str] = field(default_factory=dict)
     tokens: int = 0
     seconds: float = 0.0
+    rows: list[dict[str, Any]] = field(default_factory=list)  # the whole data set, as written
 
 
 def synthesize(
@@ -82,8 +83,8 @@ def synthesize(
     try:
         on_resumed(sum(prompt.id in journal.done for prompt in prompts))
         outcome = asyncio.run(_answer_all(prompts, endpoint, sampling, journal, on_answer))
-        rows = [journal.done[prompt.id]["row"] for prompt in prompts if prompt.id in journal.done]
-        write_atomic(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        outcome.rows = [journal.done[prompt.id]["row"] for prompt in prompts if prompt.id in journal.done]
+        write_atomic(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in outcome.rows))
     finally:
         journal.close()
     return outcome
@@ -154,14 +155,20 @@ class RequestFailed(Exception):
 async def converse(
     client: httpx.AsyncClient, prompt: Prompt, sampling: AnswerSampling, endpoint: TargetEndpoint
 ) -> tuple[dict[str, Any], int]:
-    """(row of the data set, completion tokens): every turn answered by the target, its answers fed back as context."""
+    """(row of the data set, completion tokens): every turn answered by the target, its answers fed back as context.
+
+    An answer that the token limit cut off ends its conversation: what follows would rest on half an answer, and a
+    template would close a turn that the target did not end.
+    """
     record: dict[str, Any] = {"conversation_id": prompt.id}
     if prompt.category:
         record["category"] = prompt.category
     if sampling.raw:
         text = "\n".join(message["content"] for turn in prompt.turns for message in turn)
         choice, tokens = await _ask(client, "completions", {"prompt": text}, prompt.seed, sampling, endpoint)
-        return record | {"prompt": text, "completion": choice["text"], "finish_reason": choice["finish_reason"]}, tokens
+        if not isinstance(choice.get("text"), str):
+            raise RequestFailed(f"the answer holds no text: {str(choice)[:200]}")
+        return record | {"prompt": text, "completion": choice["text"]} | _ending(choice), tokens
     messages: list[dict[str, Any]] = []
     total = 0
     choice = {}
@@ -173,23 +180,34 @@ async def converse(
         choice, tokens = await _ask(client, "chat/completions", body, prompt.seed + number, sampling, endpoint)
         total += tokens
         messages.append(_answer(choice, sampling.thinking))
+        if choice.get("finish_reason") == "length":
+            break
     if prompt.tools:
         record["tools"] = list(prompt.tools)
-    return record | {"conversations": messages, "finish_reason": choice["finish_reason"]}, total
+    return record | {"conversations": messages} | _ending(choice), total
+
+
+def _ending(choice: dict[str, Any]) -> dict[str, Any]:
+    """Why the last answer ended, where the server says it."""
+    return {"finish_reason": choice["finish_reason"]} if choice.get("finish_reason") else {}
 
 
 def _answer(choice: dict[str, Any], thinking: Literal["keep", "drop"]) -> dict[str, Any]:
-    """The assistant's message as the data set holds it. Reasoning stands in a field of its own, or in the text of
-    servers without a reasoning parser."""
-    try:
-        answer = choice["message"]
-        content = answer.get("content") or ""
-    except (KeyError, TypeError, AttributeError):
-        raise RequestFailed(f"the answer holds no message: {str(choice)[:200]}") from None
+    """The assistant's message as the data set holds it, in the words of the one reader. Reasoning stands in a field of
+    its own (`reasoning` in newer servers), or in the text of servers without a reasoning parser."""
+    answer = choice.get("message") if isinstance(choice, dict) else None
+    if not isinstance(answer, dict):
+        raise RequestFailed(f"the answer holds no message: {str(choice)[:200]}")
+    content = answer.get("content") or ""
+    reasoning = answer.get("reasoning_content") or answer.get("reasoning")
+    calls = answer.get("tool_calls")
+    for name, value, kind in (("content", content, str), ("reasoning", reasoning, str), ("tool_calls", calls, list)):
+        if value and not isinstance(value, kind):
+            raise RequestFailed(f"the answer's {name} is {type(value).__name__}: {str(value)[:200]}")
     if thinking == "drop":
-        content = THINKING.sub("", content)
-    kept = ("tool_calls",) if thinking == "drop" else ("reasoning_content", "tool_calls")
-    return {"role": "assistant", "content": content} | {key: answer[key] for key in kept if answer.get(key)}
+        content, reasoning = THINKING.sub("", content), None
+    message = {"role": "assistant", "content": content}
+    return message | {key: value for key, value in (("reasoning_content", reasoning), ("tool_calls", calls)) if value}
 
 
 async def _ask(
@@ -228,7 +246,11 @@ async def _with_retries(send: Callable[[], Any], endpoint: TargetEndpoint) -> An
             reason = f"{type(error).__name__} {error}".strip()
             continue
         if response.status_code == 200:
-            return response.json()
+            try:
+                return response.json()
+            except ValueError:
+                reason = f"status 200 with a body that is not JSON: {response.text[:200]}"
+                continue
         reason = f"status {response.status_code}: {response.text[:200]}"
         if response.status_code in (401, 403, 404):
             raise UsageError(f"{response.request.url} answers {reason}", "check --base-url, --model and --api-key")

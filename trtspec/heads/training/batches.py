@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from trtspec.heads.data.samples import Sample
 from trtspec.heads.training.features import Features
+from trtspec.heads.training.options import TrainOptions
 
+MOST_EMPTY = 1000  # epochs without a sample, after which there is none to come
 WINDOW_BATCHES = 16  # samples are sorted by length within this many batches: little padding, much shuffling
 
 
 @dataclass
 class TrainingBatch:
-    """tokens, loss_mask [B, S]; hidden [B, S, H]; aux [B, S, n_aux*H]; padded on the right."""
+    """tokens, loss_mask (bool) [B, S]; hidden [B, S, H]; aux [B, S, n_aux*H]; padded on the right."""
 
     tokens: Tensor
     hidden: Tensor
     aux: Tensor
     loss_mask: Tensor
-    real_tokens: int
 
 
 def split_held_out(ids: list[str], share: float, seed: int) -> tuple[list[int], list[int]]:
@@ -54,12 +60,103 @@ def batches_of_epoch(lengths: list[int], indices: list[int], batch_size: int, se
     return batches
 
 
+@dataclass(frozen=True)
+class DataOrder:
+    """Which samples make up which step of a run: a pure function of the lengths, the passes and the seed, which does
+    not depend on how many steps the run has, so a longer one begins like a shorter one.
+
+    `passes`: by sample, how often it comes in an epoch on average; 0 for those held out.
+    """
+
+    lengths: list[int]
+    passes: list[float]
+    options: TrainOptions
+
+    def epoch(self, number: int) -> list[list[list[int]]]:
+        """The steps of one epoch, each a list of batches. The last step takes what is left."""
+        options = self.options
+        chosen = [index for index, times in enumerate(self._times(number)) for _ in range(times)]
+        batches = batches_of_epoch(self.lengths, chosen, options.batch_size, options.seed, number)
+        return [batches[begin : begin + options.accumulation] for begin in range(0, len(batches), options.accumulation)]
+
+    def _times(self, epoch: int) -> list[int]:
+        """How often each sample comes in this epoch. A fraction is spread evenly, over the epochs for each sample and
+        over the samples of equal weight for each epoch."""
+        seen: Counter[float] = Counter()
+        counts = Counter(self.passes)
+        found = []
+        for times in self.passes:
+            offset = (seen[times] + 0.5) / counts[times]
+            seen[times] += 1
+            found.append(math.floor((epoch + 1) * times + offset) - math.floor(epoch * times + offset))
+        return found
+
+    @cached_property
+    def total(self) -> int:
+        """Steps of the whole run."""
+        return self.options.steps or sum(len(self.epoch(number)) for number in range(self.options.epochs))
+
+    def steps(self) -> Iterator[tuple[int, list[list[int]]]]:
+        """(step from 1, its batches), epoch after epoch until `total`."""
+        step = number = empty = 0
+        while step < self.total and empty < MOST_EMPTY:
+            windows = self.epoch(number)
+            empty = 0 if windows else empty + 1
+            for window in windows[: self.total - step]:
+                step += 1
+                yield step, window
+            number += 1
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What is trained on, in which order, and what is held out: indices of the samples."""
+
+    order: DataOrder
+    held: list[int]
+
+    def of(self, options: TrainOptions) -> TrainingData:
+        """The same for a run with these options."""
+        return replace(self, order=replace(self.order, options=options))
+
+
+def split_data(samples: list[Sample], options: TrainOptions) -> TrainingData:
+    """Every sample once in an epoch, but the `held_out` share."""
+    train, held = split_held_out([sample.id for sample in samples], options.held_out, options.seed)
+    passes = [0.0] * len(samples)
+    for index in train:
+        passes[index] = 1.0
+    return TrainingData(DataOrder([len(sample.tokens) for sample in samples], passes, options), held)
+
+
+def steps_of(samples: int, options: TrainOptions) -> int:
+    """Optimizer steps of a run over this many samples, each once in an epoch."""
+    return options.steps or options.epochs * math.ceil(math.ceil(samples / options.batch_size) / options.accumulation)
+
+
+def loss_mask(sample: Sample, answer_only: bool) -> list[int]:
+    """1 where the distribution at that position counts: everywhere, or where the token that follows is the target's."""
+    return [*sample.answer[1:], 0] if answer_only else [1] * len(sample.tokens)
+
+
+def counted_positions(samples: Iterable[Sample], ttt_steps: int, answer_only: bool) -> list[int]:
+    """How many positions count at each training-time-test step: at step k the rows from k on draft, each for the
+    position behind it."""
+    totals = [0] * ttt_steps
+    for sample in samples:
+        mask = loss_mask(sample, answer_only)
+        left = sum(mask)
+        for step, first in zip(range(ttt_steps), mask, strict=False):
+            left -= first
+            totals[step] += left
+    return totals
+
+
 def collate(features: Features, indices: list[int], answer_only: bool, device: str = "cpu") -> TrainingBatch:
-    """Gathers the samples' states. The mask marks positions whose *next* token counts: every one but the last, or
-    those before a token that the target wrote."""
+    """Gathers the samples' states. The mask is `loss_mask`, and off where a row is padding."""
     length = max(len(features.samples[index].tokens) for index in indices)
     tokens = torch.zeros(len(indices), length, dtype=torch.int64)
-    mask = torch.zeros(len(indices), length)
+    mask = torch.zeros(len(indices), length, dtype=torch.bool)
     features.expect(indices)
     states = [features.states(index) for index in indices]
     hidden, aux = (torch.zeros(len(indices), length, part.shape[-1], dtype=torch.bfloat16) for part in states[0])
@@ -68,9 +165,5 @@ def collate(features: Features, indices: list[int], answer_only: bool, device: s
         count = len(sample.tokens)
         tokens[row, :count] = torch.tensor(sample.tokens)
         hidden[row, :count], aux[row, :count] = states[row]
-        if answer_only:
-            mask[row, : count - 1] = torch.tensor(sample.answer[1:], dtype=torch.float32)
-        else:
-            mask[row, :count] = 1.0
-    real = sum(len(features.samples[index].tokens) for index in indices)
-    return TrainingBatch(tokens.to(device), hidden.to(device), aux.to(device), mask.to(device), real)
+        mask[row, :count] = torch.tensor(loss_mask(sample, answer_only), dtype=torch.bool)
+    return TrainingBatch(tokens.to(device), hidden.to(device), aux.to(device), mask.to(device))

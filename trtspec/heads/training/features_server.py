@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trtspec.errors import TrtspecError
 from trtspec.heads.data.samples import Sample
-from trtspec.heads.training.features import Features, bytes_per_token
+from trtspec.heads.training.features import Features
 from trtspec.specs import ModelSpec
 
 Fetch = Callable[[Sample], Tensor | None]
@@ -28,16 +28,28 @@ ATTEMPTS = 5
 PATIENCE = 1.0  # seconds before the second attempt, doubled before each further one
 
 
-def served_model(url: str) -> str:
-    """The name under which the server knows its model; TrtspecError when it does not answer."""
-    try:
-        answer = httpx.get(f"{url}/v1/models", timeout=30).raise_for_status().json()
-        return str(answer["data"][0]["id"])
-    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-        raise TrtspecError(
-            f"TS-FEATURES-SERVER {url} does not name its model ({error})",
-            "start the command that `trtspec train --dry-run` prints, and wait until it is ready",
-        ) from None
+def served_model(urls: tuple[str, ...], longest: int) -> str:
+    """The name under which all servers know their model. Raises TrtspecError when one does not answer, serves another
+    model than the first, or takes fewer than `longest` tokens and the one that is asked for."""
+    names = {}
+    for url in urls:
+        try:
+            model = httpx.get(f"{url}/v1/models", timeout=30).raise_for_status().json()["data"][0]
+            names[url], room = str(model["id"]), model.get("max_model_len")
+        except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise TrtspecError(
+                f"TS-FEATURES-SERVER {url} does not name its model ({error})",
+                "start the command that `trtspec train --dry-run` prints, and wait until it is ready",
+            ) from None
+        if isinstance(room, int) and room <= longest:
+            raise TrtspecError(
+                f"TS-FEATURES-SERVER {url} takes {room} tokens, and the longest sample has {longest} and one more",
+                f"start it with --max-model-len {longest + 1}, or pass a smaller --seq-len",
+            )
+    if len(set(names.values())) > 1:
+        listed = ", ".join(f"{url} has {name}" for url, name in names.items())
+        raise TrtspecError(f"TS-FEATURES-SERVER the servers have different models: {listed}", "serve one model")
+    return names[urls[0]]
 
 
 class ServedFeatures(Features):
@@ -48,19 +60,11 @@ class ServedFeatures(Features):
     ) -> None:
         """client: makes the function that fetches one sample's planes [S, n_aux + 1, H]; called once per thread.
         norm: the target's final norm."""
-        empty = torch.empty(0, spec.hidden_size, dtype=torch.bfloat16)
-        super().__init__(samples, [], empty, empty.new_empty(0, num_aux * spec.hidden_size))
-        self.spec, self.num_aux, self.norm = spec, num_aux, norm
+        super().__init__(samples, spec.hidden_size, num_aux)
+        self.norm = norm
         self._client, self._own = client, threading.local()
         self._coming: dict[int, Future[tuple[Tensor, Tensor]]] = {}
         self._threads = ThreadPoolExecutor(CONCURRENT, "states")
-
-    def rows(self, index: int) -> slice:
-        raise NotImplementedError("the states of a server are not in one tensor; ask for `states`")
-
-    @property
-    def bytes(self) -> int:
-        return sum(len(sample.tokens) for sample in self.samples) * bytes_per_token(self.spec, self.num_aux)
 
     def expect(self, indices: list[int]) -> None:
         """Begins to fetch what is not under way."""
@@ -80,12 +84,17 @@ class ServedFeatures(Features):
     @torch.inference_mode()
     def _states(self, sample: Sample) -> tuple[Tensor, Tensor]:
         planes = self._fetched(sample)[: len(sample.tokens)]  # vLLM may add the one token that was asked for
-        wanted = (len(sample.tokens), self.num_aux + 1, self.spec.hidden_size)
+        wanted = (len(sample.tokens), self.num_aux + 1, self.hidden_size)
         if tuple(planes.shape) != wanted:
             raise TrtspecError(
                 f"TS-FEATURES-SERVER the server captured {tuple(planes.shape)} for {sample.id}, wanted {wanted}: "
                 f"tokens, {self.num_aux} layers and the last one, width",
                 "start it with the layers that `trtspec train --dry-run` prints for this head",
+            )
+        if not torch.isfinite(planes).all():
+            raise TrtspecError(
+                f"TS-FEATURES-NAN the server sent NaN or infinity among the states of {sample.id}",
+                "look at the engine: an overflow in its dtype, or a connector that misreads its cache",
             )
         weight = next(self.norm.parameters())
         hidden = self.norm(planes[:, -1].to(weight.device, weight.dtype))
@@ -105,6 +114,11 @@ class ServedFeatures(Features):
                 reason = error
             except RuntimeError as error:  # other tokens than ours, or slots too small for them: no attempt helps
                 raise TrtspecError(f"TS-FEATURES-SERVER {error}", "start the server for this --seq-len") from None
+            except Exception as error:  # the client reads whatever JSON a server sends, and NIXL has errors of its own
+                raise TrtspecError(
+                    f"TS-FEATURES-SERVER the answer for {sample.id} brings no states ({type(error).__name__}: {error})",
+                    "start the command that `trtspec train --dry-run` prints: a plain server captures none",
+                ) from None
             time.sleep(PATIENCE * 2**attempt)
         raise TrtspecError(
             f"TS-FEATURES-SERVER the server gave no states of {sample.id} in {ATTEMPTS} attempts ({reason})",

@@ -11,47 +11,59 @@ from __future__ import annotations
 import hashlib
 import math
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trtspec.checkpoint.writer import ShardFile
-from trtspec.errors import TrtspecError, UsageError
+from trtspec.checkpoint.writer import Layout, ShardFile
+from trtspec.errors import TrtspecError
 from trtspec.heads.data.samples import Sample
-from trtspec.heads.training.batches import batches_of_epoch, split_held_out
-from trtspec.heads.training.features import Features, bytes_per_token, padded, similar_length
-from trtspec.heads.training.loop import MAX_HELD_OUT
+from trtspec.heads.training.batches import TrainingData, split_data
+from trtspec.heads.training.features import Features, all_dumps, bytes_per_token, padded, similar_length
+from trtspec.heads.training.loop import ALONE, MAX_HELD_OUT
 from trtspec.heads.training.options import Streamed, TrainOptions
-from trtspec.heads.training.plan import TrainingPlan, steps_of
-from trtspec.models.stream import LayerStream, States
-from trtspec.report import say
+from trtspec.heads.training.plan import TrainingPlan
+from trtspec.heads.training.processes import World, require_shared
+from trtspec.models.stream import ROOM, LayerStream, States
+from trtspec.report import existing, say
 from trtspec.specs import ModelSpec
 
 CHUNK_BYTES = 256 * 2**30
+POLL = 0.2  # seconds between looks for the parts of other processes
+TEXT = ("tokens", "answer")  # of a sample in a chunk
 DISK_SHARE = 0.3  # of the free disk that a chunk may take: there are two, and the hidden states while one is made
 
 
 @dataclass
 class ChunkWriter:
-    """Computes the states of samples and writes them: `<index>.hidden` and `<index>.<layer>`, bf16 [S, H] each."""
+    """Computes the states of samples and writes them: `<index>.hidden` and `<index>.<layer>`, bf16 [S, H] each, beside
+    the sample's own `<index>.tokens` and `<index>.answer`, int64 [S].
+
+    Of several processes each computes its part of the batches that one process would compute, so the bits are the same.
+    """
 
     stream: LayerStream
     aux_layers: tuple[int, ...]
     directory: Path
+    world: World = ALONE
 
     def write(self, path: Path, samples: dict[int, Sample]) -> None:
-        """One file for `samples` (by index), complete or absent."""
-        indices, spec = sorted(samples), self.stream.spec
-        groups = [[indices[place] for place in group] for group in similar_length([samples[i] for i in indices])]
+        """One file for this process's part of `samples` (by index), complete or absent."""
+        every, spec = sorted(samples), self.stream.spec
+        groups = [[every[place] for place in group] for group in similar_length([samples[i] for i in every])]
+        groups = groups[self.world.rank :: self.world.size]
         batches = [padded([samples[index] for index in group]) for group in groups]
-        names = ("hidden", *map(str, self.aux_layers))
-        shapes = {index: (len(sample.tokens), spec.hidden_size) for index, sample in samples.items()}
-        file = ShardFile(path, {f"{index}.{name}": ("BF16", shapes[index]) for index in indices for name in names})
+        names, indices = ("hidden", *map(str, self.aux_layers)), [index for group in groups for index in group]
+        shapes = {index: (len(samples[index].tokens), spec.hidden_size) for index in indices}
+        kept: Layout = {f"{index}.{name}": ("BF16", shapes[index]) for index in indices for name in names}
+        text: Layout = {f"{index}.{name}": ("I64", shapes[index][:1]) for index in indices for name in TEXT}
+        file = ShardFile(path, {**kept, **text})
 
         def keep(name: str, number: int, output: Tensor) -> None:
             for row, index in enumerate(groups[number]):
@@ -61,9 +73,12 @@ class ChunkWriter:
             if layer in self.aux_layers:
                 keep(str(layer), number, output)
 
-        budget = psutil.virtual_memory().available / 2
-        where = self.directory / "states"
+        budget = psutil.virtual_memory().available / 2 / self.world.local_size
+        where = self.directory / f"states-{self.world.rank}"
         try:
+            for index in indices:
+                for name, values in zip(TEXT, (samples[index].tokens, samples[index].answer), strict=True):
+                    file.write(f"{index}.{name}", torch.tensor(values))
             with States(batches, spec.hidden_size, self.stream.dtype, budget=budget, directory=where) as states:
                 self.stream.embed(batches, states)
                 self.stream.run(batches, states, on_output=on_output)
@@ -80,33 +95,26 @@ class ChunkWriter:
 
 
 class StreamedFeatures(Features):
-    """`Features` whose states are files of chunks, each computed when it is first asked for."""
+    """`Features` whose states are files of chunks, each computed when it is first asked for.
+
+    Several processes ask for a chunk at the same step: each writes a file of its part, and waits for the others'.
+    """
 
     def __init__(
         self, samples: list[Sample], chunks: list[list[int]], writer: ChunkWriter, fingerprint: str, *, kept: float
     ) -> None:
         """`kept`: how many of the first chunks stay on disk when training has passed them."""
-        width = writer.stream.spec.hidden_size
-        empty = torch.empty(0, width, dtype=torch.bfloat16)
-        super().__init__(samples, [], empty, empty.new_empty(0, width * len(writer.aux_layers)))
+        super().__init__(samples, writer.stream.spec.hidden_size, len(writer.aux_layers))
         self.chunks, self.writer, self.fingerprint, self.kept = chunks, writer, fingerprint, kept
         self._chunk_of = {index: number for number, chunk in enumerate(chunks) for index in chunk}
-        self._open: dict[int, Any] = {}
-
-    def rows(self, index: int) -> slice:
-        raise NotImplementedError("the states of a streamed run are not in one tensor; ask for `states`")
-
-    @property
-    def bytes(self) -> int:
-        tokens = sum(len(self.samples[index].tokens) for index in self._chunk_of)
-        return tokens * bytes_per_token(self.writer.stream.spec, len(self.writer.aux_layers))
+        self._open: dict[int, dict[int, Any]] = {}
 
     def states(self, index: int) -> tuple[Tensor, Tensor]:
         """As `Features.states`; computes the sample's chunk when there is no file of it."""
         if index not in self._chunk_of:  # one that the schedule does not use: a chunk of its own
             self._chunk_of[index] = len(self.chunks)
             self.chunks.append([index])
-        file = self._file(self._chunk_of[index])
+        file = self.opened(self._chunk_of[index])[index]
         aux = [file.get_tensor(f"{index}.{layer}") for layer in sorted(self.writer.aux_layers)]
         return file.get_tensor(f"{index}.hidden"), torch.cat(aux, -1)
 
@@ -116,27 +124,113 @@ class StreamedFeatures(Features):
         digest = hashlib.sha256(repr((self.fingerprint, tokens)).encode()).hexdigest()[:16]
         return self.writer.directory / f"chunk-{number:04d}-{digest}.safetensors"
 
-    def _file(self, number: int) -> Any:
+    def files(self, number: int) -> list[Path]:
+        """The files of a chunk, from however many processes; empty while one is missing."""
+        path = self.path(number)
+        if path.is_file():
+            return [path]
+        for first in path.parent.glob(f"{path.stem}.0-of-*.safetensors"):
+            count = int(first.suffixes[0].rpartition("-")[2])
+            parts = [_part(path, rank, count) for rank in range(count)]
+            if all(part.is_file() for part in parts):
+                return parts
+        return []
+
+    def opened(self, number: int) -> dict[int, Any]:
+        """The open file of each sample of a chunk. Raises TrtspecError for a damaged one."""
         if number not in self._open:
-            path = self.path(number)
-            if not path.is_file():
-                self._compute(number, path)
-            self._open[number] = safe_open(path, "pt")
+            if not self.files(number):
+                self._compute(number)
+            self._open[number] = {}
+            for path in self.files(number):
+                try:
+                    file = safe_open(path, "pt")
+                except (OSError, SafetensorError) as error:
+                    raise TrtspecError(
+                        f"TS-FEATURES-DUMP {path} is damaged ({error})", "remove it: the run makes it again"
+                    ) from None
+                self._open[number] |= {int(name.partition(".")[0]): file for name in file.keys()}  # noqa: SIM118
         return self._open[number]
 
-    def _compute(self, number: int, path: Path) -> None:
+    def _compute(self, number: int) -> None:
+        world, path = self.writer.world, self.path(number)
         for passed in range(number - 1):  # the chunk just before stays, for a run that resumes some steps back
             if passed >= self.kept:
                 self._open.pop(passed, None)
-                self.path(passed).unlink(missing_ok=True)
+                for file in self.files(passed) if world.main else ():
+                    file.unlink(missing_ok=True)
         chunk = {index: self.samples[index] for index in self.chunks[number]}
         tokens = sum(len(sample.tokens) for sample in chunk.values())
         layers = self.writer.stream.num_layers
         say(f"Chunk {number + 1} of {len(self.chunks)}: {tokens:,} tokens through the target's {layers} layers")
         path.parent.mkdir(parents=True, exist_ok=True)
-        for partial in path.parent.glob(".chunk-*.partial"):
+        mine = _part(path, world.rank, world.size)
+        for partial in path.parent.glob(f".{mine.name}.*.partial"):
             partial.unlink()
-        self.writer.write(path, chunk)
+        if not mine.is_file():
+            self.writer.write(mine, chunk)
+        while not self.files(number):  # the launcher ends every process when one dies
+            time.sleep(POLL)
+
+
+def _part(path: Path, rank: int, count: int) -> Path:
+    """The file that process `rank` of `count` writes of the chunk `path`."""
+    return path if count == 1 else path.with_name(f"{path.stem}.{rank}-of-{count}.safetensors")
+
+
+def open_stream(target_dir: Path, dtype: torch.dtype, device: str, world: World = ALONE) -> LayerStream:
+    """The target's layers for this process. Raises TrtspecError where a decoded layer of each process is more than the
+    machine's memory."""
+    threads = min(8, max(1, torch.get_num_threads() // world.local_size))
+    stream = LayerStream(target_dir, dtype=dtype, device=device, threads=threads)
+    layer = stream.layer_bytes(stream.num_layers - 1)
+    share = psutil.virtual_memory().available / world.local_size
+    stream.load_ahead = share > ROOM * layer
+    if layer > share:
+        raise TrtspecError(
+            f"TS-FEATURES-MEMORY a decoded layer of the target takes {layer / 1e9:,.1f} GB, and each of "
+            f"{world.local_size} processes on this machine holds one: {share / 1e9:,.1f} GB of free memory for each",
+            "start fewer processes per machine, or take the states from dumps or a server",
+        )
+    return stream
+
+
+class KeptChunks(Features):
+    """The states of all samples in the chunks that `stream:DIR` left behind, whatever run made them."""
+
+    def __init__(self, directory: Path, spec: ModelSpec, layers: tuple[int, ...]) -> None:
+        """Raises TrtspecError when the chunks lack one of `layers`, or are of another width."""
+        self.layers, self._places = layers, []
+        samples = []
+        for path in sorted(directory.glob("chunk-*.safetensors")):
+            file = safe_open(path, "pt")
+            names = set(file.keys())
+            for index in sorted(name.partition(".")[0] for name in names if name.endswith(f".{TEXT[0]}")):
+                if missing := [layer for layer in layers if f"{index}.{layer}" not in names]:
+                    raise TrtspecError(
+                        f"TS-FEATURES-DUMP {path}: no outputs of layers {', '.join(map(str, missing))}",
+                        "capture the layers that this head reads",
+                    )
+                tokens, answer = (tuple(file.get_tensor(f"{index}.{name}").tolist()) for name in TEXT)
+                if file.get_slice(f"{index}.hidden").get_shape() != [len(tokens), spec.hidden_size]:
+                    raise TrtspecError(f"TS-FEATURES-DUMP {path}: states of another target", "capture them again")
+                samples.append(Sample(f"{path.name}:{index}", tokens, answer, len(tokens)))
+                self._places.append((file, index))
+        super().__init__(samples, spec.hidden_size, len(layers))
+
+    def states(self, index: int) -> tuple[Tensor, Tensor]:
+        file, name = self._places[index]
+        aux = [file.get_tensor(f"{name}.{layer}") for layer in self.layers]
+        return file.get_tensor(f"{name}.hidden"), torch.cat(aux, -1)
+
+
+def kept_features(directory: Path, spec: ModelSpec, layers: tuple[int, ...]) -> Features:
+    """The states in a directory: dumps (ours, ModelOpt's, an engine's) or the chunks of `stream:DIR`."""
+    if not any(directory.glob("*.pt")):
+        chunks = KeptChunks(directory, spec, layers)
+        if chunks.samples:
+            return chunks
+    return all_dumps(directory, spec, len(layers))
 
 
 def stream_features(
@@ -147,8 +241,9 @@ def stream_features(
     target: str,
     *,
     chunk_bytes: float | None = None,
+    world: World = ALONE,
 ) -> StreamedFeatures:
-    """The features of a streamed run; computes nothing yet.
+    """The features of a streamed run; one process computes nothing yet, several what they all need to the end.
 
     `target` is the digest of the target's weights. Without a directory of their own the chunks are in `work` and go
     with it.
@@ -157,59 +252,62 @@ def stream_features(
     directory = place or work / "features"
     layers = tuple(sorted(plan.spec.aux_layers or stream.spec.default_aux_layers))
     if chunk_bytes is None:
-        existing = next(path for path in (directory.resolve(), *directory.resolve().parents) if path.exists())
-        chunk_bytes = min(CHUNK_BYTES, DISK_SHARE * shutil.disk_usage(existing).free)
-    chunks, kept = chunks_in_order(plan.samples, options, stream.spec, len(layers), chunk_bytes)
-    _check_disk(plan, directory, once=kept < math.inf)
+        chunk_bytes = min(CHUNK_BYTES, DISK_SHARE * shutil.disk_usage(existing(directory)).free)
+        chunk_bytes = world.agree(chunk_bytes)  # the disk fills while the others look
+    data = (plan.data or split_data(plan.samples, options)).of(options)
+    chunks, kept = chunks_in_order(plan.samples, data, stream.spec, len(layers), chunk_bytes)
+    if world.main:
+        _check_disk(plan, directory, once=kept < math.inf)
+    require_shared(directory, world, "reads the states that the others compute")
     fingerprint = repr((target, layers, str(stream.dtype), stream.activation))
-    writer = ChunkWriter(stream, layers, directory)
-    return StreamedFeatures(plan.samples, chunks, writer, fingerprint, kept=math.inf if place else kept)
+    writer = ChunkWriter(stream, layers, directory, world)
+    features = StreamedFeatures(plan.samples, chunks, writer, fingerprint, kept=math.inf if place else kept)
+    if world.size > 1:  # held-out and later epochs' samples fall to the processes in another order than chunks have
+        for number in range(int(min(kept, len(chunks)))):
+            features.opened(number)
+    return features
 
 
 def chunks_in_order(
-    samples: list[Sample], options: TrainOptions, target: ModelSpec, num_aux: int, chunk_bytes: float
+    samples: list[Sample], data: TrainingData, target: ModelSpec, num_aux: int, chunk_bytes: float
 ) -> tuple[list[list[int]], float]:
     """(sample indices by chunk in the order of first use, how many of the first chunks are needed to the end).
 
     The held-out samples of the evaluations come first and are needed to the end; infinity: every chunk is, because
-    samples come again in later epochs. One chunk takes all samples when they fit.
+    samples come again in later epochs. A batch lies in one chunk, so that processes which share its rows need the same
+    chunk. One chunk takes all samples when they fit.
     """
-    train, held = split_held_out([sample.id for sample in samples], options.held_out, options.seed)
     lengths = [len(sample.tokens) for sample in samples]
-    total = steps_of(len(train), options)
-    first = batches_of_epoch(lengths, train, options.batch_size, options.seed, 0)
-    once = total <= math.ceil(len(train) / options.batch_size)
+    batches = [batch for _, window in data.order.steps() for batch in window]
+    used = [index for batch in batches for index in batch]
+    once = len(used) == len(set(used))
     size = bytes_per_token(target, num_aux)
     if sum(lengths) * size <= chunk_bytes:
         return [list(range(len(samples)))], 1 if once else math.inf
-    evaluated = held[:MAX_HELD_OUT]
+    evaluated = data.held[:MAX_HELD_OUT]
     chunks: list[list[int]] = [[]]
     filled = 0
-    for index in evaluated + [index for batch in first[:total] for index in batch]:
-        if chunks[-1] and filled + lengths[index] * size > chunk_bytes:
+    placed: set[int] = set()
+    for batch in [[index] for index in evaluated] + batches:
+        fresh = [index for index in batch if index not in placed]
+        placed.update(fresh)
+        needs = sum(lengths[index] for index in fresh) * size
+        if chunks[-1] and filled + needs > chunk_bytes:
             chunks.append([])
             filled = 0
-        chunks[-1].append(index)
-        filled += lengths[index] * size
+        chunks[-1] += fresh
+        filled += needs
     needed = sum(not set(chunk).isdisjoint(evaluated) for chunk in chunks)
     return chunks, needed if once else math.inf
 
 
 def _check_disk(plan: TrainingPlan, directory: Path, *, once: bool) -> None:
     """Every chunk stays when samples come again; then all of them must fit."""
-    existing = next(path for path in (directory.resolve(), *directory.resolve().parents) if path.exists())
-    free = shutil.disk_usage(existing).free + sum(path.stat().st_size for path in directory.glob("chunk-*"))
+    place = existing(directory)
+    free = shutil.disk_usage(place).free + sum(path.stat().st_size for path in directory.glob("chunk-*"))
     if not once and plan.feature_bytes > free:
         raise TrtspecError(
             f"the states of {plan.tokens:,} tokens take {plan.feature_bytes:,} bytes, kept for later epochs, and the "
-            f"disk of {existing} has {free:,} free",
+            f"disk of {place} has {free:,} free",
             "pass --epochs 1, which removes what it has passed, or --features stream:DIR on a larger disk",
-        )
-
-
-def refuse_several(processes: int) -> None:
-    """Chunks are made by one process: several would each run the whole target."""
-    if processes > 1:
-        raise UsageError(
-            f"--features stream with {processes} processes", "fill stream:DIR with one process, or train with one"
         )

@@ -1,10 +1,11 @@
-"""The training loop: AdamW on ModelOpt's loss, warm-up and cosine decay, resumable at any moment."""
+"""The training loop: AdamW on a head's objective over a schedule, resumable at any moment."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,27 +14,54 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trtspec.errors import TrtspecError
-from trtspec.heads.training.batches import batches_of_epoch, collate, split_held_out
+from trtspec.heads.training.batches import TrainingData, collate, counted_positions, split_data
+from trtspec.heads.training.curve import Curve, CurvePoint
+from trtspec.heads.training.estimate import walk
+from trtspec.heads.training.exports import Exports
 from trtspec.heads.training.features import Features
-from trtspec.heads.training.module import Objective, TrainingModule, head_parameters
+from trtspec.heads.training.module import TrainingModule, head_parameters
+from trtspec.heads.training.objective import Objective
 from trtspec.heads.training.options import TrainOptions
-from trtspec.heads.training.plan import steps_of
 from trtspec.heads.training.processes import World
-from trtspec.heads.training.state import Curve, CurvePoint, KeptState, load_state, save_state, state_tensors
+from trtspec.heads.training.schedule import learning_rate
+from trtspec.heads.training.state import KeptState, SavedRun, load_state, save_state, state_tensors
+from trtspec.heads.training.stop import Stop
 
-EVALUATIONS = 10  # held-out points of the learning curve
 MAX_HELD_OUT = 64  # sequences per evaluation
 ALONE = World()
 
 
 @dataclass
 class Result:
-    """What a run ended with. `tokens` counts real (not padded) ones of this process's life."""
+    """What a run ended with. `steps` of `total` were done, fewer where `stopped` says why; `tokens` counts real (not
+    padded) ones of this process's life."""
 
     steps: int
-    tokens: int
-    seconds: float
-    held_out_ids: list[str] = field(default_factory=list)
+    total: int
+    tokens: int = 0
+    seconds: float = 0.0
+    stopped: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.steps == self.total
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the record."""
+        return {
+            "steps": self.steps, "total": self.total, "finished": self.finished, "stopped": self.stopped,
+            "seconds": round(self.seconds, 2),
+        }  # fmt: skip
+
+
+@dataclass
+class Way:
+    """How a run goes, which its curve does not depend on."""
+
+    on_step: Callable[[CurvePoint], None] = lambda _: None
+    stop: Stop = field(default_factory=Stop)
+    exports: Exports | None = None
+    recompute: bool = False  # activations in the backward pass, in place of keeping them
 
 
 def train_head(
@@ -42,114 +70,136 @@ def train_head(
     options: TrainOptions,
     kept: KeptState,
     *,
-    on_step: Callable[[CurvePoint], None] = lambda _: None,
+    data: TrainingData | None = None,
+    way: Way | None = None,
     world: World = ALONE,
 ) -> Result:
     """Trains in place. The state is saved as `kept` says; a rerun goes on from there and its curve
     is that of an uninterrupted run. Raises TrtspecError when the loss stops being a number."""
-    train, held = split_held_out([s.id for s in features.samples], options.held_out, options.seed)
-    total = steps_of(len(train), options)
-    every = max(1, total // EVALUATIONS)
-    stepper = Stepper(model, features, options, total, world)
-    done, position = load_state(kept.work, stepper.parameters, stepper.optimizer, kept.fingerprint)
+    way, data = way or Way(), (data or split_data(features.samples, options)).of(options)
+    total = data.order.total
+    stepper = Stepper(model, features, options, total, world, way.recompute)
+    saved = load_state(kept.work, stepper.parameters, stepper.optimizer, kept.fingerprint, total)
     world.wait()  # nobody saves before everybody has read
-    curve = Curve(kept.curve, position) if world.main else None
-    result = Result(total, 0, 0.0, held_out_ids=[features.samples[index].id for index in held])
-    began = time.monotonic()
-    plan = list(_plan([len(s.tokens) for s in features.samples], train, options, total))[done:]
-    for place, (step, indices) in enumerate(plan):
+    curve = Curve(kept.curve, saved.position) if world.main else None
+    result = Result(saved.step, total)
+    began, slowest, saving = time.monotonic(), 0.0, 0.0
+    plan = list(data.order.steps())[saved.step :]
+    for place, (step, window) in enumerate(plan):
         for _, coming in plan[place : place + 2]:
-            features.expect(world.share(coming))
-        point = stepper.step(step, indices)
-        tokens = sum(len(features.samples[index].tokens) for index in indices)
-        result.tokens += tokens
+            for batch in coming:
+                features.expect(world.share(batch))
+        point = stepper.step(step, window)
+        result.tokens += point.tokens
         point.tokens_per_second = result.tokens / (time.monotonic() - began)
-        if held and (step % every == 0 or step == total):
-            point.held_out = stepper.evaluate(held[:MAX_HELD_OUT])
+        if data.held and options.evaluates(step, total):
+            point.held_out = stepper.evaluate(data.held[:MAX_HELD_OUT])
         if curve:
-            curve.add(point, tokens)
-        if step % kept.save_every == 0 or step == total:
+            curve.add(point)
+        slowest, result.steps = max(slowest, point.seconds), step
+        stopping = step < total and way.stop.asked(world, slowest + saving)
+        before = time.monotonic()
+        if way.exports:
+            way.exports.after(point, total)
+        if stopping or step % kept.save_every == 0 or step == total:
             tensors = world.whole(state_tensors(stepper.parameters, stepper.optimizer))
             if curve:
-                save_state(kept.work, tensors, step, curve.position, kept.fingerprint)
-        on_step(point)
+                save_state(kept.work, tensors, SavedRun(step, total, curve.position, kept.fingerprint))
+        saving = max(saving, time.monotonic() - before)
+        way.on_step(point)
+        if stopping:
+            break
     if curve:
         curve.close()
-    result.seconds = time.monotonic() - began
+    result.seconds, result.stopped = time.monotonic() - began, way.stop.reason
     return result
-
-
-def _plan(lengths: list[int], train: list[int], options: TrainOptions, total: int) -> Iterator[tuple[int, list[int]]]:
-    """(step from 1, sample indices), epoch after epoch until `total` steps."""
-    step = epoch = 0
-    while step < total:
-        for indices in batches_of_epoch(lengths, train, options.batch_size, options.seed, epoch)[: total - step]:
-            step += 1
-            yield step, indices
-        epoch += 1
-
-
-def learning_rate(step: int, total: int, peak: float, warmup: float) -> float:
-    """Linear warm-up over `warmup` of the steps, then half a cosine down to zero."""
-    rising = max(1, round(warmup * total))
-    if step <= rising:
-        return peak * step / rising
-    return peak * 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, total - rising)))
 
 
 class Stepper:
     """Optimizer steps and evaluations over global batches, of which each process computes its share."""
 
     def __init__(
-        self, model: TrainingModule, features: Features, options: TrainOptions, total: int, world: World
-    ) -> None:
+        self, model: TrainingModule, features: Features, options: TrainOptions, total: int, world: World,
+        recompute: bool = False,
+    ) -> None:  # fmt: skip
         self.features, self.options, self.total, self.world = features, options, total, world
         self.device = str(model.lm_head.weight.device)
         self.peak_lr = options.peak_lr(model.lm_head.in_features)
-        self.objective = world.wrap(Objective(model))
+        self.objective = world.wrap(Objective(model, options, recompute))
         self.parameters = head_parameters(model)
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=options.weight_decay, fused=True
         )
 
-    def step(self, step: int, indices: list[int]) -> CurvePoint:
-        """One update. Raises TrtspecError when loss or gradients are no numbers."""
+    def step(self, step: int, window: list[list[int]]) -> CurvePoint:
+        """One update from the batches of a window, each position of them weighing the same. Raises TrtspecError when
+        loss or gradients are no numbers."""
+        began, rate = time.monotonic(), learning_rate(step, self.total, self.peak_lr, self.options)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, self.total, self.peak_lr, self.options.warmup)
-        loss, accuracy, _ = self._loss(indices)
-        (loss * self.world.size).backward()  # the wrapper takes the mean over processes, the losses are parts of a sum
-        norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.options.grad_clip)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        value, *shares = self.world.sum(torch.tensor([loss.item(), *accuracy], dtype=torch.float64)).tolist()
-        if not math.isfinite(value) or not math.isfinite(norm.item()):
+            group["lr"] = rate
+        counted = self._counted([index for batch in window for index in batch])
+        figures = torch.zeros(1 + self.options.ttt_steps, dtype=torch.float64)
+        for number, batch in enumerate(window):
+            with self._apart() if number < len(window) - 1 else contextlib.nullcontext():
+                loss, agree = self._loss(batch, counted)
+                # the wrapper takes the mean over processes, the losses are parts of a sum
+                (loss * self.world.size).backward()
+            figures += _figures(loss, agree)
+        total = nn.utils.clip_grad_norm_(self.parameters.values(), self.options.grad_clip)
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        value, shares = self._means(figures, counted)
+        if not math.isfinite(value) or not math.isfinite(norm):
             raise TrtspecError(
-                f"TS-TRAIN-DIVERGED the loss at step {step} is {value}, the gradient norm {norm.item()}",
+                f"TS-TRAIN-DIVERGED the loss at step {step} is {value}, the gradient norm {norm}",
                 "train again with a smaller --lr",
             )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return CurvePoint(step, self.total, value, shares, 0.0)
+        tokens = sum(len(self.features.samples[index].tokens) for batch in window for index in batch)
+        return CurvePoint(step, self.total, value, shares, rate, norm, tokens, time.monotonic() - began)
 
     @torch.no_grad()
     def evaluate(self, indices: list[int]) -> dict[str, Any]:
-        """Loss and per-step accuracy on held-out samples, averaged over batches by their counted positions."""
-        sums, weight = torch.zeros(1 + self.options.ttt_steps, dtype=torch.float64), 0.0
+        """Loss and per-step accuracy on held-out samples, each counted position weighing the same; and, where the
+        samples have answers, the estimated acceptance length (see `estimate`)."""
+        counted = self._counted(indices)
+        figures = torch.zeros(1 + self.options.ttt_steps, dtype=torch.float64)
+        walked = torch.zeros(2, dtype=torch.float64)
         ordered = sorted(indices, key=lambda index: len(self.features.samples[index].tokens))
         for begin in range(0, len(ordered), self.options.batch_size):
-            loss, accuracy, counted = self._loss(ordered[begin : begin + self.options.batch_size])
-            figures = torch.tensor([loss.item(), *accuracy, counted], dtype=torch.float64)
-            *values, counted = self.world.sum(figures).tolist()
-            sums += counted * torch.tensor(values, dtype=torch.float64)
-            weight += counted
-        loss_mean, *shares = (sums / max(weight, 1.0)).tolist()
-        return {"loss": loss_mean, "accuracy": shares}
+            batch = ordered[begin : begin + self.options.batch_size]
+            loss, agree = self._loss(batch, counted)
+            figures += _figures(loss, agree)
+            for row, index in enumerate(self.world.share(batch)):
+                walked += torch.tensor(walk(agree[:, row].tolist(), self.features.samples[index].answer))
+        value, shares = self._means(figures, counted)
+        steps, accepted = self.world.sum(walked).tolist()
+        found = {"loss": value, "accuracy": shares}
+        return found | ({"acceptance_length": 1 + accepted / steps} if steps else {})
 
-    def _loss(self, indices: list[int]) -> tuple[Tensor, list[float], float]:
-        """(loss, accuracy, counted positions) of this process's rows of a batch, as parts of the batch's sums."""
+    def _counted(self, indices: list[int]) -> Tensor:
+        samples = (self.features.samples[index] for index in indices)
+        return torch.tensor(counted_positions(samples, self.options.ttt_steps, self.options.answer_only))
+
+    def _means(self, figures: Tensor, counted: Tensor) -> tuple[float, list[float]]:
+        """(loss, agreement by step) of the whole step, from this process's sums."""
+        value, *right = self.world.sum(figures).tolist()
+        return value, [one / max(1, count) for one, count in zip(right, counted.tolist(), strict=True)]
+
+    def _apart(self) -> contextlib.AbstractContextManager:
+        """Keeps replicated processes from adding up gradients before the last batch of a window."""
+        return getattr(self.objective, "no_sync", contextlib.nullcontext)()
+
+    def _loss(self, indices: list[int], counted: Tensor) -> tuple[Tensor, Tensor]:
+        """(loss, agreement [K, B, S]) of this process's rows of a batch, as parts of the step's sums."""
         mine = self.world.share(indices)
         batch = collate(self.features, mine or indices[:1], self.options.answer_only, self.device)
         if not mine:
             batch.loss_mask.zero_()  # fewer rows than processes: take part without counting
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.options.dtype == torch.bfloat16):
-            loss, accuracy = self.objective(batch.tokens, batch.hidden, batch.aux, batch.loss_mask)
-        return loss, accuracy, float(batch.loss_mask.sum())
+            return self.objective(batch.tokens, batch.hidden, batch.aux, batch.loss_mask, counted.to(self.device))
+
+
+def _figures(loss: Tensor, agree: Tensor) -> Tensor:
+    """The loss, then the agreeing positions of each step, float64 on the CPU."""
+    return torch.cat([loss.detach().double()[None], agree.sum((1, 2)).double()]).cpu()

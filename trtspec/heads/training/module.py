@@ -1,19 +1,19 @@
 """An Eagle3 head inside ModelOpt's training module: the only file of this room that imports modelopt.
 
-ModelOpt gives the head (fc, norms, d2t, the 2H-wide attention input), the training-time test and its loss. Supplied
-here is what it lacks or does differently from every server:
+ModelOpt gives the head (fc, norms, d2t, the 2H-wide attention input) and the layout of its export. Supplied here is
+what it lacks or does differently from every server:
 
 - the decoder layer is ours, so the hidden state is normed once and nothing is downloaded (see `decoder`);
 - no rope scaling is injected at export;
 - EAGLE-3.1: one norm per captured state before fc, and the normed state fed back to the next step;
-- attention of the later steps as one score matrix and diagonals in place of a k times longer masked one;
-- the same loss in fewer passes over the vocabulary: a third of the time of the formula in autograd.
+- attention of the later steps as one score matrix and diagonals in place of a k times longer masked one.
+
+ModelOpt's own training-time test computes what `objective` does, with all logits of a batch in memory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,7 +37,6 @@ except ImportError as missing:  # pragma: no cover - needs an environment withou
         f"training needs nvidia-modelopt ({missing})", "install it: pip install 'trtspec[modelopt]'"
     ) from None
 
-LOSS_DECAY = 0.9
 TrainingModule = Any  # the target stub that ModelOpt turned into a dynamic module with `eagle_module`
 
 
@@ -63,21 +62,17 @@ def build(
     embed: torch.Tensor,
     lm_head: torch.Tensor,
     *,
-    ttt_steps: int = 3,
     target_ids: torch.Tensor | None = None,
-    total: Callable[[torch.Tensor], torch.Tensor] = lambda count: count,
 ) -> TrainingModule:
     """Returns ModelOpt's training module with a fresh head of shape `spec`, float32, on lm_head's device.
 
     embed, lm_head: the target's [V, H], frozen. target_ids int64 [Vd]: the target id of each draft id, ascending, for
-    a pruned vocabulary. The head's own lm_head starts as the target's rows. total: see `eagle_loss`.
+    a pruned vocabulary. The head's own lm_head starts as the target's rows, which `target_rows` [Vd, H] keeps.
     """
     stub = TargetStub(_stub_config(spec, target), embed, lm_head)
     options = {
         "eagle_decoder_type": "kimik2" if spec.attention == "mla" else "llama",
         "eagle_offline": True,
-        "eagle_ttt_steps": ttt_steps,
-        "eagle_loss_decay_factor": LOSS_DECAY,
         "eagle_use_torch_compile": False,
         "eagle_export_rope_scaling": {},
         "eagle_architecture_config": _eagle_architecture(spec, target),
@@ -85,9 +80,7 @@ def build(
     with _own_layers(), _silence():
         model = mtsp.convert(stub, [("eagle", options)])
     _finish_head(model.eagle_module, spec, lm_head, target_ids)
-    model._enable_cp_ttt = contextlib.nullcontext  # ModelOpt would force the slow math kernel
-    model._eagle_loss = functools.partial(eagle_loss, total=total)
-    model._get_ttt_attention_mask = lambda *_: None  # the rule is in decoder.ttt_attention, for any length
+    model.target_rows = (lm_head if target_ids is None else lm_head[target_ids]).detach()
     model.train()
     return model
 
@@ -149,6 +142,7 @@ def _finish_head(head: Any, spec: HeadSpec, lm_head: torch.Tensor, target_ids: t
         head.d2t.copy_(target_ids - torch.arange(spec.draft_vocab_size, device=target_ids.device))
     with torch.no_grad():
         head.lm_head.weight.copy_(lm_head if target_ids is None else lm_head[target_ids])
+    head.rotary_emb = lambda *_: None  # the layer has its own; ModelOpt would compute a second one for nothing
     attention = head.layers[0].self_attn
     if spec.attention == "mla":  # servers use the config's eps here; the transformers module has a constant
         attention.q_a_layernorm.variance_epsilon = spec.rms_norm_eps
@@ -191,70 +185,6 @@ def state_client(urls: tuple[str, ...], model: str, longest: int) -> Callable[[S
         return None if found is None else found["hidden_states"]
 
     return fetch
-
-
-class SoftCrossEntropy(torch.autograd.Function):
-    """sum over positions of weight * -sum_v p_v log softmax(z)_v; the gradient of z is weight * (softmax(z) - p)."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """logits [B, S, V], target [B, S, V] a distribution (float32), weight [B, S] -> float32 scalar."""
-        log_draft = torch.log_softmax(logits, -1, dtype=torch.float32)
-        ctx.save_for_backward(log_draft, target, weight)
-        ctx.dtype = logits.dtype
-        return -(weight * torch.linalg.vecdot(target, log_draft)).sum()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        log_draft, target, weight = ctx.saved_tensors
-        grad = log_draft.exp().sub_(target).mul_((weight * grads[0])[..., None])
-        return grad.to(ctx.dtype), None, None
-
-
-def eagle_loss(
-    target: torch.Tensor,
-    target_token: torch.Tensor,
-    logits: torch.Tensor,
-    loss_mask: torch.Tensor,
-    total: Callable[[torch.Tensor], torch.Tensor] = lambda count: count,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(masked mean of the soft cross entropy, share of positions whose best draft is the target's best token).
-
-    target float32 [B, T, V]; target_token int64 [B, T]; logits [B, T', V]; loss_mask [B, >=T']; T = T'. `total` turns
-    this process's count of positions into that of the whole batch: then the results add up over the processes.
-    """
-    mask = loss_mask[:, : logits.shape[1]].float()
-    counted = total(mask.sum())
-    loss = SoftCrossEntropy.apply(logits, target.float(), mask / (counted + 1e-5))
-    scores = logits.detach()
-    best = scores.gather(-1, target_token[..., None]).squeeze(-1) >= scores.amax(-1)  # amax: argmax is not vectorized
-    return loss, (best * mask).sum() / counted.clamp_min(1)
-
-
-def loss_and_accuracy(
-    model: TrainingModule, tokens: torch.Tensor, hidden: torch.Tensor, aux: torch.Tensor, loss_mask: torch.Tensor
-) -> tuple[torch.Tensor, list[float]]:
-    """ModelOpt's objective on one batch: soft cross entropy against the target's distribution, summed over the
-    training-time-test steps with weights 0.9^k; and the top-1 agreement of each step.
-
-    tokens int64 [B, S]; hidden [B, S, H] after the target's final norm; aux [B, S, n*H]; loss_mask [B, S] 1 where the
-    distribution at that position counts.
-    """
-    weight = model.lm_head.weight.dtype if not torch.is_autocast_enabled(tokens.device.type) else torch.bfloat16
-    states = {"base_model_hidden_states": hidden.to(weight), "aux_hidden_states": aux.to(weight)}
-    output = model(input_ids=tokens, base_model_outputs=states, loss_mask=loss_mask)
-    return output.loss, output.train_acc[0]
-
-
-class Objective(nn.Module):
-    """`loss_and_accuracy` of one training module as a forward: what is wrapped for several processes."""
-
-    def __init__(self, model: TrainingModule) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *batch: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
-        return loss_and_accuracy(self.model, *batch)
 
 
 def head_parameters(model: TrainingModule) -> dict[str, nn.Parameter]:

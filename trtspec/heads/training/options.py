@@ -7,21 +7,29 @@ every server loads.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from trtspec.checkpoint.heads.dialects import DEFAULT
 from trtspec.errors import UsageError
 from trtspec.files import load_file
+from trtspec.heads.training.layout import CURVE_NAME, WORK_NAME
 from trtspec.specs import Attention, HeadSpec, ModelSpec, RopeSpec
 
 if TYPE_CHECKING:
     import torch
 
+Schedule = Literal["cosine", "linear", "constant", "wsd"]
+LossName = Literal["cross-entropy", "kl", "reverse-kl", "total-variation"]
+EagleVersion = Literal["3", "3.1"]
+Precision = Literal["auto", "bf16", "fp32"]
+BestBy = Literal["loss", "acceptance", "none"]
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # of --config's `precision`
 STREAM = "stream"
-WORK_NAME = ".trtspec"  # in the output directory, while a run is not finished
+EVALUATIONS = 10  # held-out points of the learning curve
 MAX_KV_HEADS = 8  # of a new MHA head: splits over 8 GPUs, an eighth of the KV cache of 64 heads
 PEAK_LR_TIMES_WIDTH = 0.5  # the learning rate falls with width: 2e-3 at 256, 7e-5 at Kimi's 7168
 
@@ -31,23 +39,30 @@ class TrainOptions:
     """Sizes in tokens and steps. `None` means: derived from the target (see the property of the same meaning)."""
 
     attention: Attention = "mla"
-    eagle: Literal["3", "3.1"] = "3"
+    eagle: EagleVersion = "3"
     draft_vocab_size: int | None = None
     intermediate_size: int | None = None
     aux_layers: tuple[int, ...] | None = None
     ttt_steps: int = 3
+    ttt_decay: float = 0.9  # weight of each training-time-test step in the loss, as a share of the step before
+    loss: LossName = "cross-entropy"
     epochs: int = 3
     steps: int | None = None
     lr: float | None = None
-    warmup: float = 0.05
+    schedule: Schedule = "cosine"
+    warmup: float = 0.05  # a share of the steps, or from 1 on a number of them
+    decay: float = 0.2  # share of the steps in which `wsd` falls
     weight_decay: float = 0.0
     grad_clip: float = 1.0
     seq_len: int = 2048
     batch_size: int = 8
+    accumulation: int = 1  # batches of one step
     seed: int = 0
     answer_only: bool = False
     held_out: float = 0.05
-    precision: Literal["auto", "bf16", "fp32"] = "auto"  # auto: bf16 where the device has it natively
+    eval_every: int | None = None  # steps between evaluations; a tenth of the run
+    deduplicate: bool = True
+    precision: Precision = "auto"  # auto: bf16 where the device has it natively
 
     def peak_lr(self, hidden_size: int) -> float:
         return self.lr if self.lr is not None else min(2e-3, PEAK_LR_TIMES_WIDTH / hidden_size)
@@ -67,6 +82,10 @@ class TrainOptions:
             return self
         return replace(self, precision="bf16" if has_native_bf16(device) else "fp32")
 
+    def evaluates(self, step: int, total: int) -> bool:
+        """Whether the held-out samples are looked at after this step."""
+        return step == total or step % (self.eval_every or max(1, total // EVALUATIONS)) == 0
+
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self)
         values["aux_layers"] = list(self.aux_layers) if self.aux_layers else None
@@ -84,7 +103,16 @@ class TrainOptions:
             (self.batch_size >= 1, "batch_size", "1 or more"),
             (self.seq_len > self.ttt_steps + 1, "seq_len", "more than ttt_steps + 1"),
             (0 <= self.held_out < 1, "held_out", "0 up to 1"),
-            (0 <= self.warmup < 1, "warmup", "0 up to 1"),
+            (self.eval_every is None or self.eval_every >= 1, "eval_every", "1 or more"),
+            (self.accumulation >= 1, "accumulation", "1 or more"),
+            (self.schedule in get_args(Schedule), "schedule", " or ".join(get_args(Schedule))),
+            (self.loss in get_args(LossName), "loss", " or ".join(get_args(LossName))),
+            (self.warmup >= 0, "warmup", "a share below 1, or a number of steps"),
+            (0 < self.decay <= 1, "decay", "above 0, up to 1"),
+            (0 < self.ttt_decay <= 1, "ttt_decay", "above 0, up to 1"),
+            (self.lr is None or 0 < self.lr < math.inf, "lr", "above 0"),
+            (self.weight_decay >= 0, "weight_decay", "0 or more"),
+            (self.grad_clip > 0, "grad_clip", "above 0"),
         ]
         for fine, name, allowed in wrong:
             if not fine:
@@ -155,64 +183,95 @@ def feature_source(text: str) -> FeatureSource:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What is trained on what and where it goes: all that the options do not say. `init`: a head to start from."""
+    """What is trained on what, where it goes and how: all that the loss curve does not depend on, and the head to start
+    from. `data` is what the record calls it; `deadline` of time.monotonic()."""
 
     target_dir: Path
-    data: Path
+    data: str
     output: Path
     init: Path | None = None
     save_every: int = 100
+    export_every: int | None = None  # steps between exported heads: `save_every`; 0 for none on the way
+    keep: int = 2
+    best_by: BestBy = "loss"
+    keep_state: bool = True
+    deadline: float | None = None
+    activation_checkpointing: bool = False
+    log_with: tuple[str, ...] = ()
     device: str = "cpu"
 
     @property
     def work(self) -> Path:
-        """The state of the run while it is not finished."""
+        """The state of the run."""
         return self.output / WORK_NAME
 
     @property
     def curve(self) -> Path:
-        return self.output / "training.jsonl"
+        return self.output / CURVE_NAME
+
+    @property
+    def exports(self) -> int:
+        return self.save_every if self.export_every is None else self.export_every
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """What a run reads: files with their passes per epoch, and a file of its own for the evaluations."""
+
+    files: tuple[tuple[str, float], ...]
+    evaluation: str | None = None
+
+    @classmethod
+    def named(cls, words: Iterable[str], evaluation: str | None = None) -> DataFiles:
+        """From `FILE` or `FILE=PASSES`, as typed; a file whose own name ends like that is taken as it is."""
+        return cls(tuple(_weighted(str(word)) for word in words), evaluation)
+
+    @property
+    def directory(self) -> Path | None:
+        """Of dumps, where that is what is trained on. UsageError for one among several, or with a file to evaluate."""
+        folders = [name for name, _ in self.files if any(Path(name).glob("*.pt"))]
+        if folders and (len(self.files) > 1 or self.evaluation or self.files[0][1] != 1):
+            raise UsageError(
+                f"{folders[0]} is a directory of dumps, which is trained on alone",
+                "give the conversations, and the directory as --features",
+            )
+        return Path(folders[0]) if folders else None
+
+    def missing(self) -> list[str]:
+        """Those that are no files or directories of this machine; a data set of the hub is none."""
+        names = [name for name, _ in self.files] + ([self.evaluation] if self.evaluation else [])
+        return [name for name in names if not Path(name).exists()]
+
+    def __str__(self) -> str:
+        return " ".join(name if passes == 1 else f"{name}={passes:g}" for name, passes in self.files)
+
+
+def _weighted(word: str) -> tuple[str, float]:
+    name, equals, text = word.rpartition("=")
+    if not equals or Path(word).exists():
+        return word, 1.0
+    try:
+        passes = float(text)
+    except ValueError:
+        passes = math.nan
+    if not (name and 0 < passes <= 1000):
+        raise UsageError(
+            f"{word!r}: {text!r} is no number of passes", "for example answers.jsonl=2, or =0.5 for every other epoch"
+        )
+    return name, passes
 
 
 @dataclass(frozen=True)
 class TrainingRecipe:
-    """What a config file may say besides options: what is trained on what. `samples` and `mean_tokens` (per sample)
-    describe data that are not made yet, for the forecast of --dry-run."""
+    """What a config file may say beside the command's options: `samples` and `mean_tokens` (per sample) describe data
+    that are not made yet, for the forecast of --dry-run."""
 
-    target: str | None = None
-    data: str | None = None
-    features: str = "auto"
-    init: str | None = None
     samples: int | None = None
     mean_tokens: int | None = None
 
 
-def read_recipe(path: Path | None) -> TrainingRecipe:
-    """The file's keys that are not options; `read_options` judges the others."""
-    names = {field.name for field in fields(TrainingRecipe)}
-    return TrainingRecipe(**{key: value for key, value in _values(path).items() if key in names})
-
-
-def read_options(path: Path | None, overrides: dict[str, Any]) -> TrainOptions:
-    """Defaults, then the YAML file's keys (the option names, with - or _), then `overrides` that are not None."""
-    about = {field.name for field in fields(TrainingRecipe)}
-    values = {key: value for key, value in _values(path).items() if key not in about}
-    values |= {key: value for key, value in overrides.items() if value is not None}
-    known = {field.name for field in fields(TrainOptions)}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        allowed = ", ".join(sorted(known | about))
-        raise UsageError(f"{path}: unknown training options {', '.join(unknown)}", f"known: {allowed}")
-    if values.get("aux_layers") is not None:
-        values["aux_layers"] = tuple(int(layer) for layer in values["aux_layers"])
-    if values.get("eagle") is not None:
-        values["eagle"] = str(values["eagle"])
-    return replace(TrainOptions(), **values).checked()
-
-
-def _values(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
+def read_config(path: Path) -> dict[str, Any]:
+    """The values of a --config file by option, with _ for -. UsageError when it is no mapping."""
     loaded = load_file(path) or {}
     if not isinstance(loaded, dict):
         raise UsageError(f"{path} is not a mapping of option names to values", "see `trtspec train --help`")
@@ -223,7 +282,7 @@ def new_head_spec(
     target: ModelSpec,
     *,
     attention: Attention,
-    eagle: Literal["3", "3.1"],
+    eagle: EagleVersion,
     draft_vocab_size: int | None = None,
     intermediate_size: int | None = None,
     aux_layers: tuple[int, ...] | None = None,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,12 @@ import torch
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import UsageError
-from trtspec.heads.data.samples import Sample, read_samples
-from trtspec.heads.training.batches import split_held_out
-from trtspec.heads.training.features import Features, all_dumps, bytes_per_token, find_dumps
+from trtspec.heads.data.samples import Sample
+from trtspec.heads.training.batches import TrainingData, split_data, steps_of
+from trtspec.heads.training.features import Features, all_dumps, bytes_per_token, check_room, find_dumps, states_of
+from trtspec.heads.training.mixture import read_mixture
 from trtspec.heads.training.options import (
+    DataFiles,
     Dumped,
     FeatureSource,
     InMemory,
@@ -42,6 +43,8 @@ class TrainingPlan:
     parameters: int
     feature_bytes: int
     features: FeatureSource
+    data: TrainingData | None = None  # which samples make up which step; None in a plan made without the data
+    files: list[dict[str, Any]] = field(default_factory=list)  # what became of each data file
     counted: int | None = None  # samples of a plan made without the data
     dumped: Features | None = None  # the states, where a directory holds them already
 
@@ -57,24 +60,35 @@ class TrainingPlan:
             "parameters": self.parameters,
             "feature_bytes": self.feature_bytes,
             "features": str(self.features),
+            "held_out": len(self.data.held) if self.data else None,
+            "files": self.files,
         }
 
 
 def make_plan(
-    target_dir: Path, target: ModelSpec, data: Path, options: TrainOptions, features: FeatureSource
+    target_dir: Path, target: ModelSpec, data: DataFiles | Path, options: TrainOptions, features: FeatureSource
 ) -> TrainingPlan:
     """Reads and tokenizes the data and sizes everything. `data` may be a directory of ModelOpt dumps."""
     spec = _head_spec(target, options)
+    of = states_of(target_dir, spec.aux_layers or ())
+    data = data if isinstance(data, DataFiles) else DataFiles(((str(data), 1.0),))
     dumped: Features | None
-    if data.is_dir():
-        dumped, features = all_dumps(data, target, spec.num_aux), Dumped(data)
-        samples = dumped.samples
+    told: list[dict[str, Any]] = []
+    if directory := data.directory:
+        dumped, features = all_dumps(directory, target, spec.num_aux, of), Dumped(directory)
+        samples, chosen = dumped.samples, split_data(dumped.samples, options)
     else:
-        samples = read_samples(data, KimiTokenizer(target_dir), options.seq_len)
+        mixture = read_mixture(data, KimiTokenizer(target_dir), options)
+        samples, chosen, told = mixture.samples, mixture.data, mixture.told
         named = features.directory if isinstance(features, Dumped) else None
-        dumped = find_dumps(samples, named, target, spec.num_aux) if named else None
+        dumped = find_dumps(samples, named, target, spec.num_aux, of) if named else None
+        if dumped:  # of other tokens than ours, where the engine cut or rendered otherwise
+            samples = dumped.samples
+            chosen = replace(chosen, order=replace(chosen.order, lengths=[len(sample.tokens) for sample in samples]))
     tokens = sum(len(sample.tokens) for sample in samples)
     size = tokens * bytes_per_token(target, spec.num_aux)
+    if isinstance(features, Dumped) and dumped is None:
+        check_room(features.directory, size, tokens)
     bounded = isinstance(features, InMemory) and features.bounded
     if bounded and size > MEMORY_SHARE * psutil.virtual_memory().available:
         raise UsageError(
@@ -82,8 +96,8 @@ def make_plan(
             "pass --features DIR to keep them on disk, or less data",
         )
     where = InMemory() if bounded else features
-    steps = steps_of(_training_samples(samples, options), options)
-    return TrainingPlan(spec, samples, tokens, steps, _count(spec), size, where, dumped=dumped)
+    steps = chosen.order.total
+    return TrainingPlan(spec, samples, tokens, steps, _count(spec), size, where, chosen, told, dumped=dumped)
 
 
 def plan_without_data(
@@ -100,7 +114,9 @@ def plan_without_data(
     tokens = recipe.samples * min(recipe.mean_tokens, options.seq_len)
     training = round(recipe.samples * (1 - options.held_out))
     size = tokens * bytes_per_token(target, spec.num_aux)
-    return TrainingPlan(spec, [], tokens, steps_of(training, options), _count(spec), size, features, recipe.samples)
+    return TrainingPlan(
+        spec, [], tokens, steps_of(training, options), _count(spec), size, features, counted=recipe.samples
+    )
 
 
 def _head_spec(target: ModelSpec, options: TrainOptions) -> HeadSpec:
@@ -114,10 +130,6 @@ def _head_spec(target: ModelSpec, options: TrainOptions) -> HeadSpec:
     )
 
 
-def _training_samples(samples: list[Sample], options: TrainOptions) -> int:
-    return len(split_held_out([sample.id for sample in samples], options.held_out, options.seed)[0])
-
-
 def _count(spec: HeadSpec) -> int:
     """Trainable parameters: the head's own, without the target's embedding."""
     with torch.device("meta"):
@@ -125,16 +137,11 @@ def _count(spec: HeadSpec) -> int:
     return sum(value.numel() for name, value in head.named_parameters() if not name.startswith("embed."))
 
 
-def steps_of(samples: int, options: TrainOptions) -> int:
-    """Optimizer steps of the whole run, epochs counted in whole batches."""
-    return options.steps or options.epochs * math.ceil(samples / options.batch_size)
-
-
 def estimated_seconds(plan: TrainingPlan, options: TrainOptions) -> float:
     """Training time on this machine: 6 FLOP per parameter, token and training-time-test step, at the rate of a small
     matrix multiplication timed here. States of the target are not counted."""
     per_pass = plan.tokens * 6 * plan.parameters * options.ttt_steps
-    passes = plan.steps * options.batch_size / max(1, len(plan.samples))
+    passes = plan.steps * options.batch_size * options.accumulation / max(1, len(plan.samples))
     left, right = (torch.ones(shape, dtype=options.dtype) for shape in ((1024, 512), (512, 1024)))
     torch.mm(left, right)
     began, rounds = time.perf_counter(), 10

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from trtspec.errors import UsageError
+from trtspec.errors import TrtspecError, UsageError
 
 NOT_HONOURED = ("FSDP_OFFLOAD_PARAMS", "FSDP_ACTIVATION_CHECKPOINTING")  # settings of accelerate that would be lost
 
@@ -33,6 +34,7 @@ class World:
     size: int = 1
     local_rank: int = 0
     sharded: bool = False  # weights, gradients and moments spread over the processes (FSDP) instead of replicated
+    local_size: int = 1  # processes on this machine
 
     @property
     def main(self) -> bool:
@@ -57,6 +59,12 @@ class World:
         """Overwrites `values` with those of process `source`."""
         if self.size > 1:
             dist.broadcast(values, source)
+
+    def agree(self, value: float) -> float:
+        """The main process's value."""
+        held = torch.tensor([value], dtype=torch.float64)
+        self.broadcast(held, 0)
+        return held.item()
 
     def wait(self) -> None:
         """Returns when every process is here."""
@@ -91,6 +99,25 @@ class World:
         return found
 
 
+def require_shared(directory: Path, world: World, why: str) -> None:
+    """Raises TrtspecError where not all processes see one directory; `why` is what each of them does with it."""
+    if world.size == 1:
+        return
+    mark = directory / f".shared-{int(world.agree(float(os.getpid())))}"
+    if world.main:
+        directory.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    world.wait()
+    unseen = world.sum(torch.tensor([float(not mark.exists())])).item()
+    if world.main:
+        mark.unlink(missing_ok=True)
+    if unseen:
+        raise TrtspecError(
+            f"TS-FEATURES-SHARED {unseen:.0f} of {world.size} processes do not see {directory}, and each {why}",
+            "put it on storage that all nodes share",
+        )
+
+
 def like(whole: Tensor, example: Tensor) -> Tensor:
     """`whole` where `example` is: on its device, and this process's shard of it where `example` is sharded."""
     whole = whole.to(example.device)
@@ -102,15 +129,15 @@ def like(whole: Tensor, example: Tensor) -> Tensor:
 def place() -> World:
     """The place that the launcher's environment gives; UsageError when it is no number, or asks for what is lost."""
     try:
-        rank, size, local = (int(os.environ.get(name, default)) for name, default in
-                             (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))  # fmt: skip
+        names = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
+        rank, size, local, together = (int(os.environ.get(name, default)) for name, default in names)
     except ValueError as error:
         raise UsageError(f"RANK, WORLD_SIZE or LOCAL_RANK is no number ({error})", "start with torchrun") from None
     sharded = size > 1 and _is_on("ACCELERATE_USE_FSDP")
     lost = [name.lower() for name in NOT_HONOURED if sharded and _is_on(name)]
     if lost:
         raise UsageError(f"{' and '.join(lost)}: not for heads", "set it to false in accelerate's configuration")
-    return World(rank, size, local, sharded)
+    return World(rank, size, local, sharded, together)
 
 
 def _is_on(name: str) -> bool:

@@ -1,11 +1,11 @@
-"""A training run on disk: weights, moments and step in one file that appears whole, a loss curve beside it, and
-the head that it ends in, with its provenance and model card."""
+"""The state of a run on disk: weights, moments and step in one file that appears whole, and what a run that goes on
+from it must repeat."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +13,19 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from trtspec.checkpoint.heads.config import head_config
 from trtspec.checkpoint.writer import write_shard
 from trtspec.errors import UsageError
-from trtspec.heads.card import model_card
+from trtspec.heads.data.samples import Sample
+from trtspec.heads.training.batches import TrainingData
+from trtspec.heads.training.features import target_digest
+from trtspec.heads.training.layout import is_finished
+from trtspec.heads.training.options import TrainingRun, TrainOptions
 from trtspec.heads.training.processes import like
-from trtspec.report import write_atomic, write_json
-from trtspec.specs import HeadSpec, ModelSpec
+from trtspec.report import file_sha256
 
 STATE_NAME = "state.safetensors"
-RESTART = "pass --restart to start over, or repeat the command as it was"
+LENGTH = ("epochs", "steps")  # options that may grow when a run goes on
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass
-class CurvePoint:
-    """One step of the curve; `accuracy` is the top-1 agreement with the target per training-time-test step."""
-
-    step: int
-    total: int
-    loss: float
-    accuracy: list[float]
-    tokens_per_second: float
-    held_out: dict[str, Any] | None = None  # the evaluation after this step, when one is due
 
 
 @dataclass(frozen=True)
@@ -48,34 +38,43 @@ class KeptState:
     save_every: int = 100
 
 
-class Curve:
-    """training.jsonl: one line per step. `position` is what the saved state counts as written.
+@dataclass(frozen=True)
+class SavedRun:
+    """What a state file says of its run. `position`: see `Curve`."""
 
-    Opening it drops what was written after the state from which the run goes on.
-    """
+    step: int
+    total: int
+    position: list[int]
+    fingerprint: dict[str, Any]
 
-    def __init__(self, path: Path, position: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab+")
-        self._file.truncate(position)
 
-    @property
-    def position(self) -> int:
-        return self._file.seek(0, os.SEEK_END)
+def saved_run(work: Path) -> SavedRun | None:
+    """None where no state was saved yet, or none that this version reads."""
+    path = work / STATE_NAME
+    if not path.is_file():
+        return None
+    with safe_open(path, "pt") as state:
+        record = json.loads((state.metadata() or {}).get("run", "{}"))
+    try:
+        return SavedRun(record["step"], record["total"], record["position"], record["fingerprint"])
+    except KeyError:
+        raise UsageError(f"{path} is the state of another version of trtspec", "pass --restart to start over") from None
 
-    def add(self, point: CurvePoint, tokens: int) -> None:
-        """`tokens` are those of this step's batch."""
-        self._write({"step": point.step, "loss": point.loss, "accuracy": point.accuracy, "tokens": tokens})
-        if point.held_out:
-            self._write({"step": point.step, "held_out": point.held_out})
 
-    def _write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row).encode() + b"\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
+def check_saved(saved: SavedRun, fingerprint: dict[str, Any], total: int, output: Path) -> None:
+    """Raises UsageError where a run of `total` steps cannot go on from `saved`: what changed, by name, or that it has
+    had its steps."""
+    _compare(saved.fingerprint, fingerprint, output)
+    if total == saved.step and is_finished(output):
+        raise UsageError(
+            f"the run in {output} is finished: it has had all {total} steps",
+            "go on with more --epochs or --steps, or pass --force to start over",
+        )
+    if total < saved.step:
+        raise UsageError(
+            f"the run in {output} has had {saved.step} steps, and {total} were asked for",
+            "ask for more with --steps or --epochs, or pass --force to start over",
+        )
 
 
 def state_tensors(parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -86,13 +85,10 @@ def state_tensors(parameters: dict[str, nn.Parameter], optimizer: torch.optim.Op
     return tensors
 
 
-def save_state(
-    directory: Path, tensors: dict[str, Tensor], step: int, position: int, fingerprint: dict[str, Any]
-) -> None:
+def save_state(directory: Path, tensors: dict[str, Tensor], run: SavedRun) -> None:
     """Writes state.safetensors atomically; a kill leaves the previous state. `tensors`: whole `state_tensors`."""
-    record = {"step": step, "position": position, "fingerprint": fingerprint}
     directory.mkdir(parents=True, exist_ok=True)
-    write_shard(directory / STATE_NAME, tensors, {"run": json.dumps(record)})
+    write_shard(directory / STATE_NAME, tensors, {"run": json.dumps(asdict(run))})
 
 
 def load_state(
@@ -100,45 +96,61 @@ def load_state(
     parameters: dict[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
     fingerprint: dict[str, Any],
-) -> tuple[int, int]:
-    """Puts a saved run back, whatever number of processes it had; returns (step, curve position), (0, 0) when there
-    is none.
+    total: int,
+) -> SavedRun:
+    """Puts a saved run back, whatever number of processes it had; one at step 0 when there is none.
 
-    Raises UsageError naming what changed when the run was begun with other options, data or target.
+    Raises UsageError as `check_saved`.
     """
-    path = directory / STATE_NAME
-    if not path.is_file():
-        return 0, 0
-    with safe_open(path, "pt") as state:
-        record = json.loads((state.metadata() or {})["run"])
-        _compare(record["fingerprint"], fingerprint, directory)
-        with torch.no_grad():
-            for name, value in parameters.items():
-                value.copy_(like(state.get_tensor(f"head.{name}"), value))
-                optimizer.state[value] = {
-                    "step": torch.tensor(float(record["step"]), device=value.device),
-                    **{moment: like(state.get_tensor(f"{moment}.{name}"), value) for moment in MOMENTS},
-                }
-    return record["step"], record["position"]
+    saved = saved_run(directory)
+    if saved is None:
+        return SavedRun(0, total, [0, 0], fingerprint)
+    check_saved(saved, fingerprint, total, directory.parent)
+    with safe_open(directory / STATE_NAME, "pt") as state, torch.no_grad():
+        for name, value in parameters.items():
+            value.copy_(like(state.get_tensor(f"head.{name}"), value))
+            optimizer.state[value] = {
+                "step": torch.tensor(float(saved.step), device=value.device),
+                **{moment: like(state.get_tensor(f"{moment}.{name}"), value) for moment in MOMENTS},
+            }
+    return saved
 
 
-def _compare(old: dict[str, Any], new: dict[str, Any], directory: Path) -> None:
-    new = json.loads(json.dumps(new))
+def _compare(old: dict[str, Any], new: dict[str, Any], output: Path) -> None:
+    """Names every option and every source that is not what it was."""
+    before, now = _flat(old), _flat(json.loads(json.dumps(new)))
     changed = [
-        f"{key} was {old.get(key)}, now {new.get(key)}" for key in sorted(old | new) if old.get(key) != new.get(key)
+        f"{key} was {before.get(key)}, now {now.get(key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
     ]
     if changed:
-        raise UsageError(f"the run in {directory} was begun with something else: {'; '.join(changed)}", RESTART)
+        remedy = (
+            f"repeat the command as it was, or pass {'--force' if is_finished(output) else '--restart'} to start over"
+        )
+        raise UsageError(f"the run in {output} was begun with something else: {'; '.join(changed)}", remedy)
 
 
-def write_head(output: Path, tensors: dict[str, torch.Tensor], spec: HeadSpec, target: ModelSpec) -> None:
-    """The checkpoint itself; config.json comes last, so a directory that has one holds a whole head."""
-    output.mkdir(parents=True, exist_ok=True)
-    write_shard(output / "model.safetensors", tensors, {"format": "pt"})
-    write_json(output / "config.json", head_config(spec, target))
+def _flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    rest = {key: value for key, value in fingerprint.items() if key != "options"}
+    return {key.replace("_", "-"): value for key, value in (rest | fingerprint.get("options", {})).items()}
 
 
-def write_record(output: Path, spec: HeadSpec, provenance: dict[str, Any]) -> None:
-    """provenance.json and README.md beside the checkpoint; rewritten when a measurement is added."""
-    write_json(output / "provenance.json", provenance)
-    write_atomic(output / "README.md", model_card(spec, provenance))
+def run_fingerprint(
+    run: TrainingRun, samples: list[Sample], data: TrainingData, options: TrainOptions
+) -> dict[str, Any]:
+    """What a run that goes on must repeat: the options that decide the curve, but not its length; digests of what it
+    starts from."""
+    return {
+        "options": {key: value for key, value in options.to_dict().items() if key not in LENGTH},
+        "data": _data_digest(samples, data),
+        "target": target_digest(run.target_dir),
+        "init": file_sha256(run.init / "model.safetensors") if run.init else None,
+    }
+
+
+def _data_digest(samples: list[Sample], data: TrainingData) -> str:
+    digest = hashlib.sha256()
+    for sample, passes in zip(samples, data.order.passes, strict=True):
+        digest.update(repr((sample.id, sample.tokens, passes)).encode())
+    return digest.hexdigest()

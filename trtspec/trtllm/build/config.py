@@ -125,10 +125,13 @@ def judged_as(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> Deplo
 
 def compose(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> str:
     """The text alone, not yet judged; raises UsageError for a `--set` that is no setting."""
-    found = {item.path: item for item in engine_settings(intent, schema_for(intent.version), target, head)}
+    schema = schema_for(intent.version)
+    named = [replace(item, path=schema.current(item.path)) for item in engine_settings(intent, schema, target, head)]
+    found = {item.path: item for item in named}
     for item in intent.settings:
         _replace(found, _own(item))
-    return f"{intent.first_line()}\n{_header(intent)}{_capacity(intent, target, head, found)}{_emit(found)}"
+    chosen = found.get(schema.current(FRACTION))
+    return f"{intent.first_line()}\n{_header(intent)}{_capacity(intent, target, head, chosen)}{_emit(found)}"
 
 
 def _replace(found: dict[str, EngineSetting], own: EngineSetting) -> None:
@@ -194,14 +197,14 @@ def _header(intent: Intent) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _capacity(intent: Intent, target: ModelSpec, head: HeadSpec | None, found: dict[str, EngineSetting]) -> str:
-    """How many requests the cache holds, by the memory model of `trtspec plan`, where the GPU is known. Raises
-    CheckFailed when it holds none."""
+def _capacity(intent: Intent, target: ModelSpec, head: HeadSpec | None, chosen: EngineSetting | None) -> str:
+    """How many requests the cache holds, by the memory model of `trtspec plan`, where the GPU is known. `chosen`: the
+    share of the memory that the file gives the cache. Raises CheckFailed when it holds none."""
     if intent.gpu is None:
         return ""
     from trtspec.planning.memory import memory
 
-    chosen, gpu = found.get(FRACTION), gpu_spec(intent.gpu)
+    gpu = gpu_spec(intent.gpu)
     fraction = float(chosen.value) if chosen and isinstance(chosen.value, int | float) else KV_FRACTION
     layout = Layout(intent.tp_size, (intent.ep_size or 1) > 1, intent.attention_dp)
     estimate = memory(target, head, gpu, layout, fraction=fraction, max_num_tokens=intent.tokens)
@@ -242,6 +245,7 @@ def _lines(tree: dict[str, Any], depth: int) -> list[str]:
 
 REUSE = "kv_cache_config.enable_block_reuse"
 FRACTION = "kv_cache_config.free_gpu_memory_fraction"
+BLOCK = "kv_cache_config.tokens_per_block"
 SPELLING = "the one spelling of Eagle3 that every version takes"
 WIDE = 8  # ranks: wider published recipes leave the cache less
 
@@ -269,9 +273,7 @@ def engine_settings(intent: Intent, schema: Schema, target: ModelSpec, head: Hea
 
 def _speculation(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSpec) -> list[EngineSetting]:
     found = [
-        EngineSetting(
-            f"{SPEC}.decoding_type", eagle3().spellings[0], "the one spelling of Eagle3 that every version takes"
-        ),
+        EngineSetting(f"{SPEC}.decoding_type", eagle3().spellings[0], SPELLING),
         EngineSetting(f"{SPEC}.max_draft_len", intent.draft_len, "tokens drafted per step"),
         EngineSetting(f"{SPEC}.speculative_model_dir", intent.head, "the head; this spelling parses in every version"),
     ]
@@ -370,12 +372,15 @@ def _transfer(intent: Intent, schema: Schema) -> list[EngineSetting]:
         return []
     key = "cache_transceiver_config"
     default = schema.behaviour("kv_transfer_default")
+    asked = [own.value for own in map(_own, intent.settings) if own.path == BLOCK and isinstance(own.value, int)]
+    block = max(asked[-1] if asked else schema.behaviour("transfer_in_blocks").values["tokens_per_block"], 1)
+    buffer = -(-intent.seq_len // block) * block
+    longest = "the longest request, so that its cache goes over whole"
+    longest += f"; in blocks of {block}" if buffer > intent.seq_len else ""
     reason = "hands caches over between the servers; the same on both sides"
     return [
         EngineSetting(f"{key}.backend", default.values["backend"], reason),
-        EngineSetting(
-            f"{key}.max_tokens_in_buffer", intent.seq_len, "the longest request, so that its cache goes over whole"
-        ),
+        EngineSetting(f"{key}.max_tokens_in_buffer", buffer, longest),
     ]
 
 

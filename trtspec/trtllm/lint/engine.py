@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from trtspec.errors import Severity
 from trtspec.trtllm.deployment import Deployment, Finding, Fix, finding_at
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 from trtspec.trtllm.releases import decoding_type, draft_length, step_tokens
@@ -61,6 +62,11 @@ def _token_budget(document: Document, deployment: Deployment) -> Iterator[Findin
         fix = partial(set_value, path="max_num_tokens", value=batch * step) if fixable else None
         remedy = f"at least {batch * step}"
         yield finding_at(document, "TS-LINT-TOKEN-BUDGET", "warning", "max_num_tokens", message, remedy, fix)
+    for name in (*SIZES, "tensor_parallel_size", "pipeline_parallel_size", "moe_expert_parallel_size"):
+        size = deployment.setting(document, name)
+        if _whole(size) and size < 1 and (size, name) != (-1, "moe_expert_parallel_size"):
+            message = f"{name} {size}: the engine's class takes it, and no server runs with it"
+            yield finding_at(document, "TS-LINT-NO-SIZE", "warning", name, message, "write 1 or more")
     length = deployment.setting(document, "max_seq_len")
     limit = deployment.target.max_position_embeddings if deployment.target else None
     if _whole(length) and limit and length > limit:
@@ -123,13 +129,17 @@ def _moe(document: Document, deployment: Deployment) -> Iterator[Finding]:
         yield finding_at(document, "TS-LINT-EPLB-SLOTS", "error", path, message, "use a multiple")
     if isinstance(balancer, str) and not os.path.isfile(balancer):
         message = f"{balancer} is not a file here; the engine stops with FileNotFoundError where it is missing"
-        yield finding_at(
-            document, "TS-LINT-EPLB-FILE", "warning", "moe_config.load_balancer", message, "check the path"
-        )
+        place = "moe_config.load_balancer"
+        yield finding_at(document, "TS-LINT-EPLB-FILE", _absent(deployment), place, message, "check the path")
     tp, moe_tp = deployment.setting(document, "tensor_parallel_size"), document.get("moe_tensor_parallel_size")
     if all(_whole(item) and item > 0 for item in (tp, moe_tp, experts)) and moe_tp * experts != tp:
         message = f"moe_tensor_parallel_size {moe_tp} x moe_expert_parallel_size {experts} must be {tp}"
         yield finding_at(document, "TS-LINT-COMBINATION", "error", "moe_tensor_parallel_size", message, "leave one out")
+
+
+def _absent(deployment: Deployment) -> Severity:
+    """Of a path that is not here: certain where the engine runs here, not where the file is for a pod."""
+    return "error" if deployment.here else "warning"
 
 
 def _transfer(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -144,10 +154,21 @@ def _transfer(document: Document, deployment: Deployment) -> Iterator[Finding]:
 
 
 def _transfer_buffer(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    """The buffer must hold the longest prompt; 0 stands for transfers without a copy."""
+    """The buffer must hold the longest prompt, in whole blocks; 0 stands for transfers without a copy."""
     key = "cache_transceiver_config.max_tokens_in_buffer"
     buffer, length = document.get(key), deployment.setting(document, "max_seq_len")
-    if not _whole(buffer) or buffer <= 0 or not _whole(length):
+    if not _whole(buffer) or buffer <= 0:
+        return
+    blocks = deployment.schema.behaviour("transfer_in_blocks")
+    (unless, other), *_ = blocks.get("unless").items()
+    block = document.get("kv_cache_config.tokens_per_block", blocks.get("tokens_per_block"))
+    block = block if _whole(block) and block > 0 else 1
+    if buffer % block and document.get(unless) != other:
+        whole = -(-buffer // block) * block
+        message = f"the buffer must hold whole blocks of {block} tokens: {buffer} stops the engine ({blocks.source})"
+        fix = partial(set_value, path=key, value=whole)
+        yield finding_at(document, "TS-LINT-TRANSFER-BLOCKS", "error", key, message, f"write {whole}", fix)
+    if not _whole(length):
         return
     tokens = deployment.setting(document, "max_num_tokens", 8192)
     longest = length
@@ -155,8 +176,9 @@ def _transfer_buffer(document: Document, deployment: Deployment) -> Iterator[Fin
         longest = min(length, tokens)  # longer prompts are refused
     if buffer < longest:
         message = f"prompts of {longest} tokens are accepted and the transfer buffer holds {buffer}"
-        fix = partial(set_value, path=key, value=longest)
-        yield finding_at(document, "TS-LINT-TRANSFER-BUFFER", "warning", key, message, f"at least {longest}", fix)
+        enough = -(-longest // block) * block
+        fix = partial(set_value, path=key, value=enough)
+        yield finding_at(document, "TS-LINT-TRANSFER-BUFFER", "warning", key, message, f"at least {enough}", fix)
 
 
 def _forced_acceptance(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -183,7 +205,7 @@ def check_combinations(document: Document, deployment: Deployment) -> Iterator[F
             yield finding
     yield from _connector(document)
     yield from _helix(document)
-    yield from _lists(document)
+    yield from _lists(document, deployment)
 
 
 def _of_release(document: Document, deployment: Deployment, one: Behaviour) -> Finding | None:
@@ -273,7 +295,7 @@ def _helix(document: Document) -> Iterator[Finding]:
         )
 
 
-def _lists(document: Document) -> Iterator[Finding]:
+def _lists(document: Document, deployment: Deployment) -> Iterator[Finding]:
     """Lists whose items must fit each other, and a largest size that must be the largest listed."""
     for path, entry in document.entries.items():
         buckets = entry.value if path.startswith("prometheus_metrics_config.") else None
@@ -302,9 +324,8 @@ def _lists(document: Document) -> Iterator[Finding]:
     size, folder = document.get("kv_cache_config.disk_cache_size"), document.get(place)
     if isinstance(size, int) and size > 0 and isinstance(folder, str) and folder and not Path(folder).is_dir():
         message = f"{folder} is not a directory here; the engine stops where it is missing"
-        yield finding_at(
-            document, "TS-LINT-DISK-CACHE-PATH", "warning", place, message, "make it on the machine that serves"
-        )
+        remedy = "make it on the machine that serves"
+        yield finding_at(document, "TS-LINT-DISK-CACHE-PATH", _absent(deployment), place, message, remedy)
     ratios = document.get("kv_cache_config.pool_ratio")
     if _numbers(ratios) and (min(ratios) <= 0 or not math.isclose(sum(ratios), 1, rel_tol=0, abs_tol=1e-6)):
         message = "pool_ratio values must be above 0 and add up to 1"

@@ -9,7 +9,7 @@ from typing import Any
 
 from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.hub import known, same_checkpoint
-from trtspec.planning.routes import format_refusal
+from trtspec.planning.routes import format_refusal, layout_refusals
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.deployment import Deployment, Finding, finding_at
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
@@ -20,9 +20,12 @@ CAPTURE = eagle3().capture_key
 
 
 def check_model(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    if deployment.setting(document, "reasoning_parser") == "kimi_k25":
+        yield from _gated(document, deployment, "kimi_k25_parser", "TS-LINT-PARSER-TOO-NEW", "reasoning_parser")
     if deployment.target is not None:
         yield from _target_gates(document, deployment, deployment.target)
         yield from _parser(document, deployment, deployment.target)
+        yield from _layout(document, deployment, deployment.target)
     if deployment.head is not None:
         yield from _head_gates(document, deployment, deployment.head)
         yield from _head_use(document, deployment)
@@ -30,6 +33,21 @@ def check_model(document: Document, deployment: Deployment) -> Iterator[Finding]
         yield from _pair(document, deployment, deployment.head)
         if deployment.target is not None:
             yield from _reported(document, deployment, deployment.target, deployment.head)
+
+
+LAYOUT = {"tp_size": "tensor_parallel_size", "ep_size": "moe_expert_parallel_size"}
+
+
+def _layout(document: Document, deployment: Deployment, target: ModelSpec) -> Iterator[Finding]:
+    """Parallel sizes over which the target does not spread, as build-config refuses them."""
+    ranks, experts = (deployment.setting(document, key) for key in LAYOUT.values())
+    if not isinstance(ranks, int) or ranks < 1:
+        return
+    experts = experts if isinstance(experts, int) and experts > 0 else 1
+    attention_dp = deployment.setting(document, "enable_attention_dp") is True
+    for problem in layout_refusals(target, ranks, experts, attention_dp):
+        key = LAYOUT.get(problem.where, "")
+        yield finding_at(document, problem.code, problem.severity, key, problem.message, problem.remedy)
 
 
 def _gated(

@@ -89,7 +89,7 @@ def _trees(document: Document, deployment: Deployment, method: SpeculationMethod
     key = tree if document.get(tree) is True else width if alone else None
     if not method.trees:
         return
-    yield from _choices(document)
+    yield from _choices(document, deployment)
     if key is None:
         return
     message = "dynamic trees are not supported for targets with latent attention, which every Kimi-K2 has"
@@ -106,7 +106,7 @@ def _trees(document: Document, deployment: Deployment, method: SpeculationMethod
         yield finding_at(document, "TS-LINT-COMBINATION", "error", place, message, "leave it out")
 
 
-def _choices(document: Document) -> Iterator[Finding]:
+def _choices(document: Document, deployment: Deployment) -> Iterator[Finding]:
     """A static tree: each path of two or more tokens continues another."""
     key = f"{SPEC}.eagle_choices"
     choices = document.get(key)
@@ -117,6 +117,14 @@ def _choices(document: Document) -> Iterator[Finding]:
         )
     if not isinstance(choices, list) or not all(isinstance(choice, list) for choice in choices):
         return
+    crash = deployment.schema.behaviour("static_tree_crashes")
+    flat, depths = all(len(choice) == 1 for choice in choices), [len(choice) for choice in choices]
+    if choices and crash and (flat or len(set(depths)) == len(depths)):
+        shape = "of depth 1" if flat else "without branches"
+        message = f"a static tree {shape} raises an exception when drafts are written ({crash.source})"
+        remedy = "leave eagle_choices out: max_draft_len alone drafts a chain"
+        fix = partial(delete_key, path=key)
+        yield finding_at(document, "TS-LINT-STATIC-TREE", crash.values["severity"], key, message, remedy, fix)
     loose = [choice for choice in choices if len(choice) > 1 and choice[:-1] not in choices]
     if loose or not choices:
         message = f"the path {loose[0]} of eagle_choices continues no other" if loose else "eagle_choices is empty"
@@ -168,7 +176,7 @@ def _schedule(document: Document, deployment: Deployment) -> Iterator[Finding]:
     if meaning.get("bounds") is UNKNOWN:
         message = "the keys turned from lower bounds into upper bounds of the batch size, and it is not known whether "
         message += f"{deployment.version} is before or after ({meaning.interval})"
-        yield finding_at(document, "TS-LINT-SCHEDULE-MEANING", "error", SCHEDULE, message, f"remove {SCHEDULE}")
+        yield finding_at(document, "TS-LINT-SCHEDULE-MEANING", "warning", SCHEDULE, message, f"remove {SCHEDULE}")
         return
     yield from _schedule_values(document, deployment, schedule, meaning)
 

@@ -112,7 +112,6 @@ def _takes(schema: Schema, name: str, value: str) -> bool:
     return option is not None and schema.certain(option.since) and value in option.choices
 
 
-LAUNCHERS = ("direct", "slurm", "mpi", "lws")
 STARTERS = {"slurm": "srun", "mpi": "mpirun", "lws": "mpirun"}
 RANK_WRAPPER = "trtllm-llmapi-launch"
 # trtllm-llmapi-launch expands its command unquoted: the shell would split or glob these

@@ -16,6 +16,7 @@ from packaging.version import Version
 
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.hub import Resolved
+from trtspec.checkpoint.target_problems import read_target
 from trtspec.data_files import gpu_spec
 from trtspec.errors import MissingDependency, Problem, TrtspecError, UsageError
 from trtspec.gpus import InstalledGpu, visible
@@ -98,10 +99,14 @@ def check_gpus(needed: int, gpus: Sequence[InstalledGpu] | None) -> Iterator[Pro
 
 
 def check_files(resolved: Resolved, environ: Mapping[str, str]) -> Iterator[Problem]:
-    """A local checkpoint must be whole; one that is not here must be allowed to come."""
+    """A local checkpoint must be whole, a target also without anything that `inspect` calls an error; one that is not
+    here must be allowed to come."""
     if resolved.path is not None:
         try:
-            Checkpoint.open(resolved.path)
+            if resolved.kind == "target":
+                yield from (one for one in read_target(resolved.path).problems if one.severity == "error")
+            else:
+                Checkpoint.open(resolved.path)
         except TrtspecError as error:
             yield Problem("TS-SERVE-INCOMPLETE", "error", str(resolved.path), error.message, error.remedy)
     elif environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):

@@ -33,6 +33,7 @@ from trtspec.trtllm.deployment import (
     findable,
     load_head,
     load_target,
+    parse_passed,
 )
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent, parse_intent
@@ -40,7 +41,7 @@ from trtspec.trtllm.lint.installed import engine_problems
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.lint.model import check_tool_parser
 from trtspec.trtllm.releases import head_in
-from trtspec.trtllm.schema import parse_version, schema_for
+from trtspec.trtllm.schema import Schema, parse_version, schema_for
 from trtspec.trtllm.serve import front, preflight
 from trtspec.trtllm.serve.command import (
     CONFIG_NAME,
@@ -115,6 +116,11 @@ class FrontStart:
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
 # seconds that the front of a disaggregated deployment waits for one answer; upstream's 180 cut long thoughts off
 REQUEST_TIMEOUT = 3600.0
+# options of trtllm-serve by name, and what decides them here: readiness asks there, and the file is judged
+OWN_OPTIONS = {
+    "host": "--host", "port": "--port", "extra_llm_api_options": "--config",
+    "served_model_name": "--served-model-name", "server_role": "--role",
+}  # fmt: skip
 # settings of the intent that have an option of the same name
 INTENT_OPTIONS = ("goal", "tp_size", "max_batch_size", "max_num_tokens", "max_seq_len", "draft_len")
 
@@ -189,6 +195,7 @@ def plan_engine(start: EngineStart, *, replay: tuple[str, ...] = (), launching: 
     deployment = Deployment(
         schema_for(version[0]), target.spec, intent.target, head.spec if head else None, intent.head or "",
         argv=command.settings, gpu=gpus[0].capability if launching and gpus else named,
+        here=launching and not reach.contained,
     )  # fmt: skip
     world = _ranks(deployment, file.document)
     nodes = start.nodes or intent.nodes
@@ -354,12 +361,24 @@ def _intent(start: EngineStart, file: _File | None, version: str, target: Target
     return intent.fitted(target.spec.max_position_embeddings)
 
 
+def _refuse_own(start: EngineStart, schema: Schema) -> None:
+    """Raises UsageError for what stands after `--` and is decided by an option of this command."""
+    for item in parse_passed(schema, start.passed)[0]:
+        own = OWN_OPTIONS.get(item.option.name)
+        if own is not None:
+            raise UsageError(f"{item.flag} is not used after --: {own} decides it", f"pass {own} before --")
+        if item.option.name in start.sizes():
+            raise UsageError(f"{item.flag} is given before -- and after it", "give it once")
+
+
 def _command(start: EngineStart, intent: Intent, target: Target, file: _File, role: str | None) -> Command:
+    schema = schema_for(intent.version)
+    _refuse_own(start, schema)
     passed = list(start.passed)
     passed += ["--served_model_name", start.served_model_name] if start.served_model_name else []
     passed += ["--server_role", role.upper()] if role else []
     given = Given(start.host, start.port, file.path, start.sizes(), passed)
-    return build_command(intent, target.spec, schema_for(intent.version), file.document, given)
+    return build_command(intent, target.spec, schema, file.document, given)
 
 
 def _request_problems(

@@ -1,0 +1,317 @@
+"""Faults of Eagle3 heads, one by tensor, key and position, made from a clean head's config and tensors.
+
+A fault knows the codes by which it may be named and the least severity that it deserves. What no file can show (two
+tensors of one shape exchanged, a map that is off by one but still rises) is no fault here: only drafting shows it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+Config = dict[str, Any]
+Tensors = dict[str, torch.Tensor]
+Change = Callable[[Config, Tensors], None]
+MAPS = ("d2t", "t2d")
+SHAPE = ("TS-HEAD-TENSOR-SHAPE", "TS-HEAD-SHAPE", "TS-HEAD-FC-WIDTH", "TS-HEAD-DRAFT-VOCAB")
+MAP = ("TS-HEAD-D2T-VALUES", "TS-HEAD-D2T-ZERO", "TS-HEAD-T2D-VALUES", "TS-HEAD-MAP-DTYPE", "TS-HEAD-TENSOR-SHAPE")
+ROPE = ("TS-HEAD-ROPE-TWICE", "TS-HEAD-ROPE-VALUES", "TS-HEAD-ROPE-THETA", "TS-HEAD-ROPE-MLA", "TS-PAIR-ROPE")
+LAYERS = ("TS-HEAD-LAYER-ORDER", "TS-HEAD-LAYER-IDS", "TS-HEAD-FC-WIDTH", "TS-PAIR-LAYER-RANGE")
+REFUSED = "a message"  # in place of a code: the file cannot be read as what it says it is
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: str
+    what: str
+    change: Change
+    codes: tuple[str, ...]
+    severity: str = "error"
+
+
+def places(config: Config, key: str) -> list[Config]:
+    """The mappings of config.json in which a key stands."""
+    inner = [config.get(name) or {} for name in ("transformer_layer_config", "eagle_config")]
+    return [place for place in (config, *inner) if key in place]
+
+
+def layer_config(config: Config) -> Config:
+    return config.get("transformer_layer_config") or config
+
+
+def faults(config: Config, tensors: Tensors) -> Iterator[Fault]:
+    """Every fault of a head, in an order that does not change."""
+    yield from _absent(config, tensors)
+    yield from _values(tensors)
+    yield from _shapes(tensors)
+    yield from _maps(config, tensors)
+    yield from _sizes(config, tensors)
+    yield from _words(config, tensors)
+    yield from _rope(config)
+    yield from _layers(config)
+    yield from _names(config, tensors)
+
+
+def _set(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    return lambda config, tensors: tensors.update({name: make(tensors[name]).contiguous()})
+
+
+def _absent(config: Config, tensors: Tensors) -> Iterator[Fault]:
+    pruned = "d2t" in tensors and len(tensors["d2t"]) < layer_config(config)["vocab_size"]
+    for name in tensors:
+        codes: tuple[str, ...] = ("TS-HEAD-TENSOR-MISSING",)
+        if name in ("embed_tokens.weight", "t2d") or (name in ("d2t", "lm_head.weight") and not pruned):
+            continue  # borrowed or rebuilt
+        if name in ("d2t", "lm_head.weight"):
+            codes = ("TS-HEAD-D2T-MISSING", "TS-HEAD-LM-HEAD")
+        if name.startswith("fc_norm"):
+            codes = ("TS-HEAD-FC-NORM", "TS-HEAD-FC-WIDTH")
+        yield Fault("tensor absent", name, lambda config, tensors, name=name: tensors.__delitem__(name), codes)
+
+
+def _values(tensors: Tensors) -> Iterator[Fault]:
+    for name in (name for name in tensors if name not in MAPS):
+        zero = ("TS-PAIR-EMBED-RANDOM",) if name.startswith("embed") else ("TS-HEAD-ZERO",)
+        yield Fault("tensor of zeros", name, _set(name, torch.zeros_like), zero)
+        last = tensors[name].numel() - 1
+        bad = (torch.nan, torch.inf, -torch.inf)
+        for position, value in zip((0, last // 2, last), bad, strict=True):
+
+            def put(tensor: torch.Tensor, position: int = position, value: float = value) -> torch.Tensor:
+                tensor = tensor.clone()
+                tensor.view(-1)[position] = value
+                return tensor
+
+            yield Fault("NaN or infinity", f"{name} at {position}", _set(name, put), ("TS-HEAD-NOT-FINITE",))
+        for dtype in (torch.float64, torch.float8_e4m3fn, torch.int32):
+            to = _set(name, lambda tensor, dtype=dtype: tensor.to(dtype))
+            yield Fault("not stored as a float", f"{name} as {dtype}", to, ("TS-HEAD-DTYPE",))
+
+
+def _shapes(tensors: Tensors) -> Iterator[Fault]:
+    for name in (name for name in tensors if name not in MAPS):
+        rows = tensors[name].shape[0]
+        changes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "one row less": lambda tensor: tensor[:-1],
+            "one row more": lambda tensor: torch.cat((tensor, tensor[:1])),
+            "half the rows": lambda tensor, rows=rows: tensor[: rows // 2],
+            "one dimension more": lambda tensor: tensor[None],
+            "empty": lambda tensor: tensor[:0],
+        }
+        if tensors[name].dim() == 2:
+            changes |= {
+                "one column less": lambda tensor: tensor[:, :-1],
+                "one column more": lambda tensor: torch.cat((tensor, tensor[:, :1]), 1),
+                "half the columns": lambda tensor: tensor[:, : tensor.shape[1] // 2],
+                "flat": lambda tensor: tensor.reshape(-1),
+            }
+            if tensors[name].shape[0] != tensors[name].shape[1]:
+                changes["transposed"] = lambda tensor: tensor.T
+        for what, change in changes.items():
+            yield Fault("tensor of another shape", f"{name}: {what}", _set(name, change), SHAPE)
+
+
+def _at(position: int, change: Callable[[torch.Tensor, int], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.clone()
+        tensor[position] = change(tensor, position)
+        return tensor
+
+    return changed
+
+
+def _maps(config: Config, tensors: Tensors) -> Iterator[Fault]:
+    vocabulary = layer_config(config)["vocab_size"]
+    for name in (name for name in MAPS if name in tensors):
+        size = len(tensors[name])
+        flat: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "one entry less": lambda tensor: tensor[:-1],
+            "one entry more": lambda tensor: torch.cat((tensor, tensor[-1:])),
+            "of floats": lambda tensor: tensor.float(),
+            "in two dimensions": lambda tensor: tensor[None],
+        }
+        for position in (0, size // 2, size - 1):
+            if name == "t2d":
+                flat[f"flipped at {position}"] = _at(position, lambda tensor, i: ~tensor[i])
+                continue
+            flat[f"beyond the vocabulary at {position}"] = _at(position, lambda tensor, i: vocabulary - i)
+            flat[f"negative at {position}"] = _at(position, lambda tensor, i: -i - 1)
+            other = position - 1 if position else 1
+            flat[f"twice the same at {position}"] = _at(position, lambda tensor, i, j=other: tensor[j] + j - i)
+        if name == "d2t":
+            flat["reversed"] = lambda tensor: (tensor + torch.arange(len(tensor))).flip(0) - torch.arange(len(tensor))
+            flat["target ids, not offsets"] = lambda tensor: tensor + torch.arange(len(tensor))
+            flat["below the vocabulary"] = lambda tensor: tensor - vocabulary
+            if size < vocabulary:
+                flat["nothing but zeros"] = torch.zeros_like
+        for what, change in flat.items():
+            yield Fault("vocabulary map", f"{name}: {what}", _set(name, change), MAP)
+
+
+def _key(key: str, value: Any) -> Change:
+    """Another value wherever the key stands (at the top, where it stands nowhere)."""
+
+    def change(config: Config, tensors: Tensors) -> None:
+        for place in places(config, key) or [config]:
+            place[key] = value
+
+    return change
+
+
+def _sizes(config: Config, tensors: Tensors) -> Iterator[Fault]:
+    layer = layer_config(config)
+    mla = "kv_lora_rank" in layer
+    keys = ["hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"]
+    keys += ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"] if mla else []
+    keys += [] if mla else ["num_key_value_heads", "head_dim"]
+    for key in keys:
+        for value in (2 * layer[key], layer[key] + 1, max(layer[key] // 2, 1)):
+            codes = (
+                (*SHAPE, "TS-PAIR-VOCAB", "TS-HEAD-D2T-MISSING", "TS-HEAD-LM-HEAD") if key == "vocab_size" else SHAPE
+            )
+            yield Fault("size in config.json", f"{key}: {value}", _key(key, value), codes)
+    if "d2t" in tensors and len(tensors["d2t"]) < layer["vocab_size"]:
+        for value in (len(tensors["d2t"]) * 2, len(tensors["d2t"]) + 1, None):
+            yield Fault("size in config.json", f"draft_vocab_size: {value}", _key("draft_vocab_size", value), SHAPE)
+    states = tensors["fc.weight"].shape[1] // layer["hidden_size"]
+    for key, value in (("target_hidden_size", layer["hidden_size"] // 2), ("num_aux_hidden_states", states + 1)):
+        codes = (*SHAPE, "TS-PAIR-WIDTH")
+        yield Fault("size in config.json", f"{key}: {value}", _key(key, value), codes)
+    null = ("TS-HEAD-TARGET-HIDDEN-NULL",)
+    yield Fault("size in config.json", "target_hidden_size: null", _key("target_hidden_size", None), null)
+    yield Fault("size in config.json", "num_hidden_layers: 2", _key("num_hidden_layers", 2), ("TS-HEAD-LAYERS",))
+    for value in (0.1, -1.0):
+        yield Fault("size in config.json", f"rms_norm_eps: {value}", _key("rms_norm_eps", value), ("TS-HEAD-EPSILON",))
+
+
+def _words(config: Config, tensors: Tensors) -> Iterator[Fault]:
+    layer = layer_config(config)
+    other = {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}
+    if "kv_lora_rank" not in layer:
+        other = {"model_type": "kimi_k2", "architectures": ["Eagle3DeepseekV2ForCausalLM"]}
+    for key, name in other.items():
+        for value in (name, None, "NoSuchClass" if key == "model_type" else ["NoSuchClass"]):
+            if key in config or value == name:
+                yield Fault("class in config.json", f"{key}: {value}", _key(key, value), ("TS-HEAD-CLASS",))
+    for value in ("gelu", "relu", "gelu_pytorch_tanh"):
+        codes = ("TS-HEAD-ACTIVATION",)
+        yield Fault("word in config.json", f"hidden_act: {value}", _key("hidden_act", value), codes)
+    for key in ("attention_bias", "mlp_bias"):
+        yield Fault("word in config.json", f"{key}: true", _key(key, True), ("TS-HEAD-BIAS",))
+    yield Fault("word in config.json", "tied", _key("tie_word_embeddings", True), ("TS-HEAD-TIED",))
+    aux = {**(config.get("eagle_config") or {}), "use_aux_hidden_state": False}
+    yield Fault("word in config.json", "use_aux_hidden_state", _key("eagle_config", aux), ("TS-HEAD-AUX-OFF",))
+    quantized = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    codes = ("TS-HEAD-QUANT-CONFIG",)
+    yield Fault("word in config.json", "quantization_config", _key("quantization_config", quantized), codes)
+    for value in ("float16", None):
+        codes = ("TS-HEAD-TORCH-DTYPE",)
+        yield Fault("word in config.json", f"torch_dtype: {value}", _key("torch_dtype", value), codes, "warning")
+    normed = any(name.startswith("fc_norm") for name in tensors)
+    yield Fault("norm in config.json", "fc_norm flipped", _key("fc_norm", not normed), ("TS-HEAD-FC-NORM",))
+    flipped = not config.get("norm_output")
+    codes = ("TS-HEAD-NORM-OUTPUT",)
+    yield Fault("norm in config.json", f"norm_output: {flipped}", _key("norm_output", flipped), codes, "warning")
+    yield Fault("norm in config.json", "norm_before_fc", _key("norm_before_fc", True), ("TS-HEAD-FC-NORM",))
+    codes = ("TS-HEAD-NORM-RESIDUAL",)
+    yield Fault("norm in config.json", "norm_before_residual", _key("norm_before_residual", True), codes)
+
+
+def _rope(config: Config) -> Iterator[Fault]:
+    layer = layer_config(config)
+    yarn = bool(layer.get("rope_scaling"))
+
+    def within(place: str, **values: Any) -> Change:
+        def change(config: Config, tensors: Tensors) -> None:
+            inner = layer_config(config)
+            inner[place] = (inner.get(place) or {}) | values
+
+        return change
+
+    def everywhere(**values: Any) -> Change:
+        def change(config: Config, tensors: Tensors) -> None:
+            inner = layer_config(config)
+            for place in ("rope_scaling", "rope_parameters"):
+                if inner.get(place):
+                    inner[place] |= values
+            inner |= {key: value for key, value in values.items() if key == "rope_theta"}
+
+        return change
+
+    theta = layer["rope_theta"]
+    yield Fault("rope told twice", "theta", within("rope_parameters", rope_theta=5 * theta), ROPE)
+    yield Fault("rope told twice", "theta at the top", lambda c, t: layer_config(c).update(rope_theta=5 * theta), ROPE)
+    if yarn:
+        for key, value in (("factor", 8.0), ("original_max_position_embeddings", 1024), ("beta_fast", 8.0),
+                           ("mscale_all_dim", 0.5), ("mscale", 2.0), ("rope_type", "default")):  # fmt: skip
+            yield Fault("rope told twice", key, within("rope_parameters", **{key: value}), ROPE)
+        for key, value in (("factor", 8.0), ("original_max_position_embeddings", 1024), ("rope_theta", 5 * theta)):
+            yield Fault("rope not the target's", key, everywhere(**{key: value}), ROPE, "warning")
+        yield Fault("rope without sense", "factor", everywhere(factor=0.5), ROPE)
+        yield Fault("rope without sense", "beta_fast", everywhere(beta_fast=0.1), ROPE)
+
+        def plain(config: Config, tensors: Tensors) -> None:
+            inner = layer_config(config)
+            inner["rope_scaling"] = None
+            inner["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+
+        yield Fault("rope without sense", "an MLA head without YaRN", plain, ROPE)
+    else:
+        stretch = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+        yield Fault("rope told twice", "type", within("rope_scaling", **stretch), ROPE)
+    yield Fault("rope without sense", "theta below one", everywhere(rope_theta=0.5), ROPE)
+    yield Fault("rope without sense", "negative theta", everywhere(rope_theta=-1e4), ROPE)
+
+
+def _layers(config: Config) -> Iterator[Fault]:
+    stored = places(config, IDS)
+    if not stored:
+        return
+    ids = list(stored[0][IDS])
+    for position in range(len(ids)):
+        beyond = [*ids[:position], 99, *ids[position + 1 :]]
+        yield Fault("layer ids", f"{beyond}", _key(IDS, beyond), LAYERS)
+        negative = [*ids[:position], -5, *ids[position + 1 :]]
+        yield Fault("layer ids", f"{negative}", _key(IDS, negative), LAYERS)
+        twice = [*ids[:position], ids[position - 1], *ids[position + 1 :]]
+        yield Fault("layer ids", f"{twice}", _key(IDS, twice), LAYERS)
+        less = ids[:position] + ids[position + 1 :]
+        yield Fault("layer ids", f"{less}", _key(IDS, less), LAYERS)
+    yield Fault("layer ids", f"{ids[::-1]}", _key(IDS, ids[::-1]), LAYERS)
+    yield Fault("layer ids", f"{[*ids, 6]}", _key(IDS, [*ids, 6]), LAYERS)
+
+
+def _names(config: Config, tensors: Tensors) -> Iterator[Fault]:
+    layer = next(name for name in tensors if name.endswith("hidden_norm.weight")).removesuffix("hidden_norm.weight")
+    first = "q_a_proj" if f"{layer}self_attn.q_a_proj.weight" in tensors else "q_proj"
+    width = tensors["fc.weight"].shape[0]
+
+    def prefix(config: Config, tensors: Tensors) -> None:
+        for name in list(tensors):
+            tensors[f"model.{name}"] = tensors.pop(name)
+
+    def add(name: str, *shape: int) -> Change:
+        return lambda config, tensors: tensors.update({name: torch.ones(*shape, dtype=torch.bfloat16)})
+
+    yield Fault("tensor names", "model. in front", prefix, ("TS-HEAD-MODEL-PREFIX",))
+    for part in (f"self_attn.{first}", "self_attn.o_proj", "mlp.up_proj"):
+        yield Fault("tensor names", f"{part}.bias", add(f"{layer}{part}.bias", width), ("TS-HEAD-BIAS",))
+    yield Fault("tensor names", "fc.bias", add("fc.bias", width), ("TS-HEAD-BIAS",))
+    for part in ("q_norm", "k_norm"):
+        yield Fault("tensor names", part, add(f"{layer}self_attn.{part}.weight", 16), ("TS-HEAD-QK-NORM",))
+    more = add("layers.1.mlp.up_proj.weight", 2 * width, width)
+    yield Fault("tensor names", "a second layer", more, ("TS-HEAD-LAYERS",))
+    codes = ("TS-HEAD-TENSOR-UNKNOWN",)
+    yield Fault("tensor names", "one that nobody reads", add("midway.weight", 4, 4), codes, "warning")
+
+
+def changed(fault: Fault, config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    """The head with the fault; what was given stays as it is."""
+    config, tensors = copy.deepcopy(config), dict(tensors)
+    fault.change(config, tensors)
+    return config, tensors

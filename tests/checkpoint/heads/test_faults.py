@@ -1,0 +1,220 @@
+"""Every fault that a head's files can show is found and named alone, and whoever would use the head refuses it.
+
+TRTSPEC_SEED chooses another slice for the default test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import struct
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoint.heads.faults import REFUSED, Fault, changed, faults
+from tests.command_line import inspected
+from tests.heads.convert.foreign_heads import DIALECTS, expressible, write_head
+from tests.tiny import make_target
+from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.heads.values import value_problems
+from trtspec.checkpoint.hub import resolve
+from trtspec.errors import Problem, TrtspecError
+from trtspec.heads.convert.conversion import Options, convert_head
+from trtspec.heads.convert.rules import CURED, DEPENDS
+from trtspec.heads.training.run import initial_tensors
+from trtspec.models.head_weights import load_head
+from trtspec.models.weights import load_target
+
+KINDS = (("mha", "3", 128), ("mha", "3.1", None), ("mla", "3", None), ("mla", "3.1", 128))
+HEADS = [(dialect, *kind) for dialect in DIALECTS for kind in KINDS if expressible(dialect, kind[0], kind[1])]
+RANK = {"info": 0, "warning": 1, "error": 2}
+MENDED = CURED | DEPENDS | {"TS-HEAD-TIED", "TS-HEAD-D2T-MISSING"}  # by convert, from what the head itself holds
+# what a clean head of a kind has above info: TensorRT-LLM's own layout, and its loader
+CLEAN = {("modelopt", "mla", 128): {"TS-HEAD-PRUNED-MLA"}}
+SOME = 140
+
+
+class Judge:
+    """Gives one head after the other a fault and asks inspect, convert, train --init and the reference engine."""
+
+    def __init__(self, room: Path) -> None:
+        self.room = room
+        self.target = make_target(room / "target", layers=8)
+        self.model = load_target(self.target, dtype=torch.float32)
+        self.heads: dict[tuple[Any, ...], tuple[dict[str, Any], dict[str, torch.Tensor]]] = {}
+        self.seen: Counter[str] = Counter()
+        self.found: Counter[str] = Counter()
+        self.missed: defaultdict[str, list[str]] = defaultdict(list)
+        self.noise: list[str] = []
+        self.accepted: list[str] = []
+        self.refusals: Counter[str] = Counter()
+        self.mended = 0
+
+    def clean(self, head: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        if head not in self.heads:
+            dialect, attention, eagle, vocab = head
+            path = self.room / "-".join(map(str, head))
+            write_head(path, self.target, dialect, attention=attention, eagle=eagle, draft_vocab=vocab)
+            self.heads[head] = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+        return self.heads[head]
+
+    def all(self) -> list[tuple[tuple[Any, ...], Fault]]:
+        return [(head, fault) for head in HEADS for fault in faults(*self.clean(head))]
+
+    def judge(self, head: tuple[Any, ...], fault: Fault) -> None:
+        config, tensors = changed(fault, *self.clean(head))
+        path = self.room / "faulty"
+        path.mkdir(exist_ok=True)
+        (path / "config.json").write_text(json.dumps(config))
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+        self.ask(path, "-".join(map(str, head)), fault, CLEAN.get((head[0], head[1], head[3]), set()))
+
+    def ask(self, path: Path, head: str, fault: Fault, usual: set[str]) -> None:
+        self.seen[fault.kind] += 1
+        name = f"{head}: {fault.kind}, {fault.what}"
+        problems = self.inspected(path)
+        right = [one for one in problems if one.code in fault.codes and RANK[one.severity] >= RANK[fault.severity]]
+        if right or (problems and problems[0].code == REFUSED):
+            self.found[fault.kind] += 1
+        else:
+            self.missed[fault.kind].append(f"{name} -> {[one.code for one in problems]}")
+        told = [one for one in problems if one.severity != "info" and one.code not in usual]
+        if len(told) > 1:
+            self.noise.append(f"{name} -> {[(one.code, one.where) for one in told]}")
+        errors = {one.code for one in told if one.severity == "error"}
+        if errors:
+            self.refuse(path, name, errors)
+
+    def inspected(self, path: Path) -> list[Problem]:
+        try:
+            return inspected(str(path), str(self.target), sample=0)["problems"]
+        except TrtspecError as error:
+            return [Problem(REFUSED, "error", str(path), error.message, error.remedy)]
+
+    def refuse(self, path: Path, name: str, errors: set[str]) -> None:
+        """An error is refused by whoever would spend time on the head; convert may mend it instead."""
+        target = resolve(str(self.target))
+        users = {
+            "convert": lambda: convert_head(
+                resolve(str(path)), path.parent / "out", Options("vllm", dry_run=True), target
+            ),
+            "train --init": lambda: initial_tensors(path),
+            "serve --backend reference": lambda: load_head(path, self.model, dtype=torch.float32),
+        }
+        for user, use in users.items():
+            if user == "train --init" and all(code.startswith("TS-PAIR") for code in errors):
+                continue  # it takes neither the embedding nor the layers from the head
+            try:
+                result: Any = use()
+            except TrtspecError:
+                self.refusals[user] += 1
+                continue
+            if user == "convert" and any(one.severity == "error" for one in result.problems):
+                self.refusals[user] += 1
+            elif user == "convert" and errors <= MENDED:
+                self.mended += 1
+            else:
+                self.accepted.append(f"{user} took {name} ({', '.join(sorted(errors))})")
+
+    def report(self) -> str:
+        lines = [f"{sum(self.seen.values())} faults in {len(self.heads)} heads"]
+        for kind, seen in self.seen.items():
+            lines.append(f"{kind:26} {self.found[kind]:5} of {seen:5} found, {100 * self.found[kind] / seen:.1f} %")
+        lines.append(f"refused by {dict(self.refusals)}, mended by convert {self.mended}")
+        lines += [f"missed: {one}" for kind in self.missed for one in self.missed[kind][:8]]
+        lines += [f"more than one finding ({len(self.noise)}): {one}" for one in self.noise[:40]]
+        lines += [f"accepted ({len(self.accepted)}): {one}" for one in self.accepted[:20]]
+        return "\n".join(lines)
+
+    @property
+    def perfect(self) -> bool:
+        return not (any(self.missed.values()) or self.noise or self.accepted)
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    """In memory where there is some: thousands of small files."""
+    with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as directory:
+        yield Judge(Path(directory))
+
+
+def test_some_faults_are_found_alone_and_refused(judge: Judge) -> None:
+    chosen = random.Random(int(os.environ.get("TRTSPEC_SEED", "7"))).sample(judge.all(), SOME)
+    for head, fault in chosen:
+        judge.judge(head, fault)
+    assert judge.perfect, judge.report()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_fault_is_found_alone_and_refused(judge: Judge) -> None:
+    for head, fault in judge.all():
+        judge.judge(head, fault)
+    print(f"\n{judge.report()}")
+    assert judge.perfect, judge.report()
+
+
+def headers(path: Path) -> Iterator[Fault]:
+    """Headers that lie about where tensors stand; the bytes behind them are untouched."""
+    data = (path / "model.safetensors").read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    names = [name for name in header if name != "__metadata__"]
+    offsets = {name: header[name]["data_offsets"] for name in names}
+    order = sorted(names, key=lambda name: offsets[name][0])
+
+    def write(name: str, begin: int, end: int) -> None:
+        lying = header | {name: header[name] | {"data_offsets": [begin, end]}}
+        text = json.dumps(lying).encode()
+        (path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+    for before, name in zip(order, order[1:], strict=False):
+        begin, end = offsets[name]
+        for what, first in (("over its neighbour", offsets[before][0]), ("two bytes early", begin - 2),
+                            ("beyond the file", begin + len(data)), ("before the data", -8)):  # fmt: skip
+            yield Fault("offsets in the header", f"{name} {what}",
+                        lambda c, t, name=name, first=first, size=end - begin: write(name, first, first + size),
+                        (REFUSED,))  # fmt: skip
+        yield Fault("offsets in the header", f"{name} too short",
+                    lambda c, t, name=name, begin=begin, end=end: write(name, begin, end - 2), (REFUSED,))  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", ["mha", "mla"])
+def test_offsets_that_lie_are_refused(judge: Judge, attention: str) -> None:
+    path = write_head(judge.room / f"offsets-{attention}", judge.target, "modelopt", attention=attention)
+    for fault in list(headers(path)):
+        fault.change({}, {})
+        judge.ask(path, attention, fault, set())
+        with pytest.raises(TrtspecError):
+            load_head(path, judge.model)
+    assert not judge.missed["offsets in the header"], judge.report()
+
+
+def test_one_flipped_bit_of_a_converted_head_is_found(judge: Judge) -> None:
+    """In every tensor, maps included, at its first, middle and last byte."""
+    source = write_head(judge.room / "flip", judge.target, "specforge", attention="mha", draft_vocab=128)
+    path = judge.room / "flipped"
+    convert_head(resolve(str(source)), path, Options("torchspec"), resolve(str(judge.target)))
+    assert not [one for one in judge.inspected(path) if one.severity != "info"]
+    data = (path / "model.safetensors").read_bytes()
+    seen = found = 0
+    for name, info in Checkpoint.open(path).tensors.items():
+        for position in (info.begin, (info.begin + info.end) // 2, info.end - 1):
+            bits = bytearray(data)
+            bits[position] ^= 1
+            (path / "model.safetensors").write_bytes(bits)
+            opened = Checkpoint.open(path)
+            problems = value_problems(opened, opened.tensors)
+            seen, found = seen + 1, found + ([one.where for one in problems] == [name])
+    assert (seen, found) == (seen, seen)
+    assert seen >= 3 * 16
+    with pytest.raises(TrtspecError, match="TS-HEAD-"):
+        load_head(path, judge.model)

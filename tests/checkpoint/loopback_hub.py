@@ -1,0 +1,104 @@
+"""A hub on this machine, as far as downloads and ranged reads need one; every byte of an answer is counted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class LoopbackHub(ThreadingHTTPServer):
+    """Serves directories under `org/name`. `ranges` False answers with whole files; `refuses` is the status that every
+    request gets; `token` must come with each. `sent` counts bytes of bodies by file name."""
+
+    def __init__(self, repositories: dict[str, Path]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.repositories = repositories
+        self.ranges, self.refuses, self.token, self.wrong_size = True, 0, "", 0
+        self.sent: dict[str, int] = {}
+        self.lock = threading.Lock()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def sent_of_weights(self) -> int:
+        return sum(count for name, count in self.sent.items() if name.endswith(".safetensors"))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: LoopbackHub
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        hub = self.server
+        if hub.refuses:
+            self.answer(hub.refuses, b"{}", {"X-Error-Code": "GatedRepo"} if hub.refuses == 403 else {})
+        elif hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
+            self.answer(401, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif found := re.match(r"/api/models/([^/]+/[^/?]+)(/revision/[^/?]+)?(/tree/[^/?]+)?", self.path):
+            self.listing(found[1], tree=bool(found[3]))
+        elif found := re.match(r"/([^/]+/[^/]+)/resolve/[^/]+/([^?]+)", self.path):
+            self.file(found[1], found[2])
+        else:
+            self.answer(404, b"{}")
+
+    def listing(self, name: str, tree: bool) -> None:
+        if name not in self.server.repositories:
+            self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+            return
+        files = sorted(path for path in self.server.repositories[name].iterdir() if path.is_file())
+        if tree:
+            entries = [{"type": "file", "path": path.name, "size": path.stat().st_size, "oid": "0"} for path in files]
+            self.answer(200, json.dumps(entries).encode())
+            return
+        extra = self.server.wrong_size
+        siblings = [{"rfilename": path.name, "size": path.stat().st_size + extra, "blobId": "0"} for path in files]
+        body = {"_id": "0", "id": name, "modelId": name, "sha": COMMIT, "private": False, "tags": [], "downloads": 0}
+        self.answer(200, json.dumps(body | {"likes": 0, "siblings": siblings}).encode())
+
+    def file(self, name: str, file: str) -> None:
+        path = self.server.repositories.get(name, Path("/nowhere")) / file
+        if not path.is_file():
+            self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
+            return
+        data = path.read_bytes()
+        headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if wanted and self.server.ranges and int(wanted[2]) < len(data):
+            begin, end = int(wanted[1]), int(wanted[2])
+            headers["Content-Range"] = f"bytes {begin}-{end}/{len(data)}"
+            self.answer(206, data[begin : end + 1], headers, path.name)
+        else:
+            self.answer(200, data, headers, path.name)
+
+    def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None, name: str = "") -> None:
+        self.send_response(status)
+        for key, value in {"Content-Type": "application/json", **(headers or {})}.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        sent = 0
+        try:
+            for start in range(0, len(body), 1 << 14):
+                self.wfile.write(body[start : start + (1 << 14)])
+                sent += len(body[start : start + (1 << 14)])
+        except OSError:  # the client has seen enough
+            self.close_connection = True
+        if name:
+            with self.server.lock:
+                self.server.sent[name] = self.server.sent.get(name, 0) + sent

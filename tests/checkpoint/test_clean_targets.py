@@ -1,0 +1,125 @@
+"""Checkpoints as they are published have no finding above info: none that a user would have to learn to ignore."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.tiny import make_target, write_json, write_shards
+from tests.tiny_formats import hf_quant_config
+from trtspec.checkpoint.describe import describe
+from trtspec.checkpoint.hub import catalogue, resolve
+from trtspec.checkpoint.target_problems import require_target
+from trtspec.data_files import kimi_nano_dir, load_yaml
+from trtspec.quant.policy import load_policy
+from trtspec.quant.streaming import quantize_checkpoint
+
+SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size", "moe_intermediate_size",
+    "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "vocab_size", "bos_token_id", "eos_token_id",
+    "pad_token_id",
+)  # fmt: skip
+POLICIES = load_yaml("policies.yaml")["policies"]
+
+
+def scaled_down(config: dict[str, Any], tiny: dict[str, Any]) -> dict[str, Any]:
+    """A published config.json with the sizes of a tiny model, every other word as published."""
+    result = copy.deepcopy(config)
+    small = tiny.get("text_config", tiny)
+    text = result.get("text_config", result)
+    text |= {key: small[key] for key in SIZES}
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if "text_config" in result and key in result:
+            result[key] = small[key]
+    if "vision_config" in result:
+        result["vision_config"] |= {"text_hidden_size": small["hidden_size"], "vt_num_hidden_layers": 1}
+    return result
+
+
+def publish(name: str, directory: Path, shards: int, vision: bool) -> Path:
+    """A small checkpoint in the words and the layout of the published one."""
+    entry = catalogue()["targets"][name]
+    nested = "text_config" in entry["config"]
+    plain = make_target(directory.parent / "plain", nested=nested, layers=3, shards=1, vision=vision and nested)
+    path = make_target(
+        directory, format=entry["format"], nested=nested, layers=3, shards=1, vision=vision and nested
+    )  # fmt: skip
+    tensors, bf16 = load_file(path / "model.safetensors"), load_file(plain / "model.safetensors")
+    config = scaled_down(entry["config"], json.loads((path / "config.json").read_text()))
+    block = config.get("quantization_config", {})
+    if "hf_quant_config.json" in [file.name for file in path.iterdir()]:
+        unpack_excluded(tensors, bf16, block["ignore"])
+        block.setdefault("producer", {"name": "modelopt", "version": "0.41.0"})
+        write_json(path / "hf_quant_config.json", hf_quant_config(block))
+    (path / "model.safetensors").unlink()
+    write_shards(path, tensors, shards)
+    write_json(path / "config.json", config)
+    for value in {**config.get("auto_map", {}), **config.get("text_config", {}).get("auto_map", {})}.values():
+        (path / f"{value.split('.')[0]}.py").write_text("# remote code\n")
+    return path
+
+
+def unpack_excluded(tensors: dict[str, Any], bf16: dict[str, Any], ignore: list[str]) -> None:
+    from fnmatch import fnmatchcase
+
+    for name in [name for name in tensors if name.endswith(".weight_scale_2")]:
+        module = name.removesuffix(".weight_scale_2")
+        if any(fnmatchcase(module, pattern) for pattern in ignore):
+            for suffix in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
+                tensors.pop(f"{module}.{suffix}")
+            tensors[f"{module}.weight"] = bf16[f"{module}.weight"]
+
+
+def above_info(path: Path, sample: int | None = 0) -> list[str]:
+    found = describe(resolve(str(path)), sample=sample)["problems"]
+    return [f"{problem.code} {problem.where} {problem.message}" for problem in found if problem.severity != "info"]
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("name", catalogue()["targets"])
+def test_published_targets(tmp_path: Path, name: str, shards: int) -> None:
+    path = publish(name, tmp_path / "it", shards, vision=shards == 3)
+    assert not above_info(path)
+    require_target(path)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("vision", [True, False])
+def test_bf16(tmp_path: Path, nested: bool, vision: bool) -> None:
+    assert not above_info(make_target(tmp_path, nested=nested, vision=vision and nested, layers=3))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("format", ["bf16", "int4", "fp8-block"])
+def test_our_own(tmp_path: Path, policy: str, format: str) -> None:
+    source = make_target(tmp_path / "in", format=format, layers=3, vision=True)
+    quantize_checkpoint(source, tmp_path / "out", load_policy(policy))
+    assert not above_info(tmp_path / "out")
+    assert describe(resolve(str(tmp_path / "out")), hashes=True)["hashes_verified"] == 2
+
+
+def test_without_tokenizer_files_only_that_is_said(tmp_path: Path) -> None:
+    found = above_info(make_target(tmp_path, layers=3, tokenizer=False))
+    assert [one.split()[0] for one in found] == ["TS-TARGET-TOKENIZER", "TS-TARGET-TEMPLATE"]
+
+
+def test_the_shipped_model() -> None:
+    assert not above_info(kimi_nano_dir())
+
+
+def test_shard_names_of_other_widths(tmp_path: Path) -> None:
+    """Kimi-K2-Instruct counts without zeros, Kimi-K2.5 with six digits behind `of`."""
+    path = make_target(tmp_path, layers=3, shards=2)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    for number in (1, 2):
+        old, new = f"model-{number:05d}-of-00002.safetensors", f"model-{number}-of-2.safetensors"
+        (path / old).rename(path / new)
+        index["weight_map"] = {name: new if file == old else file for name, file in index["weight_map"].items()}
+    write_json(path / "model.safetensors.index.json", index)
+    assert not above_info(path)

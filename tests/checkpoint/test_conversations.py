@@ -1,0 +1,268 @@
+"""The one reader of conversations: the same records from every format, every field honoured, named or refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trtspec.checkpoint.conversations import Conversation, read_conversations
+from trtspec.errors import UsageError
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "weather:0", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}
+# JSON's text, and what Python's splitlines would split on, which JSON allows inside a string
+BREAKS = "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e\r\n\ufeff\0"
+
+
+def one(tmp_path: Path, row: Any, name: str = "data.jsonl") -> Conversation:
+    path = tmp_path / name
+    path.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    (found,) = read_conversations(path)
+    return found
+
+
+def plain(found: list[Conversation]) -> list[Conversation]:
+    return [replace(conversation, file="", line=0) for conversation in found]
+
+
+text = st.text(st.characters(codec="utf-8") | st.sampled_from(BREAKS), max_size=20)
+question = text.filter(lambda value: bool(value.strip()))
+message = st.one_of(
+    st.builds(lambda content: {"role": "user", "content": content}, text),
+    st.builds(lambda content: {"role": "system", "content": content}, text),
+    st.builds(lambda content: {"role": "tool", "content": content, "tool_call_id": "weather:0"}, text),
+    st.builds(
+        lambda content, reasoning, call: {"role": "assistant", "content": content}
+        | ({"reasoning_content": reasoning} if reasoning else {})
+        | ({"tool_calls": [CALL]} if call else {}),
+        text, text, st.booleans(),
+    ),
+)  # fmt: skip
+chat_row = st.fixed_dictionaries(
+    {"messages": st.lists(message, min_size=1, max_size=4)},
+    optional={"tools": st.just([TOOL]), "category": question, "id": question, "finish_reason": st.just("length")},
+)
+any_row = st.one_of(
+    chat_row,
+    st.fixed_dictionaries({"prompt": question, "completion": text}),
+    st.fixed_dictionaries({"text": text}),
+    st.fixed_dictionaries({"turns": st.lists(question, min_size=1, max_size=3)}),
+)
+
+
+def sharegpt(row: dict[str, Any]) -> dict[str, Any]:
+    """The same row in ShareGPT's words."""
+    if "messages" not in row:
+        return row
+    names = {"user": "human", "assistant": "gpt", "system": "system", "tool": "observation"}
+    turns = [
+        {"from": names[item["role"]], "value": item["content"]}
+        | {key: value for key, value in item.items() if key not in ("role", "content")}
+        for item in row["messages"]
+    ]
+    return {**{key: value for key, value in row.items() if key != "messages"}, "conversations": turns}
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.lists(any_row, min_size=1, max_size=4), ascii_only=st.booleans())
+def test_every_format_gives_the_same_records(tmp_path: Path, rows: list[dict[str, Any]], ascii_only: bool) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    def lines(of: list[Any], end: str = "\n") -> bytes:
+        return "".join(json.dumps(row, ensure_ascii=ascii_only) + end for row in of).encode()
+
+    files = {
+        "plain.jsonl": lines(rows),
+        "windows.jsonl": b"\xef\xbb\xbf" + lines(rows, "\r\n"),
+        "blank.ndjson": b"\n \n" + lines(rows, "\n\n"),
+        "array.json": json.dumps(rows, ensure_ascii=ascii_only, indent=1).encode(),
+        "lines.json": lines(rows),
+        "sharegpt.jsonl": lines([sharegpt(row) for row in rows]),
+        "packed.jsonl.gz": gzip.compress(lines(rows)),
+        "packed.json.gz": gzip.compress(json.dumps(rows).encode()),
+        "packed.jsonl.zst": pyarrow.compress(lines(rows), "zstd", asbytes=True),
+    }
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    columns = [row | ({"tools": json.dumps(row["tools"])} if "tools" in row else {}) for row in rows]
+    keys = {key: None for row in columns for key in row}
+    table = pyarrow.Table.from_pylist([keys | row for row in columns])
+    parquet.write_table(table, tmp_path / "columns.parquet")
+    want = plain(list(read_conversations(tmp_path / "plain.jsonl")))
+    assert len(want) == len(rows)
+    for name in (*files, "columns.parquet"):
+        assert plain(list(read_conversations(tmp_path / name))) == want, name
+
+
+def test_a_line_ends_at_a_line_feed_only(tmp_path):
+    """str.splitlines cuts at ten characters more, and a JSON string may hold nine of them as they are."""
+    path = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"one{character}two", "completion": "x"} for character in "\u2028\u2029\x85\x0b\x1c\r"]
+    path.write_bytes("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    found = list(read_conversations(path))
+    assert [item.text for item in found] == [row["prompt"] for row in rows]
+    assert [item.line for item in found] == list(range(1, 7))
+
+
+USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"prompt": "q"}, [USER]),
+        ({"prompt": "q", "response": "a"}, [USER, ANSWER]),
+        ({"question": "q", "answer": "a"}, [USER, ANSWER]),
+        ({"instruction": "q", "input": "", "output": "a"}, [USER, ANSWER]),
+        ({"instruction": "q", "input": "more", "output": "a"}, [{"role": "user", "content": "q\n\nmore"}, ANSWER]),
+        ({"instruction": "q", "context": "more", "response": "a"}, [{"role": "user", "content": "q\n\nmore"}, ANSWER]),
+        ({"prompt": [USER], "completion": [ANSWER]}, [USER, ANSWER]),
+        ({"system_prompt": "s", "question": "q", "response": "a"}, [{"role": "system", "content": "s"}, USER, ANSWER]),
+        ({"prompt": "q", "prompt_id": "7", "messages": [USER, ANSWER]}, [USER, ANSWER]),
+        ({"conversation": [USER, ANSWER]}, [USER, ANSWER]),
+        ({"conversations": [USER], "messages": [USER]}, [USER]),
+        ({"turns": ["q", "q"]}, [USER, USER]),
+        ({"messages": [{"role": "developer", "content": "s"}, USER]}, [{"role": "system", "content": "s"}, USER]),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}]}, [USER]),
+        ({"messages": [USER, {**ANSWER, "reasoning": "r"}]}, [USER, {**ANSWER, "reasoning_content": "r"}]),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": json.dumps([CALL])}]},
+         [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]),
+        ({"messages": [{**USER, "weight": 1, "name": None}]}, [USER]),
+    ],
+)  # fmt: skip
+def test_pairs_and_namings(tmp_path, capsys, row, messages):
+    assert list(one(tmp_path, row).messages) == messages
+    assert "not read" not in capsys.readouterr().err
+
+
+def test_tools_stand_beside_or_in_the_metadata(tmp_path):
+    for row in ({"tools": [TOOL]}, {"tools": json.dumps([TOOL])}, {"metadata": json.dumps({"tools": [TOOL]})}):
+        assert one(tmp_path, {"messages": [USER], **row}).tools == (TOOL,)
+    assert one(tmp_path, {"messages": [USER], "metadata": "a remark"}).tools == ()
+
+
+def test_what_is_not_read_is_named_once_with_counts(tmp_path, capsys):
+    path = tmp_path / "data.jsonl"
+    rows = [{"messages": [{**USER, "mood": "good"}], "score": n, "rejected": None, "tags": []} for n in range(3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "q", "chosen": "a"}]))
+    assert len(list(read_conversations(path))) == 4
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "chosen (1), messages[].mood (3), score (3)" in said
+
+
+BAD = [
+    ({"messages": []}, "an empty one"),
+    ({"messages": [{"role": "alien", "content": "x"}]}, "role 'alien'"),
+    ({"conversations": [{"from": "function_call", "value": "x"}]}, "role 'function_call'"),
+    ({"messages": [{"content": "x"}]}, "role ''"),
+    ({"messages": [{"role": "user"}]}, "without content"),
+    ({"messages": [{"role": "user", "content": 3}]}, "content that is int"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "'image_url'"),
+    ({"messages": [{**USER, "weight": 0}]}, "weight: 0"),
+    ({"messages": [USER], "loss_mask": [0]}, "loss_mask"),
+    ({"messages": [{"role": "assistant", "content": "x", "function_call": {}}]}, "older form"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}, "function.name"),
+    ({"messages": [{**ANSWER, "reasoning": "r", "reasoning_content": "s"}]}, "differ"),
+    ({"messages": [USER], "conversations": [ANSWER]}, "differ"),
+    ({"messages": [{"role": "system", "content": "s"}, USER], "system": "t"}, "another system message"),
+    ({"messages": [USER], "tools": "no JSON"}, "tools that are no list"),
+    ({"messages": [USER], "functions": [{}]}, "older form"),
+    ({"prompt": "q", "completion": "a", "response": "b"}, "several answers"),
+    ({"prompt": [1, 2]}, "token ids"),
+    ({"prompt": "q", "completion": 3}, "completion that is int"),
+    ({"turns": [""]}, "empty or non-text"),
+    ({"text": 3}, "text that is int"),
+    ({"title": "x"}, "has none of"),
+    (3, "neither an object nor a string"),
+]
+
+
+@pytest.mark.parametrize(("row", "says"), BAD)
+def test_a_row_that_is_no_conversation_is_named_by_line(tmp_path, row, says):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"prompt": "fine"}) + "\n\n" + json.dumps(row) + "\n" + json.dumps("fine") + "\n")
+    with pytest.raises(UsageError) as refused:
+        list(read_conversations(path))
+    assert refused.value.code == "TS-DATA-ROW"
+    assert f"{path}:3" in refused.value.message
+    assert says in refused.value.message
+    bad: list[UsageError] = []
+    assert len(list(read_conversations(path, on_bad=bad.append))) == 2
+    assert [error.message for error in bad] == [refused.value.message]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("a.jsonl", b'{"prompt": "x"}\n{"prompt"', "a.jsonl:2 is not JSON"),
+        ("a.jsonl", b'{"prompt": "x"}\n{"prompt": "\xff"}\n', "a.jsonl:2 is not UTF-8"),
+        ("a.jsonl", '{"prompt": "x"}\n'.encode("utf-16"), "a.jsonl:1 is UTF-16"),
+        ("a.jsonl", b'{"prompt": "x", "prompt": "y"}\n', "the key 'prompt' twice"),
+        ("a.jsonl", b'{"prompt": "\\ud800"}\n', "lone surrogate"),
+        ("a.jsonl", b"[" * 100_000, "nested too deeply"),
+        ("a.jsonl", b"\0\0\n", "a.jsonl:1 is not JSON"),
+        ("a.json", b'[{"prompt": "x"},\n\n{"prompt": }]', "a.json:3 is not JSON"),
+        ("a.json", b'[{"prompt": "x"}\n{"prompt": "y"}]', "no comma"),
+        ("a.json", b'[{"prompt": "x"}] x', "more behind the array"),
+        ("a.json", b'[{"prompt": "x"}', "no comma or ]"),
+        ("a.json", b"[" * 100_000, "nested too deeply"),
+        ("a.txt", "x\0y\n".encode("utf-16-le"), "NUL characters"),
+        ("a.txt", b"fine\n\xc3(\n", "a.txt:2 is not UTF-8"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n' * 99)[:-9], "cannot be read"),
+        ("a.jsonl.gz", b"plain", "cannot be read"),
+        ("a.jsonl.zst", b"plain", "cannot be read"),
+        ("a.parquet", b"PAR1", "cannot read"),
+        ("a.csv", b"prompt\nx\n", "unknown kind"),
+    ],
+)
+def test_a_damaged_file_is_named_by_line(tmp_path, name, data, says):
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match=says.replace("[]", r"\[\]")):
+        list(read_conversations(path))
+
+
+def test_what_is_no_file(tmp_path):
+    for path in (tmp_path / "missing.jsonl", tmp_path / "missing.parquet", tmp_path):
+        with pytest.raises(UsageError):
+            list(read_conversations(path))
+
+
+def test_empty_files_hold_nothing(tmp_path):
+    for name, data in (("a.jsonl", b""), ("b.jsonl", b"\xef\xbb\xbf"), ("c.json", b" []\n"), ("d.txt", b"\n \n")):
+        (tmp_path / name).write_bytes(data)
+        assert list(read_conversations(tmp_path / name)) == []
+
+
+def test_a_line_of_50_megabytes(tmp_path):
+    assert len(one(tmp_path, {"text": "x" * 50_000_000}).text) == 50_000_000
+
+
+def test_a_file_is_read_a_line_at_a_time(tmp_path):
+    """The first row comes before the last one is looked at."""
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"prompt": "x"}\n' * 100_000 + b"{broken\n")
+    rows = read_conversations(path)
+    assert next(rows).line == 1
+    rows.close()
+
+
+def test_columns_that_a_row_lacks_are_not_nulls_of_it(tmp_path):
+    """Parquet gives each struct the keys of all; `parameters: null` would reach the prompt through the template."""
+    import pyarrow
+    from pyarrow import parquet
+
+    bare = {"type": "function", "function": {"name": "now"}}
+    full = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}, "strict": True}
+    rows = [{"messages": [USER], "tools": [full]}, {"messages": [USER, ANSWER], "tools": [bare]}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert [item.tools for item in read_conversations(tmp_path / "a.parquet")] == [(full,), (bare,)]

@@ -1,0 +1,291 @@
+"""Every fault of tests/checkpoint/target_faults.py is found: by inspect, and by each command that is about to work.
+
+The detection rate is printed by kind; each is 100 %, except for the changes of `INVISIBLE`, whose reason stands there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.target_faults import KINDS, Draft, Fault, all_faults, make_drafts
+from tests.command_line import trtspec
+from tests.tiny import make_head
+from trtspec.calibrate import calibrate_checkpoint
+from trtspec.checkpoint.hub import resolve
+from trtspec.checkpoint.target_problems import read_target
+from trtspec.checkpoint.target_values import value_problems
+from trtspec.errors import Problem, TrtspecError, UsageError
+from trtspec.heads.convert.conversion import Options, convert_head
+from trtspec.models.stream import LayerStream
+from trtspec.models.weights import load_target
+from trtspec.quant.policy import load_policy
+from trtspec.quant.streaming import quantize_checkpoint
+
+# Without its source or its hashes, an amax of BF16 weights that became another BF16 number is an amax like any other:
+# doubling always gives one, 1.5 half of the time, 1.1 and 0.9 where the eight significant bits are a multiple of ten.
+# Only the linear's partner shows it then, and down_proj has none. `--against` and `--hashes` see each of them.
+INVISIBLE = {"weight_scale_2 x 2.0": 0.5, "weight_scale_2 x 1.5": 0.7, "weight_scale_2 x 1.1": 0.85,
+             "weight_scale_2 x 0.9": 0.85}  # fmt: skip
+# found and named; the files that belong to the checkpoint are whole, or engines read only those
+WARNINGS = {"stray file", "unknown tensor", "context"}
+POLICY = load_policy("k2.6")
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Draft]:
+    return make_drafts(tmp_path_factory.mktemp("drafts"))
+
+
+def spoiled(draft: Draft, fault: Fault, directory: Path) -> Path:
+    copied = draft.copied()
+    fault.spoil(copied)
+    return copied.write(directory)
+
+
+def inspected(path: Path, sample: int | None = None) -> list[Problem]:
+    """What `inspect` reports; what it cannot read at all is one error."""
+    try:
+        target = read_target(path)
+        return target.problems + value_problems(target, sample)
+    except TrtspecError as error:
+        return [Problem(error.code, "error", "", error.message, error.remedy)]
+
+
+class Rates:
+    """Found and all, by kind."""
+
+    def __init__(self) -> None:
+        self.found: Counter[str] = Counter()
+        self.all: Counter[str] = Counter()
+        self.missed: defaultdict[str, list[str]] = defaultdict(list)
+
+    def count(self, kind: str, name: str, found: bool) -> None:
+        self.all[kind] += 1
+        self.found[kind] += found
+        if not found:
+            self.missed[kind].append(name)
+
+    def report(self) -> str:
+        lines = [f"{kind:32} {self.found[kind]:6} of {count:6}" for kind, count in self.all.items()]
+        return "\n".join([*lines, f"{'all':32} {sum(self.found.values()):6} of {sum(self.all.values()):6}"])
+
+    def check(self) -> None:
+        short = {}
+        for kind, names in self.missed.items():
+            least = INVISIBLE.get(kind, 1.0) if self.all[kind] > 20 or kind not in INVISIBLE else 0.0
+            if self.found[kind] < self.all[kind] * least:
+                short[kind] = names[:5]
+        assert not short, f"{self.report()}\n{short}"
+
+
+def is_found(fault: Fault, problems: list[Problem]) -> bool:
+    """By an error, or where that is all that can be said a warning, with a code, a reason and a remedy."""
+    enough = ("error", "warning") if fault.kind in WARNINGS or fault.name == "max_position_embeddings" else ("error",)
+    if fault.name in ("rope_scaling", "quantization_config", "factor"):
+        enough = ("error", "warning")
+    return any(problem.severity in enough and problem.code != "TS-ERROR-FAILED" and problem.message
+               for problem in problems)  # fmt: skip
+
+
+def chosen(faults: Iterator[Fault], every: int) -> list[Fault]:
+    """All of the kinds that are few, one in `every` of the others; at least one of each kind."""
+    by_kind: dict[str, list[Fault]] = {}
+    for fault in faults:
+        by_kind.setdefault(fault.kind, []).append(fault)
+    draw = random.Random(int(os.environ.get("TRTSPEC_SEED", "0")))
+    return [one for same in by_kind.values() for one in draw.sample(same, min(len(same), max(1, len(same) // every)))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clean_drafts_have_no_finding(drafts: dict[str, Draft], kind: str, tmp_path: Path) -> None:
+    for shards in (1, 2):
+        assert not [problem for problem in inspected(drafts[kind].write(tmp_path / "it", shards), 0)]
+
+
+def test_inspect_finds_a_sample_of_all_kinds(drafts: dict[str, Draft], tmp_path: Path) -> None:
+    rates = Rates()
+    for draft in drafts.values():
+        for fault in chosen(all_faults(draft), every=60):
+            rates.count(fault.kind, fault.name, is_found(fault, inspected(spoiled(draft, fault, tmp_path / "it"))))
+    print(f"\n{rates.report()}")
+    rates.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_inspect_finds_every_fault(drafts: dict[str, Draft], kind: str, tmp_path: Path) -> None:
+    rates = Rates()
+    for fault in all_faults(drafts[kind]):
+        problems = inspected(spoiled(drafts[kind], fault, tmp_path / "it"), sample=0)
+        rates.count(fault.kind, fault.name, is_found(fault, problems))
+    print(f"\n{kind}\n{rates.report()}")
+    rates.check()
+
+
+def test_a_finding_names_the_tensor_or_field(drafts: dict[str, Draft], tmp_path: Path) -> None:
+    """Not only that something is wrong."""
+    for draft in drafts.values():
+        for fault in chosen(all_faults(draft), every=100):
+            if fault.kind in ("tensor missing", "shape", "type", "sibling", "extra tensor", "zero scale", "field null"):
+                told = " ".join(
+                    f"{one.where} {one.message}" for one in inspected(spoiled(draft, fault, tmp_path / "it"))
+                )
+                name = fault.name.removesuffix(".weight").removesuffix(".weight_packed")
+                assert name.split("[")[0] in told, (fault, told)
+
+
+class Commands:
+    """Each command that spends time on a target, as a call that must raise; `work` is where it would write."""
+
+    def __init__(self, head: Path, data: Path) -> None:
+        self.head, self.data = head, data
+
+    def calls(self, target: Path, work: Path) -> dict[str, Callable[[], object]]:
+        options = Options(to="sglang", lm_head="target")
+        return {
+            "quantize": lambda: quantize_checkpoint(target, work / "nvfp4", POLICY),
+            "calibrate": lambda: calibrate_checkpoint(target, self.data, work / "scales.safetensors", POLICY),
+            "train by layer streaming": lambda: LayerStream(target).close(),
+            "serve --backend reference": lambda: load_target(target),
+            "convert --target": lambda: convert_head(
+                resolve(str(self.head)), work / "head", options, resolve(str(target))
+            ),
+            "train --dry-run": lambda: self._cli("train", target, self.data, "-o", work / "trained", "--dry-run"),
+            "serve --dry-run": lambda: self._cli("serve", target, "--backend", "reference", "--dry-run"),
+        }
+
+    @staticmethod
+    def _cli(*words: object) -> None:
+        done = trtspec(*words, HF_HUB_OFFLINE="1")
+        assert "unexpected" not in done.stderr.lower(), done.stderr
+        if done.status:
+            raise TrtspecError(done.stderr, "see above")
+
+
+@pytest.fixture(scope="module")
+def commands(drafts: dict[str, Draft], tmp_path_factory: pytest.TempPathFactory) -> Commands:
+    room = tmp_path_factory.mktemp("commands")
+    clean = drafts["bf16 nested"].write(room / "clean")
+    turns = [{"role": "user", "content": "what is red"}, {"role": "assistant", "content": "a colour"}]
+    data = room / "data.jsonl"
+    data.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(4)))
+    return Commands(make_head(room / "head", clean), data)
+
+
+def refused(call: Callable[[], object], work: Path) -> bool:
+    """Whether it raises an error of ours that says what to do, and leaves nothing behind."""
+    try:
+        call()
+    except TrtspecError as error:
+        assert error.message and error.remedy, error
+        assert not work.exists() or not [path for path in work.rglob("*") if path.is_file()], list(work.rglob("*"))
+        return True
+    return False
+
+
+def header_faults(draft: Draft, every: int) -> list[Fault]:
+    """Those that need no value to be read, and that are errors."""
+    kinds = WARNINGS | {"rope word", "field absurd or contradicting", "hf_quant_config", "format"}
+    return [fault for fault in chosen(all_faults(draft), every) if not fault.values and fault.kind not in kinds]
+
+
+def test_commands_refuse_some(drafts: dict[str, Draft], commands: Commands, tmp_path: Path) -> None:
+    rates, draw = Rates(), random.Random(0)
+    for draft in drafts.values():
+        for fault in draw.sample(header_faults(draft, 50), 12):
+            target = spoiled(draft, fault, tmp_path / "it")
+            name, call = draw.choice(list(commands.calls(target, tmp_path / "work").items())[:5])
+            rates.count(name, f"{fault.kind} {fault.name}", refused(call, tmp_path / "work"))
+    print(f"\n{rates.report()}")
+    rates.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_commands_refuse_all(drafts: dict[str, Draft], commands: Commands, tmp_path: Path) -> None:
+    rates = Rates()
+    for kind, draft in drafts.items():
+        for fault in header_faults(draft, 8):
+            target = spoiled(draft, fault, tmp_path / "it")
+            for name, call in commands.calls(target, tmp_path / "work").items():
+                rates.count(name, f"{kind}: {fault.kind} {fault.name}", refused(call, tmp_path / "work"))
+    print(f"\n{rates.report()}")
+    rates.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_processes_refuse(drafts: dict[str, Draft], commands: Commands, tmp_path: Path) -> None:
+    """Real processes: status, one message, no traceback, nothing written."""
+    rates, draw = Rates(), random.Random(1)
+    for draft in drafts.values():
+        for fault in draw.sample(header_faults(draft, 50), 8):
+            target = str(spoiled(draft, fault, tmp_path / "it"))
+            lines = (
+                ("inspect", target),
+                ("quantize", target, "-o", str(tmp_path / "out")),
+                ("calibrate", target, str(commands.data), "-o", str(tmp_path / "out.safetensors")),
+                ("train", target, str(commands.data), "-o", str(tmp_path / "out")),
+                ("convert", str(commands.head), "-o", str(tmp_path / "out"), "--to", "sglang", "--lm-head", "target",
+                 "--target", target),
+                ("serve", target, "--backend", "reference", "--dry-run"),
+            )  # fmt: skip
+            words = draw.choice(lines)
+            environ = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(
+                [sys.executable, "-m", "trtspec", *words], capture_output=True, text=True, env=environ
+            )
+            good = done.returncode in (1, 2, 3) and "Traceback" not in done.stderr and "unexpected" not in done.stderr
+            rates.count(words[0], f"{fault.kind} {fault.name}: {done.returncode} {done.stderr[-300:]}", good)
+            assert not list(tmp_path.glob("out*")), list(tmp_path.rglob("out*"))
+    print(f"\n{rates.report()}")
+    rates.check()
+
+
+def not_finite_faults(draft: Draft) -> list[Fault]:
+    return [fault for fault in all_faults(draft) if fault.kind == "NaN or infinity"]
+
+
+def quantize_refuses(draft: Draft, faults: list[Fault], room: Path) -> Rates:
+    """NaN and infinity are met in every tensor that passes through, quantized, decoded or copied."""
+    rates = Rates()
+    for fault in faults:
+        target, out = spoiled(draft, fault, room / "it"), room / "out"
+        try:
+            quantize_checkpoint(target, out, POLICY)
+            found = False
+        except UsageError:
+            raise
+        except TrtspecError as error:
+            found = "NaN or infinity" in error.message or "negative scale" in error.message  # -inf is both
+            assert not (out / "config.json").exists()  # shards finished before are kept for the next run
+        rates.count(fault.kind, fault.name, found)
+        for path in sorted(out.rglob("*"), reverse=True):
+            path.unlink()
+    return rates
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "nvfp4" not in kind])
+def test_quantize_meets_some_not_finite(drafts: dict[str, Draft], kind: str, tmp_path: Path) -> None:
+    draft = drafts[kind]
+    rates = quantize_refuses(draft, random.Random(0).sample(not_finite_faults(draft), 8), tmp_path)
+    rates.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "nvfp4" not in kind])
+def test_quantize_meets_every_not_finite(drafts: dict[str, Draft], kind: str, tmp_path: Path) -> None:
+    rates = quantize_refuses(drafts[kind], not_finite_faults(drafts[kind]), tmp_path)
+    print(f"\n{kind}\n{rates.report()}")
+    rates.check()

@@ -1,0 +1,273 @@
+"""Odd, rude and broken clients of the reference server: each gets its own refusal, and nobody else notices."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.engine.test_server import Running, launch
+from tests.tiny import make_head
+from trtspec.engine.boundary import body_limit
+from trtspec.engine.engine import Engine, EngineOptions
+from trtspec.engine.sequence import GenerationRequest, Output, Sequence
+from trtspec.models.eagle3 import Eagle3Head
+from trtspec.models.kimi import KimiModel
+
+MAX_SEQ_LEN = 256
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Iterator[Running]:
+    head = make_head(tmp_path_factory.mktemp("head"), target_dir, attention="mha")
+    running = launch(target_dir, str(head), "max_batch_size=2", f"max_seq_len={MAX_SEQ_LEN}", "max_queue=6")
+    yield running
+    running.process.terminate()
+    assert running.process.wait(30) == 0
+    assert "Traceback" not in "".join(running.log), "".join(running.log)
+
+
+def complete(server: Running, **body: object) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json={"prompt": "once", "max_tokens": 8, **body}, timeout=60)
+
+
+BAD_BODIES = [
+    b'{"prompt": "x", "top_k": 9223372036854775808}',
+    b'{"prompt": "x", "seed": 18446744073709551616}',
+    b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+    b'{"prompt": "x", "n": 1e30}',
+    b'{"prompt": "x", "temperature": NaN}',
+    b'{"prompt": "x", "temperature": Infinity}',
+    b'{"prompt": "x", "top_p": 0}',
+    b'{"prompt": "x", "stop": ["' + b"a" * 1001 + b'"]}',
+    b'{"prompt": "x", "stop": [' + b",".join([b'"a"'] * 65) + b"]}",
+    b'{"prompt": "x", "stop_token_ids": [-1]}',
+    b'{"prompt": "x", "max_tokens": "8"}',
+    b'{"prompt": "x", "max_tokens": true}',
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "x", "model": "\\udfff"}',
+    b'{"prompt": [9223372036854775808]}',
+    b'{"prompt": [-1]}',
+    b'{"prompt": [[]]}',
+    b'{"prompt": []}',
+    b'{"prompt": ["a", 1]}',
+    b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"prompt": "' + b"a" * 1_000_000 + b'"}',
+    b'{"prompt": [' + b",".join([b"1"] * 500_000) + b"]}",
+    b'{"prompt": ' + json.dumps(["a"] * 9).encode() + b"}",  # more at once than run and wait
+    b"\xff\xfe",
+    b"",
+    b"[]",
+    b"null",
+]
+
+
+@pytest.mark.parametrize("body", BAD_BODIES, ids=lambda body: body[:40].decode("latin-1"))
+def test_a_bad_body_is_refused(server: Running, body: bytes) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", content=body, timeout=30)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+
+
+NESTED = json.loads('{"a":' * 700 + "1" + "}" * 700)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": 5}]},
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        {"messages": [{"role": 7, "content": "x"}]},
+        {"messages": [{"content": "x"}]},
+        {"messages": ["x"]},
+        {"messages": [{"role": "assistant", "tool_calls": 7}]},
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": []}},
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"self": 1}},
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"thinkign": True}},
+        {"messages": [{"role": "user", "content": "x"}], "tools": [5]},
+    ],
+)
+def test_a_bad_chat_is_refused(server: Running, fields: dict) -> None:
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json={"max_tokens": 4, **fields})
+    assert answer.status_code == 400, answer.text
+    assert "/" not in answer.json()["error"]["message"].replace("and/or", "")
+
+
+def test_nothing_is_an_internal_error(server: Running) -> None:
+    for fields in (
+        {"tools": [{"type": "function", "function": NESTED}]},
+        {"chat_template_kwargs": {"thinking": NESTED}},
+        {"messages": [{"role": "\x00", "content": "\x00"}]},
+    ):
+        body = {"max_tokens": 4, "messages": [{"role": "user", "content": "x"}], **fields}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+        assert answer.status_code in (200, 400), answer.text
+
+
+def test_cold_and_narrow_sampling_is_greedy(server: Running) -> None:
+    greedy = complete(server, temperature=0).json()["choices"][0]["text"]
+    for fields in (
+        {"temperature": 1e-40},
+        {"temperature": 1e-20},
+        {"top_p": 1e-300},
+        {"top_k": 1},
+        {"temperature": 1e-320},
+    ):
+        assert complete(server, **fields).json()["choices"][0]["text"] == greedy, fields
+    largest = complete(server, top_k=2**31 - 1, seed=2**63 - 1, n=2)
+    assert largest.status_code == 200 and len(largest.json()["choices"]) == 2
+
+
+def test_a_large_body_is_refused_before_it_is_read(server: Running) -> None:
+    limit = body_limit(MAX_SEQ_LEN)
+    told = httpx.post(f"{server.url}/v1/completions", content=b" " * (limit + 1))
+    assert told.status_code == 413
+    pieces = (b" " * 65536 for _ in range(limit // 65536 + 2))  # chunked: no length is told
+    assert httpx.post(f"{server.url}/v1/completions", content=pieces).status_code == 413
+
+
+def test_request_ids(server: Running) -> None:
+    mine = httpx.get(f"{server.url}/health", headers={"X-Request-Id": "mine-1"})
+    assert mine.headers["x-request-id"] == "mine-1"
+    for odd in ("a b", "x" * 200, None):
+        answer = httpx.get(f"{server.url}/nothing", headers={"X-Request-Id": odd} if odd else {})
+        assert answer.status_code == 404
+        assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
+
+
+def test_too_many_requests_are_told_when_to_come_back(server: Running) -> None:
+    """Eight generations are all that run and wait here."""
+    body = {"prompt": "x", "max_tokens": 240, "ignore_eos": True, "stream": True, "n": 8}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        refused = complete(server)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert complete(server).status_code == 200
+
+
+def raw(server: Running) -> socket.socket:
+    url = httpx.URL(server.url)
+    return socket.create_connection((url.host, url.port), timeout=30)
+
+
+def request_bytes(**fields: object) -> bytes:
+    body = json.dumps({"prompt": "half", "max_tokens": 100, "ignore_eos": True, **fields}).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_only_closed_its_sending_side_is_answered(server: Running, stream: bool) -> None:
+    with raw(server) as connection:
+        connection.sendall(request_bytes(stream=stream))
+        connection.shutdown(socket.SHUT_WR)
+        answer = read_all(connection)
+    assert b"HTTP/1.1 200 OK" in answer
+    assert (b"[DONE]" in answer) if stream else (b'"completion_tokens":100' in answer)
+
+
+def wait_until_idle(server: Running, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        text = httpx.get(f"{server.url}/prometheus/metrics").text
+        if "trtspec_requests_running 0.0" in text and "trtspec_requests_waiting 0.0" in text:
+            return
+        time.sleep(0.05)
+    raise AssertionError("requests are still running")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_that_are_gone_are_forgotten(server: Running, stream: bool) -> None:
+    for _ in range(8):
+        with raw(server) as connection:
+            connection.sendall(request_bytes(stream=stream, max_tokens=240))
+    wait_until_idle(server)
+    assert complete(server).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "junk", [b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n", b"x" * 100_000, b"\r\n" * 1000]
+)
+def test_what_is_not_http_is_refused(server: Running, junk: bytes) -> None:
+    with raw(server) as connection:
+        connection.sendall(junk)
+        connection.shutdown(socket.SHUT_WR)
+        answer = read_all(connection)
+    assert answer == b"" or json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_the_key_is_asked_for(target_dir: Path) -> None:
+    running = launch(target_dir, "-", "max_batch_size=1", "max_seq_len=64", "api_key=sesame")
+    try:
+        assert httpx.get(f"{running.url}/health").status_code == 200
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic sesame"}, {"X": "\xff"}):
+            answer = httpx.get(f"{running.url}/v1/models", headers={k: v.encode("latin-1") for k, v in headers.items()})
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        right = {"Authorization": "Bearer sesame"}
+        assert httpx.get(f"{running.url}/v1/models", headers=right).status_code == 200
+    finally:
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(30) == 0
+
+
+def test_a_dead_engine_ends_the_process(target_dir: Path) -> None:
+    running = launch(target_dir, "-", "max_batch_size=1", f"max_seq_len={MAX_SEQ_LEN}")
+    body = {"prompt": "x", "max_tokens": 240, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=30) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        os.kill(running.process.pid, signal.SIGUSR1)
+        last = [line for line in lines if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
+    assert running.process.wait(30) == 1
+    assert any("the engine stopped" in line for line in running.log)
+
+
+def test_an_exception_belongs_to_one_request(
+    target: KimiModel,
+    head_of: Callable[[tuple[str, str, int | None]], Eagle3Head],
+    requests: list[GenerationRequest],
+    expected: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sequences 3 and 11 fail in the middle, 7 in its prefill: the others come out as ever, in the same slots."""
+    emit = Sequence.emit
+
+    def broken(self: Sequence, tokens: list[int], offered: int | None = None) -> Output:
+        if (self.id in ("3", "11") and self.token_ids) or self.id == "7":
+            raise ValueError("planted")
+        return emit(self, tokens, offered)
+
+    monkeypatch.setattr(Sequence, "emit", broken)
+    engine = Engine(
+        target, head_of(("mla", "3", None)), EngineOptions(drafter="eagle3", max_batch_size=4, max_seq_len=128)
+    )
+    made: dict[str, list[int]] = {request.id: [] for request in requests}
+    failed = set()
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        for output in engine.step():
+            made[output.id] += output.token_ids
+            if output.error:
+                failed.add(output.id)
+    assert "7" in failed and failed <= {"3", "7", "11"}
+    assert {name: made[name] for name in expected if name not in failed} == {
+        name: tokens for name, tokens in expected.items() if name not in failed
+    }

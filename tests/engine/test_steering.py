@@ -1,0 +1,274 @@
+"""Penalties, biases, bans, lengths, grammars: transformers' own processors as the oracle, with and without drafts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from tests.engine.test_server import Running, launch
+from tests.tiny import make_head
+from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.engine.engine import Engine, EngineOptions
+from trtspec.engine.sequence import GenerationRequest
+from trtspec.engine.steering import Grammars, Wishes, tool_call_grammar
+from trtspec.models.eagle3 import Eagle3Head
+from trtspec.models.kimi import KimiModel
+
+HeadOf = Callable[[tuple[str, str, int | None]], Eagle3Head]
+PROMPT = [1, 2, 3, 1, 2, 3, 40, 41]
+WISHES = {
+    "frequency": Wishes(frequency_penalty=0.7),
+    "presence": Wishes(presence_penalty=1.5),
+    "repetition": Wishes(repetition_penalty=1.4),
+    "bias": Wishes(logit_bias={7: 3.0, 9: -100.0}),
+    "all": Wishes(0.3, 0.4, 1.2, 0.0, 6, {7: 1.0, 200: 2.0}),
+}
+
+
+@torch.inference_mode()
+def by_definition(target: KimiModel, wishes: Wishes, count: int) -> list[int]:
+    """Greedy tokens: the whole text through the model for each, transformers' processors, OpenAI's penalty formula."""
+    processors = LogitsProcessorList()
+    if wishes.bad_words:
+        processors.append(NoBadWordsLogitsProcessor([list(word) for word in wishes.bad_words]))
+    if wishes.logit_bias:
+        processors.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in wishes.logit_bias.items()}))
+    if wishes.min_tokens:
+        ends = list(target.spec.eos_token_ids)
+        processors.append(MinNewTokensLengthLogitsProcessor(len(PROMPT), wishes.min_tokens, ends))
+    if wishes.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(wishes.repetition_penalty))
+    tokens = list(PROMPT)
+    for _ in range(count):
+        logits = target(torch.tensor([tokens]), last_only=True).logits[:, -1].float()
+        scores = processors(torch.tensor([tokens]), logits)
+        counts = torch.bincount(torch.tensor(tokens[len(PROMPT) :], dtype=torch.int64), minlength=scores.shape[-1])
+        scores = scores - wishes.frequency_penalty * counts - wishes.presence_penalty * (counts > 0)
+        tokens.append(int(scores.argmax()))
+        if tokens[-1] in target.spec.eos_token_ids:
+            break
+    return tokens[len(PROMPT) :]
+
+
+def generate(target: KimiModel, head: Eagle3Head | None, wishes: list[Wishes], **fields: Any) -> list[list[int]]:
+    options = EngineOptions(drafter="eagle3" if head else None, max_batch_size=3, max_seq_len=96)
+    requests = [GenerationRequest(str(n), PROMPT, 24, wishes=wish, **fields) for n, wish in enumerate(wishes)]
+    done = Engine(target, head, options).generate(requests)
+    return [done[str(n)].token_ids for n in range(len(wishes))]
+
+
+def test_every_wish_is_what_transformers_does(target: KimiModel, head_of: HeadOf) -> None:
+    free = by_definition(target, Wishes(), 24)
+    banned = Wishes(bad_words=((free[1],), (free[0], free[3])))
+    wishes = [*WISHES.values(), banned]
+    expected = [by_definition(target, wish, 24) for wish in wishes]
+    assert sum(tokens != free for tokens in expected) >= 5
+    assert generate(target, None, wishes) == expected
+    for kind in (("mla", "3.1", None), ("mha", "3", 100)):
+        assert generate(target, head_of(kind), wishes) == expected
+
+
+def test_min_p_one_is_greedy(target: KimiModel, head_of: HeadOf) -> None:
+    greedy = by_definition(target, Wishes(), 24)
+    for head in (None, head_of(("mla", "3", None))):
+        assert generate(target, head, [Wishes(min_p=1.0)], temperature=1.5, seed=3) == [greedy]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ab", "cd"]}, "n": {"type": "integer", "maximum": 99, "minimum": 0}},
+    "required": ["name", "n"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_holds_with_and_without_drafts(
+    temperature: float, target: KimiModel, tokenizer: KimiTokenizer, head_of: HeadOf
+) -> None:
+    grammars = Grammars(tokenizer, tokenizer.eos_ids)
+    schema = json.dumps(SCHEMA)
+
+    def wishes() -> list[Wishes]:
+        return [
+            Wishes(grammar=grammars.matcher("json", schema)),
+            Wishes(grammar=grammars.matcher("regex", "[ab]{3,9}c")),
+            Wishes(grammar=grammars.matcher("json", schema), frequency_penalty=0.5),
+        ]
+
+    found = []
+    for head in (None, head_of(("mla", "3.1", None)), head_of(("mha", "3", 100))):
+        options = EngineOptions(drafter="eagle3" if head else None, max_batch_size=3, max_seq_len=128)
+        engine = Engine(target, head, options, tokenizer)
+        requests = [
+            GenerationRequest(str(n), PROMPT, 80, wishes=wish, temperature=temperature, seed=n)
+            for n, wish in enumerate(wishes())
+        ]
+        texts = [engine.generate([request])[request.id] for request in requests]
+        for answer in (texts[0], texts[2]):
+            value = json.loads(answer.text)
+            assert value["name"] in ("ab", "cd") and 0 <= value["n"] <= 99 and len(value) == 2
+            assert answer.finish_reason == "stop"
+        assert texts[1].text.strip("ab") == "c"
+        found.append([answer.token_ids for answer in texts])
+    if not temperature:
+        assert found[0] == found[1] == found[2]
+
+
+def test_a_grammar_that_cannot_be(tokenizer: KimiTokenizer) -> None:
+    grammars = Grammars(tokenizer, tokenizer.eos_ids)
+    for kind, text in (("json", '{"type": "nothing"}'), ("json", "{"), ("regex", "("), ("lark", "start: nowhere")):
+        with pytest.raises(ValueError):
+            grammars.matcher(kind, text)
+    tools = [{"type": "function", "function": {"name": "get.it"}}]
+    assert grammars.matcher("lark", tool_call_grammar(tools, several=True)) is not None
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Iterator[Running]:
+    head = make_head(tmp_path_factory.mktemp("head"), target_dir, attention="mla")
+    running = launch(target_dir, str(head), "max_batch_size=4", "max_seq_len=1024")
+    yield running
+    running.process.terminate()
+    assert running.process.wait(30) == 0
+    assert "Traceback" not in "".join(running.log), "".join(running.log)
+
+
+@pytest.fixture
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+ASK = [{"role": "user", "content": "hello"}]
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {**SCHEMA, "properties": SCHEMA["properties"]}}}
+    for name in ("get_weather", "set_alarm")
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_demanded_tool_is_called(
+    client: openai.OpenAI, tokenizer: KimiTokenizer, stream: bool, thinking: bool
+) -> None:
+    named = {"type": "function", "function": {"name": "set_alarm"}}
+    think_end = {str(tokenizer.special_tokens["</think>"]): 100}  # ends the reasoning of a random model at once
+    for choice, names in (("required", {"get_weather", "set_alarm"}), (named, {"set_alarm"})):
+        answer = client.chat.completions.create(
+            model="tiny-kimi",
+            messages=ASK,
+            tools=TOOLS,
+            tool_choice=choice,
+            stream=stream,
+            parallel_tool_calls=False,
+            temperature=0,
+            max_tokens=400,
+            extra_body={"chat_template_kwargs": {"thinking": thinking}},
+            logit_bias=think_end if thinking else {},
+        )
+        if stream:
+            parts = list(answer)
+            calls = [call for part in parts for call in part.choices[0].delta.tool_calls or []]
+            reason = parts[-1].choices[0].finish_reason
+        else:
+            calls, reason = answer.choices[0].message.tool_calls or [], answer.choices[0].finish_reason
+        assert reason == "tool_calls" and len(calls) == 1
+        assert calls[0].function.name in names
+        assert set(json.loads(calls[0].function.arguments)) == {"name", "n"}
+
+
+def test_structured_output(client: openai.OpenAI) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    for fields in ({"response_format": form}, {"extra_body": {"guided_json": SCHEMA}}):
+        answer = client.chat.completions.create(model="tiny-kimi", messages=ASK, max_tokens=300, n=2, **fields)
+        assert all(set(json.loads(choice.message.content)) == {"name", "n"} for choice in answer.choices)
+    free = client.chat.completions.create(
+        model="tiny-kimi", messages=ASK, max_tokens=300, temperature=0, response_format={"type": "json_object"}
+    )
+    assert free.choices[0].finish_reason == "length" or isinstance(json.loads(free.choices[0].message.content), dict)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+        ({"guided_regex": "("}, "response_format"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"frequency_penalty": 3}, "frequency_penalty"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"min_tokens": 3, "stop": "x"}, "min_tokens"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(server: Running, fields: dict, param: str) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", **fields})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_echo_scores_the_prompt(client: openai.OpenAI, target: KimiModel, tokenizer: KimiTokenizer) -> None:
+    """What lm-eval asks for: the log-probability of each token of a given text."""
+    text = "the quick brown fox"
+    ids = tokenizer.encode(text)
+    logits = target(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    expected = logits[:-1].gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1).tolist()
+    common = {"model": "tiny-kimi", "prompt": text, "echo": True, "logprobs": 2, "temperature": 0}
+    for max_tokens in (0, 1, 5):
+        answer = client.completions.create(**common, max_tokens=max_tokens)
+        scores = answer.choices[0].logprobs
+        assert scores is not None and answer.choices[0].text.startswith(text)
+        assert scores.token_logprobs[0] is None and len(scores.tokens) == len(ids) + max_tokens
+        assert scores.token_logprobs[1 : len(ids)] == pytest.approx(expected, abs=1e-4)
+        assert answer.usage.completion_tokens == max_tokens
+        stream = list(client.completions.create(**common, max_tokens=max_tokens, stream=True))
+        assert "".join(part.choices[0].text for part in stream) == answer.choices[0].text
+        scored = [part.choices[0].logprobs for part in stream if part.choices[0].logprobs]
+        told = [value for scores in scored for value in scores.token_logprobs]
+        assert told[1:] == pytest.approx(scores.token_logprobs[1:])
+
+
+def test_usage_in_every_chunk(client: openai.OpenAI) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny-kimi", messages=ASK, max_tokens=9, stream=True, stream_options=options, temperature=0
+        )
+    )
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == counts[-2] > 0
+
+
+def test_text_options(server: Running) -> None:
+    def ask(**fields: Any) -> dict:
+        body = {"prompt": "abc", "max_tokens": 30, "temperature": 0, **fields}
+        return httpx.post(f"{server.url}/v1/completions", json=body).json()
+
+    free = ask()["choices"][0]["text"]
+    word = next(free[i : i + 2] for i in range(4, len(free) - 2) if "\ufffd" not in free[i : i + 2])
+    kept = ask(stop=[word], include_stop_str_in_output=True)["choices"][0]["text"]
+    assert kept == free[: free.index(word)] + word
+    assert ask(truncate_prompt_tokens=2)["usage"]["prompt_tokens"] == 2
+    assert ask(truncate_prompt_tokens=2)["choices"][0]["text"] == ask(prompt="bc")["choices"][0]["text"]
+    assert ask(max_tokens=8, logit_bias={"300": 100})["choices"][0]["text"] == ""
+    named = ask(max_tokens=2, logit_bias={"300": 100}, skip_special_tokens=False)["choices"][0]["text"]
+    assert named == "<|reserved_token_300|>" * 2

@@ -1,0 +1,204 @@
+"""Small heads of every kind that really draft for kimi-nano, and the faults that no shape shows, planted into them.
+
+The shipped head is MLA and EAGLE-3.1; the others begin with what they share with it and are trained within a minute or
+two by the plainest loop there is: cross entropy against the target's choices on the first two drafts. A pruned head
+keeps the rows of lm_head that are used most.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.data_files import DATA, kimi_nano_dir
+from trtspec.heads.training.options import new_head_spec
+from trtspec.models.captured import CapturedText, capture
+from trtspec.models.eagle3 import Eagle3Head
+from trtspec.models.head_faults import HeadTensors
+from trtspec.models.head_weights import assemble, layout, open_head, read_tensors
+from trtspec.models.kimi import KimiModel
+from trtspec.models.weights import load_target
+from trtspec.specs import HeadSpec, RopeSpec
+
+SHIPPED = DATA / "kimi-nano-eagle3"
+STEPS, TEXTS, LENGTH, BATCH = 200, 256, 96, 8
+PRUNED = 1024  # of 2048 tokens
+KINDS = [
+    (attention, eagle, pruned) for attention in ("mla", "mha") for eagle in ("3.1", "3") for pruned in (False, True)
+]
+Head = tuple[HeadSpec, HeadTensors]
+
+
+@cache
+def nano() -> KimiModel:
+    torch.set_num_threads(1)
+    return load_target(kimi_nano_dir(), dtype=torch.float32)
+
+
+@cache
+def trained(attention: str, eagle: str, pruned: bool) -> Head:
+    """(shape, tensors by their checkpoint names) of a head that drafts well enough to be judged."""
+    if pruned:
+        return prune(*trained(attention, eagle, False))
+    if (attention, eagle) == ("mla", "3.1"):
+        checkpoint, spec = open_head(SHIPPED, nano().spec)
+        return spec, read_tensors(checkpoint, torch.float32, "cpu")
+    spec = new_head_spec(nano().spec, attention=attention, eagle=eagle, intermediate_size=1024)  # type: ignore[arg-type]
+    return spec, train(spec)
+
+
+@cache
+def training_tokens() -> list[list[int]]:
+    tokenizer = KimiTokenizer(kimi_nano_dir())
+    lines = (kimi_nano_dir() / "prompts_train.jsonl").read_text(encoding="utf-8").splitlines()
+    found = []
+    for line in lines[:: len(lines) // TEXTS]:
+        record = json.loads(line)
+        ids = tokenizer.apply_chat_template(record["messages"], add_generation_prompt=True)
+        found.append(ids + tokenizer.encode(record.get("reference") or ""))
+    return found
+
+
+@cache
+def training_texts() -> list[CapturedText]:
+    long = [ids[:LENGTH] for ids in training_tokens() if len(ids) >= LENGTH]
+    return [capture(nano(), ids, 1, nano().spec.default_aux_layers) for ids in long]
+
+
+def train(spec: HeadSpec) -> HeadTensors:
+    target, generator = nano(), torch.Generator().manual_seed(0)
+    head = Eagle3Head(spec)
+    head.embed, head.lm_head = target.embed, nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+    known = shipped_parameters()
+    for name, value in head.named_parameters():
+        if name.startswith("embed."):
+            continue
+        value.requires_grad_(True)
+        if name in known and known[name].shape == value.shape:
+            value.data = known[name].clone()
+        else:
+            value.data = torch.randn(value.shape, generator=generator) / value.shape[-1] ** 0.5
+    if not spec.fc_norm:
+        head.fc.weight.data *= mean_norms()
+    parameters = [value for value in head.parameters() if value.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, STEPS, pct_start=0.1)
+    texts = training_texts()
+    for _ in range(STEPS):
+        batch = [texts[at] for at in torch.randint(len(texts), (BATCH,), generator=generator)]
+        loss = two_drafts(head, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+    return stored(head)
+
+
+@cache
+def shipped_parameters() -> dict[str, Tensor]:
+    head = assemble(*trained("mla", "3.1", False), nano(), dtype=torch.float32)
+    return {name: value.detach() for name, value in head.named_parameters() if not name.startswith("embed.")}
+
+
+def mean_norms() -> Tensor:
+    """[n_aux * Ht]: what the shipped head's norms multiply the captured states by, on average."""
+    aux = torch.cat([text.aux(nano().spec.default_aux_layers) for text in training_texts()[:16]])
+    sizes = aux.unflatten(-1, (3, -1)).square().mean((0, 2)).sqrt()
+    return (shipped_parameters()["fc_norm"] / sizes[:, None]).flatten()
+
+
+def two_drafts(head: Eagle3Head, batch: list[CapturedText]) -> Tensor:
+    tokens = torch.stack([text.tokens for text in batch])
+    choices = torch.stack([text.choices for text in batch])
+    aux = torch.stack([text.aux(head.spec.aux_layers or ()) for text in batch])
+    feedback, normed = head(head.fuse(aux[:, :-1]), tokens[:, 1:], None, None)
+    first = F.cross_entropy(head.logits(normed).flatten(0, 1), choices[:, 1:].flatten())
+    _, normed = head(feedback[:, :-1], tokens[:, 2:], None, None)
+    return first + 0.8 * F.cross_entropy(head.logits(normed).flatten(0, 1), choices[:, 2:].flatten())
+
+
+def stored(head: Eagle3Head) -> HeadTensors:
+    """The tensors as a checkpoint names them."""
+    spec, tensors = head.spec, {"lm_head.weight": head.lm_head.weight.detach()}
+    sizes = {
+        "self_attn.qkv_proj.weight": [spec.num_attention_heads * spec.head_dim]
+        + 2 * [spec.num_key_value_heads * spec.head_dim],
+        "self_attn.qkv_a_proj.weight": [spec.q_lora_rank, spec.kv_lora_rank + spec.qk_rope_head_dim],
+        "mlp.gate_up_proj.weight": 2 * [spec.intermediate_size],
+    }
+    for parameter, names in layout(spec).items():
+        value = head.get_parameter(parameter).detach()
+        parts = value.split(sizes[parameter]) if parameter in sizes else list(value) if len(names) > 1 else [value]
+        tensors |= {name: part.clone() for name, part in zip(names, parts, strict=True)}
+    return tensors
+
+
+def prune(spec: HeadSpec, tensors: HeadTensors) -> Head:
+    used = torch.tensor([token for ids in training_tokens() for token in ids]).bincount(minlength=spec.vocab_size)
+    ids = used[:-1].topk(PRUNED).indices.sort().values  # without the last token, so that d2t + 1 stays in range
+    spec = replace(spec, draft_vocab_size=PRUNED, has_d2t=True)
+    rows = tensors["lm_head.weight"][ids]
+    return spec, tensors | {"lm_head.weight": rows, "d2t": ids - torch.arange(PRUNED)}
+
+
+def gate_up(spec: HeadSpec, tensors: HeadTensors) -> Head:
+    return spec, exchanged(tensors, f"{spec.layer_prefix}mlp.gate_proj", f"{spec.layer_prefix}mlp.up_proj")
+
+
+def k_v(spec: HeadSpec, tensors: HeadTensors) -> Head:
+    attention = f"{spec.layer_prefix}self_attn."
+    if spec.attention == "mha":
+        return spec, exchanged(tensors, f"{attention}k_proj", f"{attention}v_proj")
+    name, heads = f"{attention}kv_b_proj.weight", spec.num_attention_heads
+    keys, values = tensors[name].view(heads, 2, spec.v_head_dim, -1).unbind(1)
+    return spec, tensors | {name: torch.cat((values, keys), 1).view(tensors[name].shape)}
+
+
+def norms(spec: HeadSpec, tensors: HeadTensors) -> Head:
+    return spec, exchanged(tensors, f"{spec.layer_prefix}input_layernorm", f"{spec.layer_prefix}hidden_norm")
+
+
+def fc_blocks(spec: HeadSpec, tensors: HeadTensors) -> Head:
+    low, middle, high = tensors["fc.weight"].chunk(3, 1)
+    return spec, tensors | {"fc.weight": torch.cat((high, low, middle), 1)}
+
+
+def d2t_plus_one(spec: HeadSpec, tensors: HeadTensors) -> Head | None:
+    return (spec, tensors | {"d2t": tensors["d2t"] + 1}) if "d2t" in tensors else None
+
+
+def rope(spec: HeadSpec, tensors: HeadTensors) -> Head:
+    """A config that reached a reader without its rope: theta falls to 10000 and the scaling is gone, or, where there
+    was none, YaRN was injected at export."""
+    if spec.attention == "mla":
+        return replace(spec, rope=RopeSpec(theta=10000.0)), tensors
+    injected = RopeSpec(spec.rope.theta, "yarn", 32.0, 2048, mscale=1.0, mscale_all_dim=0.0)
+    return replace(spec, rope=injected), tensors
+
+
+def layer_ids(spec: HeadSpec, tensors: HeadTensors) -> Head:
+    return replace(spec, aux_layers=tuple(layer + 1 for layer in spec.aux_layers or ())), tensors
+
+
+def exchanged(tensors: HeadTensors, first: str, second: str) -> HeadTensors:
+    first, second = f"{first}.weight", f"{second}.weight"
+    return tensors | {first: tensors[second], second: tensors[first]}
+
+
+FAULTS: dict[str, Callable[[HeadSpec, HeadTensors], Head | None]] = {
+    "gate-up": gate_up,
+    "k-v": k_v,
+    "norms": norms,
+    "fc-order": fc_blocks,
+    "d2t": d2t_plus_one,
+    "rope": rope,
+    "layer-ids": layer_ids,
+}

@@ -1,0 +1,97 @@
+"""The commands of docs/train-your-own-head.md: forecasts and launches as printed, the others on a small pair."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import typing
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import trtspec
+from tests.tiny import make_head
+from trtspec.records import parse
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "train-your-own-head.md"
+LINES = [line.strip() for line in PAGE.read_text().splitlines() if line.startswith("    trtspec ")]
+TARGET, SPLITS = "nvidia/Kimi-K2.6-NVFP4", ("math", "code", "stem", "chat", "multilingual_de")
+
+
+def words(line: str) -> list[str]:
+    """Without `trtspec` and a redirection."""
+    return shlex.split(line.partition(" > ")[0])[1:]
+
+
+def of(command: str) -> list[list[str]]:
+    return [words(line) for line in LINES if words(line)[0] == command]
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def test_every_command_is_on_the_page():
+    found = [words(line)[0] for line in LINES]
+    assert list(dict.fromkeys(found)) == ["synthesize", "train", "inspect", "convert", "build-config", "serve", "bench"]
+    assert [line[line.index("--split") + 1] for line in of("synthesize")] == list(SPLITS)
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line[8:60])
+def test_every_option_exists(line):
+    name = words(line)[0].replace("-", "_")
+    function = getattr(import_module(f"trtspec.cli.{name}"), name)
+    (record,) = [hint for key, hint in typing.get_type_hints(function).items() if key != "return"]
+    parse(record, words(line)[1:], words(line)[0])
+
+
+@pytest.mark.parametrize("line", of("train"), ids=lambda line: " ".join(line[-3:]))
+def test_forecasts_and_launches_run_as_printed(line):
+    done = trtspec(*line)
+    assert done.status == 0, done.stderr
+    if "--dry-run" in line:
+        told = json.loads(done.stdout)
+        assert [name for name, way in told["ways"].items() if way["possible"]] == ["stream", "dumps", "server"]
+        assert told["storage"]["state_bytes"] == 12_845_056_000_000
+    else:
+        (start,) = [text for text in done.stdout.splitlines() if " -m trtspec train " in text]
+        assert "code.jsonl=2" in start and "--device cuda" in start
+        assert "only wait" not in done.stderr
+
+
+def test_a_way_that_cannot_be_gone_is_refused_with_figures():
+    train = ["train", TARGET, "a.jsonl", "-o", "head", "--config", "configs/train/nvidia-kimi-k2.6-eagle3.yaml"]
+    done = trtspec(*train, "--print-launch", "slurm", "--gpu", "h200")
+    assert done.status == 1
+    assert "TS-TRAIN-FIT" in done.stderr and "--features stream" in done.stderr
+    done = trtspec(*train, "--dry-run", "--gpu", "b200", "--gpus-per-node", "4", "--features", "http://TARGET:8000")
+    assert "TS-TRAIN-FIT --features http://TARGET:8000 on 1 x 4 b200: it needs 6 GPUs, the cluster has 4" in done.stderr
+
+
+def test_the_other_commands_on_a_small_pair(tmp_path, target_dir, monkeypatch):
+    """synthesize, inspect, convert, build-config and serve of the page, on a small target and head."""
+    import datasets
+
+    split = tmp_path / "split.jsonl"
+    split.write_text("".join(json.dumps({"messages": [{"role": "user", "content": f"q{n}"}]}) + "\n" for n in range(5)))
+    load = datasets.load_dataset
+    monkeypatch.setattr(  # the hub's set lies here
+        datasets, "load_dataset",
+        lambda name, config, split, streaming: load("json", data_files={split: str(tmp_path / "split.jsonl")},
+                                                    split=split, streaming=streaming),
+    )  # fmt: skip
+    for line in of("synthesize"):
+        done = trtspec(*line, "--dry-run")
+        assert done.status == 0, done.stderr
+        assert json.loads(done.stdout)["prompts"] == 5
+    make_head(tmp_path / "head", target_dir, attention="mla")
+    monkeypatch.chdir(tmp_path)
+    for command in ("inspect", "convert", "build-config", "serve"):
+        for line in of(command):
+            done = trtspec(*(str(target_dir) if word == TARGET else word for word in line))
+            assert done.status in (0, 3), f"{line}: {done.stderr}"
+            assert "unexpected" not in done.stderr

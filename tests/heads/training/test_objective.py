@@ -1,0 +1,272 @@
+"""Losses, accumulation, schedules, data weights and the estimate, each against a calculation by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.heads.training.test_exported_equals_trained import training_module
+from tests.tiny import make_target
+from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.errors import UsageError
+from trtspec.heads.data.samples import Sample
+from trtspec.heads.training.batches import DataOrder, split_data
+from trtspec.heads.training.duration import seconds_of
+from trtspec.heads.training.estimate import walk
+from trtspec.heads.training.features import compute_features
+from trtspec.heads.training.loop import Stepper
+from trtspec.heads.training.loss import FORMULAS, Gradients, Positions, Teacher, losses
+from trtspec.heads.training.mixture import read_mixture
+from trtspec.heads.training.module import head_parameters
+from trtspec.heads.training.objective import Objective, draft_states
+from trtspec.heads.training.options import DataFiles, LossName, TrainOptions, new_head_spec
+from trtspec.heads.training.processes import World
+from trtspec.heads.training.schedule import learning_rate
+from trtspec.models.weights import load_target
+
+LAYERS = (1, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return load_target(make_target(tmp_path_factory.mktemp("target"), layers=8), dtype=torch.float32)
+
+
+def plain(name: str, target_logits: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """The formulas as papers write them, for autograd. [N, V] each -> [N]."""
+    p, q = target_logits.softmax(-1), logits.softmax(-1)
+    return {
+        "cross-entropy": -(p * q.log()).sum(-1),
+        "kl": (p * (p / q).log()).sum(-1),
+        "reverse-kl": (q * (q / p).log()).sum(-1),
+        "total-variation": 1 - torch.minimum(p, q).sum(-1),
+    }[name]
+
+
+def test_every_loss_has_a_formula():
+    assert set(FORMULAS) == set(get_args(LossName))
+
+
+@pytest.mark.parametrize("chunk", [3, 1000])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_loss_and_its_gradients_equal_autograds(name, chunk):
+    torch.manual_seed(0)
+    hidden, vocab, rows, steps = 8, 30, 20, 3
+    lm_head = torch.randn(vocab, hidden, requires_grad=True)
+    states = [torch.randn(rows, hidden, requires_grad=True) for _ in range(steps)]
+    teacher = Teacher(torch.randn(rows, hidden), torch.randn(vocab, hidden))
+    places = torch.tensor([1, 2, 3, 5, 8, 9, 11, 12, 17, 19])
+    positions = Positions(places, places % 10 - 1, torch.tensor([0.5, 0.3, 0.2]))
+    want = torch.tensor(0.0)
+    for step, state in enumerate(states):
+        counts = (positions.depth >= step) * positions.weights[step]
+        logits = state[places - 1] @ lm_head.T
+        want = want + (counts * plain(name, teacher.hidden[places] @ teacher.lm_head.T, logits)).sum()
+    want.backward()
+    found = Gradients(torch.zeros(vocab, hidden), [torch.zeros(rows, hidden) for _ in states])
+    with torch.no_grad():
+        values, agree = losses(
+            name, lm_head.detach(), tuple(s.detach() for s in states), teacher, positions, found, chunk
+        )
+    assert values.sum().item() == pytest.approx(want.item(), rel=1e-5)
+    assert torch.allclose(found.lm_head, lm_head.grad, atol=2e-6)
+    assert all(torch.allclose(ours, state.grad, atol=2e-6) for ours, state in zip(found.states, states, strict=True))
+    best = (teacher.hidden[places] @ teacher.lm_head.T).argmax(-1) == (states[1][places - 1] @ lm_head.T).argmax(-1)
+    assert torch.equal(agree[1], best & (positions.depth >= 1))
+
+
+def some_samples(count: int, seed: int = 0) -> list[Sample]:
+    shuffle = random.Random(seed)
+    found = []
+    for number in range(count):
+        length, prompt = shuffle.randint(12, 30), shuffle.randint(3, 8)
+        tokens = tuple(shuffle.randrange(512) for _ in range(length))
+        found.append(Sample(str(number), tokens, (0,) * prompt + (1,) * (length - prompt), prompt))
+    return found
+
+
+@pytest.mark.parametrize("answer_only", [False, True])
+def test_an_accumulated_step_weighs_every_token_alike(target, answer_only):
+    """Three batches of unequal length in one step, against one sum over all positions of the plain formula."""
+    samples = some_samples(5)
+    options = TrainOptions(
+        ttt_steps=2, ttt_decay=0.7, lr=1e-3, precision="fp32", answer_only=answer_only, grad_clip=1e9
+    )
+    features = compute_features(target, samples, LAYERS)
+    spec = new_head_spec(target.spec, attention="mla", eagle="3.1")
+    model = training_module(target, spec)
+    stepper = Stepper(model, features, options, 10, World())
+    seen = {}
+    stepper.optimizer.step = lambda: seen.update({k: v.grad.clone() for k, v in stepper.parameters.items()})
+    point = stepper.step(1, [[0, 1], [2, 3], [4]])  # the last one is incomplete
+
+    fresh = training_module(target, spec)
+    sums, counts, right = [torch.tensor(0.0)] * 2, [0, 0], [0, 0]
+    for index, sample in enumerate(samples):
+        hidden, aux = (part.float()[None] for part in features.states(index))
+        drafted = draft_states(fresh, torch.tensor([sample.tokens]), aux, 2)
+        for step in range(2):
+            for row in range(step, len(sample.tokens) - 1):
+                follows = sample.answer[row + 2] if row + 2 < len(sample.tokens) else 0
+                if answer_only and not follows:
+                    continue
+                wanted = target.lm_head.weight @ hidden[0, row + 1]
+                logits = fresh.eagle_module.lm_head.weight @ drafted[step][0, row]
+                sums[step] = sums[step] + plain("cross-entropy", wanted[None], logits[None])[0]
+                counts[step] += 1
+                right[step] += int(wanted.argmax() == logits.argmax())
+    loss = sums[0] / counts[0] + 0.7 * sums[1] / counts[1]
+    loss.backward()
+    assert point.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert point.accuracy == pytest.approx([r / c for r, c in zip(right, counts, strict=True)])
+    assert point.tokens == sum(len(sample.tokens) for sample in samples)
+    worst = max(float((seen[k] - v.grad).abs().max()) for k, v in head_parameters(fresh).items())
+    norm = math.sqrt(sum(float(v.grad.square().sum()) for v in head_parameters(fresh).values()))
+    print(f"accumulated against by hand: loss {abs(point.loss - loss.item()):.1e}, gradients {worst:.1e}")
+    assert worst < 1e-5 and point.grad_norm == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["mha", "mla"])
+def test_recomputed_and_chunked_attention_change_nothing(target, attention, monkeypatch):
+    spec = new_head_spec(target.spec, attention=attention, eagle="3")
+    torch.manual_seed(1)
+    tokens, mask = torch.randint(0, 512, (2, 40)), torch.ones(2, 40, dtype=torch.bool)
+    hidden, aux = torch.randn(2, 40, 64), torch.randn(2, 40, 192)
+    results = []
+    for recompute, scores in ((False, 2**26), (True, 2**26), (True, 64)):
+        monkeypatch.setattr("trtspec.heads.training.decoder.SCORES", scores)
+        model = training_module(target, spec)
+        objective = Objective(model, TrainOptions(ttt_steps=4), recompute)
+        loss, _ = objective(tokens, hidden, aux, mask, torch.tensor([78, 76, 74, 72]))
+        loss.backward()
+        results.append((loss.item(), {k: v.grad for k, v in head_parameters(model).items()}))
+    (loss, gradients), *others = results
+    for other, found in others:
+        assert other == pytest.approx(loss, rel=1e-6)
+        assert all(torch.allclose(found[k], gradients[k], atol=1e-6) for k in gradients)
+
+
+RATES = [
+    ("cosine", 0.2, [0.5, 1.0, 0.9619398, 0.8535534, 0.6913417, 0.5, 0.3086583, 0.1464466, 0.0380602, 0.0]),
+    ("linear", 0.2, [0.5, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0]),
+    ("constant", 4, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+    ("wsd", 1, [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]),
+]
+
+
+@pytest.mark.parametrize(("name", "warmup", "want"), RATES)
+def test_schedules(name, warmup, want):
+    options = TrainOptions(schedule=name, warmup=warmup, decay=0.4)
+    assert [learning_rate(step, 10, 1.0, options) for step in range(1, 11)] == pytest.approx(want, abs=1e-7)
+
+
+def test_transformers_schedules_are_the_same():
+    """The library's own, on a dummy optimizer; both reach the peak at the last step of the warm-up."""
+    from transformers import get_scheduler
+
+    for name in ("cosine", "linear"):
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        scheduler = get_scheduler(name, optimizer, num_warmup_steps=10, num_training_steps=100)
+        theirs = []
+        for _ in range(100):
+            optimizer.step()
+            scheduler.step()
+            theirs.append(scheduler.get_last_lr()[0])
+        options = TrainOptions(schedule=name, warmup=10)
+        assert [learning_rate(step, 100, 1.0, options) for step in range(1, 101)] == pytest.approx(theirs, abs=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    passes=st.lists(st.sampled_from([0.25, 0.5, 1.0, 1.5, 3.0]), min_size=1, max_size=40),
+    batch=st.integers(1, 5), accumulation=st.integers(1, 4), epochs=st.integers(1, 6),
+)  # fmt: skip
+def test_data_order(passes, batch, accumulation, epochs):
+    """Over any number of epochs a sample comes as often as its passes say, to within one; a longer run begins like a
+    shorter one; only the last window and the last batch of an epoch may be short."""
+    options = TrainOptions(batch_size=batch, accumulation=accumulation, epochs=epochs, seed=3)
+    order = DataOrder([10 + index for index in range(len(passes))], passes, options)
+    seen = [0] * len(passes)
+    for number in range(epochs):
+        windows = order.epoch(number)
+        assert all(len(window) == accumulation for window in windows[:-1])
+        for window in windows:
+            for index in (index for part in window for index in part):
+                seen[index] += 1
+    assert all(abs(count - epochs * times) < 1 + 1e-9 for count, times in zip(seen, passes, strict=True))
+    steps = list(order.steps())
+    assert len(steps) == order.total
+    longer = TrainOptions(**{**options.__dict__, "epochs": epochs + 1})
+    assert list(DataOrder(order.lengths, passes, longer).steps())[: len(steps)] == steps
+
+
+def test_one_batch_is_all_of_a_batch_in_both_orders():
+    """Without weights and accumulation, the order is that of every sample once."""
+    samples = some_samples(23)
+    data = split_data(samples, TrainOptions(batch_size=4, held_out=0.2))
+    windows = data.order.epoch(0)
+    assert sorted(index for (batch,) in windows for index in batch) + data.held != []
+    assert sorted([index for (batch,) in windows for index in batch] + data.held) == list(range(23))
+
+
+def write(path: Path, rows: list[tuple[str, str]]) -> str:
+    path.write_text("".join(json.dumps({"prompt": a, "completion": b}) + "\n" for a, b in rows))
+    return str(path)
+
+
+def test_a_mixture_counts_duplicates_weighs_files_and_trains_on_nothing_that_it_evaluates(tmp_path, target_dir):
+    words = [(f"question number {n} is", f" answered with {n} and some more words") for n in range(12)]
+    one = write(tmp_path / "one.jsonl", words[:6] + words[:2])
+    two = write(tmp_path / "two.jsonl", words[4:10])
+    evaluation = write(tmp_path / "eval.jsonl", words[9:])
+    tokenizer = KimiTokenizer(target_dir)
+    mixture = read_mixture(DataFiles.named([one, f"{two}=0.5"], evaluation), tokenizer, TrainOptions())
+    told = [{key: row[key] for key in row if key != "file"} for row in mixture.told]
+    assert told == [
+        {"passes": 1.0, "conversations": 6, "duplicates": 2, "in_eval_data": 0},
+        {"passes": 0.5, "conversations": 3, "duplicates": 2, "in_eval_data": 1},
+        {"passes": 0, "conversations": 3},
+    ]
+    assert mixture.data.order.passes == [1.0] * 6 + [0.5] * 3 + [0.0] * 3
+    assert mixture.data.held == [9, 10, 11]
+    assert len({sample.id for sample in mixture.samples}) == 12
+    kept = read_mixture(DataFiles.named([one]), tokenizer, TrainOptions(deduplicate=False, held_out=0))
+    assert len(kept.samples) == 8
+    with pytest.raises(UsageError, match="is no number of passes"):
+        DataFiles.named(["answers.jsonl=often"])
+
+
+def test_a_walk_along_an_answer():
+    """Ten tokens, the last seven the target's. The drafts of rows 2 to 8 agree as told; two drafts at a time."""
+    answer = [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
+    agree = [[False] * 10, [False] * 10]
+    assert walk(agree, answer) == (6, 0)  # tokens 4 to 9 one by one
+    for step, row in ((0, 2), (1, 3), (0, 5), (1, 6), (1, 8)):
+        agree[step][row] = True
+    # known 3: drafts 4 and 5 agree, the target adds 6; known 6: 7 and 8 agree, it adds 9
+    assert walk(agree, answer) == (2, 4)
+    assert walk([[True] * 10] * 2, answer) == (2, 4)
+    assert walk([[True] * 10] * 2, [0] * 10) == (0, 0)
+    assert walk([[True] * 6] * 3, [0, 1, 1, 0, 1, 1]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90m", 5400), ("3h30m", 12600), ("7200", 7200), ("45s", 45), ("1-12:00:00", 129600), ("00:30:00", 1800)],
+)
+def test_times(text, seconds):
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "soon", "-5m", "1:2", "5x"])
+def test_no_times(text):
+    with pytest.raises(UsageError, match="is no time"):
+        seconds_of(text)

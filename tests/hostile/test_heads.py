@@ -1,0 +1,157 @@
+"""Damaged heads through inspect and convert: every run ends with a reason, and nothing half-written or silent is left.
+
+A conversion that succeeds must have written what the undamaged head becomes, unless `inspect` names what is different.
+TRTSPEC_SEED chooses other damage for the slow test (1 without).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoint.heads.faults import changed, faults
+from tests.heads.convert.foreign_heads import write_head
+from tests.hostile.inputs import Case, Inputs
+from tests.hostile.test_malformed import Runner, complaint, runner  # noqa: F401  # a fixture
+from tests.tiny import make_target
+from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.heads.compare import compare_heads
+
+SOME, ALL = 16, 1000
+KINDS = (
+    ("modelopt", {"attention": "mla"}),
+    ("vllm", {"attention": "mha", "draft_vocab": 128}),
+    ("specforge", {"attention": "mha", "eagle": "3.1"}),
+    ("torchspec", {"attention": "mla", "eagle": "3.1", "draft_vocab": 128}),
+)
+WRITTEN = {"config.json", "model.safetensors", "provenance.json", "README.md"}
+
+
+class Damage:
+    """Clean heads, what they become, and copies with one thing wrong."""
+
+    def __init__(self, room: Path, run: Runner, seed: int) -> None:
+        self.room, self.run, self.rng = room, run, random.Random(seed)
+        self.target = make_target(room / "target", layers=8)
+        self.inputs = Inputs(room, self.target, self.target, "", seed)
+        self.heads: list[Path] = []
+        self.usual: list[set[str]] = []
+        self.outcomes: Counter[str] = Counter()
+        self.bad: list[str] = []
+        for dialect, options in KINDS:
+            head = write_head(room / f"clean-{dialect}", self.target, dialect, **options)  # type: ignore[arg-type]
+            self.heads.append(head)
+            assert self.ended("convert", head, room, room / f"good-{dialect}", "--to", "vllm")[0] == 0
+            self.usual.append(self.findings(head, room)[1])
+
+    def ended(self, command: str, head: Path, place: Path, output: Path | None = None, *words: str) -> tuple[int, str]:
+        """The status of a command and what it printed; a bad end is noted."""
+        more = ["--output", str(output), *words] if output else ["--against", str(self.target), *words]
+        if command == "convert":
+            more += ["--target", str(self.target)]
+        case = Case(head.name, [command, str(head), *more, "--json"], place)
+        answer = self.run.answer(case, False)
+        what = complaint(case, answer)
+        if what:
+            self.bad.append(f"{place.name} {command}: {what}")
+        return int(answer["status"] or 0) if answer["status"] is not None else -1, (place / "stdout").read_text()
+
+    def findings(self, head: Path, place: Path) -> tuple[int, set[str]]:
+        status, text = self.ended("inspect", head, place, None, "--sample", "0")
+        try:
+            told = json.loads(text)
+        except ValueError:
+            return status, {text[:80]}
+        return status, {problem["code"] for problem in told.get("problems", [])} | {
+            str(told[key]) for key in ("error",) if key in told
+        }
+
+    def spoil(self, head: Path) -> str:
+        """One thing is wrong with the config, the header, a tensor or the file itself."""
+        way = self.rng.random()
+        if way < 0.35:
+            file = head / "config.json"
+            return self.inputs._json(file, file.read_bytes())
+        if way < 0.6:
+            file = head / "model.safetensors"
+            return self.inputs._safetensors(file, file.read_bytes())
+        if way < 0.9:
+            config, tensors = json.loads((head / "config.json").read_text()), load_file(head / "model.safetensors")
+            fault = self.rng.choice(list(faults(config, tensors)))
+            config, tensors = changed(fault, config, tensors)
+            (head / "config.json").write_text(json.dumps(config))
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, head / "model.safetensors")
+            return f"{fault.kind}: {fault.what}"
+        file = self.rng.choice(sorted(head.iterdir()))
+        data = file.read_bytes()
+        at = self.rng.randrange(len(data))
+        file.write_bytes(data[:at])
+        return f"{file.name} cut at {at}"
+
+    def one(self, number: int) -> None:
+        which = self.rng.randrange(len(self.heads))
+        place = self.room / f"case{number}"
+        place.mkdir()
+        head = place / "head"
+        shutil.copytree(self.heads[which], head)
+        name = f"{number} {self.heads[which].name}: {self.spoil(head)}"
+        _, codes = self.findings(head, place)
+        status, _ = self.ended("convert", head, place, place / "out", "--to", "vllm")
+        left = {path.name for path in place.iterdir()} - {"head", "out", "stdout", "stderr"}
+        if left:
+            self.bad.append(f"{name}: left {sorted(left)}")
+        if status != 0:
+            self.outcomes[f"refused, status {status}"] += 1
+            if (place / "out").exists():
+                self.bad.append(f"{name}: status {status} and an output")
+        else:
+            self.succeeded(name, which, place / "out", codes - self.usual[which])
+        shutil.rmtree(place)
+
+    def succeeded(self, name: str, which: int, output: Path, codes: set[str]) -> None:
+        if {path.name for path in output.iterdir()} != WRITTEN:
+            self.bad.append(f"{name}: wrote {sorted(path.name for path in output.iterdir())}")
+            return
+        good = self.room / f"good-{KINDS[which][0]}"
+        found = compare_heads(Checkpoint.open(output), Checkpoint.open(good))
+        if not found["problems"] and not found["absent"]:
+            self.outcomes["mended, or of no effect"] += 1
+        elif codes:
+            self.outcomes["another head, and inspect says so"] += 1
+        else:
+            self.bad.append(f"{name}: silent: {[problem.message for problem in found['problems']][:2]}")
+
+    def report(self) -> str:
+        return "\n".join([f"{dict(self.outcomes)}, {len(self.bad)} bad", *self.bad])
+
+
+def spoilt(room: Path, run: Runner, seed: int, count: int) -> Damage:
+    damage = Damage(room, run, seed)
+    for number in range(count):
+        try:
+            damage.one(number)
+        except SafetensorError:
+            raise AssertionError(f"case {number}: not a file that the tests can read") from None
+    return damage
+
+
+def test_some_damaged_heads(tmp_path: Path, runner: Runner) -> None:  # noqa: F811
+    damage = spoilt(tmp_path, runner, 5, SOME)
+    assert not damage.bad, damage.report()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_all_damaged_heads(tmp_path: Path, runner: Runner) -> None:  # noqa: F811
+    seed = int(os.environ.get("TRTSPEC_SEED", "1"))
+    damage = spoilt(tmp_path, runner, seed, ALL)
+    print(f"\nseed {seed}, {ALL} damaged heads: {damage.report()}")
+    assert not damage.bad, damage.report()

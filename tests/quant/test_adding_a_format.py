@@ -1,0 +1,141 @@
+"""Adding a weight format, really done on a copy of the package: MXFP4 as gpt-oss publishes it, as a source.
+
+Four bits in E2M1 and an E8M0 scale for 32 of them: `weight_blocks` uint8 [N, K/2], low nibble first, `weight_scales`
+uint8 [N, K/32], biased by 127."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tiny import make_target
+from trtspec.quant import nvfp4
+
+PACKAGE = Path(__file__).parents[2] / "trtspec"
+ROW = """    "mxfp4": Storage(
+        "MXFP4 in groups of 32", ("weight_blocks", "weight_scales"), (("U8",), ("U8",)), ("values", "groups"), 2, 32,
+        bits=4 + 8 / 32, method="mxfp4", unquantized=("modules_to_not_convert",),
+    ),
+"""
+CONFIG = """    if method == "mxfp4":
+        return WeightFormat.MXFP4, 32, None
+"""
+DECODER = '''"""MXFP4: E2M1 values with a power of two for each 32 of a row (OCP Microscaling Formats 1.0)."""
+
+from __future__ import annotations
+
+import torch
+
+from trtspec.quant.nvfp4 import E2M1_VALUES
+
+
+def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, K/2] and uint8 [N, K/32] -> bf16 [N, K]; exact."""
+    table = torch.tensor((*E2M1_VALUES, *(-value for value in E2M1_VALUES)), dtype=torch.float32)
+    values = table[torch.stack((blocks & 15, blocks >> 4), -1).long()].view(blocks.shape[0], scales.shape[1], -1)
+    return torch.ldexp(values, scales.int().unsqueeze(-1) - 127).view(blocks.shape[0], -1).to(torch.bfloat16)
+'''
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """(the directory of a copy of the package with one format more, the files that this took)."""
+    root = tmp_path_factory.mktemp("copy")
+    large = {"kernels", "kimi-nano", "kimi-nano-eagle3", "__pycache__"}  # megabytes that no conversion needs
+    shutil.copytree(PACKAGE, root / "trtspec", ignore=lambda _, names: large.intersection(names))
+    edit(root / "trtspec/formats.py", '    "nvfp4": Storage(', ROW + '    "nvfp4": Storage(')
+    edit(root / "trtspec/formats.py", '    NVFP4 = "nvfp4"\n', '    NVFP4 = "nvfp4"\n    MXFP4 = "mxfp4"\n')
+    edit(root / "trtspec/formats.py", '    method = block.get("quant_method", "")\n',
+         '    method = block.get("quant_method", "")\n' + CONFIG)  # fmt: skip
+    (root / "trtspec/quant/mxfp4.py").write_text(DECODER)
+    edit(root / "trtspec/quant/decode.py", "    WeightFormat.INT4:",
+         "    WeightFormat.MXFP4: lambda parts, _: mxfp4.dequantize(*parts),\n    WeightFormat.INT4:")  # fmt: skip
+    edit(root / "trtspec/quant/decode.py", "import fp8_block, int4, nvfp4", "import fp8_block, int4, mxfp4, nvfp4")
+    files = [path for path in (root / "trtspec").rglob("*") if path.suffix in (".py", ".yaml", ".c")]
+    here = [(path, PACKAGE / path.relative_to(root / "trtspec")) for path in files]
+    return root, sorted(path.name for path, old in here if not old.exists() or path.read_bytes() != old.read_bytes())
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert text.count(old) == 1, (path, old)
+    path.write_text(text.replace(old, new))
+
+
+def mxfp4_target(directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A Kimi with MXFP4 experts, and what its tensors decode to, by a table of their own."""
+    source = make_target(directory, layers=2, shards=1)
+    path, generator = source / "model.safetensors", torch.Generator().manual_seed(0)
+    plain, stored = load_file(path), {}
+    for name, tensor in list(plain.items()):
+        if ".mlp.experts." not in name:
+            stored[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        codes = torch.randint(0, 16, (rows, columns), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(117, 125, (rows, columns // 32), generator=generator, dtype=torch.uint8)
+        sign, magnitude = codes // 8, codes % 8
+        value = torch.where(magnitude < 2, magnitude * 0.5, (1 + magnitude % 2 * 0.5) * 2.0 ** (magnitude // 2 - 1.0))
+        factor = 2.0 ** (scales.double() - 127)
+        plain[name] = (value * (1 - 2.0 * sign) * factor.repeat_interleave(32, -1)).bfloat16()
+        stem = name.removesuffix(".weight")
+        stored[f"{stem}.weight_blocks"], stored[f"{stem}.weight_scales"] = codes[:, ::2] | codes[:, 1::2] << 4, scales
+    save_file(stored, path, {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": [
+        "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|down)_proj.*", "lm_head"]}  # fmt: skip
+    (source / "config.json").write_text(json.dumps(config))
+    return source, plain
+
+
+def run(root: Path, *words: object) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, cwd=root, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_mxfp4_is_three_files(copied: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """Then it is detected, inspected, converted to the values that ModelOpt's rule gives, and decoded for reference."""
+    root, changed = copied
+    assert changed == ["decode.py", "formats.py", "mxfp4.py"]
+    source, plain = mxfp4_target(tmp_path / "Kimi-K2.7-Code")
+    found = json.loads(run(root, "-m", "trtspec", "inspect", source, "--json"))
+    assert (found["kind"], found["format"]) == ("target", "mxfp4")
+    assert [problem for problem in found["problems"] if problem["severity"] != "info"] == []
+    assert found["parameters"] == sum(tensor.numel() for tensor in plain.values())
+    out = tmp_path / "out"
+    result = json.loads(run(root, "-m", "trtspec", "quantize", source, "-o", out, "--json"))
+    assert result["quantized"] == 3 * 4 and result["policy"] == "k2.7-code"
+    got = load_file(out / "model.safetensors")
+    for name, weight in plain.items():
+        if ".mlp.experts." not in name:
+            assert torch.equal(got[name], weight), name
+            continue
+        leaf = name.split(".")[-2]
+        pair = plain[name.replace(leaf, {"gate_proj": "up_proj", "up_proj": "gate_proj"}.get(leaf, leaf))]
+        expected = nvfp4.quantize_plain(weight, torch.maximum(weight.abs().max(), pair.abs().max()).float())
+        assert torch.equal(got[name], expected.packed), name
+        assert torch.equal(got[f"{name}_scale"].view(torch.uint8), expected.scale.view(torch.uint8)), name
+        assert torch.equal(got[f"{name}_scale_2"], expected.scale_2), name
+    compared = json.loads(run(root, "-m", "trtspec", "inspect", out, "--against", source, "--sample", "0", "--json"))
+    assert [problem for problem in compared["problems"] if problem["severity"] != "info"] == []
+    script = (
+        "import sys, torch; from safetensors.torch import save_file; from trtspec.checkpoint.headers import Checkpoint;"
+        "from trtspec.checkpoint.tensors import LazyTensors; from trtspec.checkpoint.detect import target_spec;"
+        "from trtspec.quant.decode import decoded; from trtspec.quant.plan import plain_names;"
+        "tensors = LazyTensors(Checkpoint.open(sys.argv[1])); spec = target_spec(tensors.checkpoint);"
+        "names = plain_names(tensors.checkpoint.tensors);"
+        "save_file({name: decoded(tensors, spec, name) for name in names}, sys.argv[2])"
+    )
+    run(root, "-c", script, source, tmp_path / "decoded.safetensors")
+    decoded = load_file(tmp_path / "decoded.safetensors")
+    assert decoded.keys() == plain.keys() and all(torch.equal(decoded[name], plain[name]) for name in plain)

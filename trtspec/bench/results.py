@@ -1,0 +1,188 @@
+"""What `bench` found, as records: tables, plots, the report and results.json are all made of them.
+
+A record's fields are the keys of the JSON contract; a group of answers, a concurrency, an endpoint and the whole run
+each repeat the acceptance of all their answers.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from trtspec import files
+from trtspec.bench.acceptance import AcceptanceSummary, RatioSpread, TurnCounts
+from trtspec.bench.adapters import DetectedServer
+from trtspec.bench.text_quality import OutputQuality
+from trtspec.errors import Problem, TrtspecError, UsageError
+
+
+@dataclass(frozen=True)
+class LatencySpread:
+    """Mean and percentiles; seconds, or tokens per second."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """Rates over the rounds of one concurrency. `steady_tokens_per_s` counts only the time in which every slot was
+    busy, a fair figure for a comparison: the tail, where slots run empty, would else reward the luckier last answer."""
+
+    requests: int
+    errors: int
+    output_tokens: int
+    wall_s: float
+    tokens_per_s: float | None
+    steady_tokens_per_s: float | None
+    tokens_per_s_per_user: LatencySpread | None
+    ttft_s: LatencySpread | None
+    inter_token_s: LatencySpread | None
+    request_s: LatencySpread | None
+    cached_prompt_tokens: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelResult(AcceptanceSummary):
+    """One concurrency. `rounds`: output tokens per second of each."""
+
+    concurrency: int
+    categories: dict[str, AcceptanceSummary]
+    throughput: Throughput
+    rounds: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointResult(AcceptanceSummary):
+    """One endpoint: acceptance over all concurrencies and by category, and one entry per concurrency."""
+
+    name: str
+    url: str
+    server: DetectedServer
+    categories: dict[str, AcceptanceSummary]
+    degeneration: OutputQuality
+    concurrency: list[LevelResult]
+    turns_detail: list[TurnCounts] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairRatio:
+    """Speed of one endpoint over another's: round by round, the median and the range."""
+
+    of: str
+    over: str
+    per_round: list[float]
+    median: float | None
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterleavedLevel:
+    """One concurrency of endpoints measured in alternating rounds. `tokens_per_s`: by endpoint and round."""
+
+    concurrency: int
+    metric: str
+    tokens_per_s: dict[str, list[float]]
+    ratios: list[PairRatio]
+
+    def pair(self, of: str, over: str) -> PairRatio | None:
+        return next((pair for pair in self.ratios if (pair.of, pair.over) == (of, over)), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedRatio:
+    """Mean tokens/s of this run over another's, and its extremes over the rounds (`rounds`: how many each has)."""
+
+    concurrency: int
+    ratio: float
+    low: float
+    high: float
+    rounds: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """This run over an earlier one. `differs`: what of the workload is not the same."""
+
+    old: dict[str, Any]
+    differs: list[str]
+    acceptance: dict[str, RatioSpread]
+    speed: list[SpeedRatio]
+    problems: list[Problem]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResults(EndpointResult):
+    """results.json: the first endpoint's own figures, the others under `endpoints`, ratios under `interleaved`."""
+
+    schema: int = 1
+    workload: dict[str, Any]
+    endpoints: dict[str, EndpointResult]
+    interleaved: list[InterleavedLevel] | None
+    problems: list[Problem]
+    comparison: Comparison | None = None
+    created: str = ""
+    versions: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def all(self) -> list[EndpointResult]:
+        return [self, *self.endpoints.values()]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def from_dict(found: dict[str, Any]) -> BenchResults:
+    """The records of what `to_dict` made. Raises pydantic's ValidationError for anything else."""
+    return _adapter(BenchResults).validate_python(found)
+
+
+@dataclass(frozen=True)
+class ComparedLevel:
+    concurrency: int
+    rounds: list[float | None]
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """What a comparison reads of results.json, which may be an older release's."""
+
+    name: str
+    url: str
+    server: dict[str, Any]
+    workload: dict[str, Any]
+    categories: dict[str, Any]
+    concurrency: list[ComparedLevel]
+    turns_detail: list[TurnCounts] = field(default_factory=list)
+
+
+def read_results(path: Path) -> ComparedRun:
+    """results.json of a directory or a file. Raises UsageError when it is not one."""
+    file = path / "results.json" if path.is_dir() else path
+    try:
+        return _adapter(ComparedRun).validate_json(json.dumps(files.read_object(file)), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise _no_result(file, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except (OSError, TrtspecError, ValueError) as error:
+        raise _no_result(file, str(error)) from None
+
+
+def _no_result(file: Path, reason: str) -> UsageError:
+    return UsageError(
+        f"{file} is not a result of `trtspec bench`: {reason}",
+        "pass the directory given to bench -o, or its results.json",
+    )
+
+
+@functools.cache
+def _adapter(record: type) -> TypeAdapter[Any]:
+    return TypeAdapter(record)

@@ -1,0 +1,316 @@
+"""The one reader of conversations: for calibrate, synthesize, train and bench, whatever their rows are called.
+
+    messages, conversations, conversation   a list of {role, content} or ShareGPT's {from, value}
+    turns                                   a list of questions (MT-Bench)
+    prompt | question | instruction         a question; instruction takes Alpaca's `input` or Dolly's `context` along
+      with response | answer | output       ... and its answer
+    prompt, completion                      raw text and its continuation, without a chat template; of messages: joined
+    text                                    raw text
+    a JSON string, a line of a text file    bare text, which a caller may take for a question
+
+`system` or `system_prompt` stands before a conversation, `tools` (a list, JSON text of one, or inside `metadata`)
+beside it. Fields that say something else are counted and named in one note; those that would change what is learned,
+and roles that nobody knows, are refused with file and line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trtspec.checkpoint.rows import CODE, DataRow, read_rows
+from trtspec.errors import UsageError
+from trtspec.records import note
+
+ROLES = {
+    "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
+    "system": "system", "developer": "system",
+    "tool": "tool", "function_response": "tool", "observation": "tool", "ipython": "tool",
+}  # fmt: skip
+LISTS = ("messages", "conversations", "conversation")
+QUESTIONS, ANSWERS, CONTINUATION = ("prompt", "question", "instruction"), ("response", "answer", "output"), "completion"
+BESIDE_INSTRUCTION, SYSTEM = ("input", "context"), ("system", "system_prompt")
+IDS = ("conversation_id", "question_id", "id", "prompt_id", "task_id", "uuid")
+REASONING = ("reasoning_content", "reasoning")
+# what describes a row and changes nothing that is made of it
+ABOUT = (
+    *IDS,
+    "category",
+    "finish_reason",
+    "metadata",
+    "source",
+    "dataset",
+    "split",
+    "language",
+    "license",
+    "reference",
+)
+MASKS = ("weight", "train", "loss", "loss_weight", "loss_mask")  # of a message: whether a trainer should learn it
+ROW_MASKS = ("weight", "loss_weight", "loss_mask")
+REMEDY = "each row has messages, conversations, turns, prompt with or without completion or response, or text"
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One row in OpenAI's words. Either `messages` ({role, content}, and where set reasoning_content, tool_calls,
+    tool_call_id, name; content is text), or raw `text` with its `completion`; `bare` text stood alone."""
+
+    file: str
+    line: int
+    messages: tuple[Message, ...] = ()
+    text: str = ""
+    completion: str | None = None
+    bare: bool = False
+    tools: tuple[dict[str, Any], ...] = ()
+    id: str = ""
+    category: str = ""
+    finish_reason: str = ""
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    @property
+    def chat(self) -> tuple[Message, ...]:
+        """The messages; bare text and the prompt of a raw pair as a question. Empty for raw text."""
+        if self.bare or self.completion is not None:
+            return ({"role": "user", "content": self.text},)
+        return self.messages
+
+
+def read_conversations(
+    source: Path | str, split: str | None = None, on_bad: Callable[[UsageError], None] | None = None
+) -> Iterator[Conversation]:
+    """The conversations of a file, a directory or a hub data set (see `rows.read_rows`), in order.
+
+    Raises UsageError (TS-DATA-ROW) with file and line for a row that is none; with `on_bad`, hands it over and goes on.
+    Fields that are not read are named in one note when the reading ends.
+    """
+    unread: Counter[str] = Counter()
+    try:
+        for row in read_rows(str(source), split):
+            try:
+                found = conversation(row, unread)
+            except UsageError as error:
+                if on_bad is None:
+                    raise
+                on_bad(error)
+                continue
+            yield found
+    finally:
+        if unread:
+            named = ", ".join(f"{name} ({count:,})" for name, count in sorted(unread.items())[:12])
+            more = f" and {len(unread) - 12} more" if len(unread) > 12 else ""
+            note(f"{source} has fields that are not read, with the number of rows: {named}{more}")
+
+
+def conversation(row: DataRow, unread: Counter[str]) -> Conversation:
+    """One row read. Counts in `unread` the fields that it has and nothing honours."""
+    if isinstance(row.value, str):
+        return Conversation(row.file, row.line, text=row.value, bare=True)
+    if not isinstance(row.value, dict):
+        _refuse(row, "is neither an object nor a string", REMEDY)
+    fields = {key: value for key, value in row.value.items() if value is not None}
+    _refuse_masks(row, fields, ROW_MASKS)
+    read = {*ABOUT, "tools", *ROW_MASKS}
+    about: dict[str, Any] = {
+        "tools": _tools(row, fields),
+        "id": next((str(fields[key]) for key in IDS if key in fields), ""),
+        "category": str(fields.get("category", "")),
+        "finish_reason": str(fields.get("finish_reason", "")),
+    }
+    found = _body(row, fields, read, unread)
+    if "messages" in found:
+        found["messages"] = tuple(_with_system(row, fields, found["messages"], read))
+        same = fields.get("prompt")
+        if same in [message["content"] for message in found["messages"] if message["role"] == "user"]:
+            read.add("prompt")  # the first question once more, as UltraChat has it
+    unread.update(key for key in fields if key not in read and fields[key] not in ("", [], {}))
+    return Conversation(row.file, row.line, **found, **about)
+
+
+def _body(row: DataRow, fields: dict[str, Any], read: set[str], unread: Counter[str]) -> dict[str, Any]:
+    """`messages`, or `text` with or without `completion`; adds the keys that made them to `read`."""
+    lists = [key for key in LISTS if key in fields]
+    if len(lists) > 1 and any(fields[key] != fields[lists[0]] for key in lists):
+        _refuse(row, f"has {' and '.join(lists)}, which differ", "leave one of them")
+    if lists:
+        read.update(lists)
+        return {"messages": _messages(row, _items(row, fields, lists[0]), unread)}
+    if "turns" in fields:
+        read.add("turns")
+        return {"messages": [_question(row, turn) for turn in _items(row, fields, "turns")]}
+    asked = next((key for key in QUESTIONS if key in fields), None)
+    if asked:
+        return _pair(row, fields, asked, read, unread)
+    if "text" in fields:
+        read.add("text")
+        return {"text": _text(row, fields["text"], "text")}
+    _refuse(row, f"has none of {', '.join((*LISTS, 'turns', *QUESTIONS, 'text'))}, only {sorted(fields)}", REMEDY)
+
+
+def _pair(row: DataRow, fields: dict[str, Any], asked: str, read: set[str], unread: Counter[str]) -> dict[str, Any]:
+    """A question, with its answer or continuation where there is one."""
+    answers = [key for key in (*ANSWERS, CONTINUATION) if key in fields]
+    if len(answers) > 1:
+        _refuse(row, f"has {' and '.join(answers)}: several answers", "leave one of them")
+    read |= {asked, *answers}
+    prompt, answer = fields[asked], fields[answers[0]] if answers else None
+    if isinstance(prompt, list) and any(isinstance(item, dict) for item in prompt):
+        answered = _items(row, fields, answers[0]) if answers else []
+        return {"messages": _messages(row, [*prompt, *answered], unread)}
+    question = _question(row, prompt)
+    if answers == [CONTINUATION]:
+        return {"text": question["content"], "completion": _text(row, answer, CONTINUATION)}
+    if asked == "instruction":
+        for key in BESIDE_INSTRUCTION:
+            if key in fields:
+                read.add(key)
+                question["content"] += f"\n\n{extra}" if (extra := _text(row, fields[key], key)) else ""
+    if answers:
+        return {"messages": [question, {"role": "assistant", "content": _text(row, answer, answers[0])}]}
+    return {"messages": [question]}
+
+
+def _question(row: DataRow, value: Any) -> Message:
+    if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
+        _refuse(
+            row, "gives token ids, not text: random ids collapse acceptance and measure nothing real",
+            "use prompts that somebody wrote",
+        )  # fmt: skip
+    if not isinstance(value, str) or not value.strip():
+        _refuse(row, "has an empty or non-text prompt", "a prompt or a turn is a string with something in it")
+    return {"role": "user", "content": value}
+
+
+def _text(row: DataRow, value: Any, key: str) -> str:
+    if not isinstance(value, str):
+        _refuse(row, f"has {key} that is {type(value).__name__}, not text", f"write {key} as a string")
+    return value
+
+
+def _items(row: DataRow, fields: dict[str, Any], key: str) -> list[Any]:
+    value = fields[key]
+    if not isinstance(value, list) or not value:
+        _refuse(row, f"has {key} that are no list, or an empty one", f"write {key}: [...] with one item at least")
+    return value
+
+
+def _messages(row: DataRow, items: list[Any], unread: Counter[str]) -> list[Message]:
+    odd: set[str] = set()
+    found = [_message(row, item, odd) for item in items]
+    unread.update(f"messages[].{key}" for key in odd)
+    return found
+
+
+def _message(row: DataRow, value: Any, odd: set[str]) -> Message:
+    """A message in OpenAI's keys, whichever of the two namings it has. Adds the keys that it does not know to `odd`."""
+    if not isinstance(value, dict):
+        _refuse(row, "has a message that is no object", "each message is {role: ..., content: ...}")
+    fields = {key: item for key, item in value.items() if item is not None}
+    _refuse_masks(row, fields, MASKS)
+    if "function_call" in fields:
+        _refuse(row, "has a message with function_call, OpenAI's older form", "write tool_calls")
+    named = "role" if "role" in fields else "from"
+    role = ROLES.get(str(fields.get(named, "")))
+    if role is None:
+        known = ", ".join(ROLES)
+        _refuse(row, f"has a message of the role {fields.get(named, '')!r}", f"the roles are {known}")
+    content = "content" if "content" in fields else "value"
+    reasoning = [key for key in REASONING if fields.get(key)]
+    if len(reasoning) > 1 and fields[reasoning[0]] != fields[reasoning[1]]:
+        _refuse(row, f"has {' and '.join(reasoning)}, which differ", "leave one of them")
+    if content not in fields and not (role == "assistant" and (fields.get("tool_calls") or reasoning)):
+        _refuse(row, f"has a message of the role {role} without content", "each message is {role: ..., content: ...}")
+    message: Message = {"role": role, "content": _content(row, fields.get(content, ""))}
+    if reasoning:
+        message["reasoning_content"] = _text(row, fields[reasoning[0]], reasoning[0])
+    if fields.get("tool_calls"):
+        message["tool_calls"] = _tool_calls(row, fields["tool_calls"])
+    for key in ("tool_call_id", "name"):
+        if fields.get(key):
+            message[key] = _text(row, fields[key], key)
+    odd |= {key for key, item in fields.items() if item not in ("", [], {})} - {
+        named, content, *REASONING, "tool_calls", "tool_call_id", "name", *MASKS,
+    }  # fmt: skip
+    return message
+
+
+def _content(row: DataRow, value: Any) -> str:
+    """Text; a list of text parts is joined, as the templates of the family print it."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        _refuse(row, f"has content that is {type(value).__name__}, not text", "write content as a string")
+    parts = []
+    for part in value:
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        text = part.get("text") if isinstance(part, dict) else part
+        if kind != "text" or not isinstance(text, str):
+            _refuse(row, f"has content with a part of the type {kind!r}, and only text is read", "leave the row out")
+        parts.append(text)
+    return "".join(parts)
+
+
+def _tool_calls(row: DataRow, value: Any) -> list[dict[str, Any]]:
+    calls = _parsed_list(row, value, "tool_calls")
+    for call in calls:
+        function = call.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            _refuse(row, "has a tool call without function.name", "write {id, type, function: {name, arguments}}")
+    return calls
+
+
+def _tools(row: DataRow, fields: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """A list, or JSON text of one; Nemotron's sets keep it inside `metadata`."""
+    if fields.get("functions"):
+        _refuse(row, "has functions, OpenAI's older form", "write tools")
+    found, metadata = fields.get("tools"), fields.get("metadata")
+    if not found and metadata:
+        try:
+            metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
+        except ValueError:
+            return ()  # a remark, not a structure
+        found = metadata.get("tools") if isinstance(metadata, dict) else None
+    return tuple(_parsed_list(row, found, "tools")) if found else ()
+
+
+def _parsed_list(row: DataRow, value: Any, key: str) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
+        _refuse(row, f"has {key} that are no list of objects", f"write {key}: [{{...}}], or JSON text of it")
+    return found
+
+
+def _with_system(row: DataRow, fields: dict[str, Any], messages: list[Message], read: set[str]) -> list[Message]:
+    """The messages behind the row's own system prompt, where it has one that they do not begin with."""
+    for key in SYSTEM:
+        if key in fields:
+            read.add(key)
+            text = _text(row, fields[key], key)
+            first = messages[0]
+            if first["role"] == "system" and first["content"] != text and text:
+                _refuse(row, f"has {key} and another system message", "leave one of them")
+            if text and first["role"] != "system":
+                messages = [{"role": "system", "content": text}, *messages]
+    return messages
+
+
+def _refuse_masks(row: DataRow, fields: dict[str, Any], masks: tuple[str, ...]) -> None:
+    for key in masks:
+        if fields.get(key, 1) != 1:
+            _refuse(row, f"has {key}: {str(fields[key])[:40]}, and no part of a row is left out of the loss",
+                    "leave the field out, or the row")  # fmt: skip
+
+
+def _refuse(row: DataRow, reason: str, remedy: str) -> NoReturn:
+    raise UsageError(f"{CODE} {row.where} {reason}", remedy)

@@ -1,0 +1,234 @@
+"""Rows of data that somebody else wrote: JSON lines, a JSON array, parquet, plain text, a directory of these, or a hub
+data set, each row with the place where it stands.
+
+A line ends at a line feed and nowhere else: JSON strings may hold U+2028 and its like as they are. Lines are read one
+at a time, so a file may be larger than memory; `.gz` and `.zst` behind any of the text endings are unpacked on the way.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from trtspec import files
+from trtspec.checkpoint.hub import HUB_ID
+from trtspec.errors import MissingDependency, UsageError
+
+LINES, ARRAY_OR_LINES, COLUMNS, PLAIN = (".jsonl", ".ndjson"), (".json",), (".parquet",), (".txt", ".text", "")
+SUFFIXES = (*LINES, *ARRAY_OR_LINES, *COLUMNS, *PLAIN[:-1])
+PACKED = (".gz", ".zst")
+MOST_LINE = 256 * 2**20  # bytes of one row; a conversation of a million tokens has about 5 MB
+MOST_ARRAY = 4 * 2**30  # bytes of a JSON array, which is read whole
+EXTRA = "pip install 'trtspec[modelopt]'"
+CODE = "TS-DATA-ROW"
+
+
+@dataclass(frozen=True)
+class DataRow:
+    """`line` counts from 1: of text the line where the row begins, of parquet and hub data sets the row."""
+
+    file: str
+    line: int
+    value: Any
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def from_hub(source: str) -> bool:
+    """Whether `source` names a hub data set: not a path that exists, and written like an id."""
+    return not Path(source).exists() and HUB_ID.fullmatch(source.partition(":")[0]) is not None
+
+
+def read_rows(source: str, split: str | None = None) -> Iterator[DataRow]:
+    """Every row of a file, a directory (its files in the order of their names) or a hub data set `org/name[:config]`.
+
+    `split` names the hub data set's split. Raises UsageError, with the line where there is one, for what is no data.
+    """
+    path = Path(source)
+    if from_hub(source):
+        yield from hub_rows(source, split)
+    elif path.is_dir():
+        found = sorted(file for file in path.iterdir() if _ending(file)[0] in SUFFIXES)
+        if not found:
+            raise UsageError(f"{path} holds none of {', '.join(SUFFIXES)}", "pass a directory of data files")
+        for file in found:
+            yield from _file_rows(file)
+    else:
+        yield from _file_rows(path)
+
+
+def _ending(path: Path) -> tuple[str, str]:
+    """(ending of the text, ending of its packing): (".jsonl", ".gz") of answers.jsonl.gz."""
+    if path.suffix in PACKED:
+        return Path(path.stem).suffix, path.suffix
+    return path.suffix, ""
+
+
+def _file_rows(path: Path) -> Iterator[DataRow]:
+    suffix = _ending(path)[0].lower()
+    if suffix in COLUMNS:
+        yield from _parquet_rows(path)
+    elif suffix in ARRAY_OR_LINES and _begins_with_bracket(path):
+        yield from _array_rows(path)
+    elif suffix in (*LINES, *ARRAY_OR_LINES):
+        for number, line in _text_lines(path):
+            yield DataRow(str(path), number, _parsed(line, f"{path}:{number}"))
+    elif suffix in PLAIN:
+        for number, line in _text_lines(path):
+            if "\0" in line:
+                raise UsageError(f"{CODE} {path}:{number} holds NUL characters: it is no text", "save it as UTF-8 text")
+            yield DataRow(str(path), number, line)
+    else:
+        raise UsageError(
+            f"{path} is data of an unknown kind: its name ends in none of {', '.join(SUFFIXES)}",
+            "rename it for what it holds (.txt: one text per line), or convert it",
+        )
+
+
+def _text_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number, text) of each line that holds more than white space; a byte order mark is passed over."""
+    number = 0
+    with _opened(path) as stream:
+        while line := stream.readline(MOST_LINE + 1):
+            number += 1
+            if len(line) > MOST_LINE:
+                raise UsageError(f"{CODE} {path}:{number} is longer than {MOST_LINE:,} bytes", "split the row")
+            text = _decoded(line, f"{path}:{number}", first=number == 1).rstrip("\r\n")
+            if text.strip():
+                yield number, text
+
+
+def _decoded(data: bytes, where: str, first: bool) -> str:
+    if first and data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise UsageError(f"{CODE} {where} is UTF-16", "save it as UTF-8 text")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{CODE} {where} is not UTF-8 text (byte {error.start + 1})", "repair the line") from None
+    return text.removeprefix("\ufeff") if first else text
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return files.parse_json(text, unique=True)
+    except ValueError as error:
+        remedy = "one JSON object per line; a JSON array is a .json file" if text[:1] in "[]" else "repair the line"
+        raise UsageError(f"{CODE} {where} is not JSON: {error}", remedy) from None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """The bytes of a file, unpacked."""
+    packed = _ending(path)[1]
+    try:
+        with files.open_regular(path, "pass a data file") as raw:
+            if packed == ".gz":
+                with gzip.GzipFile(fileobj=raw) as unpacked:
+                    yield io.BufferedReader(unpacked)
+            elif packed == ".zst":
+                with _pyarrow(path).CompressedInputStream(raw, "zstd") as unpacked:
+                    yield io.BufferedReader(unpacked)
+            else:
+                yield raw
+    except (OSError, EOFError, zlib.error) as error:
+        raise files.unreadable(path, getattr(error, "strerror", None) or str(error), "pass a whole data file") from None
+
+
+def _begins_with_bracket(path: Path) -> bool:
+    with _opened(path) as stream:
+        return stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+
+
+def _array_rows(path: Path) -> Iterator[DataRow]:
+    """The items of a JSON array, each with the line on which it begins."""
+    with _opened(path) as stream:
+        data = stream.read(MOST_ARRAY + 1)
+    if len(data) > MOST_ARRAY:
+        raise files.unreadable(path, f"it has more than {MOST_ARRAY:,} bytes", "write one JSON object per line: .jsonl")
+    text = files.decoded(data, path, "save it as UTF-8 text")
+    decoder, place, line, counted = json.JSONDecoder(), text.index("[") + 1, 1, 0
+    empty = _skipped(text, place)
+    if text[empty : empty + 1] == "]":
+        place = empty
+    while text[place : place + 1] != "]":
+        begin = _skipped(text, place)
+        line, counted = line + text.count("\n", counted, begin), begin
+        try:
+            place = decoder.raw_decode(text, begin)[1]
+        except (ValueError, RecursionError) as error:
+            reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            raise UsageError(f"{CODE} {path}:{line} is not JSON: {reason}", "repair the item") from None
+        yield DataRow(str(path), line, _parsed(text[begin:place], f"{path}:{line}"))
+        place = _skipped(text, place)
+        if text[place : place + 1] == ",":
+            place += 1
+        elif text[place : place + 1] != "]":
+            raise UsageError(f"{CODE} {path}:{line} is not JSON: no comma or ] behind the item", "repair the file")
+    if text[place + 1 :].strip():
+        raise UsageError(f"{CODE} {path} is not JSON: there is more behind the array", "repair the file")
+
+
+def _skipped(text: str, place: int) -> int:
+    """The next place that is no white space of JSON."""
+    while text[place : place + 1] in (" ", "\t", "\n", "\r"):
+        place += 1
+    return place
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+    except ImportError:
+        raise MissingDependency(f"reading {path} needs pyarrow", EXTRA) from None
+    return pyarrow
+
+
+def _parquet_rows(path: Path) -> Iterator[DataRow]:
+    pyarrow = _pyarrow(path)
+    from pyarrow import parquet
+
+    try:
+        number = 0
+        with files.open_regular(path, "pass a parquet file") as raw:
+            for batch in parquet.ParquetFile(raw).iter_batches(batch_size=1024):
+                for value in batch.to_pylist():
+                    number += 1
+                    yield DataRow(str(path), number, _without_nulls(value))
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UsageError(f"cannot read {path}: {error}", "pass a parquet file") from None
+
+
+def hub_rows(name: str, split: str | None) -> Iterator[DataRow]:
+    """Streams `org/name[:config]` (or a local data set directory) with the datasets library. A row without a category
+    takes the split's name."""
+    try:
+        import datasets
+    except ImportError:
+        raise MissingDependency(f"reading the hub data set {name} needs datasets", EXTRA) from None
+    identifier, _, config = name.partition(":")
+    wanted = split or "train"
+    try:
+        stream = datasets.load_dataset(identifier, config or None, split=wanted, streaming=True)
+        for number, row in enumerate(stream, 1):
+            yield DataRow(f"{name}[{wanted}]", number, {"category": wanted if split else "", **_without_nulls(row)})
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"cannot read split {wanted!r} of the hub data set {name}: {error}",
+            "check --split, `hf auth login` for gated data, or download it and pass the directory",
+        ) from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Columns give every struct the keys of all rows, null where a row has none; a template would print them."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,276 @@
+"""What the values of a target say: every small tensor always (scales, norms, router biases), large ones by sample.
+
+Without its source, a value can be judged only by what all exporters have in common: scales are positive, gate and up
+share one, and `weight_scale_2` is the largest magnitude of BF16 weights over 2688, so that 2688 times it is a BF16
+number again. numpy, no torch.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from trtspec import files
+from trtspec.checkpoint.headers import Checkpoint, TensorInfo
+from trtspec.checkpoint.heads.values import EXPONENTS, decode
+from trtspec.checkpoint.target_problems import ReadTarget
+from trtspec.checkpoint.target_shapes import EXPERT_NUMBER, LAYER_NUMBER, shared_partners
+from trtspec.checkpoint.target_tensors import AGAIN, grouped
+from trtspec.errors import Problem
+from trtspec.formats import SIDE_PARTS, WeightFormat
+
+SMALL = 1 << 16  # bytes; a tensor up to this size is always read
+READ = 1 << 23  # bytes of one read, and of a piece of a large tensor
+GAP = 1 << 12  # bytes that are read along rather than begun anew behind them
+READERS = 8  # shards read side by side: each small read waits for the storage
+FULL_SCALE = 6.0 * 448.0  # the largest E2M1 value times the largest E4M3 one
+BF16_MOST = 3.39e38
+ON_GRID = 2.0**-22  # relative; a quotient of float32 and back is within 2^-23
+MOST = 0.9  # of the linears follow a rule: the others break it
+FAR, ABSURD = 1e3, 1e5  # times or parts of the median input_scale of the same kind of linear
+TOP = 0x7E  # E4M3 448
+NOT_FINITE, BAD_SCALE = "TS-TARGET-NOT-FINITE", "TS-TARGET-BAD-SCALE"
+ZERO = "TS-TARGET-ZERO"  # a warning: some published experts are never used and all zero
+QUANTIZE_AGAIN = "quantize the source again"
+WHAT = {
+    NOT_FINITE: ("tensors hold NaN or infinity", AGAIN),
+    BAD_SCALE: ("scales hold zero, a negative number, NaN or infinity", AGAIN),
+    "TS-TARGET-WEIGHT-SHAPE": ("recorded shapes are not those of the packed weights", AGAIN),
+    ZERO: ("tensors hold only zeros, as where a file was never filled", AGAIN),
+}
+
+
+@dataclass
+class _Seen:
+    """Faults by code, and the scalars of NVFP4 linears."""
+
+    faults: dict[str, list[str]] = field(default_factory=lambda: {code: [] for code in WHAT})
+    scalars: dict[str, float] = field(default_factory=dict)
+
+
+def value_problems(target: ReadTarget, sample: int | None = None) -> list[Problem]:
+    """Of the small tensors, and of `sample` large ones (0: all; None: none). Raises TrtspecError for a failing disk."""
+    seen = _Seen()
+    by_shard: dict[str, list[TensorInfo]] = {}
+    for info in target.checkpoint.tensors.values():
+        if 0 < info.nbytes <= SMALL:
+            by_shard.setdefault(info.shard, []).append(info)
+    with ThreadPoolExecutor(READERS) as pool:
+        for found in pool.map(lambda infos: _read_small(target.checkpoint, infos), by_shard.values()):
+            for code, names in found.faults.items():
+                seen.faults[code] += names
+            seen.scalars |= found.scalars
+    chosen = _sampled(target.checkpoint, sample)
+    for info in chosen:
+        _judge_large(target.checkpoint, info, seen)
+    problems = [grouped(code, names, *WHAT[code]) for code, names in seen.faults.items() if names]
+    problems = [replace(one, severity="warning") if one.code == ZERO else one for one in problems]
+    scaled = [module for module, format in target.formats.items() if format.is_fp4]
+    if scaled:
+        problems += _pairs(scaled, seen.scalars) + _grid(scaled, seen.scalars) + _inputs(scaled, seen.scalars)
+        problems += _full_scale(target, chosen)
+    return problems
+
+
+def _read_small(checkpoint: Checkpoint, infos: list[TensorInfo]) -> _Seen:
+    seen = _Seen()
+    with files.open_regular(checkpoint.path / infos[0].shard) as stream:
+        for run in _runs(infos):
+            begin = run[0].begin
+            stream.seek(begin)
+            raw = memoryview(stream.read(run[-1].end - begin))
+            for info in run:
+                _judge_small(checkpoint, info, raw[info.begin - begin : info.end - begin], seen)
+    return seen
+
+
+def _runs(infos: list[TensorInfo]) -> Iterator[list[TensorInfo]]:
+    """Neighbours in the file, read at once."""
+    run: list[TensorInfo] = []
+    for info in sorted(infos, key=lambda info: info.begin):
+        if run and (info.begin - run[-1].end > GAP or info.end - run[0].begin > READ):
+            yield run
+            run = []
+        run.append(info)
+    if run:
+        yield run
+
+
+def _judge_small(checkpoint: Checkpoint, info: TensorInfo, raw: memoryview, seen: _Seen) -> None:
+    module, _, suffix = info.name.rpartition(".")
+    if suffix == "weight_shape":
+        packed = checkpoint.tensors.get(f"{module}.{WeightFormat.INT4.parts[0]}")
+        told = decode(bytes(raw), info.dtype).tolist() if info.dtype in ("I64", "I32") else None
+        if packed is not None and len(packed.shape) == 2 and (told is None or not _holds(packed.shape, told)):
+            seen.faults["TS-TARGET-WEIGHT-SHAPE"].append(f"{info.name} is {told}, the weight {list(packed.shape)}")
+        return
+    _judge_bytes(info, raw, seen)
+    if suffix in ("weight_scale_2", "input_scale") and info.dtype == "F32" and info.numel == 1:
+        seen.scalars[info.name] = float(np.frombuffer(raw, "<f4")[0])
+
+
+def _holds(packed: tuple[int, ...], told: list[int]) -> bool:
+    values = WeightFormat.INT4.values_per_element
+    return len(told) == 2 and told[0] == packed[0] and -(-told[1] // values) == packed[1]
+
+
+def _judge_bytes(info: TensorInfo, raw: memoryview | bytes, seen: _Seen) -> None:
+    """NaN, infinity, scales that are none, and nothing but zeros."""
+    suffix = info.name.rpartition(".")[2]
+    scale = suffix in SIDE_PARTS and suffix != "weight_shape"
+    if info.dtype == "F8_E4M3":
+        codes = np.frombuffer(raw, "u1")
+        bad = (codes & 0x7F) == 0x7F
+        if scale:
+            bad |= (codes == 0) | (codes >= 0x80)
+        if bad.any():
+            _note(seen, BAD_SCALE if scale else NOT_FINITE, info.name)
+        return
+    if info.dtype not in EXPONENTS:
+        return
+    kind, mask = EXPONENTS[info.dtype]
+    codes = np.frombuffer(raw, kind)
+    if ((codes & mask) == mask).any():
+        _note(seen, BAD_SCALE if scale else NOT_FINITE, info.name)
+    elif scale and not _positive(codes, kind, zero=suffix in ("weight_scale", "weight_scale_inv")):
+        _note(seen, BAD_SCALE, info.name)
+    elif not codes.any() and not scale and not suffix.endswith("bias"):
+        _note(seen, ZERO, info.name)
+
+
+def _note(seen: _Seen, code: str, name: str) -> None:
+    if name not in seen.faults[code][-1:]:  # a large tensor comes in pieces
+        seen.faults[code].append(name)
+
+
+def _positive(codes: np.ndarray, kind: str, zero: bool) -> bool:
+    """Whether no sign bit is set; a zero is the scale of a group of zeros, and of nothing else."""
+    sign = 1 << (8 * codes.dtype.itemsize - 1)
+    return not ((codes & sign) != 0).any() and (zero or bool(codes.all()))
+
+
+def _sampled(checkpoint: Checkpoint, sample: int | None) -> list[TensorInfo]:
+    """The same choice each time."""
+    large = [info for info in checkpoint.tensors.values() if info.nbytes > SMALL]
+    if sample is None or sample == 0 or sample >= len(large):
+        return [] if sample is None else large
+    return random.Random(0).sample(large, sample)
+
+
+def _judge_large(checkpoint: Checkpoint, info: TensorInfo, seen: _Seen) -> None:
+    zeros = True
+    with files.open_regular(checkpoint.path / info.shard) as stream:
+        stream.seek(info.begin)
+        for first in range(0, info.nbytes, READ):
+            raw = stream.read(min(READ, info.nbytes - first))
+            zeros = zeros and not raw.strip(b"\0")
+            if not zeros:
+                _judge_bytes(info, raw, seen)
+    if zeros:
+        _note(seen, ZERO, info.name)
+
+
+def _pairs(modules: list[str], scalars: dict[str, float]) -> list[Problem]:
+    """Engines compute linears of one input as one, with one weight_scale_2; the other scales as many are off."""
+    weights: list[str] = []
+    inputs: list[str] = []
+    for module in modules:
+        for partner in shared_partners(module):
+            for suffix, names in (("weight_scale_2", weights), ("input_scale", inputs)):
+                mine, theirs = scalars.get(f"{module}.{suffix}"), scalars.get(f"{partner}.{suffix}")
+                if mine is not None and theirs is not None and mine != theirs and module < partner:
+                    names.append(f"{module}.{suffix} is {mine:.7g}, {partner.rpartition('.')[2]} has {theirs:.7g}")
+    problems = []
+    if weights:
+        what = "linears that engines compute as one have different weight_scale_2"
+        problems.append(grouped("TS-TARGET-PAIR-SCALE", weights, what, QUANTIZE_AGAIN))
+    if inputs:
+        what = "linears of one input have different input_scale"
+        problems.append(grouped("TS-TARGET-PAIR-INPUT", inputs, what, "calibrate and quantize again"))
+    return problems
+
+
+def _grid(modules: list[str], scalars: dict[str, float]) -> list[Problem]:
+    """weight_scale_2 x 2688 is the largest of BF16 weights wherever the weights were BF16 when they were quantized."""
+    scales = {name: scalars[name] for module in modules if (name := f"{module}.weight_scale_2") in scalars}
+    off = {name: value * FULL_SCALE for name, value in scales.items() if not _is_bf16(value * FULL_SCALE)}
+    if not off or len(off) > (1 - MOST) * len(scales):
+        return []
+    names = [f"{name} x 2688 is {amax:.7g}" for name, amax in off.items()]
+    what = f"scales are not the maximum of BF16 weights, as those of {len(scales) - len(off):,} other linears are"
+    return [grouped("TS-TARGET-SCALE-2", names, what, QUANTIZE_AGAIN)]
+
+
+def _is_bf16(value: float) -> bool:
+    if not 0 < value < BF16_MOST:
+        return True  # reported as a bad scale
+    bits = int(np.float32(value).view(np.uint32))
+    nearest = np.uint32((bits + 0x8000) & 0xFFFF0000).view(np.float32)
+    return bool(abs(float(nearest) - value) <= ON_GRID * value)
+
+
+def _inputs(modules: list[str], scalars: dict[str, float]) -> list[Problem]:
+    """input_scale x 2688 is the largest activation; linears of one kind see similar ones in all layers."""
+    kinds: dict[str, dict[str, float]] = {}
+    for module in modules:
+        name = f"{module}.input_scale"
+        if 0 < scalars.get(name, 0.0) < float("inf"):
+            kind = LAYER_NUMBER.sub(".", EXPERT_NUMBER.sub(".", module))
+            kinds.setdefault(kind, {})[name] = scalars[name]
+    absurd, far = [], []
+    for scales in kinds.values():
+        median = statistics.median(scales.values())
+        for name, value in scales.items():
+            ratio = value / median
+            text = f"{name} is {value:.3g}, the median of its kind {median:.3g}"
+            if value * FULL_SCALE > BF16_MOST or not 1 / ABSURD < ratio < ABSURD:
+                absurd.append(text)
+            elif not 1 / FAR < ratio < FAR:
+                far.append(text)
+    remedy = "calibrate again; a scale that is too small clips activations, one too large rounds them to nothing"
+    problems = []
+    if absurd:
+        problems.append(grouped("TS-TARGET-INPUT-SCALE", absurd, "input_scale is implausible", remedy))
+    if far:
+        what = "input_scale is far from that of the same linear in other layers"
+        found = grouped("TS-TARGET-INPUT-SCALE", far, what, remedy)
+        problems.append(Problem(found.code, "warning", found.where, found.message, found.remedy))
+    return problems
+
+
+def _full_scale(target: ReadTarget, chosen: list[TensorInfo]) -> list[Problem]:
+    """The largest block scale of linears that share a weight_scale_2 is 448 where scales are by the maximum. Scales of
+    least error may all be smaller; where most linears do not reach 448, nothing is said."""
+    stored, reached, below = target.checkpoint.tensors, 0, []
+    groups = {}
+    for info in chosen:
+        module, _, suffix = info.name.rpartition(".")
+        if suffix in ("weight", "weight_scale") and (format := target.formats.get(module)) and format.is_fp4:
+            groups[min(module, *shared_partners(module), module)] = module
+    for module in groups.values():
+        names = [f"{each}.weight_scale" for each in (module, *shared_partners(module))]
+        largest = max((_largest_code(target.checkpoint, stored[name]) for name in names if name in stored), default=TOP)
+        if largest >= TOP:
+            reached += 1
+        else:
+            below.append(f"{module}.weight_scale reaches {_e4m3(largest):g} of 448")
+    if not below or reached < MOST * (reached + len(below)):
+        return []
+    what = f"block scales stay below 448, which {reached:,} others reach: weight_scale_2 is too large for them"
+    return [grouped("TS-TARGET-FULL-SCALE", below, what, QUANTIZE_AGAIN)]
+
+
+def _largest_code(checkpoint: Checkpoint, info: TensorInfo) -> int:
+    with files.open_regular(checkpoint.path / info.shard) as stream:
+        stream.seek(info.begin)
+        return int(np.frombuffer(stream.read(info.nbytes), "u1").max(initial=0))
+
+
+def _e4m3(code: int) -> float:
+    exponent, mantissa = code >> 3, code & 7
+    return float((8 + mantissa) * 2.0 ** (exponent - 10)) if exponent else float(mantissa * 2.0**-9)

@@ -1,0 +1,243 @@
+"""Does a head draft as a trained one would? What shapes cannot show, measured on texts of its target.
+
+The head's first drafts are compared with the target's choices, and with drafts that need no head. Then everything that
+could be wrong behind right shapes is undone, one at a time (models/head_faults.py): what makes the drafts better by
+more than chance is named. The comparison is paired by text, because positions of one text are not independent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+import torch
+from torch import Tensor
+
+from trtspec.engine.engine import Engine, EngineOptions
+from trtspec.engine.replay import BATCH, drafted_on
+from trtspec.engine.sequence import Completion, GenerationRequest, Stats
+from trtspec.models.captured import CapturedText, first_draft_hits
+from trtspec.models.eagle3 import Eagle3Head
+from trtspec.models.head_faults import HeadTensors, Suspicion, suspicions
+from trtspec.models.head_weights import assemble
+from trtspec.models.kimi import KimiModel
+from trtspec.specs import HeadSpec
+
+FALSE_ALARMS = 0.01  # of checks of a sound head: chance that anything is named; kinds share it equally
+LEAST_GAIN = 0.01  # of agreement; less is not worth a finding
+MOST_FAULTS = 3
+SIEVE, CLEARLY_WORSE = 16, 0.03  # a suspicion that makes so many texts so much worse is not tried on the others
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One suspicion tried. `before` and `after`: share of drafts that agree, as the file is and with it undone."""
+
+    suspicion: Suspicion
+    before: float
+    after: float
+    chance: float  # of a gain like this when undoing it changes nothing
+    named: bool
+
+    @property
+    def gain(self) -> float:
+        return self.after - self.before
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Drafts that need no trained head: `agreement` of theirs, and the `chance` of a lead like the head's if it had
+    none."""
+
+    agreement: float
+    chance: float
+
+
+@dataclass(frozen=True)
+class HeadCheck:
+    """`agreement`: share of `positions` at which the head's first draft is what the target takes. `faults` are the
+    trials that are named, each tried with those before it undone; `trials` all of the first round; `untried` are
+    suspicions for which the states were not captured."""
+
+    positions: int
+    agreement: float
+    baselines: dict[str, Baseline]
+    faults: list[Trial]
+    trials: list[Trial]
+    untried: list[Suspicion]
+
+
+def draft_freely(
+    target: KimiModel, head: Eagle3Head, prompts: list[list[int]], *, draft_len: int, max_tokens: int
+) -> list[Completion]:
+    """Greedy answers of the target to prompts of token ids, drafted for by the head; with the counts of each."""
+    longest = max(len(prompt) for prompt in prompts) + max_tokens
+    engine = Engine(target, head, EngineOptions("eagle3", draft_len, min(BATCH, len(prompts)), longest + 1))
+    requests = [GenerationRequest(str(number), prompt, max_tokens) for number, prompt in enumerate(prompts)]
+    done = engine.generate(requests)
+    return [done[request.id] for request in requests]
+
+
+def check_head(
+    spec: HeadSpec,
+    tensors: HeadTensors,
+    target: KimiModel,
+    texts: list[CapturedText],
+    *,
+    draft_len: int,
+    seed: int = 0,
+    advance: Callable[[int], None] = lambda _: None,
+) -> HeadCheck:
+    """Measures a head of shape `spec` from `tensors` (on the device and in the type to compute in).
+
+    `target` lends embedding and lm_head and may lack its decoder layers. `advance` gets 1 for each trial.
+    """
+    judge = _Judge(target, texts, draft_len)
+    own = judge.hits(spec, tensors)
+    baselines = {
+        "random_head": judge.hits(spec, random_tensors(tensors, seed)),
+        "unigram": _followers(texts, with_previous=False),
+        "bigram": _followers(texts, with_previous=True),
+    }
+    trials, untried = judge.trials(spec, tensors, own, advance)
+    faults: list[Trial] = []
+    found = trials
+    while found[0].named and len(faults) < MOST_FAULTS:
+        faults.append(found[0])
+        spec, tensors = found[0].suspicion.spec, found[0].suspicion.tensors()
+        found, _ = judge.trials(spec, tensors, judge.hits(spec, tensors), advance)
+    return HeadCheck(
+        positions=sum(len(hits) for hits in own),
+        agreement=_share(own),
+        baselines={name: Baseline(_share(hits), chance_of_gain(_leads(own, hits))) for name, hits in baselines.items()},
+        faults=faults,
+        trials=trials,
+        untried=untried,
+    )
+
+
+class _Judge:
+    """Measures heads on the same texts."""
+
+    def __init__(self, target: KimiModel, texts: list[CapturedText], draft_len: int) -> None:
+        self.target, self.texts, self.draft_len = target, texts, draft_len
+
+    def hits(self, spec: HeadSpec, tensors: HeadTensors, own: list[Tensor] | None = None) -> list[Tensor]:
+        """For each text, which first drafts agree; only of the first texts where these are clearly worse than `own`."""
+        layers = tuple(spec.aux_layers or self.target.spec.default_aux_layers)
+        head = self._head(spec, tensors)
+        first = first_draft_hits(head, layers, self.texts[:SIEVE])
+        if own is not None and _share(first) < _share(own[:SIEVE]) - CLEARLY_WORSE:
+            return first
+        return first + first_draft_hits(head, layers, self.texts[SIEVE:])
+
+    def trials(
+        self, spec: HeadSpec, tensors: HeadTensors, own: list[Tensor], advance: Callable[[int], None]
+    ) -> tuple[list[Trial], list[Suspicion]]:
+        """(every suspicion tried, the named and best first; those that these states cannot tell)."""
+        suspected, drafted = suspicions(spec, tensors, self.target), None
+        captured, default = set(self.texts[0].states), self.target.spec.default_aux_layers
+        possible = [one for one in suspected if captured >= set(one.spec.aux_layers or default)]
+        kinds, made = Counter(one.kind for one in possible), []
+        for one in possible:
+            if one.later:
+                drafted = drafted or self._stood(spec, tensors)
+                pair = drafted, self._stood(one.spec, one.tensors())
+            else:
+                after = self.hits(one.spec, one.tensors(), own)
+                pair = own[: len(after)], after
+            made.append(_trial(one, *pair, FALSE_ALARMS / len(kinds) / kinds[one.kind]))
+            advance(1)
+        made.sort(key=lambda trial: (not trial.named, -trial.gain))
+        return made, [one for one in suspected if one not in possible]
+
+    def _head(self, spec: HeadSpec, tensors: HeadTensors) -> Eagle3Head:
+        weight = tensors["fc.weight"]
+        return assemble(spec, tensors, self.target, dtype=weight.dtype, device=str(weight.device))
+
+    def _stood(self, spec: HeadSpec, tensors: HeadTensors) -> list[Tensor]:
+        """For each text, bool [steps * draft_len]: which drafts stand when it is drafted freely."""
+        stats = drafted_on(self.texts, self.target, self._head(spec, tensors), self.draft_len)
+        return [_stood(one, self.draft_len) for one in stats]
+
+
+def _trial(suspicion: Suspicion, before: list[Tensor], after: list[Tensor], allowed: float) -> Trial:
+    """Named when the chance of its gain is below `allowed`; each text counts by the share of its drafts that agree."""
+    chance = chance_of_gain(_leads(after, before))
+    gain = _share(after) - _share(before)
+    named = gain >= LEAST_GAIN and chance < allowed
+    return Trial(suspicion, _share(before), _share(after), chance, named)
+
+
+def chance_of_gain(differences: list[float]) -> float:
+    """One-sided p of Student's t-test that the mean of paired differences is above zero.
+
+    The tail is the normal's at Wallace's transformation of t (Biometrika 46, 1959, (8n+1)/(8n+3) sqrt(n log(1+t^2/n))),
+    right to a few per cent of itself.
+    """
+    spread = stdev(differences) / math.sqrt(len(differences))
+    mean = fmean(differences)
+    if mean <= 0:
+        return 1.0
+    freedom = len(differences) - 1
+    square = (mean / spread) ** 2 if spread else math.inf
+    if square == math.inf:
+        return 0.0
+    z = (8 * freedom + 1) / (8 * freedom + 3) * math.sqrt(freedom * math.log1p(square / freedom))
+    return math.erfc(z / math.sqrt(2)) / 2
+
+
+def random_tensors(tensors: HeadTensors, seed: int) -> HeadTensors:
+    """A head of the same shape that was never trained: random matrices, norms of one, the same vocabulary and ends."""
+    generator = torch.Generator().manual_seed(seed)
+    made = dict(tensors)
+    for name, value in tensors.items():
+        if name in ("lm_head.weight", "embed_tokens.weight") or not value.is_floating_point():
+            continue
+        if value.dim() == 1:
+            made[name] = torch.ones_like(value)
+        else:
+            drawn = torch.randn(value.shape, generator=generator) / math.sqrt(value.shape[-1])
+            made[name] = drawn.to(value.device, value.dtype)
+    return made
+
+
+def _followers(texts: list[CapturedText], *, with_previous: bool) -> list[Tensor]:
+    """Hits of a draft that knows only what the target takes most often in the other texts: at all, or after the
+    previous token."""
+    keys = [text.previous if with_previous else [0] * len(text.wanted) for text in texts]
+    wanted = [text.wanted.tolist() for text in texts]
+    counts = [Counter(zip(*pair, strict=True)) for pair in zip(keys, wanted, strict=True)]
+    everywhere: dict[int, Counter[int]] = defaultdict(Counter)
+    for count in counts:
+        for (key, token), times in count.items():
+            everywhere[key][token] += times
+    found = []
+    for number, count in enumerate(counts):
+        best = {}
+        for key in set(keys[number]):
+            others = {token: times - count[key, token] for token, times in everywhere[key].items()}
+            top = max(others, key=lambda token: others[token])
+            best[key] = top if others[top] > 0 else -1
+        found.append(
+            torch.tensor([best[key] == token for key, token in zip(keys[number], wanted[number], strict=True)])
+        )
+    return found
+
+
+def _stood(stats: Stats, draft_len: int) -> Tensor:
+    stood = [place < accepted for accepted, times in enumerate(stats.histogram) for _ in range(times)
+             for place in range(draft_len)]  # fmt: skip
+    return torch.tensor(stood or [False])
+
+
+def _share(hits: list[Tensor]) -> float:
+    return float(torch.cat(hits).float().mean())
+
+
+def _leads(better: list[Tensor], worse: list[Tensor]) -> list[float]:
+    """Of the share of hits of each text."""
+    return [_share([one]) - _share([other]) for one, other in zip(better, worse, strict=True)]

@@ -1,0 +1,178 @@
+"""What a request asks of its tokens beyond temperature, top_p and top_k: penalties, biases, bans, a grammar, a length.
+
+All of it changes the target's logits before a token is chosen, so speculation stays exact: each drafted position is
+steered by the text up to it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trtspec.errors import MissingDependency
+
+if TYPE_CHECKING:
+    from trtspec.checkpoint.tokenizer import KimiTokenizer
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What is asked for; the defaults ask for nothing. Names and order are vLLM's: bans, biases, `min_tokens`, then the
+    penalties, which count output tokens (repetition: those of the prompt too), and `min_p` after the temperature.
+
+    `bad_words` are token sequences. `grammar` is an llguidance matcher of this request alone; it begins to count after
+    the token `grammar_after` where that is given.
+    """
+
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Any = None
+    grammar_after: int | None = None
+
+
+class Steering:
+    """The wishes of one request on its way. `ends` are the tokens that end it."""
+
+    def __init__(self, wishes: Wishes, prompt_ids: Sequence[int], ends: Iterable[int], temperature: float) -> None:
+        self.wishes = wishes
+        self.temperature = temperature
+        self.ends = sorted(ends)
+        self.counts: Counter[int] = Counter()
+        self.prompt = torch.tensor(sorted(set(prompt_ids)), dtype=torch.int64)
+        self.produced: list[int] = []
+        self.guided = wishes.grammar is not None and wishes.grammar_after is None
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Takes the tokens that were emitted."""
+        for token in tokens:
+            if self.guided and token not in self.ends and not self.wishes.grammar.try_consume_tokens([token]):
+                raise ValueError("the grammar does not take a token that it allowed")
+            self.guided = self.guided or token == self.wishes.grammar_after
+        self.produced += tokens
+        self.counts.update(tokens)
+
+    def apply(self, logits: Tensor, drafts: Sequence[int]) -> Tensor:
+        """Steers logits [T, V], float32, after the last token and after each of the T-1 drafts, in place; returns them.
+
+        Rows behind a draft that the grammar forbids are left as they are: that draft is rejected.
+        """
+        wishes = self.wishes
+        counts, produced = Counter(self.counts), list(self.produced)
+        guided, consumed = self.guided, 0
+        for row, draft in zip(logits, [*drafts, None], strict=True):
+            if guided:
+                self._keep_allowed(row)
+            for *before, last in wishes.bad_words:
+                if not before or produced[-len(before) :] == before:
+                    row[last] = -math.inf
+            if len(produced) < wishes.min_tokens:
+                row[self.ends] = -math.inf
+            for token, bias in wishes.logit_bias.items():
+                row[token] += bias
+            self._penalize(row, counts)
+            if wishes.min_p and self.temperature:
+                row[row < row.max() + self.temperature * math.log(wishes.min_p)] = -math.inf
+            if draft is None:
+                break
+            if guided:
+                if draft in self.ends or not wishes.grammar.try_consume_tokens([draft]):
+                    break
+                consumed += 1
+            guided = guided or draft == wishes.grammar_after
+            produced.append(draft)
+            counts[draft] += 1
+        if consumed:
+            wishes.grammar.rollback(consumed)
+        return logits
+
+    def _penalize(self, row: Tensor, counts: Counter[int]) -> None:
+        wishes = self.wishes
+        seen = torch.tensor(sorted(counts), dtype=torch.int64)
+        if wishes.repetition_penalty != 1:
+            known = torch.cat((self.prompt, seen)).unique()
+            values = row[known]
+            factor = wishes.repetition_penalty
+            row[known] = torch.where(values > 0, values / factor, values * factor)
+        if len(seen) and (wishes.frequency_penalty or wishes.presence_penalty):
+            times = torch.tensor([counts[token] for token in sorted(counts)], dtype=row.dtype)
+            row[seen] -= (wishes.frequency_penalty * times + wishes.presence_penalty).to(row.device)
+
+    def _keep_allowed(self, row: Tensor) -> None:
+        """Sets every token that the grammar forbids here to -inf."""
+        bits = torch.frombuffer(bytearray(self.wishes.grammar.compute_bitmask()), dtype=torch.uint8)
+        allowed = (bits.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)).bitwise_and(1).flatten().bool()
+        size = min(len(allowed), len(row))
+        row[:size][~allowed[:size].to(row.device)] = -math.inf
+        row[size:] = -math.inf
+
+
+class Grammars:
+    """Compiles what an answer must look like, for one tokenizer; `ends` are the tokens that end an answer."""
+
+    def __init__(self, tokenizer: KimiTokenizer, ends: Sequence[int]) -> None:
+        self.tokenizer, self.ends = tokenizer, list(ends)
+        self._vocabulary: Any = None
+
+    def matcher(self, kind: str, grammar: str) -> Any:
+        """A matcher of `grammar`: a JSON schema (kind "json"), a regular expression ("regex") or Lark ("lark").
+
+        Raises ValueError with the reason for a grammar that cannot be, MissingDependency without llguidance.
+        """
+        try:
+            import llguidance
+            import llguidance.tiktoken
+        except ModuleNotFoundError:
+            raise MissingDependency("structured output needs llguidance", "pip install llguidance") from None
+        if self._vocabulary is None:
+            self._vocabulary = llguidance.tiktoken.lltokenizer_from_encoding(
+                self.tokenizer.encoding, n_vocab=self.tokenizer.vocab_size, eos_token=self.ends
+            )
+        if kind == "json":
+            grammar = _compact(grammar)
+        from_text = {"json": "grammar_from_json_schema", "regex": "grammar_from_regex", "lark": "grammar_from_lark"}
+        made = getattr(llguidance.LLMatcher, from_text[kind])(grammar)
+        if error := llguidance.LLMatcher.validate_grammar(made, self._vocabulary):
+            raise ValueError(error.splitlines()[0])
+        return llguidance.LLMatcher(self._vocabulary, made, log_level=0)
+
+
+def _compact(schema: str) -> str:
+    """The schema with one way to write each value: where any white space may stand, a small model writes nothing else.
+
+    Raises ValueError for what is no JSON object.
+    """
+    value = json.loads(schema)
+    if not isinstance(value, dict):
+        raise ValueError("the schema is not a JSON object")
+    return json.dumps({**value, "x-guidance": {"whitespace_flexible": False}})
+
+
+def tool_call_grammar(tools: Sequence[Mapping[str, Any]], several: bool) -> str:
+    """Lark grammar of a Kimi tool-call section that calls these functions, one or several times.
+
+    Its marks are special tokens; a call's id is `functions.NAME:NUMBER`; arguments follow the function's own schema.
+    """
+    lines = []
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        schema = _compact(json.dumps(function.get("parameters") or {"type": "object"}))
+        lines += [
+            f"call{index}: <|tool_call_begin|> name{index} <|tool_call_argument_begin|> args{index} <|tool_call_end|>",
+            f"name{index}: {json.dumps('functions.' + function['name'] + ':')} /[0-9]{{1,3}}/",
+            f"args{index}: %json {schema}",
+        ]
+    calls = " | ".join(f"call{index}" for index in range(len(tools)))
+    start = f"start: <|tool_calls_section_begin|> call{'+' if several else ''} <|tool_calls_section_end|>"
+    return "\n".join([start, f"call: {calls}", *lines])

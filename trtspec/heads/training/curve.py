@@ -1,0 +1,138 @@
+"""The course of a run on disk: training.jsonl, which another run of the same command repeats byte for byte, speed.jsonl
+with what its machine did, and a plot of both."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from trtspec.heads.training.layout import PLOT_NAME, SPEED_NAME
+
+
+@dataclass
+class CurvePoint:
+    """One step of the curve; `accuracy` is the top-1 agreement with the target per training-time-test step."""
+
+    step: int
+    total: int
+    loss: float
+    accuracy: list[float]
+    lr: float
+    grad_norm: float  # before clipping
+    tokens: int = 0  # of this step's batches
+    seconds: float = 0.0
+    tokens_per_second: float = 0.0  # of this process's life
+    held_out: dict[str, Any] | None = None  # the evaluation after this step, when one is due
+
+    def rows(self) -> list[dict[str, Any]]:
+        """As training.jsonl has them: nothing that depends on the machine."""
+        names = ("step", "loss", "accuracy", "tokens", "lr", "grad_norm")
+        found = [{name: getattr(self, name) for name in names}]
+        return found + ([{"step": self.step, "held_out": self.held_out}] if self.held_out else [])
+
+    def figures(self) -> dict[str, float]:
+        """As experiment trackers take them: flat."""
+        found = {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm}
+        found |= {f"accuracy_{number + 1}": value for number, value in enumerate(self.accuracy)}
+        found |= {"tokens_per_second": self.tokens / self.seconds if self.seconds else 0.0}
+        for name, value in (self.held_out or {}).items():
+            if isinstance(value, list):
+                found |= {f"held_out/{name}_{number + 1}": one for number, one in enumerate(value)}
+            elif isinstance(value, (int, float)):
+                found[f"held_out/{name}"] = value
+        return found
+
+
+class Curve:
+    """Both files. `position` is what the saved state counts as written of them.
+
+    Opening drops what was written after the state from which the run goes on.
+    """
+
+    def __init__(self, path: Path, position: list[int]) -> None:
+        """`path`: of training.jsonl."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._files = [name.open("ab+") for name in (path, path.with_name(SPEED_NAME))]
+        for file, length in zip(self._files, position, strict=True):
+            file.truncate(min(length, file.seek(0, os.SEEK_END)))
+
+    @property
+    def position(self) -> list[int]:
+        return [file.seek(0, os.SEEK_END) for file in self._files]
+
+    def add(self, point: CurvePoint) -> None:
+        speed: dict[str, Any] = {"step": point.step, "seconds": round(point.seconds, 4), "tokens": point.tokens}
+        speed["tokens_per_second"] = round(point.tokens / point.seconds, 1) if point.seconds else None
+        for file, rows in zip(self._files, (point.rows(), [speed]), strict=True):
+            file.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+            file.flush()
+
+    def close(self) -> None:
+        for file in self._files:
+            os.fsync(file.fileno())
+            file.close()
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def summary(curve: Path) -> dict[str, Any]:
+    """Averages over the last twentieth of the curve, the tokens of all of it, and its held-out points."""
+    rows = rows_of(curve)
+    steps = [row for row in rows if "loss" in row]
+    held = [{"step": row["step"], **row["held_out"]} for row in rows if "held_out" in row]
+    last = steps[-max(1, len(steps) // 20) :]
+    found = {
+        "tokens_seen": sum(row["tokens"] for row in steps),
+        "loss": sum(row["loss"] for row in last) / len(last),
+        "accuracy": [sum(values) / len(last) for values in zip(*(row["accuracy"] for row in last), strict=True)],
+    }
+    if held:
+        found |= {"held_out_loss": held[-1]["loss"], "held_out_accuracy": held[-1]["accuracy"], "curve": held}
+        if "acceptance_length" in held[-1]:
+            found["estimated_acceptance_length"] = held[-1]["acceptance_length"]
+    return found
+
+
+def plot(curve: Path) -> bool:
+    """Writes training.svg beside training.jsonl: loss, agreement, learning rate with gradient norm, tokens/s. False
+    where matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        return False
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    rows, speed = rows_of(curve), rows_of(curve.with_name(SPEED_NAME))
+    steps, held = ([row for row in rows if key in row] for key in ("loss", "held_out"))
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    FigureCanvasSVG(figure)
+    (loss, agreement), (rate, tokens) = figure.subplots(2, 2)
+    at = [row["step"] for row in steps]
+    loss.plot(at, [row["loss"] for row in steps], lw=1, label="training")
+    for number, values in enumerate(zip(*(row["accuracy"] for row in steps), strict=True)):
+        (line,) = agreement.plot(at, values, lw=1, alpha=0.5, label=f"draft {number + 1}")
+        points = [(row["step"], row["held_out"]["accuracy"][number]) for row in held]
+        agreement.plot(*zip(*points, strict=True), "o-", color=line.get_color()) if points else None
+    if held:
+        loss.plot([row["step"] for row in held], [row["held_out"]["loss"] for row in held], "o-", label="held out")
+    rate.plot(at, [row["lr"] for row in steps], lw=1, label="learning rate")
+    norm = rate.twinx()
+    norm.plot(at, [row["grad_norm"] for row in steps], lw=0.7, color="tab:gray", label="gradient norm")
+    norm.set_ylabel("gradient norm")
+    tokens.plot([row["step"] for row in speed], [row["tokens_per_second"] or 0 for row in speed], lw=1)
+    titles = ("loss", "agreement with the target (dots: held out)", "learning rate", "tokens/s")
+    for axis, title in zip((loss, agreement, rate, tokens), titles, strict=True):
+        axis.set_title(title)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+    loss.legend()
+    agreement.legend()
+    partial = curve.with_name(f".{PLOT_NAME}.partial")
+    figure.savefig(partial, format="svg")
+    partial.replace(curve.with_name(PLOT_NAME))
+    return True

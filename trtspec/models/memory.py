@@ -1,0 +1,58 @@
+"""What a loaded target, a head and their caches take on a device, from their headers, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from trtspec.checkpoint.headers import Checkpoint
+from trtspec.errors import MissingDependency, UsageError
+from trtspec.models.kimi import KimiModel
+from trtspec.models.packed import through_float32
+from trtspec.quant.workers import usable_memory
+from trtspec.specs import HeadSpec, ModelSpec
+
+PACKED_SHARE = 0.5  # of a float32 weight on a CPU: its copy for products of few rows (models/packed.py)
+
+
+def check_device(device: str) -> None:
+    """Raises MissingDependency for a device that is not here, UsageError for one that does not exist."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(f"--device {device} is neither cpu nor cuda", "use cpu, cuda or cuda:1")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise MissingDependency(f"--device {device}: torch sees no GPU", "use --device cpu, or install CUDA")
+
+
+def free_bytes(device: str) -> int:
+    """Bytes that this process may still take on `device`: cgroup limits count, and so do other processes of a GPU."""
+    if device == "cpu":
+        return usable_memory()
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def target_bytes(path: Path, spec: ModelSpec, dtype: torch.dtype, device: str) -> int:
+    """Of a loaded target: NVFP4 weights stay as they are stored, every other format becomes `dtype`."""
+    if spec.quant.format.is_fp4:
+        return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    with torch.device("meta"):
+        model = KimiModel(spec)
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    packed = device == "cpu" and (dtype == torch.float32 or through_float32(dtype))
+    return int(elements * (dtype.itemsize + (4 * PACKED_SHARE if packed else 0)))
+
+
+def head_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """Of a loaded head, all tensors as `dtype`."""
+    return sum(info.numel for info in checkpoint.tensors.values()) * dtype.itemsize
+
+
+def cache_token_bytes(spec: ModelSpec, head: HeadSpec | None, dtype: torch.dtype) -> int:
+    """Of the caches, per token: an entry in each layer of the target, FP8 where the checkpoint asks for it, and the
+    head's."""
+    target = spec.kv_elements_per_token * (1 if spec.quant.kv_cache else dtype.itemsize)
+    return target + (head.kv_elements_per_token * dtype.itemsize if head else 0)
