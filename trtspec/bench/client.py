@@ -14,6 +14,7 @@ import httpx
 from trtspec.errors import TrtspecError
 
 Api = Literal["chat", "completions"]
+MOST_CALLS = 127  # an index above it is no count of calls
 TIMEOUT = httpx.Timeout(connect=10, read=600, write=60, pool=None)
 
 
@@ -58,6 +59,8 @@ class Answer:
     tokens_per_iteration: float | None = None
     spec_decode: dict[str, Any] | None = None
     error: str | None = None
+    tool_calls: list[dict[str, str]] = field(default_factory=list)  # name and arguments, as they came together
+    counted: list[int] = field(default_factory=list)  # tokens so far, where chunks carry usage
 
     @property
     def first_token(self) -> float | None:
@@ -70,12 +73,14 @@ def base_url(url: str) -> str:
     return text.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def new_client(url: str, concurrency: int = 64) -> httpx.AsyncClient:
-    """A client bound to one server; the key comes from OPENAI_API_KEY and the proxy variables are not used."""
+def new_client(url: str, concurrency: int = 64, timeout: float | None = None) -> httpx.AsyncClient:
+    """A client bound to one server; the key comes from OPENAI_API_KEY and the proxy variables are not used. `timeout`:
+    seconds that a server may stay silent."""
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=concurrency + 4, max_keepalive_connections=concurrency + 4)
-    return httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=TIMEOUT, trust_env=False)
+    times = httpx.Timeout(connect=min(10, timeout), read=timeout, write=timeout, pool=None) if timeout else TIMEOUT
+    return httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=times, trust_env=False)
 
 
 async def first_model(client: httpx.AsyncClient) -> dict[str, Any]:
@@ -131,7 +136,7 @@ async def stream_answer(
 ) -> Answer:
     """Sends one request and reads its stream. A failure is a result too: it is returned in `error`, never raised."""
     answer = Answer(question, category, turn, started=time.perf_counter())
-    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True, **body.get("stream_options", {})}}
     try:
         async with client.stream("POST", endpoint.path(), json=streamed) as response:
             if response.status_code != 200:
@@ -141,6 +146,8 @@ async def stream_answer(
                     absorb(answer, event, time.perf_counter())
     except (httpx.HTTPError, ValueError) as error:
         answer.error = describe(error)
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
+        answer.error = f"the stream holds what is no chat completion chunk ({describe(error)})"
     answer.finished = time.perf_counter()
     if answer.error is None and answer.finish_reason is None:
         answer.error = "the stream ended without a finish_reason"
@@ -169,12 +176,15 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
         answer.completion_tokens = usage.get("completion_tokens") or 0
         details = usage.get("prompt_tokens_details") or {}
         answer.cached_tokens = details.get("cached_tokens", answer.cached_tokens)
+        answer.counted.append(int(answer.completion_tokens))
     for choice in event.get("choices") or []:
         delta = choice.get("delta") or {}
         text = (delta.get("content") if "delta" in choice else choice.get("text")) or ""
         reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
         answer.text += text
         answer.reasoning += reasoning
+        for call in delta.get("tool_calls") or []:
+            _absorb_call(answer, call)
         if text or reasoning:
             answer.chunks.append((now, len(text) + len(reasoning)))
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
@@ -182,8 +192,19 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
         answer.spec_decode = choice.get("spec_decode") or answer.spec_decode
 
 
+def _absorb_call(answer: Answer, call: dict[str, Any]) -> None:
+    """A call may come whole or in pieces: its `index` says which one a piece belongs to."""
+    index, function = int(call.get("index") or 0), call.get("function") or {}
+    while len(answer.tool_calls) <= min(index, MOST_CALLS):
+        answer.tool_calls.append({"name": "", "arguments": ""})
+    found = answer.tool_calls[min(index, MOST_CALLS)]
+    found["name"] += function.get("name") or ""
+    found["arguments"] += function.get("arguments") or ""
+
+
 async def complete(client: httpx.AsyncClient, endpoint: Endpoint, body: dict[str, Any]) -> dict[str, Any]:
-    """One request without streaming; returns the response's JSON. Raises TrtspecError with the server's words."""
+    """One request without streaming; returns the response's JSON, which has a choice. Raises TrtspecError with the
+    server's words, or saying what came in place of an answer."""
     try:
         response = await client.post(endpoint.path(), json={**body, "stream": False})
     except httpx.HTTPError as error:
@@ -192,4 +213,12 @@ async def complete(client: httpx.AsyncClient, endpoint: Endpoint, body: dict[str
         ) from None
     if response.status_code != 200:
         raise TrtspecError(error_message(response.status_code, response.text), "look at the server's log")
-    return response.json()
+    try:
+        reply = response.json()
+    except (ValueError, RecursionError):
+        reply = None
+    choices = reply.get("choices") if isinstance(reply, dict) else None
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        start = " ".join(response.text[:80].split())
+        raise TrtspecError(f"HTTP 200 with what is no chat completion: {start!r}", "ask the server, not a proxy")
+    return reply
