@@ -34,12 +34,13 @@ test-oracles: .oracles/.made  ## against code that others wrote: vLLM, speculato
 	@bash tests/oracles/environments.sh .oracles .venv
 	@touch $@
 
-lint: $(STAMP)  ## style, types, generated documents up to date
-	@echo "== lint (ruff, mypy, generated documents)"
+lint: $(STAMP)  ## style, types, generated documents up to date, prose
+	@echo "== lint (ruff, mypy, generated documents, prose)"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/python docs/generate.py --check
+	@$(BIN)/python docs/prose.py
 
 docs: $(STAMP)  ## the documentation as a site in site/
 	@$(BIN)/python docs/generate.py

@@ -346,7 +346,7 @@ class _Composer:
             raise self._error(event, f"the alias {event.anchor!r} is not defined above")
         found = self.anchors[event.anchor]
         if found is None:
-            raise self._error(event, f"the alias {event.anchor!r} is inside the value that it stands for")
+            raise self._error(event, f"the alias {event.anchor!r} is inside its own value")
         node, weight = found
         first, last = event.start_mark, event.end_mark
         self.scalars.append((first.index, last.index))

@@ -68,7 +68,7 @@ def test_ready_and_stopped_are_said_without_a_terminal(launch: Launched) -> None
     read_until(process, "trtspec: ready on http://127.0.0.1:")
     process.send_signal(signal.SIGTERM)
     _, log = process.communicate(timeout=30)
-    assert process.returncode == 143 and "trtspec: stopped as asked" in log
+    assert process.returncode == 143 and "trtspec: stopped as requested" in log
 
 
 def test_quiet_is_quiet(launch: Launched, port: int) -> None:

@@ -318,11 +318,11 @@ CONTEXT, GENERATION = "context_servers: {urls: ['a:1']}\n", "generation_servers:
             "num_instances is 2 and there are 1 urls",
         ),
         ("context_servers: {urls: ['http://a:1']}\n" + GENERATION, "'http://a:1' is not host:port"),
-        (CONTEXT + "generation_servers: {urls: ['a:1']}\n", "a:1 stands twice"),
+        (CONTEXT + "generation_servers: {urls: ['a:1']}\n", "a:1 is listed twice"),
         ("port: high\n" + CONTEXT + GENERATION, "port is 'high'"),
         ("port: true\n" + CONTEXT + GENERATION, "port is True"),
         ("hostname: [1]\n" + CONTEXT + GENERATION, "hostname is [1]"),
-        ("hostname: a\nport: 1\n" + CONTEXT + GENERATION, "a:1 stands twice"),
+        ("hostname: a\nport: 1\n" + CONTEXT + GENERATION, "a:1 is listed twice"),
     ],
 )
 def test_the_file_of_a_front_is_checked(tmp_path: Path, text: str, says: str) -> None:

@@ -154,7 +154,7 @@ def check_tool_call(got: ToolReply, expected: ToolReply | None) -> CheckResult:
 
 def why_not_shown(reply: ToolReply) -> str:
     if any(marker in reply.content for marker in TOOL_MARKERS):
-        return "tool-call markers stand in the text, so the server runs without the model's tool parser"
+        return "tool-call markers appear in the text, so the server runs without the model's tool parser"
     return "this model makes no well-formed tool call here, with or without speculation"
 
 

@@ -196,7 +196,7 @@ def _corrupt(path: Path, reason: str) -> TrtspecError:
 def _no_safetensors(path: Path, size: int, prefix: bytes) -> TrtspecError:
     """What stands there instead, as far as its first bytes tell."""
     if prefix.startswith(POINTER):
-        message = f"{path} is a Git LFS pointer, a text of {size} bytes that stands for the weights"
+        message = f"{path} is a Git LFS pointer, a text of {size} bytes in place of the weights"
         return TrtspecError(message, "run `git lfs pull` there, or `hf download` the checkpoint", "TS-SHARD-POINTER")
     message = f"{path} is truncated or not a safetensors file ({size} bytes)"
     return TrtspecError(message, DOWNLOAD_AGAIN, "TS-SHARD-TRUNCATED" if size < 8 else "TS-SHARD-HEADER")

@@ -84,7 +84,7 @@ def _shards(checkpoint: Checkpoint) -> list[Problem]:
     path, problems = checkpoint.path, []
     strays = sorted(file.name for file in path.glob("*.safetensors") if file.name not in checkpoint.shards)
     if strays:
-        why = f"{INDEX_NAME} does not name" if (path / INDEX_NAME).is_file() else "stand beside model.safetensors"
+        why = f"{INDEX_NAME} does not name" if (path / INDEX_NAME).is_file() else "accompany model.safetensors"
         message = f"{len(strays)} weight files that {why}, first {strays[0]}; some loaders read them too"
         problems.append(Problem("TS-INDEX-STRAY", "warning", strays[0], message, "move them away"))
     unfinished = [f"{shard}.aria2" for shard in checkpoint.shards if (path / f"{shard}.aria2").is_file()]

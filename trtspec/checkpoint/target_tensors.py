@@ -28,7 +28,7 @@ FAULTS = {
         "check group_size or weight_block_size of quantization_config, or fetch the checkpoint again",
     ),
     "TS-TARGET-SIBLING": (
-        "tensors stand beside a weight and belong to no format that it is stored in",
+        "tensors accompany a weight but belong to no format that it is stored in",
         "they would change what the weight means; use a checkpoint without them",
     ),
     "TS-TARGET-EXTRA": ("tensors belong to no layer, expert or projection that config.json names", THEIRS),

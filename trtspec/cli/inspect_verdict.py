@@ -147,7 +147,7 @@ def rows(run: HeadRun) -> list[tuple[str, str]]:
     interval = measured.acceptance_length_interval
     spread = f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
     positions = ", ".join(f"{share:.2f}" for share in measured.cumulative or [])
-    how = "greedy" if run.greedy else "drafts stand where the captured text goes on with them"
+    how = "greedy" if run.greedy else "a draft is accepted when the captured text continues with it"
     others = ", ".join(f"{name.replace('_', ' ')} {one.agreement:.2f}" for name, one in check.baselines.items())
     lines = [
         ("verdict", run.verdict),

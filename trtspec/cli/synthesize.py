@@ -64,7 +64,7 @@ class SynthesizeOptions:
 def synthesize(options: SynthesizeOptions) -> None:
     """Generate training data: send prompts to the target through its OpenAI-compatible endpoint.
 
-    The seed of each prompt follows from its text. An interrupted run resumes when the same command is given again;
+    The seed of each prompt follows from its text. Run an interrupted command again to resume it;
     finished answers are not requested again. Prompts that fail are listed and left out, and the exit status is 1.
     """
     from trtspec.checkpoint.rows import from_hub

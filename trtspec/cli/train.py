@@ -354,8 +354,8 @@ def _report(run: Run, record: dict[str, Any], as_json: bool) -> None:
         return
     where = f"after step {training['steps']} of {training['total']}; {output} holds the head of that step"
     if training["stopped"] in ("SIGINT", "SIGTERM"):
-        raise Interrupted(f"stopped by {training['stopped']} {where}", f"go on with `{run.again}`")
-    say(f"Time is up {where}. Go on with: {run.again}")
+        raise Interrupted(f"stopped by {training['stopped']} {where}", f"resume with `{run.again}`")
+    say(f"Time is up {where}. Resume with: {run.again}")
 
 
 def _show(output: Path, record: dict[str, Any]) -> None:

@@ -126,7 +126,7 @@ class TrainCommand:
         RUN.best_by
     )
     keep_state: Annotated[
-        bool, typer.Option("--keep-state/--drop-state", help="Whether a finished run can go on with more steps.")
+        bool, typer.Option("--keep-state/--drop-state", help="Whether a finished run can be extended with more steps.")
     ] = RUN.keep_state
     max_time: Annotated[
         str | None,

@@ -173,7 +173,7 @@ class GenerationBody(BaseModel):
                 raise ApiError("response_format.regex is missing", param="response_format")
             found.append(("regex", asked.regex))
         if len(found) > 1:
-            raise ApiError("the form of the answer is told more than once", param="response_format")
+            raise ApiError("the response format is specified more than once", param="response_format")
         if found and self.ignore_eos:
             raise ApiError("an answer with a form ends when that is complete: omit ignore_eos", param="ignore_eos")
         return found[0] if found else None

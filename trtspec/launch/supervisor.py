@@ -78,7 +78,7 @@ def run(launch: ServerLaunch) -> int:
             reader.join(timeout=5)
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
     if asked and _as_asked(status, launch):
-        announce("trtspec: stopped as asked")
+        announce("trtspec: stopped as requested")
     elif status:
         _fail(launch, status, list(reader.tail), ready, bool(asked))
     return status

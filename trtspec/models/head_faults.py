@@ -196,7 +196,7 @@ def _other_layers(spec: HeadSpec, tensors: HeadTensors, target: ModelSpec) -> It
         seen.add(other)
         what = f"the layer ids {', '.join(map(str, layers))} look wrong"
         listed = ", ".join(map(str, other))
-        remedy = f"the head reads layer outputs {listed} (counted from 0); correct the ids where they are told"
+        remedy = f"the head reads layer outputs {listed} (counted from 0); correct the ids in its config.json"
         changed = replace(spec, aux_layers=other)
         yield Suspicion("layer-ids", detail, what, f"with {listed}", remedy, changed, lambda: tensors)
 

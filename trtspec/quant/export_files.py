@@ -109,8 +109,8 @@ tags: [nvfp4, modelopt, trtspec]
 - activation scales: {scales}; weight scales: {weight_scales}
 - {size} bytes, from {size_in}
 
-NVFP4 takes as many bytes as Kimi's own INT4 (4.5 bits per weight). What it buys are FP4 tensor-core kernels and
-loadability; what it costs is the rounding below.
+NVFP4 takes as many bytes as Kimi's own INT4 (4.5 bits per weight). The benefit is FP4 tensor-core
+kernels and engine support; the cost is the rounding error below.
 
 ## Rounding error
 

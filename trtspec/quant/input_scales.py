@@ -138,7 +138,7 @@ class InputScales:
         named = self.about.get("source")
         texts, tokens = self.about.get("texts"), self.about.get("tokens")
         origin = f", measured on {named} with {texts:,} texts, {tokens:,} tokens" if named and texts and tokens else ""
-        return f"{self.source}{origin}{'' if self.bound else ' (not bound to this source, accepted by hand)'}"
+        return f"{self.source}{origin}{'' if self.bound else ' (not bound to this source, accepted with --accept-input-scales)'}"
 
     def scale(self, modules: list[str]) -> float:
         """The one scale of linears that read the same input: the largest that the file gives for any of them."""
@@ -191,5 +191,5 @@ def _read(path: Path) -> tuple[dict[str, float], dict[str, Any]]:
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} is {value!r}, which is no number")
+        raise ValueError(f"{name} is {value!r}, which is not a number")
     return float(value)

@@ -266,7 +266,7 @@ class InputObserver(torch.nn.Module):
         try:
             self.quantizer(x)
         except AssertionError as error:
-            raise TrtspecError(f"its input is no number ({error})", "look for NaN in the source's weights") from None
+            raise TrtspecError(f"its input is NaN ({error})", "look for NaN in the source's weights") from None
 
     def finish(self) -> tuple[float, bool]:
         """(input_scale = amax / (6 * 448), whether the input was ever anything but zero).

@@ -59,7 +59,7 @@ def check_sharing(output: Path, part: tuple[int, int] | None, merge: bool, heade
     Called once before this run's journal is there, and again when it is locked: of two runs that do not go together
     and start at the same moment, at least one then sees the other.
     """
-    there, remove = parts_there(output), f"go on with that, or remove {output}"
+    there, remove = parts_there(output), f"resume that run, or remove {output}"
     if part is None and not merge and there:
         count = min(there)
         raise UsageError(f"{output} holds a conversion in {count} parts", "pass --shard i/n for a part, or --merge")
@@ -81,7 +81,7 @@ def _compare(output: Path, other: tuple[int, int], header: dict[str, Any]) -> No
     if begun is not None and (changed := differences(begun, header)):
         raise UsageError(
             f"part {other[0]}/{other[1]} of {output} was begun with something else: {'; '.join(changed)}",
-            f"repeat the options of that part, or remove {output} and begin all parts anew",
+            f"repeat the options of that part, or remove {output} and start all parts again",
         )
 
 

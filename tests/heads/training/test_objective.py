@@ -240,7 +240,7 @@ def test_a_mixture_counts_duplicates_weighs_files_and_trains_on_nothing_that_it_
     assert len({sample.id for sample in mixture.samples}) == 12
     kept = read_mixture(DataFiles.named([one]), tokenizer, TrainOptions(deduplicate=False, held_out=0))
     assert len(kept.samples) == 8
-    with pytest.raises(UsageError, match="is no number of passes"):
+    with pytest.raises(UsageError, match="is not a number of passes"):
         DataFiles.named(["answers.jsonl=often"])
 
 

@@ -150,7 +150,7 @@ def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
         message = f"{list(layers)} is one more than the usual {list(default)}: the ids probably count layers that ran"
         remedy = f"if so, store {list(default)}"
         return [Problem("TS-PAIR-LAYERS-SHIFTED", "warning", "eagle_config", message, remedy)]
-    message = f"the head reads layers {list(layers)}, TensorRT-LLM captures {list(default)} unless told otherwise"
+    message = f"the head reads layers {list(layers)}, TensorRT-LLM captures {list(default)} by default"
     remedy = f"`trtspec build-config` writes eagle3_layers_to_capture: {list(layers)}"
     return [Problem("TS-PAIR-LAYERS-NOT-DEFAULT", "info", "eagle_config", message, remedy)]
 

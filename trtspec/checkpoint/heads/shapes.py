@@ -221,7 +221,7 @@ def _flag(flag: str, stored: bool, stated: bool) -> list[Problem]:
         message = f"the tensors hold {flag} weights and config.json does not set {flag}, so an engine leaves them out"
         return [Problem("TS-HEAD-FC-NORM", "error", where, message, f"set `{flag}: true`")]
     if stated and not stored:
-        message = f"config.json says {flag} True, and the file holds no weights of that norm"
+        message = f"config.json says {flag} True, but the file has no weights for that norm"
         return [Problem("TS-HEAD-FC-NORM", "error", where, message, REMEDY)]
     return []
 

@@ -149,7 +149,7 @@ def _embedding(
         return lent, _misfit(lent, (spec.vocab_size, spec.hidden_size), where, code)
     if own is None:
         needed = not borrowed or dialect.trains_embedding
-        message = "the head has no embedding of its own; training goes on from the target's, serving shares it"
+        message = "the head has no embedding of its own; training continues from the target's; servers share it"
         found = [Problem(code, "info", where, message, "pass --target DIR to write the target's")] if needed else []
         return None, found
     if choice == "drop":

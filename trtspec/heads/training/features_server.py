@@ -122,5 +122,5 @@ class ServedFeatures(Features):
             time.sleep(PATIENCE * 2**attempt)
         raise TrtspecError(
             f"TS-FEATURES-SERVER the server gave no states of {sample.id} in {ATTEMPTS} attempts ({reason})",
-            "look at its log; the run goes on when the same command is given again",
+            "look at its log, then run the same command again to resume",
         )

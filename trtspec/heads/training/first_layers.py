@@ -50,7 +50,7 @@ def check_first_layers(
         )
     if nearest != layer:
         raise TrtspecError(
-            f"TS-FEATURES-OTHER the states of {sample.id} that stand for layer {layer} are the outputs of layer "
+            f"TS-FEATURES-OTHER the states of {sample.id} labelled as layer {layer} are the outputs of layer "
             f"{nearest} ({apart[nearest]:.1%} apart, layer {layer} {apart[layer]:.1%})",
             "capture the layers that `trtspec train --dry-run` prints: vLLM counts one more",
         )

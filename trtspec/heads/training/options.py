@@ -256,7 +256,7 @@ def _weighted(word: str) -> tuple[str, float]:
         passes = math.nan
     if not (name and 0 < passes <= 1000):
         raise UsageError(
-            f"{word!r}: {text!r} is no number of passes", "for example answers.jsonl=2, or =0.5 for every other epoch"
+            f"{word!r}: {text!r} is not a number of passes", "for example answers.jsonl=2, or =0.5 for every other epoch"
         )
     return name, passes
 

@@ -132,7 +132,7 @@ def place() -> World:
         names = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
         rank, size, local, together = (int(os.environ.get(name, default)) for name, default in names)
     except ValueError as error:
-        raise UsageError(f"RANK, WORLD_SIZE or LOCAL_RANK is no number ({error})", "start with torchrun") from None
+        raise UsageError(f"RANK, WORLD_SIZE or LOCAL_RANK is not a number ({error})", "start with torchrun") from None
     sharded = size > 1 and _is_on("ACCELERATE_USE_FSDP")
     lost = [name.lower() for name in NOT_HONOURED if sharded and _is_on(name)]
     if lost:

@@ -68,7 +68,7 @@ def check_saved(saved: SavedRun, fingerprint: dict[str, Any], total: int, output
     if total == saved.step and is_finished(output):
         raise UsageError(
             f"the run in {output} is finished: it has had all {total} steps",
-            "go on with more --epochs or --steps, or pass --force to start over",
+            "extend it with more --epochs or --steps, or pass --force to start over",
         )
     if total < saved.step:
         raise UsageError(

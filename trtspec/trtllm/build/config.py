@@ -172,7 +172,7 @@ def _own(item: str) -> EngineSetting:
     if not separator or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", path):
         raise UsageError(f"--set {item!r} is not key=value", "for example --set kv_cache_config.dtype=fp8")
     if path in OPTION_ONLY:
-        raise UsageError(f"{path} has an option of its own, so that it stands in one place", f"use {OPTION_ONLY[path]}")
+        raise UsageError(f"{path} has its own option and is not accepted here", f"use {OPTION_ONLY[path]}")
     try:
         value = load_text(text)
     except YamlError:
@@ -285,7 +285,7 @@ def _speculation(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSp
     asked = schema.behaviour("sampled_speculation")
     name = asked.values.get("asked_by") or asked.otherwise.get("asked_by")
     if name is not None and f"{SPEC}.{name}" in schema.fields:
-        reason = "else temperature is ignored; no effect where that is mended"
+        reason = "else temperature is ignored; no effect on releases that fixed it"
         found.append(EngineSetting(f"{SPEC}.{name}", True, reason))
     return found
 

@@ -40,13 +40,13 @@ def _double_settings(document: Document, deployment: Deployment) -> Iterator[Fin
         if document.has(key):
             winner = {"yaml": "the file wins", UNKNOWN: "it is not known which wins"}
             who = winner.get(deployment.schema.precedence, "the option wins")
-            message = f"{key} stands in the file and on the command line; in {deployment.version} {who}, in other "
+            message = f"{key} is in the file and on the command line; in {deployment.version} {who}, in other "
             message += "versions the other"
             fix = partial(delete_key, path=key)
             yield finding_at(document, "TS-LINT-SET-TWICE", "error", key, message, f"remove {key} from the file", fix)
     nested = document.get("build_config")
     if isinstance(nested, dict) and deployment.schema.behaviour("build_config").get("dropped") in (True, UNKNOWN):
-        message = "build_config is dropped for the pytorch backend: what stands in it is silently lost"
+        message = "build_config is dropped for the pytorch backend: its contents are silently lost"
         yield finding_at(
             document, "TS-LINT-NO-EFFECT", "error", "build_config", message, "move its keys to the top level"
         )

@@ -310,7 +310,7 @@ def _prefix_reuse(document: Document, deployment: Deployment) -> Iterator[Findin
     remedy = "write `enable_block_reuse: false`, or true if prompts that repeat matter more than drafts"
     mended = deployment.schema.behaviour("draft_kv_reuse_v2")
     if mended and not mended.interval:
-        remedy = f"write `use_kv_cache_manager_v2: true`, which has this mended ({mended.source}), or {remedy[6:]}"
+        remedy = f"write `use_kv_cache_manager_v2: true`, which fixes this ({mended.source}), or {remedy[6:]}"
     # who writes it has decided; who leaves it out may not know that it is on
     severity: Severity = "info" if document.has(REUSE) else "warning"
     yield finding_at(document, "TS-LINT-PREFIX-REUSE", severity, REUSE, message, remedy)

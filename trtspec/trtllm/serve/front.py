@@ -57,7 +57,7 @@ def read_front(path: Path) -> Front:
         servers[role] = found
     everyone = [f"{host}:{port}", *(address for addresses in servers.values() for address in addresses)]
     for address in sorted({address for address in everyone if everyone.count(address) > 1}):
-        message = f"{address} stands twice"
+        message = f"{address} is listed twice"
         problems.append(_problem(str(path), message, "every server and the front need an address of their own"))
     return Front(path, document.text, host, port, servers, problems)
 
