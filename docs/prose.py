@@ -50,9 +50,9 @@ def package_messages(path: Path) -> Iterator[tuple[int, str]]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
-            if id(node) not in statements:
-                yield node.lineno, node.value
+        text = node.value if isinstance(node, ast.Constant) and id(node) not in statements else None
+        if isinstance(text, str) and " " in text.strip():
+            yield node.lineno, text
 
 
 def vocabulary(text: str) -> Iterator[str]:

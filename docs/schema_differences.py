@@ -30,8 +30,8 @@ def page(manifests: Path) -> str:
         "# Schema against manifest\n",
         f"The schema of the newest line (read for {NEWEST}) has {len(schema.fields)} fields. Upstream's manifest lists "
         f"{len(leaves)}; {len(missing)} of these are not in the schema. The manifest is made for telemetry: it omits "
-        "free text, mappings, defaults, and limits that are only in validators. What it omits here comes from the classes "
-        "of its own commit (`sources` in the schema files).\n",
+        "free text, mappings, defaults, and limits that are only in validators. What it omits here comes from the "
+        "classes of its own commit (`sources` in the schema files).\n",
         "## Listed values that differ\n\n| field | only in the schema | only in the manifest |\n|---|---|---|",
         *sorted(values(schema, leaves)),
         "\n## Types that differ\n\n| field | schema | manifest |\n|---|---|---|",

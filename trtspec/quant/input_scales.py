@@ -138,7 +138,8 @@ class InputScales:
         named = self.about.get("source")
         texts, tokens = self.about.get("texts"), self.about.get("tokens")
         origin = f", measured on {named} with {texts:,} texts, {tokens:,} tokens" if named and texts and tokens else ""
-        return f"{self.source}{origin}{'' if self.bound else ' (not bound to this source, accepted with --accept-input-scales)'}"
+        bound = "" if self.bound else " (not bound to this source, accepted with --accept-input-scales)"
+        return f"{self.source}{origin}{bound}"
 
     def scale(self, modules: list[str]) -> float:
         """The one scale of linears that read the same input: the largest that the file gives for any of them."""

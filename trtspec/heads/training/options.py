@@ -255,9 +255,8 @@ def _weighted(word: str) -> tuple[str, float]:
     except ValueError:
         passes = math.nan
     if not (name and 0 < passes <= 1000):
-        raise UsageError(
-            f"{word!r}: {text!r} is not a number of passes", "for example answers.jsonl=2, or =0.5 for every other epoch"
-        )
+        remedy = "for example answers.jsonl=2, or =0.5 for every other epoch"
+        raise UsageError(f"{word!r}: {text!r} is not a number of passes", remedy)
     return name, passes
 
 
