@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,47 @@ TIMES = effects(
     health_failures=Effect(line("--health-failures 5"), launches=True),
 )
 
+WATCH = line("watch {url} --state {out}")
+ONCE = (*WATCH, "--once")
+
+
+def accepting(out: Path) -> None:
+    """A results.json that a watch can judge by."""
+    category = {"steps": 4000, "accepted": 6000, "histogram": None}
+    body = {"name": "x", "url": "x", "server": {}, "workload": {}, "concurrency": [], "categories": {"code": category}}
+    out.with_suffix(".json").write_text(json.dumps(body))
+
+
+def watched(base: tuple[str, ...], **more: Effect | str) -> dict[str, Effect]:
+    """The options that both ways of watching use."""
+    probing = (*base, "--probe", "60")
+    return effects(
+        url=Effect(instead=("watch", "{nowhere}", *base[2:])),
+        baseline=Effect(line("--baseline {out}.json"), before=accepting),
+        metrics_url="--metrics-url {nowhere}",
+        batch="--batch 300",
+        min_steps="--min-steps 100",
+        learn="--learn 2",
+        fall="--fall 0.2",
+        slower="--slower 1",
+        false_alarms="--false-alarms 1",
+        probe="--probe 120",
+        dataset=Effect(line("--dataset {questions}"), base=probing),
+        model=Effect(line("--model other"), base=probing),
+        state="--state {out}.2",
+        restart=Effect(line("--restart"), before=a_file),
+        json_="--json",
+        **more,
+    )
+
+
 SERVING: dict[str, dict[str, Situation]] = {
+    "watch": {
+        "--once": Situation(ONCE, watched(ONCE), floats=False),
+        "a watch that goes on": Situation(
+            WATCH, watched(WATCH, interval="--interval 30", listen="--listen 9777"), floats=False
+        ),
+    },
     "plan": {
         "a plan with a head": Situation(
             PLAN, SIZED | effects(acceptance="--acceptance 2.6@3", max_draft="--max-draft 2")

@@ -36,6 +36,7 @@ SELECTING = {
     "train": {"dry_run", "print_launch"},
     "check": {"against"},
     "inspect": {"against", "run", "states"},
+    "watch": {"once"},
 }
 
 
@@ -188,6 +189,11 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         "trtspec.cli.serve._run_reference", lambda start: stage.handed.append(repr(start)), raising=False
     )
+    for name in ("_look_once", "_look_on"):  # one goes on until a signal; times in the state are the clock's
+        monkeypatch.setattr(
+            f"trtspec.cli.watch.{name}",
+            lambda found, *more: stage.handed.append(repr((found.settings, found.baseline, more))) or [],
+        )
     monkeypatch.setattr("trtspec.cli.demo_stages.run_stages", lambda demo: stage.handed.append(repr(demo.sizes)))
     monkeypatch.setattr("trtspec.cli.demo.finish", lambda output, data: None)
     for name, size in {"WHOLE": 1024, "PIECE": 16, "PIECES": 8}.items():  # so that values of a tiny head are sampled
@@ -305,7 +311,7 @@ def required(command: str, stage: Stage, besides: str) -> list[str]:
     words = {"quantize": "{target} -o x", "calibrate": "{target} {data} -o x", "synthesize": "{prompts} -o x",
              "train": "{target} {data} -o x", "convert": "{head} -o x --to vllm", "bench": "{url}", "check": "{url}",
              "inspect": "{target}", "plan": "{target}", "build-config": "{target}", "lint": "{engine}",
-             "serve": "{target}"}  # fmt: skip
+             "serve": "{target}", "watch": "{url}"}  # fmt: skip
     found = stage.words(tuple(words.get(command, "").split()))
     if besides in found:
         del found[found.index(besides) : found.index(besides) + 2]

@@ -47,12 +47,13 @@ COMMANDS = {
     "Proof": {
         "bench": "Measure acceptance, throughput and latency of an endpoint.",
         "check": "Check an endpoint: lossless output, no loops, working tool calls, minimum acceptance.",
+        "watch": "Watch acceptance, loops and latency of a live endpoint, and alert when they change.",
     },
 }
 # which extra brings an optional package
 EXTRAS = {
     "torch": "reference", "transformers": "reference", "fastapi": "reference", "uvicorn": "reference",
-    "prometheus_client": "reference", "modelopt": "modelopt", "accelerate": "modelopt", "datasets": "modelopt",
+    "modelopt": "modelopt", "accelerate": "modelopt", "datasets": "modelopt",
     "requests": "modelopt", "matplotlib": "report",
 }  # fmt: skip
 TITLES = {1: "Error", 2: "Usage error", 3: "Check failed", 4: "Missing", 130: "Interrupted"}

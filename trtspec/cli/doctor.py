@@ -29,6 +29,7 @@ NEEDS = {
     "serve --backend trtllm": ("trtllm",),
     "bench": ("report",),
     "check": (),
+    "watch": (),
 }
 FORCED = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 

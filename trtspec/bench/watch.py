@@ -1,0 +1,421 @@
+"""`watch`: what a live endpoint does over time, judged against what it did before. No input or output here.
+
+Increments of scrapes are gathered into batches; each batch gives one mean per series, and each series has its own
+sequential test (trtspec.bench.sequential). Everything that a later run needs is in the WatchState.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trtspec.bench.acceptance import TurnCounts
+from trtspec.bench.sequential import EventTest, SeriesReference, WatchedSeries, event_test
+from trtspec.bench.watch_sources import Increment, MetricsMemory
+from trtspec.errors import Problem
+
+DAY = 86400.0
+CONTEXTS = (1024, 4096, 16384, 65536)  # upper ends of the groups of prompt lengths, in tokens
+LOOPS = (0.02, 0.25)  # share of degenerate answers that is tolerated, and that is to be found
+FAILURES = (0.02, 0.25)
+GONE_AFTER = 3  # scrapes in a row
+IDLE_TOKENS = 200.0  # generated without one verification step: the server does not speculate
+ENOUGH_STEPS = 200  # of a category in a baseline, to say what it accepts
+DESIGN_EFFECT = 8.0  # variance of a mean over steps of whole answers, over that of independent steps
+
+
+@dataclass(frozen=True)
+class WatchSettings:
+    """How an endpoint is watched. A batch lasts `batch_s` seconds or longer, until it has `min_steps` steps; what is
+    normal is learned for `learn_days`. `fall` is the relative fall of accepted drafts per step to find, `slower` the
+    relative rise of seconds per token. Each series alarms for nothing at most `false_alarms` times a day."""
+
+    batch_s: float = 600.0
+    min_steps: int = 500
+    learn_days: float = 1.0
+    fall: float = 0.15
+    slower: float = 0.5
+    false_alarms: float = 0.01
+
+    @property
+    def batches_per_day(self) -> float:
+        return DAY / self.batch_s
+
+    @property
+    def learn_batches(self) -> int:
+        return max(16, round(self.learn_days * self.batches_per_day))
+
+
+@dataclass(frozen=True)
+class WatchBaseline:
+    """What a results.json says about each category: accepted drafts per step with its standard error, and how much one
+    step adds to the variance of a sum of steps (answers are clusters of steps that depend on each other)."""
+
+    name: str
+    per_step: dict[str, float]
+    errors: dict[str, float]
+    step_variance: float
+
+    @property
+    def lowest(self) -> str:
+        return min(self.per_step, key=lambda category: self.per_step[category])
+
+
+def baseline_of(name: str, categories: Mapping[str, Any], turns: Sequence[TurnCounts]) -> WatchBaseline | None:
+    """From the categories and answers of a results.json; None where none has ENOUGH_STEPS steps.
+
+    A category's ratio is accepted over steps; its error and the variance are those of a ratio estimator with answers as
+    clusters. Where a server counts for all answers together (vLLM), single steps with a DESIGN_EFFECT stand in.
+    """
+    groups: dict[str, list[TurnCounts]] = {}
+    for turn in turns:
+        groups.setdefault(turn.category, []).append(turn)
+    ratios, errors, squares, all_steps = {}, {}, 0.0, 0
+    for category, found in categories.items():
+        steps, accepted = found.get("steps") or 0, found.get("accepted")
+        if steps < ENOUGH_STEPS or accepted is None:
+            continue
+        ratio, group = accepted / steps, groups.get(category, [])
+        if len(group) > 1:
+            scatter = sum((t.accepted - ratio * t.steps) ** 2 for t in group) * len(group) / (len(group) - 1)
+        else:
+            scatter = DESIGN_EFFECT * _step_scatter(found.get("histogram"), ratio, steps)
+        ratios[category], errors[category] = ratio, math.sqrt(scatter) / steps
+        squares, all_steps = squares + scatter, all_steps + steps
+    return WatchBaseline(name, ratios, errors, squares / all_steps) if ratios else None
+
+
+def _step_scatter(histogram: Sequence[int] | None, ratio: float, steps: int) -> float:
+    """Sum over steps of (accepted - ratio)^2; without a histogram that of a geometric distribution."""
+    if histogram:
+        return float(sum(count * (accepted - ratio) ** 2 for accepted, count in enumerate(histogram)))
+    return steps * ratio * (1 + ratio)
+
+
+@dataclass(frozen=True)
+class ProbeAnswer:
+    """One answer to a prompt of watch's own. `counts` where the answer tells them; `degenerate` says why, or is None.
+    Times in seconds."""
+
+    category: str
+    prompt_tokens: int
+    counts: TurnCounts | None
+    degenerate: str | None
+    error: str | None
+    first_token_s: float | None
+    token_s: float | None
+
+
+@dataclass
+class OpenBatch:
+    """What has been gathered since the last batch was closed. `slow_s` over `slow_n`: seconds per token."""
+
+    began: float
+    steps: float = 0.0
+    accepted: float = 0.0
+    positions: dict[int, float] = field(default_factory=dict)
+    slow_s: float = 0.0
+    slow_n: float = 0.0
+    idle_tokens: float = 0.0
+    expected: float = 0.0  # accepted drafts that the baseline's categories give for the probes' steps
+    probe_steps: float = 0.0
+    probe_accepted: float = 0.0
+
+
+@dataclass
+class WatchTotals:
+    """Counts since the watch began, for its own metrics."""
+
+    scrapes: int = 0
+    missed_scrapes: int = 0
+    resets: int = 0
+    missed_iterations: int = 0
+    steps: float = 0.0
+    accepted: float = 0.0
+    batches: int = 0
+    probes: int = 0
+    probe_failures: int = 0
+    degenerate: int = 0
+    alerts: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class WatchState:
+    """Everything that is kept between runs. `contexts` maps a group of prompt lengths to (steps, accepted)."""
+
+    url: str
+    began: float
+    settings: WatchSettings
+    baseline: str = ""
+    schema: int = 1
+    last_look: float | None = None
+    missed_in_row: int = 0
+    last_failure: str = ""
+    not_speculating: str = ""
+    per: str = "step"
+    memory: MetricsMemory = field(default_factory=MetricsMemory)
+    batch: OpenBatch | None = None
+    series: dict[str, WatchedSeries] = field(default_factory=dict)
+    loops: float = 0.0
+    failures: float = 0.0
+    positions: dict[int, float] = field(default_factory=dict)
+    contexts: dict[str, tuple[float, float]] = field(default_factory=dict)
+    last_batch: dict[str, float] = field(default_factory=dict)
+    totals: WatchTotals = field(default_factory=WatchTotals)
+    events: list[tuple[float, str]] = field(default_factory=list)
+    firing: list[str] = field(default_factory=list)
+
+
+class Watch:
+    """A state with the settings and the baseline it is judged by."""
+
+    def __init__(self, state: WatchState, settings: WatchSettings, baseline: WatchBaseline | None) -> None:
+        self.state, self.settings, self.baseline = state, settings, baseline
+        self._add_series()
+
+    def _series(self, change: float, recorded: SeriesReference | None = None, absolute: bool = False) -> WatchedSeries:
+        use = self.settings
+        return WatchedSeries(
+            change, use.learn_batches, use.batches_per_day, use.false_alarms, absolute=absolute, recorded=recorded
+        )
+
+    def _add_series(self) -> None:
+        found, use = self.state.series, self.settings
+        found.setdefault("acceptance", self._series(use.fall))
+        found.setdefault("latency", self._series(math.log1p(use.slower), absolute=True))
+        base = self.baseline
+        if base is None:
+            return
+        lowest = base.lowest
+        variance = base.step_variance / use.min_steps
+        floor = SeriesReference(base.per_step[lowest], base.errors[lowest], variance)
+        found.setdefault("baseline", self._series(use.fall, floor))
+        # a probe's answer is compared with its own category, so the mix does not matter; 1 is what the baseline had
+        relative = {c: (base.errors[c] / r) ** 2 for c, r in base.per_step.items() if r}
+        error = math.sqrt(sum(relative.values())) / max(1, len(relative))
+        mean = sum(base.per_step.values()) / len(base.per_step)
+        probes = SeriesReference(1.0, error, base.step_variance / mean**2 / self._probe_steps() if mean else 1.0)
+        found.setdefault("probes", self._series(use.fall, probes))
+
+    def _probe_steps(self) -> int:
+        return max(50, self.settings.min_steps // 10)
+
+    def scraped(self, now: float, increment: Increment) -> None:
+        """One successful look at the server's metrics at `now` (Unix seconds)."""
+        state = self.state
+        state.totals.scrapes += 1
+        if state.missed_in_row:
+            self._note(now, f"answers again after {state.missed_in_row} missed scrapes")
+        state.last_look, state.missed_in_row, state.last_failure, state.per = now, 0, "", increment.per
+        if increment.resets:
+            state.totals.resets += 1
+            self._note(now, "the server's counters began anew: it was restarted")
+        if increment.missed:
+            state.totals.missed_iterations += increment.missed
+            self._note(now, f"{increment.missed} iterations were given to another reader of /metrics")
+        batch = state.batch or OpenBatch(now)
+        state.batch = batch
+        if increment.steps:
+            state.not_speculating, batch.idle_tokens = "", 0.0
+        elif increment.tokens:
+            batch.idle_tokens += increment.tokens
+            if batch.idle_tokens >= IDLE_TOKENS and self._speculated():
+                state.not_speculating = f"{batch.idle_tokens:.0f} tokens were generated without a verification step"
+        batch.steps += increment.steps
+        batch.accepted += increment.accepted
+        batch.slow_s += increment.slow_s
+        batch.slow_n += increment.slow_n
+        for position, count in increment.positions.items():
+            batch.positions[position] = batch.positions.get(position, 0.0) + count
+        self._close(now)
+
+    def _speculated(self) -> bool:
+        return self.baseline is not None or self.state.totals.steps > 0
+
+    def without_speculation(self, now: float, reason: str) -> None:
+        """The server answers, and its metrics no longer speak of speculation."""
+        state = self.state
+        state.totals.scrapes += 1
+        state.last_look, state.missed_in_row, state.not_speculating = now, 0, reason
+
+    def missed(self, now: float, reason: str) -> None:
+        """A look that failed."""
+        state = self.state
+        state.totals.missed_scrapes += 1
+        state.missed_in_row += 1
+        if reason != state.last_failure:
+            self._note(now, reason)
+        state.last_failure = reason
+
+    def probed(self, now: float, answer: ProbeAnswer, alone: bool) -> None:
+        """One answer to a prompt of our own; `alone`: there are no metrics, so it also makes the other series."""
+        state, batch = self.state, self.state.batch or OpenBatch(now)
+        state.batch = batch
+        state.totals.probes += 1
+        failing, looping = self.event_tests()
+        state.failures = failing.step(state.failures, answer.error is not None)
+        if answer.error is not None:
+            state.totals.probe_failures += 1
+            self._note(now, f"a probe failed: {answer.error}")
+            return
+        state.loops = looping.step(state.loops, answer.degenerate is not None)
+        state.totals.degenerate += answer.degenerate is not None
+        counts = answer.counts
+        if counts is not None and counts.steps:
+            group = context_group(answer.prompt_tokens)
+            steps, accepted = state.contexts.get(group, (0.0, 0.0))
+            state.contexts[group] = (steps + counts.steps, accepted + counts.accepted)
+            expected = (self.baseline.per_step if self.baseline else {}).get(answer.category)
+            if expected is not None:
+                batch.expected += expected * counts.steps
+                batch.probe_steps += counts.steps
+                batch.probe_accepted += counts.accepted
+        if alone:
+            state.last_look = now
+            if counts is not None:
+                batch.steps += counts.steps
+                batch.accepted += counts.accepted
+            if answer.token_s is not None:
+                batch.slow_s, batch.slow_n = batch.slow_s + answer.token_s, batch.slow_n + 1
+            self._close(now)
+
+    def event_tests(self) -> tuple[EventTest, EventTest]:
+        """Of failing probes, and of degenerate answers."""
+        a_day, alarms = self.settings.batches_per_day * 10, self.settings.false_alarms
+        return event_test(*FAILURES, a_day, alarms), event_test(*LOOPS, a_day, alarms)
+
+    def _close(self, now: float) -> None:
+        """Ends the batch when it is long enough and has enough steps, and gives its means to the tests."""
+        batch, state = self.state.batch, self.state
+        if batch is None or now - batch.began < self.settings.batch_s or batch.steps < self.settings.min_steps:
+            return
+        state.totals.batches += 1
+        state.totals.steps += batch.steps
+        state.totals.accepted += batch.accepted
+        means = {"acceptance": batch.accepted / batch.steps, "baseline": batch.accepted / batch.steps}
+        if state.per != "step":  # another unit than the baseline's
+            del means["baseline"]
+        if batch.slow_n and batch.slow_s > 0:
+            means["latency"] = -math.log(batch.slow_s / batch.slow_n)
+        if batch.probe_steps >= self._probe_steps() and batch.expected:
+            means["probes"] = batch.probe_accepted / batch.expected
+        for name, value in means.items():
+            if name in state.series and state.series[name].add(value):
+                self._note(now, f"the series {name} began to alarm")
+        state.positions = {k: count / batch.steps for k, count in sorted(batch.positions.items())}
+        state.last_batch = {"ended": now, "steps": batch.steps, "acceptance": means["acceptance"]}
+        if "latency" in means:
+            state.last_batch["token_s"] = batch.slow_s / batch.slow_n
+        kept = batch if "probes" not in means else OpenBatch(now)
+        state.batch = OpenBatch(
+            now, expected=kept.expected, probe_steps=kept.probe_steps, probe_accepted=kept.probe_accepted
+        )
+
+    def _note(self, now: float, text: str) -> None:
+        self.state.events = [*self.state.events[-199:], (round(now, 3), text)]
+
+    def alerts(self, now: float) -> list[Problem]:
+        """What is wrong at this moment; counts the alerts that are new."""
+        found = [*self._series_alerts(), *self._probe_alerts(), *self._server_alerts(now)]
+        codes = [problem.code for problem in found]
+        for code in set(codes) - set(self.state.firing):
+            self.state.totals.alerts[code] = self.state.totals.alerts.get(code, 0) + 1
+        self.state.firing = sorted(set(codes))
+        return found
+
+    def _series_alerts(self) -> list[Problem]:
+        found, url = [], self.state.url
+        for name, series in self.state.series.items():
+            if not series.alarming or series.reference is None or series.last is None:
+                continue
+            normal, last = series.reference.mean, series.last
+            if name == "latency":
+                message = f"{math.exp(-last):.4g} s per token in the last batch; normal is {math.exp(-normal):.4g}"
+                found.append(_problem("TS-WATCH-SLOW", url, message, "look at the load and at the server's log"))
+                continue
+            here = f"{last:.3f} accepted drafts per {self.state.per}; "
+            where = {
+                "acceptance": f"normal is {normal:.3f}, learned from {series.reference.batches} batches",
+                "baseline": f"the baseline's lowest category had {normal:.3f}",
+                "probes": f"as a share of the baseline's, category by category; 1 is normal, last {last:.3f}",
+            }[name]
+            shown = (
+                "accepted drafts fell: " if name == "probes" else f"{last:.3f} accepted drafts per {self.state.per}; "
+            )
+            code = "TS-WATCH-ACCEPTANCE" if name == "acceptance" else "TS-WATCH-BASELINE"
+            remedy = "trtspec check URL --against RECORDING, and trtspec inspect HEAD --against TARGET"
+            found.append(_problem(code, url, shown + where, remedy))
+        return found
+
+    def _probe_alerts(self) -> list[Problem]:
+        state, (failing, looping) = self.state, self.event_tests()
+        found = []
+        if looping.alarms(state.loops):
+            message = f"{state.totals.degenerate} of {state.totals.probes} probes came back empty, as noise or as loops"
+            found.append(_problem("TS-WATCH-LOOPS", state.url, message, "trtspec check URL shows which"))
+        if failing.alarms(state.failures):
+            message = f"{state.totals.probe_failures} of {state.totals.probes} probes failed; {state.events[-1][1]}"
+            found.append(_problem("TS-WATCH-ERRORS", state.url, message, "look at the server's log"))
+        return found
+
+    def _server_alerts(self, now: float) -> list[Problem]:
+        state, found = self.state, []
+        if state.missed_in_row >= GONE_AFTER:
+            since = f"for {now - state.last_look:.0f} s" if state.last_look is not None else "since the watch began"
+            message = f"no answer {since}, {state.missed_in_row} scrapes in a row: {state.last_failure}"
+            found.append(_problem("TS-WATCH-GONE", state.url, message, "look at the server's log; start it again"))
+        if state.not_speculating:
+            message, remedy = state.not_speculating, "start the server with its head; look for a disabled speculation"
+            found.append(_problem("TS-WATCH-NOT-SPECULATING", state.url, message, remedy))
+        return found
+
+    def summary(self, now: float) -> dict[str, Any]:
+        """The object of --json, less the alerts."""
+        state = self.state
+        return {
+            "url": state.url,
+            "source": state.memory.source or ("probes" if state.totals.probes else None),
+            "watched_s": round(now - state.began, 1),
+            "last_batch": state.last_batch or None,
+            "unit": f"accepted drafts per {state.per}",
+            "positions": {str(k): round(share, 4) for k, share in state.positions.items()},
+            "contexts": {g: {"steps": s, "accepted_per_step": round(a / s, 4)} for g, (s, a) in state.contexts.items()},
+            "series": {name: self.series_summary(series) for name, series in state.series.items()},
+            "missed_scrapes": state.totals.missed_scrapes,
+            "restarts": state.totals.resets,
+            "events": [{"time": when, "what": text} for when, text in state.events[-20:]],
+        }
+
+    def series_summary(self, series: WatchedSeries) -> dict[str, Any]:
+        test, reference = series.test, series.reference
+        typical = self.state.totals.steps / self.state.totals.batches if self.state.totals.batches else None
+        steps = max(typical or 0.0, self.settings.min_steps)
+        seconds = series is self.state.series.get("latency")
+
+        def shown(value: float | None) -> float | None:
+            return math.exp(-value) if seconds and value is not None else value
+
+        return {
+            "batches": series.batches,
+            "learned": None if series.recorded else f"{len(series.learned)} of {series.learn} batches",
+            "last": shown(series.last),
+            "normal": shown(reference.mean) if reference else None,
+            "statistic": round(series.statistic, 6),
+            "threshold": round(test.threshold, 6) if test else None,
+            "false_alarms_per_day": series.false_alarms_per_day if test else None,
+            "found_within_batches": test.detect_within if test else None,
+            "found_within_steps": round(test.detect_within * steps) if test else None,
+            "alarming": series.alarming,
+        }
+
+
+def _problem(code: str, url: str, message: str, remedy: str) -> Problem:
+    return Problem(code, "error", url, message, remedy)
+
+
+def context_group(prompt_tokens: int) -> str:
+    """The group of prompt lengths, named by its upper end: "<=1024" ... ">65536"."""
+    upper = next((end for end in CONTEXTS if prompt_tokens <= end), None)
+    return f"<={upper}" if upper is not None else f">{CONTEXTS[-1]}"

@@ -1,0 +1,175 @@
+"""Runs a watch: scrapes, probes, keeps the state file. One look with `--once`, else until somebody ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import httpx
+from pydantic import TypeAdapter, ValidationError
+
+from trtspec import files, report
+from trtspec.bench import adapters, text_quality
+from trtspec.bench.client import Answer, Endpoint, RequestSampling, new_client, request_body, stream_answer
+from trtspec.bench.datasets import Question
+from trtspec.bench.load import inter_token
+from trtspec.bench.watch import ProbeAnswer, Watch, WatchBaseline, WatchSettings, WatchState
+from trtspec.bench.watch_sources import NoMetrics, SpeculationGone, look
+from trtspec.errors import TrtspecError, UsageError
+
+MOST_PROBES = 8  # of one --once
+RESTART = "pass --restart to begin anew, or another --state"
+
+
+@dataclass(frozen=True)
+class ProbePlan:
+    """Prompts of watch's own, in this order and again; `tokens_per_minute` is what they may cost on average."""
+
+    tokens_per_minute: float
+    questions: tuple[Question, ...]
+    sampling: RequestSampling
+    model: str | None = None
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two probes."""
+        return 60.0 * self.sampling.max_tokens / self.tokens_per_minute
+
+
+@dataclass(frozen=True)
+class WatchSource:
+    """Where to look: the endpoint, its metrics where they are elsewhere, and how to probe it (None: not at all).
+    `metrics` False where the endpoint is known to have none."""
+
+    url: str
+    metrics_url: str
+    probe: ProbePlan | None
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[WatchState]:
+    return TypeAdapter(WatchState)
+
+
+def read_state(
+    path: Path, url: str, settings: WatchSettings, baseline: WatchBaseline | None, restart: bool = False
+) -> WatchState:
+    """The state in `path`, or a new one. Raises UsageError for a file that is none, or is of another endpoint, other
+    settings or another baseline."""
+    name = baseline.name if baseline else ""
+    fresh = WatchState(url, time.time(), settings, name)
+    if restart:
+        return fresh
+    try:
+        found = _adapter().validate_python(files.read_object(path))
+    except FileNotFoundError:
+        return fresh
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(f"{path} is not the state of a watch: {where}: {first['msg']}", RESTART) from None
+    except TrtspecError as error:
+        raise UsageError(f"{path} is not the state of a watch: {error.message}", RESTART) from None
+    if found.url != url:
+        raise UsageError(f"{path} is the state of a watch of {found.url}, not of {url}", RESTART)
+    if (found.settings, found.baseline) != (settings, name):
+        raise UsageError(f"{path} was made with other settings or another baseline", RESTART)
+    return found
+
+
+def write_state(path: Path, state: WatchState) -> None:
+    report.write_json(path, asdict(state))
+
+
+async def look_once(watch: Watch, source: WatchSource) -> None:
+    """One scrape, and the probes that are due since the last look."""
+    async with new_client(source.metrics_url) as metrics, new_client(source.url) as client:
+        before = watch.state.last_look
+        told = await scrape(watch, metrics, needed=source.probe is None)
+        if source.probe is None or (watch.state.missed_in_row and told):
+            return
+        waited = time.time() - before if before is not None else 0.0
+        due = max(1, min(MOST_PROBES, int(waited / source.probe.interval)))
+        for _ in range(due):
+            await probe(watch, client, source.probe, alone=not told)
+
+
+async def look_on(
+    watch: Watch, source: WatchSource, interval: float, looked: Callable[[], None], ended: asyncio.Event
+) -> None:
+    """Looks every `interval` seconds until `ended`; `looked` is called after each look. Never raises for what the
+    endpoint does."""
+    async with new_client(source.metrics_url) as metrics, new_client(source.url) as client:
+        next_probe, told = time.monotonic(), True
+        while not ended.is_set():
+            began = time.monotonic()
+            told = await scrape(watch, metrics, needed=source.probe is None)
+            if source.probe is not None and began >= next_probe:
+                await probe(watch, client, source.probe, alone=not told)
+                next_probe = began + source.probe.interval
+            looked()
+            left = max(0.0, interval - (time.monotonic() - began))
+            try:
+                await asyncio.wait_for(ended.wait(), timeout=left)
+            except TimeoutError:
+                continue
+
+
+async def scrape(watch: Watch, client: httpx.AsyncClient, needed: bool) -> bool:
+    """Whether the endpoint has metrics to read; a look that failed counts as one that has. Raises NoMetrics where
+    there are none and they are `needed`."""
+    now = time.time()
+    try:
+        watch.scraped(now, await look(client, watch.state.memory))
+    except SpeculationGone as error:
+        watch.without_speculation(now, error.message)
+    except NoMetrics:
+        if needed and not watch.state.totals.scrapes:
+            raise
+        if needed:
+            watch.missed(now, "it answers and its metrics are gone")
+        return False
+    except TrtspecError as error:
+        watch.missed(now, error.message)
+    return True
+
+
+async def probe(watch: Watch, client: httpx.AsyncClient, plan: ProbePlan, alone: bool) -> None:
+    """Asks the next question and gives the answer to the watch."""
+    number = watch.state.totals.probes
+    question = plan.questions[number % len(plan.questions)]
+    messages = [*question.opening, {"role": "user", "content": question.turns[0]}]
+    try:
+        server = await adapters.detect_server(client, plan.model)
+    except TrtspecError as error:
+        answer = Answer(question.id, question.category, 0, 0.0, error=error.message)
+    else:
+        endpoint = Endpoint(str(client.base_url), server.model)
+        body = request_body(endpoint, messages, plan.sampling, 0)
+        answer = await stream_answer(client, endpoint, body, question.id, question.category, 0)
+    if alone and answer.error is not None:
+        watch.missed(time.time(), answer.error)
+    elif alone:
+        watch.state.missed_in_row = 0
+    watch.probed(time.time(), probe_answer(answer), alone)
+
+
+def probe_answer(answer: Answer) -> ProbeAnswer:
+    """What the watch keeps of an answer; its text is judged and dropped."""
+    counts = adapters.counts_of(answer) if answer.error is None else None
+    if counts is not None and counts.prefill_in_steps and counts.steps > 1:
+        counts = replace(counts, steps=counts.steps - 1)  # the prefill drafts nothing
+    first = answer.first_token - answer.started if answer.first_token is not None else None
+    return ProbeAnswer(
+        answer.category,
+        answer.prompt_tokens,
+        counts,
+        text_quality.degeneration(answer.reasoning + answer.text),
+        answer.error,
+        first,
+        inter_token(answer),
+    )

@@ -1,0 +1,280 @@
+"""What a running server tells about its speculation, read as increments since the last look.
+
+| server | where | acceptance | positions |
+|---|---|---|---|
+| trtspec reference | /prometheus/metrics | counters | yes |
+| vLLM | /metrics | counters vllm:spec_decode_num_* | yes |
+| TensorRT-LLM with return_perf_metrics | /prometheus/metrics | counters trtllm_spec_*, per draft token | no |
+| TensorRT-LLM with enable_iter_perf_stats | /metrics | JSON, one record per iteration, given to one reader only | no |
+| SGLang with --enable-metrics | /metrics | gauge sglang:spec_accept_length, its own mean | no |
+
+Dynamo passes its worker's metrics through under the worker's names, or with `trtllm:` as prefix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from trtspec.bench.client import describe
+from trtspec.errors import TrtspecError
+from trtspec.files import parse_json
+
+PATHS = ("/prometheus/metrics", "/metrics")
+TIMEOUT = 10.0
+MOST_BYTES = 64 * 2**20
+START = "process_start_time_seconds"
+
+
+@dataclass(frozen=True)
+class MetricNames:
+    """How one kind of server calls its counters, without `_total`. `steps` is empty where verification steps are not
+    counted; acceptance is then per draft token. `first` is the number of the first draft position in the `position`
+    label. `latency`: histogram of seconds between tokens, or (seconds, count) counters. `mean`: a gauge of tokens
+    per step in place of counters."""
+
+    kind: str
+    prefix: str
+    steps: str = ""
+    drafted: str = ""
+    accepted: str = ""
+    position: str = ""
+    first: int = 0
+    tokens: str = ""
+    latency: tuple[str, ...] = ()
+    running: str = ""
+    waiting: str = ""
+    mean: str = ""
+
+
+NAMES = (
+    MetricNames(
+        "reference", "trtspec_", steps="trtspec_spec_decode_steps", drafted="trtspec_spec_decode_draft_tokens",
+        accepted="trtspec_spec_decode_accepted_tokens", first=1,
+        position="trtspec_spec_decode_accepted_tokens_per_position", tokens="trtspec_generation_tokens",
+        running="trtspec_requests_running", waiting="trtspec_requests_waiting",
+    ),
+    MetricNames(
+        "vllm", "vllm:", steps="vllm:spec_decode_num_drafts", drafted="vllm:spec_decode_num_draft_tokens",
+        accepted="vllm:spec_decode_num_accepted_tokens", position="vllm:spec_decode_num_accepted_tokens_per_pos",
+        tokens="vllm:generation_tokens",
+        latency=("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
+        running="vllm:num_requests_running", waiting="vllm:num_requests_waiting",
+    ),
+    MetricNames(
+        "trtllm", "trtllm_", drafted="trtllm_spec_decode_num_draft_tokens",
+        accepted="trtllm_spec_decode_num_accepted_tokens", latency=("trtllm_time_per_output_token_seconds",),
+        running="trtllm_num_requests_running", waiting="trtllm_num_requests_waiting",
+    ),
+    MetricNames(
+        "sglang", "sglang:", mean="sglang:spec_accept_length", tokens="sglang:generation_tokens",
+        latency=("sglang:inter_token_latency_seconds",), running="sglang:num_running_reqs",
+        waiting="sglang:num_queue_reqs",
+    ),
+)  # fmt: skip
+
+
+class NoMetrics(TrtspecError):
+    """A server answers and tells nothing that watch can read."""
+
+    default_code = "TS-WATCH-NO-METRICS"
+
+
+class NoSpeculation(ValueError):
+    """Metrics of a known server, without those of speculation."""
+
+
+class SpeculationGone(TrtspecError):
+    """A server told about its speculation before, and its metrics no longer have it."""
+
+    default_code = "TS-WATCH-NOT-SPECULATING"
+
+
+@dataclass
+class Increment:
+    """What a server did since the last look. `steps` are verification steps, or draft tokens where `per` says so;
+    `positions[k]` counts the steps that accepted draft k (from 1). `slow_s` over `slow_n` is seconds per token."""
+
+    steps: float = 0.0
+    drafted: float = 0.0
+    accepted: float = 0.0
+    positions: dict[int, float] = field(default_factory=dict)
+    tokens: float | None = None
+    slow_s: float = 0.0
+    slow_n: float = 0.0
+    per: str = "step"
+    resets: int = 0
+    missed: int = 0  # iterations that another reader took
+    first_look: bool = False
+
+
+@dataclass
+class MetricsMemory:
+    """What the last look found, kept to make increments of totals. `source` in words, `path` where it was found."""
+
+    source: str = ""
+    path: str = ""
+    totals: dict[str, float] = field(default_factory=dict)
+    born: float = 0.0  # Unix time at which the counters began, where told
+    iteration: int | None = None
+    running: float | None = None
+    waiting: float | None = None
+
+
+async def look(client: httpx.AsyncClient, memory: MetricsMemory) -> Increment:
+    """One scrape. Updates `memory` only when it succeeds. Raises TrtspecError when the server does not answer, its
+    subclass NoMetrics when it tells nothing about speculation."""
+    reasons = []
+    for path in [memory.path] if memory.path else PATHS:
+        try:
+            response = await client.get(path, timeout=TIMEOUT)
+        except httpx.HTTPError as error:
+            raise TrtspecError(f"{client.base_url} does not answer: {describe(error)}", "start the server") from None
+        body = response.content[: MOST_BYTES + 1]
+        if response.status_code != 200 or len(body) > MOST_BYTES:
+            reasons.append(f"{path} answers {response.status_code}")
+            continue
+        try:
+            increment = read_body(body.decode("utf-8", "replace"), memory)
+        except NoSpeculation as error:
+            if memory.path:
+                message = f"{client.base_url}: {path} {error}"
+                raise SpeculationGone(message, "look at how the server was started") from None
+            reasons.append(f"{path} {error}")
+            continue
+        except ValueError as error:
+            reasons.append(f"{path} {error}")
+            continue
+        memory.path = path
+        return increment
+    if memory.path:
+        raise TrtspecError(f"{client.base_url} no longer gives its metrics: {'; '.join(reasons)}", "look at its log")
+    raise NoMetrics(
+        f"{client.base_url} gives no metrics of speculation: {'; '.join(reasons)}",
+        "set return_perf_metrics or enable_iter_perf_stats in TensorRT-LLM's YAML, or pass --probe TOKENS_PER_MINUTE",
+    )
+
+
+def read_body(text: str, memory: MetricsMemory) -> Increment:
+    """The increment of one answer, Prometheus text or JSON. Raises ValueError in words for anything else."""
+    if text.lstrip().startswith("["):
+        return read_iterations(parse_json(text), memory)
+    from prometheus_client.parser import text_string_to_metric_families
+
+    samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if not sample.name.endswith("_bucket"):
+                    name = sample.name.removesuffix("_total").replace("trtllm:", "trtllm_", 1)
+                    samples.setdefault(name, []).append((sample.labels, sample.value))
+    except (ValueError, IndexError, KeyError, AttributeError):
+        raise ValueError("is not Prometheus text") from None
+    names = next((names for names in NAMES if any(name.startswith(names.prefix) for name in samples)), None)
+    if names is None:
+        raise ValueError("has no metrics of a server that is known")
+    return _read_samples(samples, names, memory)
+
+
+def _read_samples(
+    samples: dict[str, list[tuple[Mapping[str, str], float]]], names: MetricNames, memory: MetricsMemory
+) -> Increment:
+    counters = {name for name in (names.steps, names.drafted, names.accepted) if name}
+    if not (counters and counters <= samples.keys()) and names.mean not in samples:
+        raise NoSpeculation(f"has {names.kind} metrics and none of speculation")
+    latency = next((name for name in names.latency if f"{name}_sum" in samples), "")
+    wanted = [*counters, names.position, names.tokens, f"{latency}_sum", f"{latency}_count"]
+    births = (START, *(f"{name}_created" for name in counters))
+    born = max((value for name in births for _, value in samples.get(name, ())), default=0.0)
+    known = {} if memory.born and born > memory.born else memory.totals
+    found = Increment(per="step" if names.steps or names.mean else "draft token")
+    found.first_look = not memory.totals
+    totals: dict[str, float] = {}
+    grown: dict[str, float] = {}
+    for name in wanted:
+        for labels, value in samples.get(name, ()):
+            if not math.isfinite(value):
+                continue
+            key = name + "".join(f"|{label}={labels[label]}" for label in sorted(labels))
+            before = known.get(key, 0.0)
+            found.resets += value < before
+            totals[key] = value
+            growth = value if value < before else value - before
+            where = f"{name}|{int(labels['position']) - names.first + 1}" if "position" in labels else name
+            grown[where] = grown.get(where, 0.0) + growth
+    found.resets = int(found.resets > 0 or known is not memory.totals)
+    _fill(found, grown, names, latency)
+    if names.mean in samples:
+        _from_mean(found, samples[names.mean], memory)
+    if found.first_look:  # what happened before the first look is not traffic of now
+        found = Increment(per=found.per, first_look=True)
+    memory.totals, memory.born, memory.source = totals or {"seen": 1.0}, float(born), f"{names.kind} counters"
+    memory.running, memory.waiting = (_gauge(samples, name) for name in (names.running, names.waiting))
+    return found
+
+
+def _fill(found: Increment, grown: Mapping[str, float], names: MetricNames, latency: str) -> None:
+    found.drafted, found.accepted = grown.get(names.drafted, 0.0), grown.get(names.accepted, 0.0)
+    found.steps = grown.get(names.steps, 0.0) if names.steps else found.drafted
+    found.tokens = grown.get(names.tokens) if names.tokens else None
+    found.slow_s, found.slow_n = grown.get(f"{latency}_sum", 0.0), grown.get(f"{latency}_count", 0.0)
+    for key, value in grown.items():
+        if names.position and key.startswith(f"{names.position}|"):
+            found.positions[int(key.rpartition("|")[2])] = value
+
+
+def _from_mean(found: Increment, gauges: list[tuple[Mapping[str, str], float]], memory: MetricsMemory) -> None:
+    """Steps and accepted drafts that the server's own mean and its tokens imply."""
+    known = [value for _, value in gauges if math.isfinite(value) and value >= 1]
+    if known and found.tokens:
+        mean = sum(known) / len(known)
+        found.steps = found.tokens / mean
+        found.accepted = found.tokens - found.steps
+
+
+def _gauge(samples: Mapping[str, list[tuple[Mapping[str, str], float]]], name: str) -> float | None:
+    return sum(value for _, value in samples[name]) if name in samples else None
+
+
+def read_iterations(records: Any, memory: MetricsMemory) -> Increment:
+    """TensorRT-LLM's iteration statistics: a list that was collected since somebody last asked for it.
+
+    Raises ValueError where it is none, or where the engine does not collect them.
+    """
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        raise ValueError("is JSON and no list of iterations")
+    if not records and memory.iteration is None and not memory.source:
+        raise ValueError("is an empty list: no iteration yet, or enable_iter_perf_stats is off")
+    found = Increment(first_look=memory.iteration is None, tokens=0.0)
+    last = memory.iteration
+    for record in records:
+        number = record.get("iter")
+        if isinstance(number, int):
+            if last is not None and number <= last:
+                found.resets = 1
+            elif last is not None:
+                found.missed += number - last - 1
+            last = number
+        spec = record.get("specDecodingStats") or {}
+        asked = _number(spec.get("numRequestsWithDraftTokens"))
+        found.steps += asked
+        found.drafted += _number(spec.get("numDraftTokens"))
+        found.accepted += _number(spec.get("numAcceptedTokens"))
+        generating = _number((record.get("inflightBatchingStats") or {}).get("numGenRequests"))
+        found.tokens = (found.tokens or 0.0) + generating + _number(spec.get("numAcceptedTokens"))
+        if generating:
+            found.slow_s += _number(record.get("iterLatencyMS")) / 1000
+            found.slow_n += 1
+        memory.running = _number(record.get("numActiveRequests"))
+        memory.waiting = _number(record.get("numQueuedRequests"))
+    memory.iteration, memory.source = last, "iteration statistics"
+    return found
+
+
+def _number(value: Any) -> float:
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if known else 0.0

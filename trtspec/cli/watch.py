@@ -1,0 +1,248 @@
+"""`trtspec watch`: acceptance, loops and latency of a live endpoint over time, with alerts of a stated error rate."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trtspec import report
+from trtspec.cli.options import JsonOption, RestartOption
+from trtspec.errors import CheckFailed, Problem, UsageError
+from trtspec.records import Mode, narrow, refuse_unused, without
+
+if TYPE_CHECKING:
+    from trtspec.bench.watch import Watch, WatchBaseline, WatchSettings
+    from trtspec.bench.watch_run import WatchSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    url: Annotated[str, typer.Argument(help="Endpoint to watch.", show_default=False)]
+    baseline: Annotated[
+        Path | None,
+        typer.Option(help="results.json of `trtspec bench`, or its directory: what the endpoint should accept."),
+    ] = None
+    metrics_url: Annotated[
+        str | None, typer.Option(help="Where the metrics are, if not at URL: host and port.", show_default="URL")
+    ] = None
+    interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two looks at the metrics.")] = 15.0
+    batch: Annotated[float, typer.Option(min=0.05, help="Seconds that one batch of the tests lasts at least.")] = 600.0
+    min_steps: Annotated[int, typer.Option(min=50, help="Verification steps that one batch holds at least.")] = 500
+    learn: Annotated[float, typer.Option(min=0.0, help="Days of traffic to learn what is normal from.")] = 1.0
+    fall: Annotated[
+        float, typer.Option(min=0.02, max=0.95, help="Relative fall of accepted drafts per step to find.")
+    ] = 0.15
+    slower: Annotated[float, typer.Option(min=0.05, help="Relative rise of seconds per token to find.")] = 0.5
+    false_alarms: Annotated[
+        float, typer.Option(min=1e-6, max=10.0, help="False alarms of one series per day of traffic, at most.")
+    ] = 0.01
+    probe: Annotated[
+        float, typer.Option(min=0.0, help="Tokens per minute for prompts of its own, which also show loops; 0: none.")
+    ] = 0.0
+    dataset: Annotated[str, typer.Option(help="Prompts of --probe, as for bench.")] = "nano"
+    model: Annotated[
+        str | None, typer.Option(help="Model name for --probe.", show_default="the first one the server lists")
+    ] = None
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            help="File that keeps what was learned, for later runs.",
+            show_default="below ~/.local/state/trtspec",
+        ),
+    ] = None
+    restart: RestartOption = False
+    listen: Annotated[
+        str | None, typer.Option(help="HOST:PORT for metrics of the watch itself; localhost without HOST.")
+    ] = None
+    once: Annotated[bool, typer.Option("--once", help="Look once and exit, with status 3 on an alert; for cron.")] = (
+        False
+    )
+    json_: JsonOption = False
+
+
+ONCE = Mode("--once", without(WatchOptions, "interval", "listen"), "--once")
+ON = Mode("a watch that goes on", WatchOptions, "leaving --once out")
+MODES = (ONCE, ON)
+PROBE_TOKENS = 64  # of one answer, where no baseline says how long its answers were
+
+
+def watch(options: WatchOptions) -> None:
+    """Watch acceptance, loops and latency of a live endpoint, and alert when they leave what is normal.
+
+    Reads Prometheus metrics or TensorRT-LLM's iteration statistics; with --probe also asks prompts of its own. With
+    --json prints one object per look.
+    """
+    from trtspec.bench.watch import Watch
+    from trtspec.bench.watch_run import read_state
+
+    narrow(options, ONCE if options.once else ON, MODES, selecting=("once",))
+    if not options.probe:
+        refuse_unused(options, ["dataset", "model"], "without --probe")
+    source, settings, baseline = _source(options), _settings(options), _baseline(options.baseline)
+    path = options.state or default_state(source.url)
+    state = read_state(path, source.url, settings, baseline, options.restart)
+    found = Watch(state, settings, baseline)
+    if options.once:
+        alerts = _look_once(found, source, path)
+        _show(found, alerts, options.json_)
+        if alerts:
+            raise CheckFailed(f"{options.url}: {', '.join(sorted({a.code for a in alerts}))}", "see the alerts above")
+    else:
+        _look_on(found, source, path, options)
+
+
+def _settings(options: WatchOptions) -> WatchSettings:
+    from trtspec.bench.watch import WatchSettings
+
+    return WatchSettings(
+        options.batch, options.min_steps, options.learn, options.fall, options.slower, options.false_alarms
+    )
+
+
+def _source(options: WatchOptions) -> WatchSource:
+    from trtspec.bench.client import RequestSampling, base_url
+    from trtspec.bench.datasets import load_dataset
+    from trtspec.bench.watch_run import ProbePlan, WatchSource
+
+    url = base_url(options.url)
+    probe = None
+    if options.probe:
+        tokens, temperature = PROBE_TOKENS, 0.0
+        if options.baseline is not None:
+            from trtspec.bench.results import read_results
+
+            work = read_results(options.baseline).workload
+            tokens, temperature = int(work.get("max_tokens", tokens)), float(work.get("temperature", temperature))
+        questions = load_dataset(options.dataset).questions
+        probe = ProbePlan(options.probe, questions, RequestSampling(tokens, temperature), options.model)
+    return WatchSource(url, base_url(options.metrics_url) if options.metrics_url else url, probe)
+
+
+def _baseline(path: Path | None) -> WatchBaseline | None:
+    """Raises UsageError for a file that is no result, or tells too little about acceptance."""
+    from trtspec.bench.results import read_results
+    from trtspec.bench.watch import ENOUGH_STEPS, baseline_of
+
+    if path is None:
+        return None
+    read = read_results(path)
+    file = path / "results.json" if path.is_dir() else path
+    found = baseline_of(report.file_sha256(file)[:16], read.categories, read.turns_detail)
+    if found is None:
+        raise UsageError(
+            f"{path} has no category with {ENOUGH_STEPS} verification steps",
+            "measure more: trtspec bench URL --samples 80 --max-tokens 256 -o DIR, on a server that tells acceptance",
+        )
+    return found
+
+
+def default_state(url: str) -> Path:
+    """One file per endpoint below the user's state directory."""
+    import hashlib
+    import os
+
+    place = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(place) / "trtspec" / f"watch-{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
+
+
+def _look_once(found: Watch, source: WatchSource, path: Path) -> list[Problem]:
+    import asyncio
+    import time
+
+    from trtspec.bench.watch_run import look_once, write_state
+
+    asyncio.run(look_once(found, source))
+    alerts = found.alerts(time.time())
+    write_state(path, found.state)
+    return alerts
+
+
+def _look_on(found: Watch, source: WatchSource, path: Path, options: WatchOptions) -> None:
+    """Until SIGINT or SIGTERM; the state is written after every look that ended a batch, every minute, and at the
+    end."""
+    import asyncio
+    import signal
+    import time
+
+    from trtspec.bench.watch_metrics import WatchCollector, start_exporter
+    from trtspec.bench.watch_run import look_on, write_state
+
+    collector = WatchCollector()
+    collector.update(found, [])
+    address, end = start_exporter(options.listen, collector) if options.listen else ("", None)
+    if address:
+        report.announce(f"trtspec: metrics on {address}")
+    kept = {"batches": -1, "at": 0.0}
+
+    def looked() -> None:
+        alerts = found.alerts(time.time())
+        collector.update(found, alerts)
+        if found.state.totals.batches != kept["batches"] or time.monotonic() - kept["at"] > 60:
+            write_state(path, found.state)
+            kept.update(batches=found.state.totals.batches, at=time.monotonic())
+        if options.json_:
+            _print_line(found, alerts)
+        for alert in alerts:
+            if alert.code not in shown:
+                report.announce("\n".join(report.problem_lines([alert])))
+        shown.clear()
+        shown.update(alert.code for alert in alerts)
+
+    async def run() -> None:
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, ended.set)
+        await look_on(found, source, options.interval, looked, ended)
+
+    shown: set[str] = set()
+    try:
+        asyncio.run(run())
+    finally:
+        write_state(path, found.state)
+        if end:
+            end()
+
+
+def _object(found: Watch, alerts: list[Problem]) -> dict[str, Any]:
+    import time
+
+    return {"ok": not alerts, **found.summary(time.time()), "problems": [alert.to_dict() for alert in alerts]}
+
+
+def _print_line(found: Watch, alerts: list[Problem]) -> None:
+    import json
+
+    sys.stdout.write(json.dumps(_object(found, alerts), ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def _show(found: Watch, alerts: list[Problem], json_output: bool) -> None:
+    told = _object(found, alerts)
+    if json_output:
+        report.print_json(told)
+        return
+    columns = ("series", "last", "normal", "statistic / threshold", "a fall is found within", "state")
+    rows = [_row(name, series) for name, series in told["series"].items()]
+    note = f"false alarms: at most {found.settings.false_alarms:g} a day for each series"
+    lines = [f"source: {told['source'] or 'nothing read yet'}; restarts {told['restarts']}, "
+             f"missed scrapes {told['missed_scrapes']}"]  # fmt: skip
+    lines += [f"position {k}: {share:.3f} of steps" for k, share in told["positions"].items()]
+    lines += [f"prompts {g} tokens: {c['accepted_per_step']:.3f} a step" for g, c in told["contexts"].items()]
+    lines += report.problem_lines(alerts) or ["no alert"]
+    report.print_tables([report.Table(f"watch {told['url']}", columns, rows, note)], lines)
+
+
+def _row(name: str, series: dict[str, Any]) -> list[str]:
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4g}"
+
+    tested = series["threshold"] is not None
+    within = f"{series['found_within_batches']} batches, {series['found_within_steps']} steps" if tested else "-"
+    ratio = f"{series['statistic'] / series['threshold']:.2f}" if tested else "-"
+    state = "ALERT" if series["alarming"] else "normal" if tested else f"learning: {series['learned']}"
+    return [name, number(series["last"]), number(series["normal"]), ratio, within, state]
