@@ -341,9 +341,7 @@ class Watch:
                 "baseline": f"the baseline's lowest category had {normal:.3f}",
                 "probes": f"as a share of the baseline's, category by category; 1 is normal, last {last:.3f}",
             }[name]
-            shown = (
-                "accepted drafts fell: " if name == "probes" else f"{last:.3f} accepted drafts per {self.state.per}; "
-            )
+            shown = "accepted drafts fell: " if name == "probes" else here
             code = "TS-WATCH-ACCEPTANCE" if name == "acceptance" else "TS-WATCH-BASELINE"
             remedy = "trtspec check URL --against RECORDING, and trtspec inspect HEAD --against TARGET"
             found.append(_problem(code, url, shown + where, remedy))
