@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from trtspec.checkpoint.named import load_head, load_target
 from trtspec.data_files import gpu_spec
 from trtspec.planning.acceptance import Acceptance
 from trtspec.planning.decay import Decay, fit, lengths, mean, other_decays, published_curves, rates_of
@@ -18,7 +19,6 @@ from trtspec.planning.memory import memory
 from trtspec.planning.points import HOST_US, Setting, Workload, assumptions, plan_layout
 from trtspec.planning.step import StepModel
 from trtspec.planning.weights import checkpoint_bytes
-from trtspec.trtllm.deployment import load_head, load_target
 
 DOCS = Path(__file__).resolve().parent
 START, END = "<!-- tables: written by docs/plan_checks.py -->", "<!-- end of tables -->"

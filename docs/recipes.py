@@ -9,9 +9,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from trtspec.checkpoint.named import load_head, load_target
 from trtspec.trtllm.build.config import build_named, disaggregated, judged_as
 from trtspec.trtllm.build.kubernetes import helm_values
-from trtspec.trtllm.deployment import load_head, load_target
 from trtspec.trtllm.intent import Goal, Intent
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.releases import default_version

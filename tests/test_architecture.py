@@ -20,7 +20,7 @@ LEVEL = {
     "__init__": 9,
     "api": 8,
     "cli": 7,
-    "engine": 6, "heads": 6, "calibrate": 6, "inspection": 6, "trtllm": 6, "bench": 6, "nano": 6,
+    "engine": 6, "heads": 6, "calibrate": 6, "inspection": 6, "trtllm": 6, "vllm": 6, "bench": 6, "nano": 6,
     "models": 5, "planning": 5, "launch": 5,
     "quant": 4,
     "checkpoint": 3,
@@ -33,6 +33,7 @@ TORCH_FREE = (
     "api",
     "cli",
     "trtllm",
+    "vllm",
     "planning",
     "launch",
     "formats",
@@ -46,7 +47,7 @@ TORCH_FREE = (
     "files",
     "bench",
 )
-TORCH_FREE_CHECKPOINT = ("headers", "detect", "heads", "hub", "tokenizer", "rows", "conversations")
+TORCH_FREE_CHECKPOINT = ("headers", "detect", "heads", "hub", "named", "tokenizer", "rows", "conversations")
 HEAVY = ("torch", "transformers", "modelopt", "accelerate", "datasets")
 MODELOPT_FILES = ("quant/modelopt.py", "heads/training/module.py")
 FORBIDDEN_NAMES = ("utils", "util", "common", "core", "base", "helpers", "misc")

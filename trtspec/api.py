@@ -190,8 +190,9 @@ def build_config(
     KEY=VALUE. Nothing is written."""
     from dataclasses import replace
 
+    from trtspec.checkpoint.named import load_head, load_target
     from trtspec.trtllm.build.config import build
-    from trtspec.trtllm.deployment import choose_version, load_head, load_target
+    from trtspec.trtllm.deployment import choose_version
     from trtspec.trtllm.intent import Intent
 
     if head is None and draft_len != 3:
@@ -229,8 +230,8 @@ def plan(
 ) -> Decision:
     """Whether a target fits, how fast it runs and which settings serve it best: ranked rows, the best one, and why a
     layout is refused."""
+    from trtspec.checkpoint.named import load_head, load_target
     from trtspec.cli.plan import PlanOptions, planned
-    from trtspec.trtllm.deployment import load_head, load_target
 
     if acceptance is not None and head is None:
         raise UsageError("acceptance is not used without a head", "name the head")

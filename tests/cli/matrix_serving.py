@@ -98,6 +98,8 @@ LINT = line("lint {engine} --trtllm-version 1.3.0rc20")
 ENGINE = ("serve", TARGET, *line("--dry-run --trtllm-version 1.3.0rc20"))
 SLURM = (*ENGINE, *line("--launcher slurm --nodes 1"))
 FORWARD = ("serve", TARGET, *line("--disaggregated {front} --dry-run"))
+VLLM = ("serve", TARGET, *line("--backend vllm --dry-run"))
+MLA = "lightseekorg/kimi-k2.5-eagle3-mla"
 REFERENCE = line("serve {target} --backend reference --dry-run")
 TIMES = effects(
     startup_timeout=Effect(line("--startup-timeout 5"), launches=True),
@@ -204,6 +206,28 @@ SERVING: dict[str, dict[str, Situation]] = {
             TIMES | effects(
                 target=Effect(instead=line("serve nvidia/Kimi-K2.6-NVFP4 --disaggregated {front} --dry-run")),
                 disaggregated=Effect(instead=("serve", TARGET, *line("--disaggregated {engine} --dry-run"))),
+                json_="--json",
+            ),
+        ),
+        "vLLM": Situation(
+            VLLM,
+            TIMES | effects(
+                target=Effect(instead=("serve", "nvidia/Kimi-K2.6-NVFP4", *VLLM[2:])),
+                passed=Effect(line("-- --enforce-eager")),
+                head=f"--head {MLA}",
+                vllm_version="--vllm-version 0.17.0",
+                host="--host 0.0.0.0",
+                port="--port 8123",
+                dtype="--dtype float32",
+                tp_size="--tp-size 4",
+                max_batch_size="--max-batch-size 7",
+                max_num_tokens="--max-num-tokens 9000",
+                max_seq_len="--max-seq-len 4096",
+                draft_len=Effect(line("--draft-len 2"), base=(*VLLM, "--head", MLA)),
+                draft_sampling=Effect(line("--draft-sampling probabilistic"), base=(*VLLM, "--head", MLA)),
+                served_model_name="--served-model-name kimi",
+                trust_remote_code="--trust-remote-code",
+                dry_run=Effect(line("--dry-run"), base=VLLM[:-1]),
                 json_="--json",
             ),
         ),

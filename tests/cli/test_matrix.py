@@ -185,7 +185,7 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
         stage.handed.append(repr(plan.limits))
         return 0
 
-    monkeypatch.setattr("trtspec.trtllm.serve.start.launch", launch, raising=False)
+    monkeypatch.setattr("trtspec.launch.plan.launch", launch)
     monkeypatch.setattr(
         "trtspec.cli.serve._run_reference", lambda start: stage.handed.append(repr(start)), raising=False
     )

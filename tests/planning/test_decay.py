@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trtspec.checkpoint.named import load_head, load_target
 from trtspec.data_files import gpu_spec
 from trtspec.planning.acceptance import Acceptance, parse_acceptance
 from trtspec.planning.decay import Decay, fit, lengths, mean, other_decays, published_curves, published_decay, rates_of
 from trtspec.planning.layout import Layout
 from trtspec.planning.points import Setting, Workload, plan_layout
-from trtspec.trtllm.deployment import load_head, load_target
 
 CURVES: dict[str, list[float]] = published_curves()["curves"]
 KIMI: list[str] = published_curves()["decay"]

@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner, Result
 
+from trtspec.checkpoint.named import load_head, load_target
 from trtspec.cli.app import app
 from trtspec.cli.plan import PlanOptions, planned
 from trtspec.data_files import gpu_names, load_yaml
 from trtspec.planning.decision import Decision, command, ladder
 from trtspec.planning.report import text
 from trtspec.records import parse
-from trtspec.trtllm.deployment import load_head, load_target
 
 NVFP4, HEAD = "nvidia/Kimi-K2.6-NVFP4", "nvidia/Kimi-K2.6-Eagle3"
 TARGETS = sorted(load_yaml("models.yaml")["targets"])

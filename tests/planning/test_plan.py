@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trtspec.bench.acceptance import TurnCounts, by_category, summarize
+from trtspec.checkpoint.named import load_head, load_target
 from trtspec.data_files import gpu_spec
 from trtspec.errors import UsageError
 from trtspec.planning.acceptance import parse_acceptance
@@ -21,7 +22,6 @@ from trtspec.planning.memory import memory
 from trtspec.planning.points import Setting, Workload, plan_layout
 from trtspec.planning.step import StepModel, distinct_experts
 from trtspec.planning.weights import checkpoint_bytes, head_weights, weight_classes
-from trtspec.trtllm.deployment import load_head, load_target
 
 GIB, GB = 2**30, 1e9
 TARGET = "nvidia/Kimi-K2.6-NVFP4"

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from trtspec.checkpoint.named import load_target
 from trtspec.data_files import gpu_names, gpu_spec
 from trtspec.planning.layout import Layout
 from trtspec.planning.memory import memory
 from trtspec.planning.routes import LONGEST_DRAFT, OLDEST_CAPABILITY, refusals
 from trtspec.specs import ModelSpec
-from trtspec.trtllm.deployment import load_target
 
 NVFP4, INT4, FP8 = "nvidia/Kimi-K2.6-NVFP4", "moonshotai/Kimi-K2.6", "moonshotai/Kimi-K2-Instruct-0905"
 

@@ -10,10 +10,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from trtspec.checkpoint.named import load_head, load_target
 from trtspec.cli.app import app
 from trtspec.errors import CheckFailed, TrtspecError, UsageError
 from trtspec.trtllm.build.config import build, build_named
-from trtspec.trtllm.deployment import Finding, deployment_of, load_head, load_target
+from trtspec.trtllm.deployment import Finding, deployment_of
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.lint.linter import lint
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trtspec.trtllm.deployment import load_target, parse_passed
+from trtspec.checkpoint.named import load_target
+from trtspec.trtllm.deployment import parse_passed
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent
 from trtspec.trtllm.schema import schema_for

@@ -14,10 +14,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trtspec.checkpoint.named import load_head, load_target
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.trtllm.build.config import EngineConfig, build, build_named, disaggregated
 from trtspec.trtllm.build.kubernetes import helm_values
-from trtspec.trtllm.deployment import deployment_of, load_head, load_target
+from trtspec.trtllm.deployment import deployment_of
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Goal, Intent, parse_intent
 from trtspec.trtllm.lint.linter import lint

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from trtspec.checkpoint.named import load_head, load_target
 from trtspec.errors import Severity
-from trtspec.trtllm.deployment import Deployment, Finding, load_head, load_target
+from trtspec.trtllm.deployment import Deployment, Finding
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.lint.speculation import request_limits
 from trtspec.trtllm.schema import schema_for

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from trtspec.checkpoint.named import load_head, load_target
 from trtspec.specs import HeadSpec, ModelSpec, QuantSpec
-from trtspec.trtllm.deployment import Deployment, load_head, load_target
+from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.lint.linter import fix, lint
 from trtspec.trtllm.schema import schema_for
 

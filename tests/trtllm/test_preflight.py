@@ -9,27 +9,25 @@ from pathlib import Path
 import pytest
 
 from trtspec.checkpoint.hub import resolve
+from trtspec.checkpoint.named import load_target
 from trtspec.gpus import InstalledGpu, read_gpus
 from trtspec.launch.log import LogPatterns
-from trtspec.trtllm.deployment import Deployment, load_target
-from trtspec.trtllm.document import Document
-from trtspec.trtllm.schema import parse_version, schema_for
-from trtspec.trtllm.serve import preflight
-from trtspec.trtllm.serve.preflight import (
-    check_driver,
-    check_environment,
+from trtspec.launch.preflight import (
     check_files,
     check_gpus,
-    check_hardware,
     check_memory_limit,
     check_modules_cache,
     check_port,
     check_reachable,
     check_shared_memory,
-    engine_version,
     mentioned,
     remote_code_problem,
 )
+from trtspec.trtllm.deployment import Deployment
+from trtspec.trtllm.document import Document
+from trtspec.trtllm.schema import parse_version, schema_for
+from trtspec.trtllm.serve import preflight
+from trtspec.trtllm.serve.preflight import check_driver, check_environment, check_hardware, engine_version
 
 PATTERNS = LogPatterns.load(Path(preflight.__file__).with_name("log_patterns.yaml"))
 
@@ -133,7 +131,7 @@ def test_a_dry_run_only_mentions_what_is_wrong_with_this_machine(
     monkeypatch.setenv("PATH", str(tmp_path))
     target = resolve("nvidia/Kimi-K2.6-NVFP4", allow_download=False)
     found = [
-        *preflight.check_engine(), remote_code_problem(target),
+        *preflight.PROGRAM.check(), remote_code_problem(target),
         *check_environment({"TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS": "2"}),
     ]  # fmt: skip
     dry = {problem.code: mentioned(problem).severity for problem in found}

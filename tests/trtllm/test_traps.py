@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
+from trtspec.checkpoint.named import load_head, load_target
 from trtspec.errors import UsageError
 from trtspec.specs import QuantSpec
-from trtspec.trtllm.deployment import Deployment, Finding, compute_capability, deployment_of, load_head, load_target
+from trtspec.trtllm.deployment import Deployment, Finding, compute_capability, deployment_of
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.schema import schema_for
 

@@ -1,4 +1,4 @@
-"""`trtspec serve`: checks, then one server: TensorRT-LLM, the front of several, or the reference backend by name."""
+"""`trtspec serve`: checks, then one server: TensorRT-LLM, the front of several, vLLM, or the reference backend."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from trtspec.cli.options import DryRunOption, HeadOption, JsonOption, TargetArgu
 from trtspec.errors import CheckFailed, MissingDependency, UsageError, has_errors
 from trtspec.records import Mode, narrow, words
 from trtspec.trtllm.serve.start import EngineStart, FrontStart
+from trtspec.vllm import VllmStart
 
 if TYPE_CHECKING:
     from trtspec.checkpoint.hub import Resolved
+    from trtspec.launch.plan import ServerPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +27,21 @@ class ServeOptions:
 
     target: TargetArgument
     passed: Annotated[
-        tuple[str, ...], typer.Argument(metavar="[-- OPTIONS]", help="After `--`: any option of trtllm-serve.")
+        tuple[str, ...],
+        typer.Argument(metavar="[-- OPTIONS]", help="After `--`: any option of trtllm-serve or vllm serve."),
     ] = ()
     head: HeadOption = None
     backend: Annotated[
-        Literal["trtllm", "reference"],
-        typer.Option(help="trtllm: NVIDIA TensorRT-LLM. reference: plain PyTorch, on a CPU or a GPU."),
+        Literal["trtllm", "vllm", "reference"],
+        typer.Option(help="trtllm: NVIDIA TensorRT-LLM. vllm: vLLM. reference: plain PyTorch, on a CPU or a GPU."),
     ] = "trtllm"
     config: Annotated[Path | None, typer.Option(help="Engine YAML. Default: one generated for this launch.")] = None
     trtllm_version: Annotated[
         str | None, typer.Option(help="TensorRT-LLM version to check for. Default: the installed one.")
     ] = None
+    vllm_version: Annotated[str | None, typer.Option(help="vLLM release to check for. Default: the installed one.")] = (
+        None
+    )
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 in a container.")] = "localhost"
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port (reference backend only).")
@@ -44,11 +50,11 @@ class ServeOptions:
         Literal["latency", "throughput"] | None,
         typer.Option(help="What the default sizes are chosen for, as in build-config. Default: latency."),
     ] = None
-    tp_size: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel size. Default: the file's, else 4.")] = (
-        None
-    )
+    tp_size: Annotated[
+        int | None, typer.Option(min=1, help="Tensor-parallel size. Default: the file's, else 4; with vLLM 8.")
+    ] = None
     max_batch_size: Annotated[int | None, typer.Option(min=1, help="Requests per step.")] = None
-    max_num_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step (TensorRT-LLM only).")] = None
+    max_num_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step (TensorRT-LLM and vLLM).")] = None
     max_seq_len: Annotated[
         int | None, typer.Option(min=1, help="Maximum length of prompt and answer together, in tokens.")
     ] = None
@@ -60,13 +66,15 @@ class ServeOptions:
     draft_sampling: Annotated[
         Literal["argmax", "probabilistic"] | None,
         typer.Option(
-            help="Reference backend: drafts of sampled requests are the head's likeliest tokens, or drawn from its "
-            "distribution. Both keep the target's distribution. Default: argmax, as vLLM and TensorRT-LLM draft."
+            help="vLLM and reference backend: drafts of sampled requests are the head's likeliest tokens, or drawn "
+            "from its distribution. Both keep the target's distribution. Default: argmax, as vLLM and TensorRT-LLM do."
         ),
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
-        typer.Option(help="Reference backend: data type of the computation. auto: bfloat16 where it is native."),
+        typer.Option(
+            help="vLLM and reference backend: data type of the computation. auto: bfloat16 where it is native."
+        ),
     ] = "auto"
     device: Annotated[str, typer.Option(help="Reference backend: cpu or cuda.")] = "cpu"
     served_model_name: Annotated[str | None, typer.Option(help="Name in /v1/models. Default: the target's.")] = None
@@ -158,8 +166,9 @@ class ReferenceStart:
 
 ENGINE = Mode("the TensorRT-LLM engine", EngineStart, "--backend trtllm")
 FRONT = Mode("the front of a disaggregated deployment", FrontStart, "--disaggregated FILE")
+VLLM = Mode("vLLM", VllmStart, "--backend vllm")
 REFERENCE = Mode("the reference backend", ReferenceStart, "--backend reference")
-MODES = (ENGINE, FRONT, REFERENCE)
+MODES = (ENGINE, FRONT, VLLM, REFERENCE)
 SHARED = ("backend", "dry_run", "json_")  # what chooses the mode, and what all of them take
 
 
@@ -167,13 +176,14 @@ def serve(options: ServeOptions) -> None:
     """Run all preflight checks, then serve TARGET. Signals and the exit status are passed on; nothing is restarted."""
     if options.backend == "reference":
         _serve_reference(options)
+    elif options.backend == "vllm":
+        _serve_vllm(options)
     else:
         _serve_trtllm(options)
 
 
 def _serve_trtllm(options: ServeOptions) -> None:
-    from trtspec.report import print_json, problem_lines, write_stderr
-    from trtspec.trtllm.serve.start import launch, plan_engine, plan_front
+    from trtspec.trtllm.serve.start import plan_engine, plan_front
 
     launching = not options.dry_run
     if options.disaggregated is not None:
@@ -181,11 +191,31 @@ def _serve_trtllm(options: ServeOptions) -> None:
         plan = plan_front(start, launching=launching)
     else:
         start = narrow(options, ENGINE, MODES, selecting=SHARED)
-        if start.port == 0:
-            raise UsageError("trtllm-serve cannot be asked for any free port", "pass --port with a number above 0")
+        _refuse_any_port(start.port, "trtllm-serve")
         typed = words(replace(options, passed=(), dry_run=False, json_=False))
         after = ("--", *options.passed) if options.passed else ()
         plan = plan_engine(start, replay=("trtspec", "serve", *typed, *after), launching=launching)
+    _show_and_launch(plan, options)
+
+
+def _serve_vllm(options: ServeOptions) -> None:
+    from trtspec.vllm import plan_vllm
+
+    start = narrow(options, VLLM, MODES, selecting=SHARED)
+    _refuse_any_port(start.port, "vllm serve")
+    _show_and_launch(plan_vllm(start, launching=not options.dry_run), options)
+
+
+def _refuse_any_port(port: int, program: str) -> None:
+    if port == 0:
+        raise UsageError(f"{program} cannot be asked for any free port", "pass --port with a number above 0")
+
+
+def _show_and_launch(plan: ServerPlan, options: ServeOptions) -> None:
+    """What any engine is started with. Raises CheckFailed where a dry run found an error."""
+    from trtspec.launch.plan import launch
+    from trtspec.report import print_json, problem_lines, write_stderr
+
     if options.json_:
         print_json(plan.to_dict())
     elif options.dry_run:
@@ -211,9 +241,9 @@ def _show_reference(start: ReferenceStart, options: ServeOptions) -> None:
     """The same command with every choice written out; names are looked up, nothing is fetched."""
     import shlex
 
+    from trtspec.checkpoint.named import load_head, load_target
     from trtspec.checkpoint.target_problems import require_target
     from trtspec.report import print_json
-    from trtspec.trtllm.deployment import load_head, load_target
 
     target = load_target(start.target)
     if target.resolved.path is not None:
@@ -233,7 +263,7 @@ def _show_reference(start: ReferenceStart, options: ServeOptions) -> None:
 
 def _run_reference(start: ReferenceStart) -> None:
     """Fetches what is not here, then serves until a signal ends it."""
-    from trtspec.trtllm.deployment import require_head, require_target
+    from trtspec.checkpoint.named import require_head, require_target
 
     try:
         from trtspec.engine.server import ServerOptions, run

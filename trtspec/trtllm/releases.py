@@ -12,30 +12,9 @@ from typing import Any, Literal
 import yaml
 from packaging.version import Version
 
+from trtspec.launch.gates import Gate
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.document import Document
-
-State = Literal["yes", "no", "unknown"]
-
-
-@dataclass(frozen=True)
-class Gate:
-    """`what` is possible from `by` on, is known to be impossible up to `after`, and unknown between the two."""
-
-    name: str
-    what: str
-    after: str
-    by: str
-    source: str
-
-    def state(self, version: Version) -> State:
-        if version <= Version(self.after):
-            return "no"
-        return "yes" if version >= Version(self.by) else "unknown"
-
-    @property
-    def interval(self) -> str:
-        return f"after {self.after}, by {self.by}"
 
 
 @functools.cache

@@ -194,7 +194,7 @@ _ROWS = (
         wrote=lambda traces: bool({"transformer_layer_config", "speculators_model_type"} & traces.config.keys()),
         expresses=_LLAMA | {"norm_output alone", "norm_before_fc", "norm_before_residual", "number of states"},
         read_by=("vllm",), t2d="pruned", embed_tokens=True, needs_lm_head=True, norm_before_residual=True,
-        eagle31="speculators that knows fc_norm, served by vLLM 0.22.0",
+        eagle31="speculators that knows fc_norm, served by vLLM 0.25.1",
     ),
     Dialect(
         "torchspec", "TorchSpec", "torchspec", "midlayer.", "outputs",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from trtspec.specs import HeadSpec
 
@@ -55,11 +56,15 @@ def engine_yaml(head: str, capture: list[int] | None) -> str:
     return "\n".join(lines) + "\n"
 
 
+def vllm_speculation(head: str, draft_len: int | None = None) -> dict[str, Any]:
+    """What vLLM's --speculative-config says of a head."""
+    return {"model": head, "method": "eagle3", "num_speculative_tokens": draft_len or DRAFT_LEN}
+
+
 def _vllm(head: str, target: str, tensor_parallel: int, _: list[int] | None) -> str:
-    settings = {"model": head, "method": "eagle3", "num_speculative_tokens": DRAFT_LEN}
     return (
         f"vllm serve {target} --tensor-parallel-size {tensor_parallel} "
-        f"--speculative-config '{json.dumps(settings)}' --trust-remote-code"
+        f"--speculative-config '{json.dumps(vllm_speculation(head))}' --trust-remote-code"
     )
 
 

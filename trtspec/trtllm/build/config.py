@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trtspec.checkpoint.named import load_head, load_target
 from trtspec.data_files import gpu_spec
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.files import YamlError, load_text
@@ -21,7 +22,7 @@ from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, KV_FRACTION, Layou
 from trtspec.planning.routes import refusals
 from trtspec.report import problem_lines
 from trtspec.specs import HeadSpec, ModelSpec
-from trtspec.trtllm.deployment import Deployment, Finding, load_head, load_target
+from trtspec.trtllm.deployment import Deployment, Finding
 from trtspec.trtllm.document import Document, scalar
 from trtspec.trtllm.intent import Intent, Role
 from trtspec.trtllm.lint.linter import lint

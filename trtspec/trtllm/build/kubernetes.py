@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
+from trtspec.checkpoint.named import load_head, load_target
 from trtspec.data_files import gpu_spec
 from trtspec.errors import UsageError
 from trtspec.trtllm.build.config import EngineConfig
-from trtspec.trtllm.deployment import load_head, load_target
 from trtspec.trtllm.intent import Intent, Role
 from trtspec.trtllm.releases import dynamo_release, dynamo_releases
 

@@ -1,7 +1,7 @@
 """One start of TensorRT-LLM: options -> intent -> configuration -> command -> problems -> launch.
 
 `EngineStart` and `FrontStart` are the options of `trtspec serve` that each kind of server uses. `plan_engine` and
-`plan_front` say everything about a start and start nothing; `launch` starts what they planned.
+`plan_front` say everything about a start and start nothing; `trtspec.launch.plan.launch` starts what they planned.
 """
 
 from __future__ import annotations
@@ -9,32 +9,21 @@ from __future__ import annotations
 import functools
 import os
 import shlex
-import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trtspec.checkpoint.hub import Resolved
-from trtspec.errors import CheckFailed, Problem, UsageError, has_errors
+from trtspec.checkpoint.named import Head, Target, findable, load_head, load_target
+from trtspec.errors import Problem, UsageError
 from trtspec.files import STDIN, read_yaml_text
 from trtspec.gpus import read_gpus
-from trtspec.launch.log import LogPatterns
+from trtspec.launch.plan import ServerPlan, limits_of, model_names
+from trtspec.launch.preflight import check_files, check_gpus, check_host, check_port, mentioned, remote_code_problem
 from trtspec.launch.readiness import ServerAddress
-from trtspec.launch.supervisor import Limits, ServerLaunch, run
-from trtspec.report import problem_lines, say, write_stderr
 from trtspec.trtllm.build.config import compose
-from trtspec.trtllm.deployment import (
-    Deployment,
-    Head,
-    Target,
-    choose_version,
-    compute_capability,
-    findable,
-    load_head,
-    load_target,
-    parse_passed,
-)
+from trtspec.trtllm.deployment import Deployment, choose_version, compute_capability, parse_passed
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.lint.installed import engine_problems
@@ -45,7 +34,6 @@ from trtspec.trtllm.schema import Schema, parse_version, schema_for
 from trtspec.trtllm.serve import front, preflight
 from trtspec.trtllm.serve.command import (
     CONFIG_NAME,
-    STARTERS,
     Cluster,
     Command,
     Given,
@@ -113,6 +101,7 @@ class FrontStart:
 
 
 # the engine's log shows a phase when it begins, not when a buffer is full
+PATTERNS = Path(__file__).with_name("log_patterns.yaml")
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
 # seconds that the front of a disaggregated deployment waits for one answer; upstream's 180 cut long thoughts off
 REQUEST_TIMEOUT = 3600.0
@@ -123,43 +112,6 @@ OWN_OPTIONS = {
 }  # fmt: skip
 # settings of the intent that have an option of the same name
 INTENT_OPTIONS = ("goal", "tp_size", "max_batch_size", "max_num_tokens", "max_seq_len", "draft_len")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerPlan:
-    """Everything about a start. `config_text` is what the engine reads; `config_path` is the user's file, or the name
-    that ours will have. `version` and why that one. `job`: a batch script for Slurm, where that launcher is asked for.
-    """
-
-    argv: list[str]
-    env: dict[str, str]
-    config_text: str
-    config_path: str
-    problems: list[Problem]
-    version: tuple[str, str]
-    endpoint: ServerAddress
-    limits: Limits
-    job: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The object of `--json`."""
-        return {
-            "argv": self.argv,
-            "env": self.env,
-            "config": Document.parse(self.config_text).value or {},
-            "config_text": self.config_text,
-            "version": self.version[0],
-            "version_reason": self.version[1],
-            "job": self.job or None,
-            "endpoint": asdict(self.endpoint),
-            "limits": asdict(self.limits),
-            "problems": [problem.to_dict() for problem in self.problems],
-        }
-
-    def text(self) -> str:
-        """The command, the file that it reads and the job script, for a person."""
-        job = f"\n# job script; submit it with sbatch\n{self.job}" if self.job else ""
-        return f"{shlex.join(self.argv)}\n\n# {self.config_path}\n{self.config_text}{job}"
 
 
 @dataclass(frozen=True)
@@ -206,28 +158,32 @@ def plan_engine(start: EngineStart, *, replay: tuple[str, ...] = (), launching: 
     problems += [found.problem(file.path) for found in check_tool_parser(deployment, command.argv)]
     problems += _request_problems(start, target, head, command, file)
     needed = min(world, reach.gpus_per_node)
-    problems += preflight.check_gpus(needed, gpus)
+    problems += check_gpus(needed, gpus)
     if launching:
         models = [target.resolved, *([head.resolved] if head else [])]
         problems += preflight.check_hardware(gpus or [], deployment, file.document, needed, os.environ)
-        problems += preflight.check_host(models, start.host, target.spec.remote_code, os.environ)
+        problems += check_host(models, start.host, target.spec.remote_code, os.environ)
         problems += [] if reach.contained else engine_problems(file.text, file.path)
-    problems += [] if reach.contained else preflight.check_engine()
+    problems += [] if reach.contained else preflight.PROGRAM.check()
     problems += check_cluster(reach, command.argv, world, os.environ, launching)
     problems += check_file(reach, file.ours, launching)
     env = {**ENVIRONMENT, **environment(reach, os.environ)}
+    names = model_names(start.target, start.served_model_name)
     return ServerPlan(
+        program=preflight.PROGRAM,
+        patterns=PATTERNS,
         argv=wrap(command.argv, env, reach, os.environ),
         env=env,
+        config=file.document.value or {},
         config_text=file.text,
         config_path=file.path,
-        problems=problems if launching else [preflight.mentioned(problem) for problem in problems],
+        writes_config=file.ours,
+        problems=problems if launching else [mentioned(problem) for problem in problems],
         version=version,
-        endpoint=ServerAddress(
-            start.host, start.port, _model_names(start), generates=role is None, local=reach.launcher != "slurm"
-        ),
-        limits=_limits(start),
+        endpoint=ServerAddress(start.host, start.port, names, generates=role is None, local=reach.launcher != "slurm"),
+        limits=limits_of(start),
         job=job_script(reach, list(replay)) if reach.launcher == "slurm" else "",
+        own_statuses=reach.launcher != "direct",
     )
 
 
@@ -235,7 +191,7 @@ def plan_front(start: FrontStart, *, launching: bool) -> ServerPlan:
     """The front of a disaggregated deployment; the servers that it names are started by themselves. Raises UsageError
     for a file that cannot be read and a target that is none."""
     load_target(start.target)
-    names = _model_names(start)
+    names = model_names(start.target, None)
     path = start.disaggregated
     read = front.read_front(path)
     problems = [
@@ -244,40 +200,21 @@ def plan_front(start: FrontStart, *, launching: bool) -> ServerPlan:
         *front.check_servers(read, names),
     ]
     if launching:
-        problems += [*preflight.check_port(read.host, read.port), *preflight.check_engine()]
+        problems += [*check_port(read.host, read.port), *preflight.PROGRAM.check()]
     version = preflight.engine_version() or "" if launching else ""
     return ServerPlan(
+        program=preflight.PROGRAM,
+        patterns=PATTERNS,
         argv=read.argv(start.startup_timeout, REQUEST_TIMEOUT),
         env=dict(ENVIRONMENT),
+        config=Document.parse(read.text).value or {},
         config_text=read.text,
         config_path=str(path),
         problems=problems,
         version=(version, "installed here" if version else "not asked"),
         endpoint=ServerAddress(read.host, read.port, names),
-        limits=_limits(start),
+        limits=limits_of(start),
     )
-
-
-def launch(plan: ServerPlan) -> int:
-    """Blocks until the server ends; returns its status when it ended as asked. Raises before anything starts when a
-    problem of the plan is an error, and ServerFailed when the server fails."""
-    foreign = plan.argv[0] in STARTERS.values()
-    listed = "\n".join(problem_lines(plan.problems))
-    if any(problem.code == "TS-SERVE-NO-ENGINE" for problem in plan.problems):
-        preflight.require_executable()
-    if has_errors(plan.problems):
-        raise CheckFailed(f"not launched:\n{listed}")
-    if listed:
-        write_stderr(f"{listed}\n")
-    say(f"TensorRT-LLM {plan.version[0]}: {plan.version[1]}")
-    patterns = LogPatterns.load(Path(__file__).with_name("log_patterns.yaml"))
-    with tempfile.TemporaryDirectory(prefix="trtspec-serve-") as directory:
-        argv = list(plan.argv)
-        if plan.config_path == CONFIG_NAME:
-            written = Path(directory) / CONFIG_NAME
-            written.write_text(plan.config_text, encoding="utf-8")
-            argv[argv.index("--extra_llm_api_options") + 1] = str(written)
-        return run(ServerLaunch(argv, plan.endpoint, patterns, plan.env, plan.limits, own_statuses=foreign))
 
 
 def _user_file(start: EngineStart) -> _File | None:
@@ -386,25 +323,13 @@ def _request_problems(
 ) -> Iterator[Problem]:
     """Environment, port, files and remote code."""
     yield from preflight.check_environment(os.environ)
-    yield from preflight.check_port(start.host, start.port)
+    yield from check_port(start.host, start.port)
     models: list[Resolved] = [target.resolved, *([head.resolved] if head else [])]
     for resolved in models:
-        yield from preflight.check_files(resolved, os.environ)
+        yield from check_files(resolved, os.environ)
     trusted = "--trust_remote_code" in command.argv or file.document.get("trust_remote_code") is True
     if target.spec.remote_code and not trusted:
-        yield preflight.remote_code_problem(target.resolved)
-
-
-def _model_names(start: EngineStart | FrontStart) -> tuple[str, ...]:
-    """What a server of this target may call it in /v1/models."""
-    name = start.served_model_name if isinstance(start, EngineStart) else None
-    return (name,) if name else tuple(dict.fromkeys((start.target, Path(start.target).resolve().name)))
-
-
-def _limits(start: EngineStart | FrontStart) -> Limits:
-    return Limits(
-        start.startup_timeout, start.generation_timeout, start.stop_grace, start.health_interval, start.health_failures
-    )
+        yield remote_code_problem(target.resolved)
 
 
 def _ranks(deployment: Deployment, document: Document) -> int:

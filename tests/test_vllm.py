@@ -1,0 +1,203 @@
+"""`trtspec serve --backend vllm` without vLLM: published commands, options by release, and what is refused before."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from tests.command_line import trtspec
+from trtspec.data_files import load_yaml, problem_codes
+from trtspec.errors import UsageError
+from trtspec.formats import WeightFormat
+from trtspec.vllm import VllmStart, installed_vllm, parse_options, plan_vllm, vllm_gate, vllm_options
+
+NEWEST = Version("0.32.0")
+ADDRESS = ["--host", "localhost", "--port", "8000"]
+KIMI = ["--tool-call-parser", "kimi_k2", "--enable-auto-tool-choice", "--reasoning-parser", "kimi_k2"]
+# as published: the head's card; vllm-project/recipes for K2.6 at 0cc59121; the announcement of EAGLE 3.1 (2026-05-26)
+PUBLISHED = {
+    "lightseek, K2.5": "vllm serve moonshotai/Kimi-K2.5 --tensor-parallel-size 8 --speculative-config "
+    """'{"model": "lightseekorg/kimi-k2.5-eagle3-mla", "method": "eagle3", "num_speculative_tokens": 3}' """
+    "--trust-remote-code",
+    "lightseek, K2.6": "vllm serve moonshotai/Kimi-K2.6 --tensor-parallel-size 8 --speculative-config "
+    """'{"model":"lightseekorg/kimi-k2.6-eagle3-mla","method":"eagle3","num_speculative_tokens":3}' """
+    "--trust-remote-code",
+    "EAGLE 3.1": "vllm serve nvidia/Kimi-K2.6-NVFP4 --tensor-parallel-size 4 --speculative-config "
+    """'{"model":"lightseekorg/kimi-k2.6-eagle3.1-mla","method":"eagle3","num_speculative_tokens":3}' """
+    "--trust-remote-code",
+}
+
+
+def dry(*words: str) -> dict[str, Any]:
+    split = words.index("--") if "--" in words else len(words)
+    answer = trtspec("serve", *words[:split], "--backend", "vllm", "--dry-run", "--json", *words[split:])
+    return {"status": answer.status, **json.loads(answer.stdout)}
+
+
+def codes(answer: dict[str, Any], severity: str = "error") -> set[str]:
+    return {problem["code"] for problem in answer["problems"] if problem["severity"] == severity}
+
+
+def meaning(words: list[str]) -> list[Any]:
+    return [json.loads(word) if word.startswith("{") else word for word in words]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_dry_run_begins_with_the_published_command(name: str) -> None:
+    """Word for word, JSON by its meaning; behind it only what the published command leaves to defaults."""
+    published = shlex.split(PUBLISHED[name])
+    settings = json.loads(published[6])
+    answer = dry(published[2], "--head", settings["model"], "--tp-size", published[4], "--trust-remote-code")
+    assert answer["status"] == 0, answer["problems"]
+    assert meaning(answer["argv"]) == meaning([*published, *ADDRESS, *KIMI])
+    assert answer["config"] == {"speculative_config": settings} and not codes(answer)
+    assert answer["env"]["VLLM_NO_USAGE_STATS"] == "1"
+
+
+def test_instruct_gets_no_reasoning_parser_and_words_of_the_user_come_last() -> None:
+    argv = dry("moonshotai/Kimi-K2-Instruct", "--trust-remote-code", "--", "--max_logprobs", "5")["argv"]
+    assert "--reasoning-parser" not in argv and argv[-2:] == ["--max_logprobs", "5"]
+    own = dry("moonshotai/Kimi-K2.5", "--trust-remote-code", "--", "--tool-call-parser", "hermes")["argv"]
+    assert own.count("--tool-call-parser") == 1 and "--enable-auto-tool-choice" not in own
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["--tp-size", "3"], {"TS-VLLM-PARALLEL"}),
+        (["--max-seq-len", "300000"], {"TS-VLLM-LENGTH"}),
+        (["--max-num-tokens", "8", "--max-batch-size", "16"], {"TS-VLLM-LENGTH"}),
+        (["--head", "lightseekorg/kimi-k2.6-eagle3.1-mla", "--vllm-version", "0.21.0"], {"TS-VLLM-TOO-OLD"}),
+        (["--head", "lightseekorg/kimi-k2.6-eagle3-mla", "--vllm-version", "0.21.0"], set()),
+        (["--head", "lightseekorg/kimi-k2.6-eagle3-mla", "--tp-size", "3"], {"TS-VLLM-PARALLEL", "TS-PAIR-TP"}),
+        (["--", "--max-nun-seqs", "3"], {"TS-SERVE-UNKNOWN-OPTION"}),
+        (["--", "word"], {"TS-SERVE-UNKNOWN-OPTION"}),
+        (["--", "--max-logprobs", "many"], {"TS-SERVE-OPTION-VALUE"}),
+        (["--", "--kv-transfer-config", "{"], {"TS-SERVE-OPTION-VALUE"}),
+        (["--", "--enforce-eager=1"], {"TS-SERVE-OPTION-VALUE"}),
+        (["--", "--block-size"], {"TS-SERVE-OPTION-VALUE"}),
+        (["--", "--block-size", "64", "--block-size", "16"], {"TS-SERVE-OPTION-REPEATED"}),
+    ],
+)
+def test_what_cannot_start_is_an_error_before_the_launch(words: list[str], found: set[str]) -> None:
+    answer = dry("moonshotai/Kimi-K2.6", "--trust-remote-code", *words)
+    assert codes(answer) == found and answer["status"] == (3 if found else 0)
+
+
+def test_code_of_the_checkpoint_is_refused_until_it_is_trusted() -> None:
+    start = VllmStart(target="moonshotai/Kimi-K2.5")
+    assert "TS-SERVE-REMOTE-CODE" in {
+        one.code for one in plan_vllm(start, launching=True).problems if one.severity == "error"
+    }
+    assert "TS-SERVE-REMOTE-CODE" in codes(dry("moonshotai/Kimi-K2.5"), "warning")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--", "--host", "1.2.3.4"], "--host is not used after --: --host decides it"),
+        (["--", "--speculative_config", "{}"], "--speculative_config is not used after --: --head decides it"),
+        (["--", "-tp", "8"], "-tp is not used after --: --tp-size decides it"),
+        (["--", "--speculative-config.method", "eagle"], "--head decides it"),
+        (["--", "--config", "x.yml"], "write its options here"),
+        (["--draft-len", "3"], "--draft-len is not used without a draft head"),
+        (["--draft-sampling", "argmax"], "--draft-sampling is not used without a head"),
+        (["--vllm-version", "0.17.1"], "older than 0.18.1"),
+        (["--vllm-version", "new"], "not a vLLM version"),
+        (["--port", "0"], "any free port"),
+        (["--config", "x.yml"], "--config is not used by vLLM"),
+        (["--trtllm-version", "1.2.0"], "--trtllm-version is not used by vLLM"),
+        (["--speculation", "none"], "--speculation is not used by vLLM"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_by_name(words: list[str], says: str) -> None:
+    split = words.index("--") if "--" in words else len(words)
+    answer = trtspec(
+        "serve", "moonshotai/Kimi-K2.5", *words[:split], "--backend", "vllm", "--dry-run", *words[split:]
+    )  # fmt: skip
+    assert answer.status == 2 and says in answer.stderr, answer.stderr
+
+
+def test_options_are_judged_by_release() -> None:
+    def found(words: str, version: str) -> list[str]:
+        return [f"{problem.severity} {problem.code}" for problem in parse_options(words.split(), Version(version))[1]]
+
+    assert found("--watermark-config x", "0.24.0")[0] == "error TS-SERVE-UNKNOWN-OPTION"
+    assert found("--max-num-active-seqs 3", "0.30.0") == ["error TS-SERVE-UNKNOWN-OPTION"]
+    assert found("--max-num-active-seqs 3", "0.30.1") == ["warning TS-SERVE-OPTION-UNCERTAIN"]
+    assert found("--max-num-active-seqs 3", "0.31.0") == []
+    assert found("--calculate-kv-scales", "0.27.1") == [] and found("--calculate-kv-scales", "0.28.0")
+    assert found("--compilation-config.cudagraph_mode NONE --max-model-len 25.6k -cc.mode 3", "0.32.0") == []
+
+
+def test_lists_switches_and_underscores_are_read_as_vllm_reads_them() -> None:
+    words = "--cudagraph_capture_sizes 1 2 4 --no-enable-prefix-caching --kv_cache_dtype=fp8 --seed -1"
+    passed, problems = parse_options(words.split(), NEWEST)
+    assert not problems
+    assert [(item.option.name, item.values) for item in passed] == [
+        ("cudagraph-capture-sizes", ("1", "2", "4")), ("enable-prefix-caching", ()), ("kv-cache-dtype", ("fp8",)),
+        ("seed", ("-1",)),
+    ]  # fmt: skip
+    assert [word for item in passed for word in item.words] == words.split()
+
+
+def test_the_file_of_releases_is_whole() -> None:
+    data = load_yaml("vllm_flags.yaml")
+    assert sorted(data["read"], key=Version) == data["read"] and data["run"] == data["read"][-1]
+    kinds = {option.kind for option in vllm_options().values()}
+    assert kinds <= {"switch", "whole", "number", "json", "text", "list"} and len(vllm_options()) > 300
+    for name, row in data["gates"].items():
+        assert row["evidence"] in ("verified", "inferred") and Version(row["after"]) < Version(row["by"]), name
+        assert vllm_gate(name).source.startswith(row["evidence"])
+    assert set(data["formats"]) == {format.value for format in WeightFormat}
+    assert {code for code in problem_codes() if code.startswith("TS-VLLM-")}
+
+
+def test_a_head_of_this_machine_is_judged_by_its_file(tmp_path: Path) -> None:
+    from tests.tiny import make_head, make_target
+
+    target = make_target(tmp_path / "target", layers=8)
+    head = make_head(tmp_path / "head", target, attention="mla")
+    answer = dry(str(target), "--head", str(head), "--tp-size", "1")
+    assert "TS-VLLM-HEAD-LAYOUT" in codes(answer)
+    remedy = next(one["remedy"] for one in answer["problems"] if one["code"] == "TS-VLLM-HEAD-LAYOUT")
+    words = shlex.split(remedy.partition(",")[0].replace("HEAD-vllm", str(tmp_path / "converted")))
+    assert trtspec(*words[1:]).status == 0
+    assert not codes(dry(str(target), "--head", str(tmp_path / "converted"), "--tp-size", "1"))
+
+
+def test_a_start_that_the_release_refuses_ends_with_its_status_and_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program called vllm that says what vLLM says to an option it does not have."""
+    from tests.tiny import make_target
+
+    program = tmp_path / "bin" / "vllm"
+    (tmp_path / "lib" / "python3.11" / "site-packages" / "vllm-0.32.0+cpu.dist-info").mkdir(parents=True)
+    program.parent.mkdir()
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nprint('vllm: error: unrecognized arguments: -x')\nsys.exit(2)\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    assert installed_vllm() == "0.32.0"
+    target = make_target(tmp_path / "target", layers=2)
+    words = ("serve", str(target), "--backend", "vllm", "--tp-size", "1", "--port", "47311")
+    answer = trtspec(*words)
+    assert answer.status == 2 and "refuses an option of the command line" in answer.stderr, answer.stderr
+    asked = trtspec(*words, "--vllm-version", "0.31.0")
+    assert asked.status == 3 and "TS-SERVE-OTHER-ENGINE" in asked.stderr
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    missing = trtspec(*words)
+    assert missing.status == 4 and "vllm is not on PATH" in missing.stderr
+
+
+def test_a_plan_of_python_raises_what_the_command_prints() -> None:
+    with pytest.raises(UsageError, match="draft head, not a target"):
+        plan_vllm(VllmStart(target="nvidia/Kimi-K2.5-Eagle3"), launching=False)
