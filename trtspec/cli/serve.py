@@ -174,12 +174,8 @@ SHARED = ("backend", "dry_run", "json_")  # what chooses the mode, and what all 
 
 def serve(options: ServeOptions) -> None:
     """Run all preflight checks, then serve TARGET. Signals and the exit status are passed on; nothing is restarted."""
-    if options.backend == "reference":
-        _serve_reference(options)
-    elif options.backend == "vllm":
-        _serve_vllm(options)
-    else:
-        _serve_trtllm(options)
+    servers = {"trtllm": _serve_trtllm, "vllm": _serve_vllm, "reference": _serve_reference}
+    servers[options.backend](options)
 
 
 def _serve_trtllm(options: ServeOptions) -> None:
