@@ -42,6 +42,7 @@ class ReplayTarget(KimiModel):
         row: int = 0,
         aux_layers: tuple[int, ...] = (),
         last_only: bool = False,
+        length: int | None = None,
     ) -> TargetOutput:
         """As KimiModel's; after each position the next token of the text is certain, whatever `tokens` are.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from trtspec.models.layers import HypotenuseNorm, Linear, RMSNorm
+from trtspec.models.layers import HypotenuseNorm, LatentAttention, Linear, RMSNorm, by_input
 from trtspec.models.moe import MoE, together
 from trtspec.models.packed import pack
 
@@ -27,8 +27,11 @@ def prepare_for_decoding(model: nn.Module) -> None:
             weight = module.weight
             wide = weight.shape[0] >= weight.shape[1]
             if module.packed is None and wide and weight.dtype == torch.float32 and weight.is_cpu:
-                weight.data = weight.data.t().contiguous().t()
+                weight.data = by_input(weight.data)
         elif isinstance(module, RMSNorm) and module.weight.dtype == torch.float32 and module.weight.is_cpu:
             module.by_hypotenuse = HypotenuseNorm(module.weight, module.eps)
+        elif isinstance(module, LatentAttention) and module.folded is None and module.kv_b_proj.weight.is_cpu:
+            if module.kv_b_proj.weight.dtype == torch.float32:
+                module.fold()
         elif isinstance(module, MoE) and module.together is None:
             module.together = together(module)

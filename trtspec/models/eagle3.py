@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trtspec.models.cache import LatentCache
-from trtspec.models.layers import MLP, AttentionStep, CacheRows, LatentAttention, Linear, RMSNorm, rope_tables
+from trtspec.models.layers import MLP, AttentionStep, LatentAttention, Linear, RMSNorm, cached_rows, rope_tables
 from trtspec.specs import HeadSpec
 
 HeadCache = LatentCache  # one layer; the width is the latent's (MLA) or that of K and V together (MHA)
@@ -105,24 +105,30 @@ class Eagle3Head(nn.Module):
         return self.fc(aux)
 
     def forward(
-        self, x: Tensor, tokens: Tensor, start: Tensor | None, cache: HeadCache | None, row: int = 0
+        self,
+        x: Tensor,
+        tokens: Tensor,
+        start: Tensor | None,
+        cache: HeadCache | None,
+        row: int = 0,
+        length: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """x [B, T, H] with tokens int64 [B, T] -> (feedback, normed), both [B, T, H].
 
         Row b lives in cache row `row + b`; its first state stands at absolute position start[b]. Each row sees cached
-        positions up to its own. Without a cache: plain causal forward from position 0 (or `start`).
+        positions up to its own; `length` as in `KimiModel.forward`. Without a cache: plain causal forward from position
+        0 (or `start`).
         """
-        batch, length, _ = x.shape
+        batch, count, _ = x.shape
         step = AttentionStep(
             batch,
-            length,
+            count,
             start if cache is not None else None,
-            self._rope(cache.max_len if cache else length),
+            self._rope(cache.max_len if cache else count),
             self.spec.attention == "mla",
             x.dtype,
-            CacheRows(row, cache.max_len) if cache else None,
+            cached_rows(cache, row, start, count, length),
         )
-        step.at(cache.layer(0) if cache else None)
         inputs = torch.cat((self.input_layernorm(self.embed(tokens)), self.hidden_norm(x)), -1)
         y = x + self.self_attn(inputs, step)
         y = y + self.mlp(self.post_attention_layernorm(y))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trtspec.models.cache import LatentCache
-from trtspec.models.layers import MLP, AttentionStep, CacheRows, LatentAttention, Linear, RMSNorm, rope_tables
+from trtspec.models.layers import MLP, AttentionStep, LatentAttention, Linear, RMSNorm, cached_rows, rope_tables
 from trtspec.models.moe import MoE
 from trtspec.specs import ModelSpec
 
@@ -77,27 +77,30 @@ class KimiModel(nn.Module):
         row: int = 0,
         aux_layers: tuple[int, ...] = (),
         last_only: bool = False,
+        length: int | None = None,
     ) -> TargetOutput:
         """Runs tokens int64 [B, T]; row b lives in cache row `row + b` and starts at absolute position start[b].
 
-        Each token sees the cached positions up to its own. Without a cache: plain causal forward from position 0.
+        Each token sees the cached positions up to its own. `length` is where the longest row ends, max(start) + T, from
+        a caller that knows it; None reads it from the device, which waits. Without a cache: plain causal forward from
+        position 0.
         `aux_layers` are 0-based layer outputs, concatenated in ascending order; `last_only` keeps one row of logits.
         """
-        batch, length = tokens.shape
-        tables = self.rope(cache.max_len if cache else length)
+        batch, count = tokens.shape
+        tables = self.rope(cache.max_len if cache else count)
         step = AttentionStep(
             batch,
-            length,
+            count,
             start,
             tables,
             True,
             self.dtype,
-            CacheRows(row, cache.max_len) if cache else None,
+            cached_rows(cache, row, start, count, length),
         )
         x = self.embed(tokens)
         captured = []
         for index, layer in enumerate(self.layers):
-            x = layer(x, step.at(cache.layer(index) if cache else None))
+            x = layer(x, step.at(index))
             if index in aux_layers:
                 captured.append(x)
         hidden = self.norm(x)

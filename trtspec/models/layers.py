@@ -6,12 +6,14 @@ Shapes: B batch, T tokens of this call, S cached positions, H hidden, N heads, C
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trtspec.models.cache import LatentCache
 from trtspec.models.packed import PackedWeight
 from trtspec.specs import HeadSpec, ModelSpec, RopeSpec
 
@@ -142,6 +144,7 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = Linear(self.kv_lora_rank, heads * (self.nope + self.v_head_dim))
         self.kv_b_proj.used_in_parts = True
         self.o_proj = Linear(heads * self.v_head_dim, spec.hidden_size)
+        self.folded: tuple[Tensor, Tensor] | None = None  # set by `fold` (decoding.py)
         self.scale = (self.nope + self.rope_dim) ** -0.5
         if rope.rope_type == "yarn" and rope.mscale_all_dim:
             self.scale *= yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
@@ -149,32 +152,76 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
         """x [B, T, input] -> [B, T, H]. `step` holds positions, mask and the cache rows of this call."""
         batch, tokens, _ = x.shape
-        heads, ranks = self.num_heads, (self.q_lora_rank, self.kv_lora_rank, self.rope_dim)
-        q_latent, latent, k_rope = self.qkv_a_proj(x).split(ranks, -1)
-        q = self.q_b_proj(self.q_a_layernorm(q_latent)).view(batch, tokens, heads, -1)
-        q_nope, q_rope = q.split((self.nope, self.rope_dim), -1)
-        rotated = step.rotate(
-            torch.cat((q_rope, k_rope.unsqueeze(2)), 2)
-        )  # query heads and the one shared key together
-        keys = step.update(torch.cat((self.kv_a_layernorm(latent), rotated[:, :, heads]), -1))  # [B, S, C + R]
-
-        k_up, v_up = self.kv_b_proj.weight.view(heads, self.nope + self.v_head_dim, -1).split(
-            (self.nope, self.v_head_dim), 1
-        )
-        absorbed = torch.bmm(q_nope.reshape(-1, heads, self.nope).transpose(0, 1), k_up)  # [N, B*T, C]
-        absorbed = absorbed.transpose(0, 1).view(batch, tokens, heads, -1)
-        queries = torch.cat((absorbed, rotated[:, :, :heads]), -1).view(batch, tokens * heads, -1)
+        heads, rank = self.num_heads, self.kv_lora_rank
+        q_latent, latent, k_rope = self.qkv_a_proj(x).split((self.q_lora_rank, rank, self.rope_dim), -1)
+        key = torch.cat((self.kv_a_layernorm(latent), k_rope), -1).unsqueeze(2)
+        # the query heads and the one shared key are rotated together
+        vectors = torch.cat((self.latent_queries(self.q_a_layernorm(q_latent)), key), 2)  # [B, T, N + 1, C + R]
+        step.rotate_(vectors[..., rank:])
+        keys = step.update(vectors[:, :, heads])  # [B, S, C + R]
+        queries = vectors[:, :, :heads].reshape(batch, tokens * heads, -1)
         scores = torch.baddbmm(step.mask(heads), queries, keys.transpose(1, 2), alpha=self.scale)
-        mixed = torch.bmm(scores.softmax(-1), keys[..., : self.kv_lora_rank])  # softmax accumulates in float32
-        values = torch.bmm(mixed.view(-1, heads, self.kv_lora_rank).transpose(0, 1), v_up.transpose(1, 2))
-        return self.o_proj(values.transpose(0, 1).reshape(batch, tokens, -1))
+        mixed = torch.bmm(scores.softmax(-1), keys[..., :rank])  # softmax accumulates in float32
+        return self.lift(mixed.view(batch, tokens, -1))
+
+    def latent_queries(self, q_latent: Tensor) -> Tensor:
+        """Normed q latents [B, T, q_lora_rank] -> [B, T, N, C + R]: what meets the cached latents, then rope's part."""
+        batch, tokens, _ = q_latent.shape
+        if self.folded is not None and not torch.is_grad_enabled():
+            return F.linear(q_latent, self.folded[0]).view(batch, tokens, self.num_heads, -1)
+        q = self.q_b_proj(q_latent).view(-1, self.num_heads, self.nope + self.rope_dim)
+        q_nope, q_rope = q.split((self.nope, self.rope_dim), -1)
+        absorbed = torch.bmm(q_nope.transpose(0, 1), self.k_up_v_up()[0]).transpose(0, 1)
+        return torch.cat((absorbed, q_rope), -1).view(batch, tokens, self.num_heads, -1)
+
+    def lift(self, mixed: Tensor) -> Tensor:
+        """What the heads read from the latents, [B, T, N * C] -> [B, T, H]."""
+        if self.folded is not None and not torch.is_grad_enabled():
+            return F.linear(mixed, self.folded[1])
+        by_head = mixed.view(-1, self.num_heads, self.kv_lora_rank).transpose(0, 1)
+        values = torch.bmm(by_head, self.k_up_v_up()[1].transpose(1, 2)).transpose(0, 1)
+        return self.o_proj(values.reshape(*mixed.shape[:2], -1))
+
+    def k_up_v_up(self) -> tuple[Tensor, Tensor]:
+        """W_UK [N, nope, C] and W_UV [N, v, C]."""
+        parts = self.kv_b_proj.weight.view(self.num_heads, self.nope + self.v_head_dim, -1)
+        return parts[:, : self.nope], parts[:, self.nope :]
+
+    def fold(self) -> None:
+        """Multiplies W_UK into q_b_proj and W_UV into o_proj, in float64: two products for four, where that takes no
+        more weights."""
+        if self.kv_lora_rank > min(self.nope, self.v_head_dim) or not isinstance(self.q_b_proj, Linear):
+            return
+        if not isinstance(self.o_proj, Linear):
+            return
+        heads, weight = self.num_heads, self.q_b_proj.weight
+        k_up, v_up = (part.double() for part in self.k_up_v_up())
+        q_b = weight.double().view(heads, self.nope + self.rope_dim, -1)
+        absorbed = torch.cat((k_up.transpose(1, 2) @ q_b[:, : self.nope], q_b[:, self.nope :]), 1).flatten(0, 1)
+        lifted = self.o_proj.weight.double().view(-1, heads, self.v_head_dim).transpose(0, 1) @ v_up  # [N, H, C]
+        self.folded = by_input(absorbed.to(weight.dtype)), lifted.transpose(0, 1).flatten(1).to(weight.dtype)
 
 
-class CacheRows(NamedTuple):
-    """Where a call's rows lie in a cache: the first of them, and the positions that each row has room for."""
+def by_input(weight: Tensor) -> Tensor:
+    """The same weight [out, in], in memory as [in, out]: for few rows a third off a product with out >= in."""
+    return weight.t().contiguous().t()
 
+
+class CachedRows(NamedTuple):
+    """Where a call's rows lie: the cache, the first row, and how many positions the longest one has after the call."""
+
+    cache: LatentCache
     first: int
-    max_len: int
+    length: int
+
+
+def cached_rows(
+    cache: LatentCache | None, first: int, start: Tensor | None, tokens: int, length: int | None
+) -> CachedRows | None:
+    """The rows of a call over `tokens` per row from positions `start` [B]; without `length` they are read from it."""
+    if cache is None or start is None:
+        return None
+    return CachedRows(cache, first, int(start.max()) + tokens if length is None else length)
 
 
 class AttentionStep:
@@ -192,7 +239,7 @@ class AttentionStep:
         tables: tuple[Tensor, Tensor],
         interleaved: bool,
         dtype: torch.dtype,
-        cached: CacheRows | None = None,
+        cached: CachedRows | None = None,
     ) -> None:
         device = tables[0].device
         if start is None:
@@ -202,38 +249,45 @@ class AttentionStep:
             if tokens > 1:
                 positions = positions + torch.arange(tokens, device=device)
         self.batch, self.tokens, self.interleaved = batch, tokens, interleaved
-        self.length = tokens if start is None else int(start.max()) + tokens
+        self.length = tokens if cached is None else cached.length
         self.cos = tables[0][positions].to(dtype).unsqueeze(2)  # [B, T, 1, R]
         self.sin = tables[1][positions].to(dtype).unsqueeze(2)
         hidden = torch.arange(self.length, device=device) > positions.unsqueeze(-1)  # [B or 1, T, S]
         self.blocked = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
         self.masks: dict[int, Tensor] = {}
-        self.layer: Tensor | None = None
+        self.index = 0
+        self.written: Sequence[Tensor] = ()  # by layer: all entries of the cache [rows * max_len, D]
+        self.seen: Sequence[Tensor] = ()  # by layer: what this call's rows may attend to [B, S, D]
         if cached is not None:
-            row = cached.first
-            rows = torch.arange(row, row + batch, device=device).unsqueeze(1) * cached.max_len
+            data, first = cached.cache.data, cached.first
+            rows = torch.arange(first, first + batch, device=device).unsqueeze(1) * cached.cache.max_len
             self.slots = (rows + positions).flatten()
-            self.rows = slice(row, row + batch)
+            self.written = data.flatten(1, 2).unbind(0)
+            self.seen = data[:, first : first + batch, : self.length].unbind(0)
 
-    def at(self, layer: Tensor | None) -> AttentionStep:
-        """Selects the cache tensor [rows, max_len, D] of the layer that runs next."""
-        self.layer = layer
+    def at(self, index: int) -> AttentionStep:
+        """Selects the layer of the cache that runs next."""
+        self.index = index
         return self
 
     def rotate(self, x: Tensor) -> Tensor:
         """Applies the rotary embedding of this call's positions to x [B, T, heads, R]."""
         return apply_rope(x, self.cos, self.sin, self.interleaved)
 
+    def rotate_(self, x: Tensor) -> None:
+        """The same in place."""
+        x.copy_(self.rotate(x))
+
     def update(self, entry: Tensor) -> Tensor:
         """Writes entry [B, T, D] into the cache and returns what the rows may attend to, [B, S, D]."""
-        if self.layer is None:
+        if not self.written:
             return entry
-        stored, target = entry.flatten(0, 1), self.layer.view(-1, self.layer.shape[-1])
-        if self.layer.dtype == torch.float8_e4m3fn:
+        stored, target, seen = entry.flatten(0, 1), self.written[self.index], self.seen[self.index]
+        if target.dtype == torch.float8_e4m3fn:
             # the cast saturates in the engines but gives NaN in torch; index_copy_ knows no FP8 type, only its bytes
-            stored, target = stored.clamp(-448, 448).to(self.layer.dtype).view(torch.uint8), target.view(torch.uint8)
+            stored, target = stored.clamp(-448, 448).to(target.dtype).view(torch.uint8), target.view(torch.uint8)
         target.index_copy_(0, self.slots, stored)
-        return self.layer[self.rows, : self.length].to(entry.dtype)
+        return seen.to(entry.dtype)
 
     def mask(self, heads: int) -> Tensor:
         """Additive mask [B, T*heads, S], token-major, for multi-query scores."""
