@@ -10,12 +10,16 @@ from torch import Tensor, nn
 
 from trtspec.models.layers import MLP, Linear
 from trtspec.models.packed import pack, through_float32
+from trtspec.models.precision import capability
 from trtspec.specs import ModelSpec
 
 # Below this many weights per layer, and up to this many tokens, one product over all experts beats grouping tokens
 # (docs/reference-engine.md).
 DENSE_EXPERT_WEIGHTS = 2**21
 DENSE_EXPERT_TOKENS = 24
+GROUPED_PRODUCT_CAPABILITY = (9, 0)  # torch 2.13, aten/src/ATen/native/cuda/GroupedBlas.cpp
+LARGEST_BLOCK = 64
+BLOCK_WEIGHT_BYTES = 2**28
 
 
 class Router(nn.Module):
@@ -60,32 +64,26 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(count, hidden, inner))
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [tokens, H], ids and weights [tokens, k] -> weighted sum over each token's experts [tokens, H]."""
-        if self.grouped(x):
-            return self.by_groups(x, ids, weights)
-        return dispatch(x, ids, weights, len(self.gate_up), self.one_expert)
+        """x [tokens, H], ids and weights [tokens, k] -> weighted sum over each token's experts [tokens, H].
 
-    def grouped(self, x: Tensor) -> bool:
-        """Whether torch's grouped product takes these operands: on a CPU float32, rows of whole 16 bytes, no gradient.
-
-        It gives the same numbers as expert after expert in half to three quarters of the time (docs/LOG.md). bfloat16
-        takes it through float32 copies of the weights, small ones only.
+        Off the CPU nothing of it waits for the device: which experts are touched is never asked.
         """
-        if torch.is_grad_enabled() or not x.is_cpu or not hasattr(F, "grouped_mm"):  # torch 2.10 and newer
-            return False
-        if x.shape[-1] % 4 or self.down.shape[-1] % 4:
-            return False
-        return x.dtype == torch.float32 or (through_float32(x.dtype) and small(self))
+        if has_grouped_product(x, self.gate_up, self.down):
+            return self.by_groups(x, ids, weights)
+        if x.is_cpu:
+            return dispatch(x, ids, weights, len(self.gate_up), self.one_expert)
+        return by_blocks(x, ids, weights, self.gate_up, self.down)
 
     def by_groups(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        order, tokens, sizes = by_expert(ids, len(self.gate_up))
-        ends = sizes.cumsum(0).to(torch.int32)
+        order, ends = by_expert(ids, len(self.gate_up))
+        tokens = order // ids.shape[1]
 
         def product(x: Tensor, weight: Tensor) -> Tensor:
-            return F.grouped_mm(x.float(), weight.float().transpose(1, 2), offs=ends).to(x.dtype)
+            kind = torch.float32 if x.is_cpu else x.dtype
+            return F.grouped_mm(x.to(kind), weight.to(kind).transpose(1, 2), offs=ends).to(x.dtype)
 
         gate, up = product(x[tokens], self.gate_up).chunk(2, -1)
-        return add_weighted(x, product(F.silu(gate) * up, self.down), weights, order, tokens)
+        return combine(product(F.silu(gate) * up, self.down), weights, order)
 
     def one_expert(self, expert: int, x: Tensor) -> Tensor:
         gate, up = F.linear(x, self.gate_up[expert]).chunk(2, -1)
@@ -97,27 +95,81 @@ def small(experts: Experts) -> bool:
     return experts.gate_up.numel() + experts.down.numel() <= DENSE_EXPERT_WEIGHTS
 
 
+def has_grouped_product(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
+    """Whether torch's grouped product (2.10 and newer) takes these operands, as a kernel and not as a loop.
+
+    On a CPU: float32 without gradient, rows of whole 16 bytes; it gives the same numbers as expert after expert in half
+    to three quarters of the time (docs/LOG.md), and bfloat16 through float32 copies of small weights. On CUDA: bfloat16
+    from compute capability 9.0; elsewhere torch loops over the groups and reads their sizes back for it.
+    """
+    aligned = x.shape[-1] * x.itemsize % 16 == 0 and down.shape[-1] * x.itemsize % 16 == 0
+    if not hasattr(F, "grouped_mm") or not aligned:
+        return False
+    if x.is_cpu:
+        through = through_float32(x.dtype) and is_small(gate_up, down)
+        return not torch.is_grad_enabled() and (x.dtype == torch.float32 or through)
+    return x.dtype == torch.bfloat16 and x.is_cuda and capability(x.device) >= GROUPED_PRODUCT_CAPABILITY
+
+
+def is_small(gate_up: Tensor, down: Tensor) -> bool:
+    """Whether another copy of a layer's experts is cheap."""
+    return gate_up.numel() + down.numel() <= DENSE_EXPERT_WEIGHTS
+
+
 def dispatch(
     x: Tensor, ids: Tensor, weights: Tensor, count: int, one_expert: Callable[[int, Tensor], Tensor]
 ) -> Tensor:
-    """Groups tokens by expert, runs each touched expert once on its tokens, and adds the weighted results."""
-    order, tokens, sizes = by_expert(ids, count)
-    inputs = x[tokens].split(sizes.tolist())
+    """Groups tokens by expert, runs each touched expert once on its tokens, and adds the weighted results.
+
+    Reads the sizes of the groups: for a CPU, where that costs nothing, and for experts that are modules.
+    """
+    order, ends = by_expert(ids, count)
+    inputs = x[order // ids.shape[1]].tensor_split(ends[:-1].tolist())
     outputs = torch.cat([one_expert(expert, part) for expert, part in enumerate(inputs) if len(part)])
-    return add_weighted(x, outputs, weights, order, tokens)
+    return combine(outputs, weights, order)
 
 
-def by_expert(ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """ids [tokens, k] -> the pairs' order by expert and their tokens, both int64 [tokens * k], and pairs per expert."""
-    flat = ids.flatten()
-    order = flat.argsort(stable=True)
-    return order, order // ids.shape[1], torch.bincount(flat, minlength=count)
+def by_blocks(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """As `Experts.forward` with shapes that follow from those of the operands alone, for devices without a grouped
+    product: each expert's tokens fill whole blocks, and a block is multiplied by a copy of its expert's weights.
+
+    With blocks of the mean group's size there are at most twice as many as experts; BLOCK_WEIGHT_BYTES bounds what is
+    copied at a time. (Blocks as in MegaBlocks, arXiv 2211.15841.)
+    """
+    pairs, count = ids.numel(), len(gate_up)
+    size = min(LARGEST_BLOCK, 1 << (pairs // count).bit_length())
+    blocks = min(pairs, (pairs + min(pairs, count) * (size - 1)) // size)
+    order, ends = by_expert(ids, count)
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    needed = (counts + (size - 1)) // size
+    block_ends = needed.cumsum(0)
+    # from a pair's place in the order to its row in the blocks, by expert
+    shift = (block_ends - needed) * size - (ends - counts)
+    rows = torch.arange(pairs, device=x.device) + shift[ids.flatten()[order]]
+    of_block = torch.searchsorted(block_ends, torch.arange(blocks, device=x.device), right=True).clamp(max=count - 1)
+    inputs = x.new_zeros(blocks * size, x.shape[1]).index_copy(0, rows, x[order // ids.shape[1]])
+    inputs = inputs.unflatten(0, (blocks, size))
+    step = max(1, BLOCK_WEIGHT_BYTES // (gate_up[0].nbytes + down[0].nbytes))
+    outputs = []
+    for begin in range(0, blocks, step):
+        chosen = of_block[begin : begin + step]
+        gate, up = torch.bmm(inputs[begin : begin + step], gate_up[chosen].transpose(1, 2)).chunk(2, -1)
+        outputs.append(torch.bmm(F.silu(gate) * up, down[chosen].transpose(1, 2)))
+    return combine(torch.cat(outputs).flatten(0, 1)[rows], weights, order)
 
 
-def add_weighted(x: Tensor, outputs: Tensor, weights: Tensor, order: Tensor, tokens: Tensor) -> Tensor:
-    """Sums the pairs' outputs [tokens * k, H], each times its weight, per token, in x's shape."""
-    weighted = outputs * weights.flatten()[order].unsqueeze(-1).to(outputs.dtype)
-    return torch.zeros_like(x, dtype=weighted.dtype).index_add_(0, tokens, weighted)
+def by_expert(ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """ids [tokens, k] -> the pairs' order by expert, int64 [tokens * k], and where each expert's end, int32 [count]."""
+    ordered, order = ids.flatten().sort(stable=True)
+    experts = torch.arange(count, device=ids.device)
+    return order, torch.searchsorted(ordered, experts, right=True, out_int32=True)
+
+
+def combine(outputs: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    """Sums the pairs' outputs [tokens * k, H] in `order`, each times its weight [tokens, k], per token."""
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    by_token = outputs[back].unflatten(0, weights.shape)
+    return (by_token * weights.unsqueeze(-1).to(outputs.dtype)).sum(1)
 
 
 class MoE(nn.Module):
@@ -165,7 +217,7 @@ class AllExperts(nn.Module):
         """x [tokens, H], ids and weights [tokens, k] -> routed plus shared experts [tokens, H]."""
         gate, up = self.up(x).chunk(2, -1)
         routed = self.always.expand(len(x), -1).scatter(1, ids, weights.to(x.dtype))
-        active = (F.silu(gate) * up).view(len(x), len(self.always), -1) * routed.unsqueeze(-1)
+        active = F.silu(gate).mul_(up).view(len(x), len(self.always), -1).mul_(routed.unsqueeze(-1))
         return self.down(active.view(len(x), -1))
 
 
@@ -182,6 +234,6 @@ def together(moe: MoE) -> AllExperts | None:
         return None
     if not isinstance(shared.gate_up_proj, Linear) or not isinstance(shared.down_proj, Linear):
         return None
-    if not small(routed):
+    if not is_small(routed.gate_up, routed.down):
         return None
     return AllExperts(routed, shared)

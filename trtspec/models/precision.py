@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 # Names in torch.cpu.get_capabilities(): AVX-512 BF16 or AMX on x86, the bf16 or SVE bf16 extension on Arm.
@@ -23,6 +25,12 @@ def has_native_bf16(device: str | torch.device = "cpu") -> bool:
     if kind == "cuda":
         return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     return False
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """A GPU's compute capability: (8, 6) of an RTX 3060, (7, 5) of a T4."""
+    return torch.cuda.get_device_capability(device)
 
 
 def default_dtype(device: str | torch.device = "cpu") -> torch.dtype:
