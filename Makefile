@@ -17,14 +17,15 @@ test: lint  ## lint, then the default test suite
 	@echo "== tests (several minutes; slow ones are in 'make test-all')"
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-all: lint  ## also the tests that take minutes each
+test-all: lint .oracles/.made  ## also the tests that take minutes each, and those against a real vLLM
 	@echo "== all tests"
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow" --timeout=1800
+	@TRTSPEC_VLLM_PYTHON=.oracles/vllm/bin/python \
+		$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow" --timeout=1800
 
 # TRTSPEC_ORACLE_SOURCES=DIR: checkouts of TorchSpec, SpecForge and EAGLE, which are no packages; skipped without
 test-oracles: .oracles/.made  ## against code that others wrote: vLLM, speculators, ModelOpt 0.47 and 0.48 and more in environments of their own
 	@TRTSPEC_ORACLE_PYTHON=.oracles/transformers4/bin/python TRTSPEC_VLLM_PYTHON=.oracles/vllm/bin/python \
-		TRTSPEC_SPECULATORS_PYTHON=.oracles/vllm/bin/python \
+		TRTSPEC_VLLM_STARTS=30 TRTSPEC_SPECULATORS_PYTHON=.oracles/vllm/bin/python \
 		TRTSPEC_MODELOPT_048_PYTHON=.oracles/modelopt048/bin/python \
 		$(BIN)/python -m pytest tests/oracles tests/quant/test_modelopt_export.py -m "slow or not slow" --timeout=1800 -s
 

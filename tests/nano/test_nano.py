@@ -57,6 +57,8 @@ def test_learned_ranks_round_trip(tmp_path: Path) -> None:
     ranks = vocabulary.learn_ranks([MODULE * 3], 320)
     assert len(ranks) == len(set(ranks)) == 320 and ranks[:256] == [bytes([i]) for i in range(256)]
     vocabulary.write_tokenizer(tmp_path, ranks)
+    settings = "preprocessor_config.json"  # engines do not start without it
+    assert (tmp_path / settings).read_bytes() == (kimi_nano_dir() / settings).read_bytes()
     tokenizer = KimiTokenizer(tmp_path)
     ids = tokenizer.encode(MODULE)
     assert tokenizer.decode(ids) == MODULE and len(ids) < len(MODULE) / 2

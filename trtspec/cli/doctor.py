@@ -26,10 +26,16 @@ NEEDS = {
     "build-config": (),
     "lint": (),
     "serve --backend reference": ("reference",),
-    "serve --backend trtllm": ("trtllm",),
+    "serve --backend trtllm": ("trtllm-serve",),
+    "serve --backend vllm": ("vllm",),
     "bench": ("report",),
     "check": (),
     "watch": (),
+}
+# engines are programs in an installation of their own
+PROGRAMS = {
+    "trtllm-serve": "run inside NVIDIA's TensorRT-LLM container",
+    "vllm": "install vLLM in an environment of its own, put its bin directory on PATH",
 }
 FORCED = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 
@@ -58,6 +64,8 @@ def doctor(options: DoctorOptions) -> None:
 
 def examine() -> dict[str, Any]:
     """Everything that doctor reports; no key of it holds a secret."""
+    from trtspec.vllm import installed_vllm
+
     extras, wrong = package_state()
     gpus = query_gpus()
     return {
@@ -67,6 +75,7 @@ def examine() -> dict[str, Any]:
         "packages": {name: found for extra in extras.values() for name, found in extra.items()},
         "commands": {command: command_state(needs, extras) for command, needs in NEEDS.items()},
         "trtllm_serve": shutil.which("trtllm-serve"),
+        "vllm": {"path": shutil.which("vllm"), "version": installed_vllm()},
         "gpus": gpus,
         "hub": hub_state(),
         "disk": disk_state(),
@@ -109,8 +118,9 @@ def _version(name: str) -> str | None:
 def command_state(needs: tuple[str, ...], extras: dict[str, dict[str, str | None]]) -> dict[str, Any]:
     """`ready`, the missing packages and the command that installs them."""
     missing = [name for extra in needs for name, version in extras.get(extra, {}).items() if version is None]
-    if needs == ("trtllm",) and shutil.which("trtllm-serve") is None:
-        return {"ready": False, "missing": ["trtllm-serve"], "install": "run inside NVIDIA's TensorRT-LLM container"}
+    absent = [name for name in needs if name in PROGRAMS and shutil.which(name) is None]
+    if absent:
+        return {"ready": False, "missing": absent, "install": PROGRAMS[absent[0]]}
     install = f'pip install "trtspec[{",".join(needs)}]"' if missing else ""
     return {"ready": not missing, "missing": missing, "install": install}
 
@@ -174,6 +184,7 @@ def show(report: dict[str, Any]) -> None:
     columns, styles = ("command", "", "missing", "install"), {"ready": "green", "missing": "yellow"}
     table = Table("commands", columns, rows, text_columns=frozenset(range(4)), ruled=False, styles=styles)
     versions = [f"{name} {version}" for name, version in report["packages"].items() if version]
+    versions += [f"vLLM {report['vllm']['version']} on PATH"] if report["vllm"]["path"] else []
     no_gpu = {"name": "no NVIDIA GPU", "memory": "-", "driver": "-", "compute_capability": "-"}
     hub = report["hub"]
     free = ", ".join(f"{place.replace('_', ' ')} {size / 1e9:,.0f} GB" for place, size in report["disk"].items())

@@ -61,7 +61,8 @@ def _serving(spec: HeadSpec, target: str) -> str:
         parts.append(f"{engine.title}, `HEAD` being this directory:\n\n```sh\n" + "\n".join(commands) + "\n```")
     parts.append(
         f"`trtspec build-config {target} --head HEAD` writes TensorRT-LLM's YAML for one version and checks it, and "
-        f"`trtspec serve {target} --head HEAD --config extra-llm-api-config.yml` launches the pair."
+        f"`trtspec serve {target} --head HEAD --config extra-llm-api-config.yml` launches the pair. "
+        f"`trtspec serve {target} --head HEAD-vllm --backend vllm` checks and launches it on vLLM."
     )
     if spec.eagle == "3.1":
         parts.append(needed_by_eagle31())

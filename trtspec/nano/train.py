@@ -191,7 +191,8 @@ def prepare(output: Path, init: Path | None, training: list[corpus.Module], held
     """Tokenizer and prompt files: learned and drawn, or those of the earlier run."""
     output.mkdir(parents=True, exist_ok=True)
     if init is not None:
-        for name in ("tiktoken.model", "tokenizer_config.json", "chat_template.jinja", *PROMPT_FILES):
+        kept = ("tiktoken.model", "tokenizer_config.json", "preprocessor_config.json", "chat_template.jinja")
+        for name in (*kept, *PROMPT_FILES):
             write_atomic(output / name, (init / name).read_bytes())
         return
     ranks = vocabulary.learn_ranks((module.text for module in training[::2]), BASE_VOCABULARY)

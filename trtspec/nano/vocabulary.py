@@ -69,8 +69,26 @@ def byte_characters() -> dict[int, str]:
     return table
 
 
+# engines read it also where they serve text alone
+MEDIA_SETTINGS = {
+    "patch_size": 14,
+    "merge_kernel_size": 2,
+    "in_patch_limit": 256,
+    "patch_limit_on_one_side": 64,
+    "in_patch_limit_each_frame": 64,
+    "in_patch_limit_video": None,
+    "max_num_frames_each_video": None,
+    "fixed_output_tokens": None,
+    "sample_fps": 2.0,
+    "temporal_merge_kernel_size": 4,
+    "timestamp_mode": "hh:mm:ss.fff",
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+
+
 def write_tokenizer(directory: Path, ranks: list[bytes]) -> None:
-    """Writes tiktoken.model, tokenizer_config.json, chat_template.jinja in the published form."""
+    """Writes tiktoken.model, tokenizer_config.json, preprocessor_config.json, chat_template.jinja as published."""
     lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(ranks)]
     write_atomic(directory / "tiktoken.model", "\n".join(lines) + "\n")
     base = len(ranks)
@@ -94,4 +112,5 @@ def write_tokenizer(directory: Path, ranks: list[bytes]) -> None:
             "tokenizer_class": "TikTokenTokenizer",
         },
     )
+    write_json(directory / "preprocessor_config.json", {"media_proc_cfg": MEDIA_SETTINGS})
     write_atomic(directory / "chat_template.jinja", CHAT_TEMPLATE)

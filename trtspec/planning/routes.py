@@ -22,7 +22,7 @@ LONGEST_DRAFT = 16
 HOPPER = (
     "use B200, GB200, B300 or GB300. On Hopper TensorRT-LLM runs the Kimi targets with FP8 weights "
     "(moonshotai/Kimi-K2-Instruct and Kimi-K2-Instruct-0905, on 8 H200 or 16 H100 and more); K2-Thinking and later "
-    "exist as INT4 there, which vLLM runs (`vllm serve`)"
+    "exist as INT4 there, which vLLM runs (`trtspec serve TARGET --backend vllm`)"
 )
 
 
@@ -58,7 +58,7 @@ def format_refusal(model: ModelSpec, capability: str | None, name: str = "") -> 
     if oldest is None:
         blackwell = capability is None or _number(capability) >= OLDEST_CAPABILITY[WeightFormat.NVFP4]
         message = "TensorRT-LLM does not load Kimi's native INT4 weights (reported for 1.2.0rc5; no later support seen)"
-        remedy = "run `trtspec quantize` to NVFP4, or serve it with vLLM (`vllm serve`)"
+        remedy = "run `trtspec quantize` to NVFP4, or serve it with vLLM (`trtspec serve TARGET --backend vllm`)"
         return Problem("TS-ROUTE-INT4", "error", "target", message, remedy if blackwell else HOPPER)
     if capability is None or _number(capability) >= oldest:
         return None

@@ -1,0 +1,389 @@
+"""A real vLLM on this CPU, launched, asked and stopped by `trtspec serve --backend vllm`: the same tokens as the
+reference engine, the same number of verification steps, no process left.
+
+TRTSPEC_VLLM_PYTHON names a Python with vLLM (`make test-oracles` makes one); skipped without. TRTSPEC_VLLM_STARTS is
+the number of starts and stops of the last test, 30 in `make test-oracles`. What the CPU wheel lacks is in
+vllm_on_a_cpu.py. Sampled drafts are not compared: this wheel accepts 14 of 15,330 of them. Steps are, accepted drafts
+are not: vLLM counts drafts behind the end of an answer as accepted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from trtspec.bench.adapters import parse_counters
+from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.data_files import DATA, kimi_nano_dir
+from trtspec.engine.near_ties import first_divergence, rounding_at
+from trtspec.engine.sequence import Completion, GenerationRequest
+from trtspec.engine.server import ServerOptions, build_engine
+from trtspec.vllm import vllm_options
+
+PYTHON = os.environ.get("TRTSPEC_VLLM_PYTHON", "")
+STARTS = int(os.environ.get("TRTSPEC_VLLM_STARTS", "3"))
+ORACLES = Path(__file__).parent
+NANO, HEAD = kimi_nano_dir(), DATA / "kimi-nano-eagle3"
+PROMPTS, NEW_TOKENS, DRAFT_LEN, LENGTH = 60, 64, 3, 1024
+READY, GONE = 900.0, 120.0  # seconds; a start takes 30 s of processor time
+LOGPROBS = 1e-4  # float32: 1.9e-5 seen
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(not PYTHON, reason="TRTSPEC_VLLM_PYTHON names no Python with vLLM"),
+]
+
+
+@dataclass
+class Launched:
+    """A `trtspec serve` that runs, what it has said so far, and every process below it that was seen."""
+
+    process: subprocess.Popen[str]
+    url: str
+    said: list[str] = field(default_factory=list)
+    below: set[int] = field(default_factory=set)
+
+    def listen(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append(line)
+
+    def has_said(self, text: str) -> bool:
+        return any(text in line for line in list(self.said))
+
+    def wait_for(self, text: str) -> None:
+        ends = time.monotonic() + READY
+        while not self.has_said(text):
+            assert self.process.poll() is None and time.monotonic() < ends, "".join(self.said[-60:])
+            self.look()
+            time.sleep(0.05)
+        self.look()
+
+    def look(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.below |= {child.pid for child in psutil.Process(self.process.pid).children(recursive=True)}
+
+    def nothing_left(self) -> None:
+        """Waits until no process that was below this one is there; a zombie waits for its parent alone."""
+        ends = time.monotonic() + GONE
+        while left := [pid for pid in self.below if _alive(pid)]:
+            assert time.monotonic() < ends, f"processes {left} are still there"
+            time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """vLLM's directory first on PATH, and the plug-in where its Python looks for entry points."""
+    place = tmp_path_factory.mktemp("plugin")
+    shutil.copy(ORACLES / "vllm_on_a_cpu.py", place)
+    about = place / "trtspec_oracle-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: trtspec-oracle\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[vllm.general_plugins]\nnano = vllm_on_a_cpu:register\n")
+    root = str(ORACLES.parents[1])
+    return {
+        **os.environ, "PATH": f"{Path(PYTHON).absolute().parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join((str(place), root)), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "TRTSPEC_PROGRESS": "1",
+    }  # fmt: skip
+
+
+def launched(environment: dict[str, str], target: Path, head: Path | None, **variables: str) -> Launched:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = ["serve", target, "--backend", "vllm", "--tp-size", "1", "--dtype", "float32", "--port", port]
+    words += ["--max-seq-len", LENGTH, "--max-batch-size", 16, "--served-model-name", "nano"]
+    words += ["--head", head, "--draft-len", DRAFT_LEN] if head else []
+    words += ["--", "--enforce-eager", "--language-model-only", "--no-enable-prefix-caching", "--max-logprobs", "20"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trtspec", *map(str, words)], env={**environment, **variables}, text=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace",
+    )  # fmt: skip
+    server = Launched(process, f"http://localhost:{port}")
+    threading.Thread(target=server.listen, daemon=True).start()
+    return server
+
+
+@contextlib.contextmanager
+def serving(environment: dict[str, str], target: Path, head: Path | None, **variables: str) -> Iterator[str]:
+    """The URL of a ready vLLM, which is stopped by a signal behind it and leaves nothing."""
+    server = launched(environment, target, head, **variables)
+    try:
+        server.wait_for("trtspec: ready on")
+        yield server.url
+        server.look()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=GONE) == 0, "".join(server.said[-40:])
+        assert server.has_said("trtspec: stopped as asked")
+        server.nothing_left()
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[GenerationRequest]:
+    tokenizer = KimiTokenizer(NANO)
+    lines = (NANO / "prompts_heldout.jsonl").read_text(encoding="utf-8").splitlines()[:PROMPTS]
+    records = [json.loads(line) for line in lines]
+    ids = [list(tokenizer.apply_chat_template(record["messages"])) for record in records]
+    return [GenerationRequest(str(n), prompt, NEW_TOKENS, logprobs=5) for n, prompt in enumerate(ids)]
+
+
+def ask(url: str, prompts: list[GenerationRequest]) -> dict[str, Any]:
+    """The first choice of every prompt, by its id, greedy."""
+
+    def one(prompt: GenerationRequest) -> Any:
+        body = {"model": "nano", "prompt": prompt.prompt_ids, "max_tokens": NEW_TOKENS, "temperature": 0,
+                "logprobs": 5, "return_token_ids": True, "return_tokens_as_token_ids": True}  # fmt: skip
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=READY)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]
+
+    with ThreadPoolExecutor(8) as pool:
+        return {prompt.id: choice for prompt, choice in zip(prompts, pool.map(one, prompts), strict=True)}
+
+
+def steps_of(url: str) -> int:
+    counters = parse_counters(httpx.get(f"{url}/metrics", timeout=60).text)
+    return counters.steps if counters else 0
+
+
+@dataclass
+class Reference:
+    """What the reference engine answers, its verification steps, and its target."""
+
+    answers: dict[str, Completion]
+    steps: int
+    target: Any
+
+
+def reference(target: Path, head: Path | None, prompts: list[GenerationRequest]) -> Reference:
+    options = ServerOptions(
+        dtype="float32", drafter="eagle3" if head else None, draft_len=DRAFT_LEN, max_batch_size=16, max_seq_len=LENGTH
+    )
+    engine, _ = build_engine(target, head, options)
+    engine.record_gaps = True
+    return Reference(engine.generate(prompts), engine.totals.steps, engine.target)
+
+
+@pytest.fixture(scope="module")
+def plain(prompts: list[GenerationRequest]) -> Reference:
+    return reference(NANO, None, prompts)
+
+
+def differing(found: dict[str, Any], wanted: dict[str, Completion]) -> list[str]:
+    return [name for name, answer in wanted.items() if found[name]["token_ids"] != answer.token_ids]
+
+
+def largest_logprob_difference(found: dict[str, Any], wanted: dict[str, Completion]) -> float:
+    """Of the chosen tokens, over answers whose tokens agree."""
+    pairs = [
+        abs(theirs - ours.logprob)
+        for name, answer in wanted.items()
+        for theirs, ours in zip(found[name]["logprobs"]["token_logprobs"], answer.logprobs, strict=True)
+    ]
+    return max(pairs)
+
+
+def command(environment: dict[str, str], *words: object) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "trtspec", *map(str, words)]
+    return subprocess.run(line, capture_output=True, text=True, env=environment, timeout=READY, check=False)
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the test of plain vLLM leaves its greedy answers for `check` of the one with a head."""
+    return tmp_path_factory.mktemp("recording") / "plain.json"
+
+
+CHECK = ("--samples", 12, "--max-tokens", 32)
+
+
+def test_plain_answers_are_the_same(
+    environment: dict[str, str], prompts: list[GenerationRequest], plain: Reference, recording: Path
+) -> None:
+    with serving(environment, NANO, None) as url:
+        found = ask(url, prompts)
+        recorded = command(environment, "check", url, *CHECK, "--record", recording, "--json")
+    assert recording.is_file(), recorded.stderr
+    assert not differing(found, plain.answers)
+    worst = largest_logprob_difference(found, plain.answers)
+    print(f"\nplain: {len(found)} of {len(found)} answers identical, log-probabilities within {worst:.1e}")
+    assert worst < LOGPROBS
+
+
+def test_the_shipped_latent_head_takes_as_many_steps(
+    environment: dict[str, str], prompts: list[GenerationRequest], plain: Reference, recording: Path, tmp_path: Path
+) -> None:
+    converted = tmp_path / "head"
+    assert command(environment, "convert", HEAD, "-o", converted, "--to", "vllm", "--target", NANO).returncode == 0
+    ours = reference(NANO, HEAD, prompts)
+    assert not [name for name, one in ours.answers.items() if one.token_ids != plain.answers[name].token_ids]
+    with serving(environment, NANO, converted) as url:
+        found = ask(url, prompts)
+        steps = steps_of(url)
+        measured = command(
+            environment, "bench", url, "--samples", 8, "--max-tokens", 32, "--concurrency", 1, "-o", tmp_path / "bench"
+        )
+        checked = command(environment, "check", url, *CHECK, "--against", recording, "--json")
+    print(f"\nMLA 3.1 head: {steps} steps, ours {ours.steps}; differing {differing(found, ours.answers)}")
+    assert not differing(found, ours.answers) and steps == ours.steps
+    assert measured.returncode == 0, measured.stderr
+    results = json.loads((tmp_path / "bench" / "results.json").read_text())
+    assert "vllm:spec_decode_num_" in json.dumps(results)
+    verdict = json.loads(checked.stdout)
+    lossless = {row["name"]: row for row in verdict["results"]}
+    print(json.dumps(lossless, indent=1)[:1500])
+    assert verdict["ok"], checked.stdout
+
+
+@pytest.fixture(scope="module")
+def pruned_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MHA head of 1,024 of the 2,048 tokens, trained for a minute, in ModelOpt's layout."""
+    from tests.engine.trained_heads import nano, trained
+    from trtspec.heads.training.exports import write_head
+
+    spec, tensors = trained("mha", "3", True)
+    place = tmp_path_factory.mktemp("heads") / "pruned"
+    write_head(place, {name: value.contiguous() for name, value in tensors.items()}, spec, nano().spec)
+    return place
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "speculators"])
+def test_a_pruned_head_takes_as_many_steps(
+    environment: dict[str, str], prompts: list[GenerationRequest], pruned_head: Path, tmp_path: Path, dialect: str
+) -> None:
+    """vLLM drafts with its own attention, so the target's latent attention is off: it cannot mix the two on a CPU."""
+    converted = tmp_path / "head"
+    made = command(environment, "convert", pruned_head, "-o", converted, "--to", dialect, "--target", NANO)
+    assert made.returncode == 0, made.stderr
+    ours = reference(NANO, pruned_head, prompts)
+    with serving(environment, NANO, converted, VLLM_MLA_DISABLE="1") as url:
+        found, steps = ask(url, prompts), steps_of(url)
+    print(f"\npruned MHA head, {dialect}: {steps} steps, ours {ours.steps}; differing {differing(found, ours.answers)}")
+    assert not differing(found, ours.answers) and steps == ours.steps
+
+
+def test_nvfp4_differs_at_near_ties_only(
+    environment: dict[str, str], prompts: list[GenerationRequest], tmp_path: Path
+) -> None:
+    """Quantized by the published policy of Kimi-K2.5; both round activations to NVFP4."""
+    target = tmp_path / "nvfp4"
+    made = command(environment, "quantize", NANO, "-o", target, "--policy", "k2.5")
+    assert made.returncode == 0, made.stderr
+    ours = reference(target, None, prompts)
+    with serving(environment, target, None, TRTSPEC_ORACLE_NVFP4="1") as url:
+        found = ask(url, prompts)
+    names, gaps = differing(found, ours.answers), []
+    for name in names:
+        other = Completion(name, found[name]["token_ids"], gaps=[0.0] * NEW_TOKENS)
+        divergence = first_divergence(ours.answers[name], other)
+        assert divergence is not None
+        prompt = next(one.prompt_ids for one in prompts if one.id == name)
+        rounding = rounding_at(ours.target, prompt, ours.answers[name], divergence)
+        gaps.append((name, divergence.index, divergence.gap, rounding, rounding.explains(divergence)))
+    print(f"\nNVFP4: {PROMPTS - len(names)} of {PROMPTS} answers identical; first divergences: {gaps}")
+    assert all(near for *_, near in gaps)
+
+
+def test_vllm_bench_serve_measures_the_reference_server(environment: dict[str, str], tmp_path: Path) -> None:
+    words = ["serve", NANO, "--backend", "reference", "--head", HEAD, "--port", 0, "--served-model-name", "nano"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "trtspec", *map(str, words)], env=environment, text=True, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, errors="replace",
+    )  # fmt: skip
+    reader = Launched(server, "")
+    threading.Thread(target=reader.listen, daemon=True).start()
+    try:
+        reader.wait_for("ready on http")
+        url = next(line for line in reader.said if "ready on http" in line).partition("ready on ")[2].split()[0]
+        for backend, path in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):
+            asked = [
+                "--backend",
+                backend,
+                "--endpoint",
+                path,
+                "--base-url",
+                url,
+                "--model",
+                "nano",
+                "--tokenizer",
+                NANO,
+            ]
+            asked += [NANO]
+            sizes = ["--dataset-name", "random", "--random-input-len", 32, "--random-output-len", 16]
+            saved = ["--num-prompts", 8, "--save-result", "--result-dir", tmp_path, "--result-filename", backend]
+            line = [Path(PYTHON).parent / "vllm", "bench", "serve", *asked, *sizes, *saved]
+            done = subprocess.run(
+                list(map(str, line)), capture_output=True, text=True, env=environment, timeout=READY, check=False
+            )
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+            result = json.loads((tmp_path / backend).read_text())
+            assert (result["completed"], result["failed"]) == (8, 0) and result["total_output_tokens"] > 0
+    finally:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=GONE) == 0
+
+
+@pytest.mark.parametrize("start", range(STARTS))
+def test_a_start_and_stop_leaves_nothing(environment: dict[str, str], start: int) -> None:
+    """Asked to end when ready, interrupted, killed outright, or asked while it still loads, in turn."""
+    server = launched(environment, NANO, None)
+    try:
+        server.wait_for("loading weights" if start % 4 == 3 else "trtspec: ready on")
+        assert len(server.below) >= 2, "vLLM's front end and its engine"
+        number = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)[start % 4]
+        server.process.send_signal(number)
+        status = server.process.wait(timeout=GONE)
+        assert status in {signal.SIGTERM: (0, 143), signal.SIGINT: (0, 130), signal.SIGKILL: (-9,)}[number]
+        server.nothing_left()
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", int(server.url.rpartition(":")[2])))
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+
+
+def test_the_options_of_the_release_are_those_of_its_parser() -> None:
+    """data/vllm_flags.yaml against the parser of the vLLM that is installed here: names, spellings, kinds."""
+    done = subprocess.run(
+        [PYTHON, str(ORACLES / "vllm_options.py")], capture_output=True, text=True, timeout=READY, check=False,
+        env={**os.environ, "PYTHONPATH": "", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+    )  # fmt: skip
+    declared = json.loads(done.stdout.splitlines()[-1])
+    ours = {f"--{name}": option for name, option in vllm_options().items() if not option.gone}
+    assert set(declared) == set(ours)
+    for name, option in ours.items():
+        spellings = {name, *option.also}
+        assert (set(declared[name]["spellings"]), declared[name]["kind"], declared[name]["negated"]) == (
+            spellings, option.kind, option.negated,
+        ), name  # fmt: skip
+        assert not option.choices or list(option.choices) == declared[name]["choices"], name
