@@ -162,7 +162,8 @@ def vllm_releases() -> list[str]:
     lines.append(
         f"`trtspec serve --backend vllm` takes {oldest} to {newest} and judges a newer release as {newest}, with a "
         f"warning. {len(vllm_options())} options of `vllm serve` are known; the parser of {data['run']} was run, the "
-        "declarations of the others were read. `trtspec lint` is for TensorRT-LLM's YAML alone: vLLM has no such file.\n"
+        "declarations of the others were read. "
+        "`trtspec lint` is for TensorRT-LLM's YAML alone: vLLM has no such file.\n"
     )
     lines.append("| what | lacks it | has it | evidence |\n|---|---|---|---|")
     gates = [vllm_gate(name) for name in data["gates"]]
