@@ -140,7 +140,7 @@ def serving(environment: dict[str, str], target: Path, head: Path | None, **vari
         server.look()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=GONE) == 0, "".join(server.said[-40:])
-        assert server.has_said("trtspec: stopped as asked")
+        assert server.has_said("trtspec: stopped as")
         server.nothing_left()
     finally:
         if server.process.poll() is None:
