@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,7 @@ import pytest
 
 from tests.bench.conftest import STAND_IN, free_port
 from trtspec.cli.demo import prepare
+from trtspec.cli.demo_first_answer import StreamedAnswer, question, verdict
 from trtspec.cli.demo_process import Chain, duration, free_ports
 from trtspec.cli.demo_stages import PORTS
 from trtspec.errors import TrtspecError, UsageError
@@ -37,6 +39,17 @@ def test_a_command_is_printed_logged_and_timed(tmp_path: Path, capsys: pytest.Ca
     assert "[1/3] Look (about 1.0 s)" in printed and "$ trtspec --version" in printed
     assert made.steps[0].status == 0 and 0 < made.steps[0].seconds < 30
     assert (tmp_path / "logs" / "01-version.out").read_text() == output
+
+
+def test_the_first_answer_says_how_much_faster_and_whether_the_text_is_the_same() -> None:
+    plain = StreamedAnswer("plain", "a b c", 97, 96, 0.5, 4.5)
+    eagle = StreamedAnswer("eagle", "a b c", 97, 32, 0.5, 2.5)
+    found = {"answers": [asdict(plain), asdict(eagle)], "same_text": True}
+    said = verdict(found)
+    assert "plain: 97 tokens, 24 tokens/s, 1.00 tokens per pass" in said and "3.00 tokens per pass" in said
+    assert said.endswith("the same text, 2.0 times as fast")
+    assert "DIFFERENT" in verdict(found | {"same_text": False})
+    assert question()["messages"][-1]["role"] == "user"
 
 
 def test_a_failing_command_stops_the_chain_with_its_words(tmp_path: Path) -> None:

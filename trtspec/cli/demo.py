@@ -40,8 +40,9 @@ class DemoOptions:
 def demo(options: DemoOptions) -> None:
     """Run the whole workflow on a small Kimi-shaped model on this CPU, and write a report.
 
-    Each stage is an ordinary trtspec command, printed before it runs: inspect, quantize, synthesize, train,
-    build-config, lint, serve, bench, check. Takes about twelve minutes on two cores.
+    The first stage streams an answer with and without speculation. Every other one is an ordinary trtspec command,
+    printed before it runs: inspect, quantize, synthesize, train, build-config, lint, serve, bench, check. Takes about
+    twelve minutes on two cores.
     """
     from trtspec.cli.demo_process import Chain, duration, free_ports
     from trtspec.cli.demo_stages import FULL, PORTS, QUICK, STAGES, Demo, run_stages

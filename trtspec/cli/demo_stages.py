@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trtspec import data_files
+from trtspec.cli import demo_first_answer as first_answer
 from trtspec.cli.demo_process import Chain
 
 REAL_TARGET = "nvidia/Kimi-K2.5-NVFP4"
@@ -19,7 +20,7 @@ DRAFT_LEN = 3
 TRAIN_BATCH, TRAIN_LR, TTT_STEPS = 4, 0.004, 2
 ROWS = "32"  # answers written at once: a step for 32 costs little more than one for 16
 PORTS = 4
-STAGES = 9
+STAGES = 10
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ FULL = Sizes(
     sampled_samples="6,18",
     nvfp4_samples=16,
     seconds={
-        "inspect": 2, "quantize": 4, "synthesize": 105, "check": 15, "train": 270, "greedy": 135, "sampled": 70,
+        "first": 12, "inspect": 2, "quantize": 4, "synthesize": 105, "check": 15, "train": 270, "greedy": 135, "sampled": 70,
         "nvfp4": 60, "config": 2, "figures": 16,
     },
 )  # fmt: skip
@@ -76,7 +77,7 @@ QUICK = Sizes(
     sampled_samples="12",
     nvfp4_samples=10,
     seconds={
-        "inspect": 2, "quantize": 4, "synthesize": 45, "check": 7, "train": 105, "greedy": 30, "sampled": 18,
+        "first": 12, "inspect": 2, "quantize": 4, "synthesize": 45, "check": 7, "train": 105, "greedy": 30, "sampled": 18,
         "nvfp4": 30, "config": 2, "figures": 8,
     },
 )  # fmt: skip
@@ -119,6 +120,10 @@ class Demo:
         """Starts a reference server for the life of `stack`; returns its URL."""
         arguments = [target or self.target, "--backend", "reference", *options]
         return stack.enter_context(self.chain.server(name, arguments, self.port + offset))
+
+    def first_answer(self, plain: str, eagle: str) -> None:
+        self.data["first_answer"] = first_answer.answers(plain, eagle, self.chain.quiet)
+        self.chain.say(f"    {first_answer.verdict(self.data['first_answer'])}")
 
     def inspect(self) -> None:
         self.chain.begin(
@@ -262,11 +267,19 @@ class Demo:
 
 def run_stages(demo: Demo) -> None:
     """All stages in order; servers live exactly as long as they are needed."""
-    demo.inspect()
-    demo.quantize()
     draft = ["--draft-len", str(DRAFT_LEN)]
     with ExitStack() as servers:
+        demo.chain.begin(
+            "A first answer",
+            "kimi-nano alone, then with the Eagle3 head that ships with it: the same question, greedily.",
+            demo.expected("first"),
+        )
         plain = demo.serve(servers, "plain", 0, "--max-batch-size", ROWS)
+        with ExitStack() as shipped:
+            head = str(data_files.kimi_nano_head_dir())
+            demo.first_answer(plain, demo.serve(shipped, "shipped-head", 1, "--head", head, *draft))
+        demo.inspect()
+        demo.quantize()
         demo.synthesize(plain)
         demo.record(plain)
         demo.train()
