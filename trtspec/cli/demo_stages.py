@@ -58,7 +58,8 @@ FULL = Sizes(
     sampled_samples="6,18",
     nvfp4_samples=16,
     seconds={
-        "first": 12, "inspect": 2, "quantize": 4, "synthesize": 105, "check": 15, "train": 270, "greedy": 135, "sampled": 70,
+        "first": 12,
+        "inspect": 2, "quantize": 4, "synthesize": 105, "check": 15, "train": 270, "greedy": 135, "sampled": 70,
         "nvfp4": 60, "config": 2, "figures": 16,
     },
 )  # fmt: skip
@@ -77,7 +78,8 @@ QUICK = Sizes(
     sampled_samples="12",
     nvfp4_samples=10,
     seconds={
-        "first": 12, "inspect": 2, "quantize": 4, "synthesize": 45, "check": 7, "train": 105, "greedy": 30, "sampled": 18,
+        "first": 12,
+        "inspect": 2, "quantize": 4, "synthesize": 45, "check": 7, "train": 105, "greedy": 30, "sampled": 18,
         "nvfp4": 30, "config": 2, "figures": 8,
     },
 )  # fmt: skip
