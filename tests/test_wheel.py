@@ -50,7 +50,7 @@ def test_the_sdist_holds_what_is_tracked(built: tuple[Path, Path]) -> None:
 
 
 def test_the_wheel_works_alone(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """Unpacked beside this environment's packages, far from the sources: commands that need no torch, and a server's."""
+    """Unpacked beside the packages of this environment, far from the sources."""
     zipfile.ZipFile(built[0]).extractall(tmp_path / "installed")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed"), "HF_HUB_OFFLINE": "1"}
 
