@@ -94,12 +94,3 @@ def test_interval_covers_the_truth_about_as_often_as_it_says() -> None:
         low, high = acceptance.bootstrap_interval(counts, seed=trial)  # type: ignore[misc]
         hits += low <= truth <= high
     assert 50 <= hits <= 60
-
-
-def test_ratio_with_spread() -> None:
-    rng = random.Random(0)
-    old = [rng.gauss(2.0, 0.3) for _ in range(200)]
-    new = [rng.gauss(3.0, 0.3) for _ in range(200)]
-    found = acceptance.ratio_with_spread(new, old)
-    assert found and found.low < 1.5 < found.high and found.high - found.low < 0.1
-    assert acceptance.ratio_with_spread([], old) is None

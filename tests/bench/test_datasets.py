@@ -23,7 +23,7 @@ from trtspec.errors import UsageError
         ('{"messages": [{"role": "system", "content": "x"}]}', "has no user message"),
         ('{"messages": [{"role": "user", "content": ""}]}', "has an empty or non-text prompt"),
         ('{"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": "y"}]}', "ends in a message"),
-        ('{"prompt": "x", "tools": [{}]}', "has tools"),
+        ('{"prompt": "x", "tools": [{}]}', "has a tool without function.name"),
         ('{"text": "x"}', "has no user message"),
         ('{"prompt": [1, 2]}', "gives token ids"),
     ],

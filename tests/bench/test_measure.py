@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from trtspec.bench import adapters, measure
+from trtspec.bench import adapters, assembly, measure
 from trtspec.bench.client import Answer, RequestSampling
 from trtspec.bench.datasets import load_dataset
 from trtspec.bench.load import Round, steady_rate
@@ -24,7 +24,7 @@ def run(urls: dict[str, str], dataset: Path, **options: Any) -> dict[str, Any]:
     sampling = RequestSampling(max_tokens=64, temperature=options.pop("temperature", 0.0))
     settings: dict[str, Any] = {"concurrency": (1, 4), "samples": (6, 24), **options}
     work = measure.BenchWorkload(dataset=load_dataset(str(dataset)), sampling=sampling, **settings)
-    return asyncio.run(measure.measure(urls, work))[0].to_dict()
+    return assembly.assemble(*asyncio.run(measure.measure(urls, work))).to_dict()
 
 
 def codes(results: dict[str, Any]) -> set[str]:
@@ -45,8 +45,10 @@ def test_every_source_agrees_on_the_same_answers(stand_in: Start, dataset: Path)
     assert counters["source"] == adapters.FROM_COUNTERS and counters["server"]["kind"] == "vllm"
     for key in ("steps", "drafted", "accepted", "histogram", "acceptance_length"):
         assert counters[key] == exact[key], key
-    # trtllm-serve counts the prefill as a step: one more step per answer, the same accepted tokens
-    assert average["steps"] == exact["steps"] + exact["turns"] and average["accepted"] == exact["accepted"]
+    # trtllm-serve counts the prefill as a step, which is taken out again
+    assert average["steps"] == exact["steps"] and average["accepted"] == exact["accepted"]
+    assert average["per_question_mean"] == exact["per_question_mean"] and counters["per_question_mean"] is None
+    assert counters["per_turn_mean"] is None and counters["turns"] == exact["turns"]
     assert average["per_turn_mean"] == exact["per_turn_mean"]
     assert average["histogram"] is None and average["drafted"] is None
     assert set(counters["categories"]) == set(exact["categories"]) == {"code", "docs", "list"}
@@ -72,13 +74,13 @@ def test_counts_of_one_answer_match_the_servers_arithmetic(stand_in: Start, data
 
 def test_interleaved_ratio_is_the_ratio_of_steps(stand_in: Start, dataset: Path) -> None:
     """Both servers sleep per step, so the speed-up is tokens per step; a drifting machine cancels in the rounds."""
-    urls = {"spec": stand_in(kind="reference", step_s=0.004), "plain": stand_in(kind="plain", step_s=0.004)}
-    results = run(urls, dataset, concurrency=(2,), samples=(24,), rounds=3)
+    urls = {"spec": stand_in(kind="reference", step_s=0.015), "plain": stand_in(kind="plain", step_s=0.015)}
+    results = run(urls, dataset, concurrency=(2,), samples=(12,), rounds=3)
     level = results["interleaved"][0]
     ratio = next(pair for pair in level["ratios"] if (pair["of"], pair["over"]) == ("spec", "plain"))
     assert level["metric"] == "steady_tokens_per_s"
     assert len(ratio["per_round"]) == 3 and ratio["low"] <= ratio["median"] <= ratio["high"]
-    assert ratio["median"] == pytest.approx(results["per_turn_mean"], rel=0.15)
+    assert ratio["median"] == pytest.approx(results["per_turn_mean"], rel=0.2)
     asked = [results["concurrency"][0]["throughput"]["requests"], results["endpoints"]["plain"]["concurrency"][0]]
     assert asked[0] == asked[1]["throughput"]["requests"]
 
@@ -86,7 +88,7 @@ def test_interleaved_ratio_is_the_ratio_of_steps(stand_in: Start, dataset: Path)
 def test_sampled_answers_differ_between_questions_and_repeat_with_the_seed(stand_in: Start, dataset: Path) -> None:
     url = stand_in(kind="reference")
     work = measure.BenchWorkload(load_dataset(str(dataset)), RequestSampling(32, 1.0, seed=5), (4,), (8,))
-    first, second = (asyncio.run(measure.measure({"e": url}, work))[1] for _ in range(2))
+    first, second = (assembly.answer_records(asyncio.run(measure.measure({"e": url}, work))[0]) for _ in range(2))
     texts = [{(a["question"], a["turn"]): a["text"] for a in answers} for answers in (first, second)]
     assert texts[0] == texts[1]
     assert len(set(texts[0].values())) == len(texts[0])
@@ -146,7 +148,7 @@ def test_command_writes_results_report_and_compares(stand_in: Start, dataset: Pa
     assert refused.returncode == 2 and "--force" in refused.stderr
     again = trtspec("bench", url, *common, "--compare", str(out), "--json")
     comparison = json.loads(again.stdout)["comparison"]
-    assert comparison["acceptance"]["all"]["ratio"] == 1.0 and not comparison["differs"]
+    assert comparison["figures"][0]["ratio"] == 1.0 and not comparison["differs"]
     other = trtspec("bench", url, *common[:-2], "--compare", str(out), "--json")
     assert json.loads(other.stdout)["comparison"]["differs"] == ["max_tokens"]
 
@@ -156,7 +158,6 @@ def test_command_says_what_is_wrong(stand_in: Start, dataset: Path, tmp_path: Pa
     assert nobody.returncode == 1 and "does not answer" in nobody.stderr
     failing = trtspec("bench", stand_in(fail_every=1), "--dataset", str(dataset))
     assert failing.returncode == 1 and "out of blocks" in failing.stderr
-    assert "No such option: --choose-draft" in trtspec("bench", "x", "--choose-draft").stderr
     ids = tmp_path / "ids.jsonl"
     ids.write_text('{"prompt": [17, 4, 99]}\n')
     random = trtspec("bench", stand_in(), "--dataset", str(ids))

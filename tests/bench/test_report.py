@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from trtspec.bench import demo_report, measure, plots
+from trtspec.bench import assembly, demo_report, measure, plots
 from trtspec.bench.client import RequestSampling
 from trtspec.bench.datasets import load_dataset
 from trtspec.bench.report import bench_html
@@ -26,7 +26,7 @@ def results(stand_in: Callable[..., str], dataset: Path) -> BenchResults:
     """A real measurement of three stand-in servers."""
     urls = {"eagle3": stand_in(), "plain": stand_in(kind="plain"), "prompt-lookup": stand_in(draft_len=2)}
     work = measure.BenchWorkload(load_dataset(str(dataset)), RequestSampling(48), (1, 4), (6, 12), rounds=2)
-    return asyncio.run(measure.measure(urls, work))[0]
+    return assembly.assemble(*asyncio.run(measure.measure(urls, work)))
 
 
 @pytest.fixture

@@ -4,8 +4,10 @@ What is stored is `steps`, `drafted`, `accepted` and the histogram (entry j = nu
 exactly j draft tokens); every rate is derived, because the same words name different numbers in the field:
 
 - acceptance length = 1 + accepted / steps over all answers (micro average; vLLM's "mean acceptance length");
-- per-turn mean = tokens per iteration of each answer, averaged over answers (macro), the prefill counted as one
-  iteration of length 1, as ModelOpt's specdec_bench and NVIDIA's model cards report it;
+- per-question mean = tokens per iteration of each question, its turns pooled and the prefill of each counted as one
+  iteration of length 1, averaged over questions: "Average AL" of ModelOpt's specdec_bench (metrics/mtbench.py,
+  metrics/specbench.py), of which NVIDIA's cards print the mean by category;
+- per-turn mean = the same of each answer, averaged over answers ("Average AL" of specdec_bench's plain metric);
 - cumulative acceptance at position k = share of steps that accepted at least k drafts (vLLM's "per-position");
 - conditional acceptance at position k = the same share among the steps that accepted k - 1.
 """
@@ -13,19 +15,20 @@ exactly j draft tokens); every rate is derived, because the same words name diff
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-RESAMPLES = 1000
-CONFIDENCE = 0.95
+from trtspec.bench.intervals import length_interval, t_quantile
 
 
 @dataclass(frozen=True)
 class TurnCounts:
     """What speculation did in one answer. `drafted` and `histogram` are None where the server does not tell.
 
-    `prefill_in_steps` says whether `steps` already counts the prefill iteration (trtllm-serve's average does).
+    `prefill_in_steps` says whether `steps` already counts the prefill iteration (trtllm-serve's average does). Counters
+    of a whole run give one entry for `answers` to `questions`. `surplus`: accepted drafts past the end of answers,
+    which nobody received; they are taken out of `accepted`, and are still in `histogram`.
     """
 
     question: str
@@ -37,18 +40,33 @@ class TurnCounts:
     histogram: tuple[int, ...] | None
     source: str
     prefill_in_steps: bool = False
+    answers: int = 1
+    questions: int = 1
+    surplus: int = 0
+
+    @property
+    def verifications(self) -> int:
+        """Verification steps: without the prefill."""
+        return max(0, self.steps - self.answers) if self.prefill_in_steps else self.steps
+
+    @property
+    def iterations(self) -> int:
+        """Engine iterations: verification steps and one prefill for each answer."""
+        return self.verifications + self.answers
 
     @property
     def tokens_per_iteration(self) -> float:
         """Tokens per engine iteration with the prefill counted as one iteration of length 1."""
-        extra = 0 if self.prefill_in_steps else 1
-        iterations = self.steps + extra
-        return (self.steps + self.accepted + extra) / iterations if iterations else 1.0
+        return (self.iterations + self.accepted) / self.iterations if self.iterations else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptanceSummary:
-    """What speculation did in a group of answers; None where the server told nothing. The interval is of 95 %."""
+    """What speculation did in a group of answers; None where the server told nothing. The interval is of 95 %.
+
+    `steps` are verification steps, without prefills. Means by turn and by question are None where a server tells only
+    of all answers together.
+    """
 
     turns: int
     questions: int
@@ -65,15 +83,9 @@ class AcceptanceSummary:
     draft_acceptance_rate: float | None
     cumulative: list[float] | None
     conditional: list[float | None] | None
-
-
-@dataclass(frozen=True)
-class RatioSpread:
-    """A ratio with the ends of its interval or range."""
-
-    ratio: float
-    low: float
-    high: float
+    per_question_mean: float | None = None
+    per_question_interval: list[float] | None = None
+    surplus: int | None = None
 
 
 def acceptance_length(steps: int, accepted: int) -> float | None:
@@ -107,33 +119,49 @@ def add_histograms(histograms: Iterable[Sequence[int] | None]) -> list[int] | No
     return total if seen else None
 
 
+def per_question(turns: Sequence[TurnCounts]) -> dict[str, list[int]]:
+    """[verification steps, accepted, answers] of each question; nothing where answers were counted together."""
+    found: dict[str, list[int]] = {}
+    if any(turn.questions > 1 for turn in turns):
+        return found
+    for turn in turns:
+        entry = found.setdefault(turn.question, [0, 0, 0])
+        for place, value in enumerate((turn.verifications, turn.accepted, turn.answers)):
+            entry[place] += value
+    return found
+
+
 def bootstrap_interval(turns: Sequence[TurnCounts], seed: int = 0) -> list[float] | None:
     """95 % interval of the acceptance length, resampling whole questions: turns of one are not independent."""
-    per_question: dict[str, list[int]] = {}
-    for turn in turns:
-        entry = per_question.setdefault(turn.question, [0, 0])
-        entry[0] += turn.steps
-        entry[1] += turn.accepted
-    if len(per_question) < 2:
-        return None
-    counts = np.array(list(per_question.values()), dtype=np.float64)
-    picks = np.random.default_rng(seed).integers(0, len(counts), size=(RESAMPLES, len(counts)))
-    sums = counts[picks].sum(axis=1)
-    lengths = 1.0 + sums[:, 1] / np.maximum(sums[:, 0], 1.0)
-    tail = 100 * (1 - CONFIDENCE) / 2
-    low, high = np.percentile(lengths, [tail, 100 - tail])
-    return [round(float(low), 4), round(float(high), 4)]
+    counts = list(per_question(turns).values())
+    interval = length_interval([c[0] for c in counts], [c[1] for c in counts], seed)
+    return [round(end, 4) for end in interval] if interval else None
+
+
+def without_surplus(counts: TurnCounts, answers: int, questions: int) -> TurnCounts:
+    """Counters of a run of `answers` with the drafts taken out that were accepted past the end of answers.
+
+    Every token that somebody received is the first of its answer, the own one of a verification step, or an accepted
+    draft; so tokens - answers - steps drafts were accepted in truth. More than counted were accepted where tokens came
+    without drafts; then the counter stands."""
+    true = counts.tokens - answers - counts.steps
+    surplus = counts.accepted - true if 0 <= true < counts.accepted else 0
+    return replace(counts, accepted=counts.accepted - surplus, surplus=surplus, answers=answers, questions=questions)
 
 
 def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
     """Acceptance of one group of answers; figures are None where the server told nothing."""
-    steps, accepted = sum(t.steps for t in turns), sum(t.accepted for t in turns)
+    steps, accepted = sum(t.verifications for t in turns), sum(t.accepted for t in turns)
     drafted = None if any(t.drafted is None for t in turns) else sum(t.drafted or 0 for t in turns)
     histogram = add_histograms(t.histogram for t in turns)
-    per_turn = np.array([t.tokens_per_iteration for t in turns if t.tokens], dtype=np.float64)
+    single = all(t.answers == 1 for t in turns)
+    per_turn = np.array([t.tokens_per_iteration for t in turns if t.tokens] if single else [], dtype=np.float64)
+    questions = np.array(
+        [1 + done / (verified + answers) for verified, done, answers in per_question(turns).values()], dtype=np.float64
+    )
     return AcceptanceSummary(
-        turns=len(turns),
-        questions=len({t.question for t in turns}),
+        turns=sum(t.answers for t in turns),
+        questions=len(per_question(turns)) or sum(t.questions for t in turns),
         tokens=sum(t.tokens for t in turns),
         steps=steps if turns else None,
         drafted=drafted if turns else None,
@@ -147,7 +175,18 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
         draft_acceptance_rate=_rounded(accepted / drafted) if drafted else None,
         cumulative=[round(share, 4) for share in cumulative_acceptance(histogram)] if histogram else None,
         conditional=[_rounded(share) for share in conditional_acceptance(histogram)] if histogram else None,
+        per_question_mean=_rounded(float(questions.mean())) if questions.size else None,
+        per_question_interval=mean_interval(questions),
+        surplus=sum(t.surplus for t in turns) if turns else None,
     )
+
+
+def mean_interval(values: np.ndarray) -> list[float] | None:
+    """95 % interval of a mean of independent values, by Student's t."""
+    if len(values) < 2:
+        return None
+    half = t_quantile(0.975, len(values) - 1) * float(values.std(ddof=1)) / len(values) ** 0.5
+    return [round(float(values.mean()) - half, 4), round(float(values.mean()) + half, 4)]
 
 
 def by_category(turns: Sequence[TurnCounts]) -> dict[str, AcceptanceSummary]:
@@ -156,18 +195,6 @@ def by_category(turns: Sequence[TurnCounts]) -> dict[str, AcceptanceSummary]:
     for turn in turns:
         groups.setdefault(turn.category, []).append(turn)
     return {category: summarize(group) for category, group in groups.items()}
-
-
-def ratio_with_spread(new: Sequence[float], old: Sequence[float], seed: int = 0) -> RatioSpread | None:
-    """Ratio of means of two independent samples with a 95 % bootstrap interval. None when either is empty or zero."""
-    if not new or not old or not np.mean(old):
-        return None
-    rng = np.random.default_rng(seed)
-    a, b = np.array(new, dtype=np.float64), np.array(old, dtype=np.float64)
-    means_a = a[rng.integers(0, len(a), size=(RESAMPLES, len(a)))].mean(axis=1)
-    means_b = b[rng.integers(0, len(b), size=(RESAMPLES, len(b)))].mean(axis=1)
-    low, high = np.percentile(means_a / np.maximum(means_b, 1e-12), [2.5, 97.5])
-    return RatioSpread(round(float(a.mean() / b.mean()), 4), round(float(low), 4), round(float(high), 4))
 
 
 def _rounded(value: float | None) -> float | None:

@@ -1,8 +1,14 @@
-"""An asynchronous client for any OpenAI-compatible endpoint: one streamed answer with the time of every chunk."""
+"""An asynchronous client for any OpenAI-compatible endpoint: one streamed answer with the time of every chunk.
+
+The time of a chunk is that of the network read which brought its end, so that what a proxy held back and sent at once
+has one time, and parsing costs none.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import os
 import time
 from collections.abc import AsyncIterator
@@ -11,21 +17,25 @@ from typing import Any, Literal
 
 import httpx
 
+from trtspec import files
 from trtspec.errors import TrtspecError
 
 Api = Literal["chat", "completions"]
 MOST_CALLS = 127  # an index above it is no count of calls
+MOST_LINE = 64 * 2**20  # bytes of one event
 TIMEOUT = httpx.Timeout(connect=10, read=600, write=60, pool=None)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where to send requests. `base_url` is without /v1; `extra_body` is merged into every request body."""
+    """Where to send requests. `base_url` is without /v1; `extra_body` is merged into every request body; an answer that
+    is not complete after `limit_s` seconds has failed."""
 
     base_url: str
     model: str
     api: Api = "chat"
     extra_body: dict[str, Any] = field(default_factory=dict)
+    limit_s: float | None = None
 
     def path(self) -> str:
         return "/v1/chat/completions" if self.api == "chat" else "/v1/completions"
@@ -138,13 +148,18 @@ async def stream_answer(
     answer = Answer(question, category, turn, started=time.perf_counter())
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True, **body.get("stream_options", {})}}
     try:
-        async with client.stream("POST", endpoint.path(), json=streamed) as response:
+        async with (
+            asyncio.timeout(endpoint.limit_s),
+            client.stream("POST", endpoint.path(), json=streamed) as response,
+        ):
             if response.status_code != 200:
                 answer.error = error_message(response.status_code, (await response.aread()).decode("utf-8", "replace"))
             else:
-                async for event in events(response):
-                    absorb(answer, event, time.perf_counter())
-    except (httpx.HTTPError, ValueError) as error:
+                async for now, event in events(response):
+                    absorb(answer, event, now)
+    except TimeoutError:
+        answer.error = f"not complete after {endpoint.limit_s:g} s"
+    except (httpx.HTTPError, httpx.StreamError, OSError, ValueError) as error:
         answer.error = describe(error)
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
         answer.error = f"the stream holds what is no chat completion chunk ({describe(error)})"
@@ -154,15 +169,22 @@ async def stream_answer(
     return answer
 
 
-async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a server-sent event stream, up to [DONE]; comment lines are skipped."""
-    async for line in response.aiter_lines():
-        if not line.startswith("data:"):
-            continue
-        payload = line[5:].strip()
-        if payload == "[DONE]":
-            return
-        yield json.loads(payload)
+async def events(response: httpx.Response) -> AsyncIterator[tuple[float, dict[str, Any]]]:
+    """The JSON objects of a server-sent event stream up to [DONE], each with the time at which it was whole; comment
+    lines are skipped. Raises ValueError for what is no JSON."""
+    pending = b""
+    async for piece in response.aiter_bytes():
+        now = time.perf_counter()
+        *lines, pending = (pending + piece).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            payload = line[5:].strip()
+            if payload == b"[DONE]":
+                return
+            yield now, files.parse_json(payload)
+        if len(pending) > MOST_LINE:
+            raise ValueError(f"one event is longer than {MOST_LINE:,} bytes")
 
 
 def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
@@ -172,34 +194,65 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
         return
     usage = event.get("usage")
     if usage:
-        answer.prompt_tokens = usage.get("prompt_tokens") or 0
-        answer.completion_tokens = usage.get("completion_tokens") or 0
+        answer.prompt_tokens = _count(usage.get("prompt_tokens") or 0)
+        answer.completion_tokens = _count(usage.get("completion_tokens") or 0)
         details = usage.get("prompt_tokens_details") or {}
-        answer.cached_tokens = details.get("cached_tokens", answer.cached_tokens)
-        answer.counted.append(int(answer.completion_tokens))
+        cached = details.get("cached_tokens")
+        answer.cached_tokens = answer.cached_tokens if cached is None else _count(cached)
+        answer.counted.append(answer.completion_tokens)
     for choice in event.get("choices") or []:
         delta = choice.get("delta") or {}
         text = (delta.get("content") if "delta" in choice else choice.get("text")) or ""
         reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
         answer.text += text
         answer.reasoning += reasoning
-        for call in delta.get("tool_calls") or []:
-            _absorb_call(answer, call)
-        if text or reasoning:
-            answer.chunks.append((now, len(text) + len(reasoning)))
-        answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-        answer.tokens_per_iteration = choice.get("avg_decoded_tokens_per_iter") or answer.tokens_per_iteration
-        answer.spec_decode = choice.get("spec_decode") or answer.spec_decode
+        called = sum(_absorb_call(answer, call) for call in delta.get("tool_calls") or [])
+        if text or reasoning or called:
+            answer.chunks.append((now, len(text) + len(reasoning) + called))
+        answer.finish_reason = _word(choice.get("finish_reason")) or answer.finish_reason
+        answer.tokens_per_iteration = _ratio(choice.get("avg_decoded_tokens_per_iter")) or answer.tokens_per_iteration
+        answer.spec_decode = _speculation(choice.get("spec_decode")) or answer.spec_decode
 
 
-def _absorb_call(answer: Answer, call: dict[str, Any]) -> None:
-    """A call may come whole or in pieces: its `index` says which one a piece belongs to."""
+def _count(value: Any) -> int:
+    """A number of tokens. Raises ValueError for anything else, so that what a server says is never taken for one."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**53 or value != int(value):
+        raise ValueError(f"{str(value)[:40]!r} is no number of tokens")
+    return int(value)
+
+
+def _word(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{str(value)[:40]!r} is no finish_reason")
+    return value
+
+
+def _ratio(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{str(value)[:40]!r} is no number of tokens per iteration")
+    return float(value)
+
+
+def _speculation(value: Any) -> dict[str, Any] | None:
+    """`spec_decode` of a choice with counts that are counts."""
+    if value is None:
+        return None
+    counts: dict[str, Any] = {key: _count(value[key]) for key in ("steps", "drafted", "accepted")}
+    histogram = value.get("histogram")
+    return {**value, **counts, "histogram": [_count(entry) for entry in histogram] if histogram else None}
+
+
+def _absorb_call(answer: Answer, call: dict[str, Any]) -> int:
+    """A call may come whole or in pieces: its `index` says which one a piece belongs to. Returns its characters."""
     index, function = int(call.get("index") or 0), call.get("function") or {}
     while len(answer.tool_calls) <= min(index, MOST_CALLS):
         answer.tool_calls.append({"name": "", "arguments": ""})
     found = answer.tool_calls[min(index, MOST_CALLS)]
     found["name"] += function.get("name") or ""
     found["arguments"] += function.get("arguments") or ""
+    return len(function.get("name") or "") + len(function.get("arguments") or "")
 
 
 async def complete(client: httpx.AsyncClient, endpoint: Endpoint, body: dict[str, Any]) -> dict[str, Any]:

@@ -1,73 +1,177 @@
-"""Two runs of `bench` side by side: ratios with spread, and what forbids the comparison."""
+"""Two runs of `bench` side by side, paired by question: what changed, how sure that is, and what forbids the comparison.
+
+A regression is called only where the whole interval lies below 1 - `max_regression`. Acceptance over all questions and
+the speed of every level are judged together: each interval is widened (Bonferroni) so that two equal runs raise an
+alarm in at most 5 % of comparisons. Categories and times to the first token are shown and not judged.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trtspec.bench.acceptance import RatioSpread, ratio_with_spread
-from trtspec.bench.results import BenchResults, ComparedRun, Comparison, SpeedRatio
+from trtspec.bench.acceptance import TurnCounts, acceptance_length, per_question
+from trtspec.bench.intervals import RatioTest, independent_ratio, paired_ratio, pairs_needed
+from trtspec.bench.results import BenchResults, ComparedFigure, ComparedRun, Comparison, QuestionSpeed
 from trtspec.errors import Problem
 
-SAME = ("dataset_sha256", "temperature", "max_tokens", "api", "extra_body")
+SAME = ("dataset_sha256", "temperature", "max_tokens", "api", "thinking", "isl", "osl", "extra_body")
+ALARMS = 0.05  # share of comparisons of equal runs that may raise one
+SOUGHT = 0.05
+ROUNDS = 3  # from which rounds are compared instead of questions: they hold the machine's own moods too
+REGRESSION, IMPROVEMENT, NONE, UNJUDGED = "regression", "improvement", "no change found", "not judged"
+Either = BenchResults | ComparedRun
 
 
-def compare(new: BenchResults, old: ComparedRun) -> Comparison:
-    """Ratios new / old: acceptance length by category, tokens/s by concurrency, and the workload keys that differ.
+def compare(new: BenchResults, old: ComparedRun, max_regression: float | None = None) -> Comparison:
+    """Ratios new / old with intervals, and the workload keys that differ.
 
-    Acceptance ratios carry a bootstrap interval over answers; speed ratios the range of the rounds on both sides.
-    """
+    With `max_regression` (0.05: 5 %) the comparison is a gate: what cannot be judged is an error too."""
     differing = [key for key in SAME if new.workload.get(key) != old.workload.get(key)]
+    levels = [level.label for level in new.concurrency if level.label in {other.label for other in old.concurrency}]
+    confidence = 1 - ALARMS / (1 + len(levels))
+    allowed = max_regression or 0.0
+    figures = [
+        acceptance_figure(new, old, None, confidence, allowed),
+        *(speed_figure(new, old, label, confidence, allowed) for label in levels),
+        *(first_token_figure(new, old, label, confidence) for label in levels),
+        *(acceptance_figure(new, old, name, confidence, allowed) for name in new.categories if name in old.categories),
+    ]
+    found = [figure for figure in figures if figure]
+    if differing:
+        found = [unjudged(figure) for figure in found]
     return Comparison(
         old={"name": old.name, "url": old.url, "server": old.server},
         differs=differing,
-        acceptance=acceptance_ratios(new, old),
-        speed=speed_ratios(new, old),
-        problems=comparison_problems(differing),
+        max_regression=allowed,
+        confidence=round(confidence, 5),
+        figures=found,
+        problems=comparison_problems(found, differing, allowed, gate=max_regression is not None),
     )
 
 
-def comparison_problems(differing: Sequence[str]) -> list[Problem]:
-    if not differing:
-        return []
-    return [
-        Problem(
-            "TS-BENCH-DIFFERENT-WORKLOAD",
-            "warning",
-            "--compare",
-            f"the two runs differ in {', '.join(differing)}: the ratios mix that difference with the change under test",
-            "run both with the same dataset and options",
-        )
-    ]
+def unjudged(figure: ComparedFigure) -> ComparedFigure:
+    return ComparedFigure(**{**vars(figure), "judged": False, "verdict": UNJUDGED})
 
 
-def acceptance_ratios(new: BenchResults, old: ComparedRun) -> dict[str, RatioSpread]:
-    """Overall and per category, each with a 95 % bootstrap interval over answers."""
-    labels = {"all": None, **{name: name for name in new.categories if name in old.categories}}
-    ratios = {label: ratio_with_spread(_lengths(new, name), _lengths(old, name)) for label, name in labels.items()}
-    return {label: ratio for label, ratio in ratios.items() if ratio}
-
-
-def _lengths(results: BenchResults | ComparedRun, category: str | None) -> list[float]:
-    turns = results.turns_detail
-    return [turn.tokens_per_iteration for turn in turns if turn.tokens and category in (None, turn.category)]
-
-
-def speed_ratios(new: BenchResults, old: ComparedRun) -> list[SpeedRatio]:
-    """Per concurrency that both have: ratio of the mean tokens/s of the rounds, and its extreme values."""
-    before = {level.concurrency: [rate for rate in level.rounds if rate] for level in old.concurrency}
-    whole = {level.concurrency for level in old.concurrency if level.rounds and all(level.rounds)}
+def comparison_problems(
+    figures: Sequence[ComparedFigure], differing: Sequence[str], allowed: float, gate: bool
+) -> list[Problem]:
     found = []
-    for level in new.concurrency:
-        if level.concurrency not in whole or not all(level.rounds):
-            continue
-        a, b = level.rounds, before[level.concurrency]
+    if differing:
+        message = f"the two runs differ in {', '.join(differing)}: the ratios mix that difference with the change under test"
+        severity = "error" if gate else "warning"
+        remedy = "run both with the same dataset and options"
+        found.append(Problem("TS-BENCH-DIFFERENT-WORKLOAD", severity, "--compare", message, remedy))  # type: ignore[arg-type]
+    elif not any(figure.judged for figure in figures) and gate:
+        message = "nothing of the two runs could be judged: fewer than three common questions, or no figures"
         found.append(
-            SpeedRatio(
-                concurrency=level.concurrency,
-                ratio=round((sum(a) / len(a)) / (sum(b) / len(b)), 4),
-                low=round(min(a) / max(b), 4),
-                high=round(max(a) / min(b), 4),
-                rounds=(len(a), len(b)),
-            )
+            Problem("TS-BENCH-NOT-COMPARED", "error", "--compare", message, "ask the same questions in both runs")
         )
+    for figure in figures:
+        if figure.verdict == REGRESSION:
+            message = (
+                f"{figure.figure} is {figure.ratio:.3f} times the earlier run's [{figure.low:.3f}, {figure.high:.3f}], "
+                f"over {figure.pairs} {figure.paired_by}s"
+            )
+            message += f", more than the {100 * allowed:g} % allowed" if allowed else ""
+            remedy = "look for what changed between the runs; repeat both with more questions or rounds"
+            found.append(Problem("TS-BENCH-REGRESSION", "error", "--compare", message, remedy))
+    weak = [figure for figure in figures if figure.judged and (figure.finds or 0) > SOUGHT]
+    if weak and not differing:
+        worst = max(weak, key=lambda figure: figure.finds or 0)
+        message = (
+            f"the comparison finds a fall of {worst.figure} only from {100 * (worst.finds or 0):.0f} % on: "
+            f"{100 * SOUGHT:.0f} % need about {worst.pairs_for_5_percent} {worst.paired_by}s"
+        )
+        remedy = f"ask more questions, or for speed give --rounds {ROUNDS} or more in both runs"
+        found.append(Problem("TS-BENCH-WEAK-COMPARISON", "info", "--compare", message, remedy))
     return found
+
+
+def _figure(
+    name: str, test: RatioTest | None, plain: float | None, paired_by: str, judged: bool, allowed: float
+) -> ComparedFigure | None:
+    """The record of a test, or of a ratio alone where there is too little for one."""
+    if test is None:
+        if plain is None:
+            return None
+        return ComparedFigure(
+            figure=name, ratio=round(plain, 4), low=None, high=None, pairs=0, paired_by=paired_by, judged=False,
+            verdict=UNJUDGED,
+        )  # fmt: skip
+    verdict = NONE
+    if test.high < 1 - allowed:
+        verdict = REGRESSION
+    elif test.low > 1:
+        verdict = IMPROVEMENT
+    return ComparedFigure(
+        figure=name,
+        ratio=round(test.ratio, 4),
+        low=round(test.low, 4),
+        high=round(test.high, 4),
+        pairs=test.pairs,
+        paired_by=paired_by,
+        judged=judged,
+        verdict=verdict if judged or verdict != REGRESSION else "lower, not judged",
+        finds=None if test.finds is None else round(test.finds, 4),
+        pairs_for_5_percent=pairs_needed(test, SOUGHT) if test.high > test.ratio else 3,
+    )
+
+
+def acceptance_figure(
+    new: BenchResults, old: ComparedRun, category: str | None, confidence: float, allowed: float
+) -> ComparedFigure | None:
+    """Acceptance length of the questions that both answered, overall or of one category."""
+    sides = [_of_category(run.turns_detail, category) for run in (new, old)]
+    first, second = (per_question(turns) for turns in sides)
+    common = [question for question in first if question in second]
+    pairs = [
+        ([side[q][0] + side[q][1] for q in common], [side[q][0] for q in common])  # tokens out of steps, steps
+        for side in (first, second)
+    ]
+    test = paired_ratio(pairs[0], pairs[1], confidence) if common else None
+    lengths = [acceptance_length(sum(t.verifications for t in turns), sum(t.accepted for t in turns)) for turns in sides]
+    plain = lengths[0] / lengths[1] if lengths[0] and lengths[1] else None
+    return _figure(f"acceptance, {category or 'all'}", test, plain, "question", category is None, allowed)
+
+
+def _of_category(turns: Sequence[TurnCounts], category: str | None) -> list[TurnCounts]:
+    return [turn for turn in turns if category in (None, turn.category)]
+
+
+def speed_figure(
+    new: BenchResults, old: ComparedRun, label: str, confidence: float, allowed: float
+) -> ComparedFigure | None:
+    """Output tokens per second of one level: round by round where both runs have ROUNDS, else question by question."""
+    rates = [next(level.rounds for level in run.concurrency if level.label == label) for run in (new, old)]
+    name = f"tokens/s at {label}"
+    known = [[rate for rate in rounds if rate] for rounds in rates]
+    if min(map(len, known)) >= ROUNDS:
+        return _figure(name, independent_ratio(known[0], known[1], confidence), None, "round", True, allowed)
+    first, second = (_speeds(run, label) for run in (new, old))
+    common = [question for question in first if question in second]
+    pairs = [
+        ([side[q].tokens for q in common], [side[q].seconds for q in common]) for side in (first, second)
+    ]
+    test = paired_ratio(pairs[0], pairs[1], confidence) if common else None
+    whole = all(known) and all(len(some) == len(rounds) for some, rounds in zip(known, rates, strict=True))
+    plain = (sum(known[0]) / len(known[0])) / (sum(known[1]) / len(known[1])) if whole else None
+    return _figure(name, test, plain, "question", True, allowed)
+
+
+def first_token_figure(new: BenchResults, old: ComparedRun, label: str, confidence: float) -> ComparedFigure | None:
+    """Time to the first token of the questions that both answered; higher is slower, so it is shown and not judged."""
+    first, second = (_speeds(run, label) for run in (new, old))
+    common = [q for q in first if q in second and first[q].ttft_s and second[q].ttft_s]
+    ones = [1.0] * len(common)
+    pairs = [([side[q].ttft_s or 0.0 for q in common], ones) for side in (first, second)]
+    test = paired_ratio(pairs[0], pairs[1], confidence) if common else None
+    figure = _figure(f"time to first token at {label}", test, None, "question", False, 0.0)
+    if figure is None or figure.verdict == NONE:
+        return figure
+    slower = figure.low is not None and figure.low > 1
+    return ComparedFigure(**{**vars(figure), "verdict": "slower, not judged" if slower else "faster, not judged"})
+
+
+def _speeds(run: Either, label: str) -> dict[str, QuestionSpeed]:
+    return {speed.question: speed for speed in run.questions_detail if speed.level == label and speed.seconds > 0}

@@ -1,23 +1,27 @@
-"""Closed-loop load: `concurrency` slots, each holding one conversation after the other, and what came out of it."""
+"""Load on a server, and what came out of it: closed loop (so many conversations in flight) or open loop (so many new
+ones per second, whatever the server does with them)."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import httpx
 import numpy as np
 
 from trtspec.bench.client import Answer, Endpoint, RequestSampling, request_body, stream_answer
 from trtspec.bench.datasets import Question
-from trtspec.bench.results import LatencySpread, Throughput
+from trtspec.bench.results import Goodput, LatencySpread, Throughput
+
+Ask = tuple[int, Question]  # a question with its place in the workload, of which its seed is made
 
 
 @dataclass(frozen=True)
 class Round:
-    """One closed-loop run, in time.perf_counter() seconds; from `busy_from` to `busy_until` all slots were busy."""
+    """One run of load, in time.perf_counter() seconds; from `busy_from` to `busy_until` it was in its steady state: all
+    slots busy, or new conversations arriving. `number`: which round of its level; a resumed one has several parts."""
 
     concurrency: int
     answers: list[Answer]
@@ -25,56 +29,119 @@ class Round:
     finished: float
     busy_from: float
     busy_until: float
+    number: int = 0
+    rate: float | None = None
 
 
-async def closed_loop(
-    client: httpx.AsyncClient,
-    endpoint: Endpoint,
-    questions: Sequence[Question],
-    sampling: RequestSampling,
-    concurrency: int,
-    on_answer: Callable[[Answer], None] | None = None,
-) -> Round:
+@dataclass(frozen=True)
+class ServiceLevel:
+    """What a user is promised, in seconds: to the first token, between tokens (mean of an answer), to the last token."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2el: float | None = None
+
+    def met(self, answer: Answer) -> bool:
+        """Whether one answer keeps every promise; a failed one keeps none."""
+        if answer.error or answer.first_token is None:
+            return False
+        found = {
+            "ttft": answer.first_token - answer.started,
+            "tpot": inter_token(answer) or 0.0,
+            "e2el": answer.finished - answer.started,
+        }
+        return all(found[name] <= limit for name, limit in vars(self).items() if limit is not None)
+
+    def words(self) -> str:
+        return ", ".join(f"{name} {1000 * limit:g} ms" for name, limit in vars(self).items() if limit is not None)
+
+
+@dataclass
+class Load:
+    """One server under load; `on_answer` gets every answer as soon as it is complete."""
+
+    client: httpx.AsyncClient
+    endpoint: Endpoint
+    sampling: RequestSampling
+    on_answer: Callable[[Answer], None] | None = None
+    in_flight: int = 0
+    peak: int = 0
+    answers: list[Answer] = field(default_factory=list)
+
+    async def hold(self, place: int, question: Question) -> None:
+        """One conversation from its first request to its last."""
+        self.in_flight += 1
+        self.peak = max(self.peak, self.in_flight)
+        try:
+            for answer in await converse(self.client, self.endpoint, question, self.sampling, place):
+                self.answers.append(answer)
+                if self.on_answer:
+                    self.on_answer(answer)
+        finally:
+            self.in_flight -= 1
+
+
+async def closed_loop(load: Load, asked: Sequence[Ask], concurrency: int, number: int = 0) -> Round:
     """Holds all conversations with `concurrency` of them in flight; a slot that ends takes the next one at once."""
-    queue = list(enumerate(questions))[::-1]
-    answers: list[Answer] = []
+    queue = list(asked)[::-1]
     slot_started: list[float] = []
     slot_idle: list[float] = []
 
     async def slot() -> None:
         slot_started.append(time.perf_counter())
         while queue:
-            index, question = queue.pop()
-            for answer in await converse(client, endpoint, question, sampling, index):
-                answers.append(answer)
-                if on_answer:
-                    on_answer(answer)
+            await load.hold(*queue.pop())
         slot_idle.append(time.perf_counter())
 
     started = time.perf_counter()
-    await asyncio.gather(*(slot() for _ in range(min(concurrency, len(questions)))))
-    return Round(concurrency, answers, started, time.perf_counter(), max(slot_started), min(slot_idle))
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(concurrency, len(asked))):
+            group.create_task(slot())
+    ends = (max(slot_started, default=started), min(slot_idle, default=started))
+    return Round(concurrency, load.answers, started, time.perf_counter(), *ends, number=number)
+
+
+async def open_loop(load: Load, asked: Sequence[Ask], rate: float, seed: int, number: int = 0) -> Round:
+    """Begins `rate` conversations per second at the times of a Poisson process, drawn from `seed`. The steady state
+    begins when the first conversation has ended and ends with the last arrival."""
+    gaps = np.random.default_rng((seed, number)).exponential(1 / rate, size=len(asked))
+    started = time.perf_counter()
+    due = started + np.concatenate([[0.0], np.cumsum(gaps)[:-1]])
+    async with asyncio.TaskGroup() as group:
+        for when, (place, question) in zip(due, asked, strict=True):
+            await asyncio.sleep(max(0.0, float(when) - time.perf_counter()))
+            group.create_task(load.hold(place, question))
+    first_end = min((answer.finished for answer in load.answers), default=started)
+    ends = (first_end, max((answer.started for answer in load.answers), default=started))
+    return Round(load.peak, load.answers, started, time.perf_counter(), *ends, number=number, rate=rate)
 
 
 async def converse(
-    client: httpx.AsyncClient, endpoint: Endpoint, question: Question, sampling: RequestSampling, index: int
+    client: httpx.AsyncClient, endpoint: Endpoint, question: Question, sampling: RequestSampling, place: int
 ) -> list[Answer]:
-    """All turns of one question, each with the model's own earlier answers; stops at the first error."""
-    messages = list(question.opening)
+    """All requests of one question, each with the model's own earlier answers, or of a trace with the recorded ones;
+    stops at the first error."""
+    messages: list[dict] = []
     answers = []
-    for turn, text in enumerate(question.turns):
-        messages.append({"role": "user", "content": text})
-        body = request_body(endpoint, messages, sampling, index)
+    if question.raw:
+        body = {key: value for key, value in endpoint.extra_body.items() if key != "chat_template_kwargs"}
+        endpoint = replace(endpoint, api="completions", extra_body=body)
+    for turn in range(question.requests):
+        messages += question.request(turn, messages)
+        body = request_body(endpoint, messages, sampling, place)
+        if question.tools and endpoint.api == "chat":
+            body["tools"] = list(question.tools)
         answer = await stream_answer(client, endpoint, body, question.id, question.category, turn)
         answers.append(answer)
         if answer.error:
             break
-        messages.append({"role": "assistant", "content": answer.text})
+        if not question.replay:
+            messages.append({"role": "assistant", "content": answer.text})
     return answers
 
 
-def throughput(rounds: Sequence[Round]) -> Throughput:
-    """Rates over the rounds of one concurrency."""
+def throughput(rounds: Sequence[Round], promise: ServiceLevel | None = None) -> Throughput:
+    """Rates over the rounds of one level."""
     answers = [answer for run in rounds for answer in run.answers]
     good = [answer for answer in answers if not answer.error]
     wall = sum(run.finished - run.started for run in rounds)
@@ -90,18 +157,34 @@ def throughput(rounds: Sequence[Round]) -> Throughput:
         tokens_per_s_per_user=spread_of([rate for a in good if (rate := user_rate(a)) is not None]),
         ttft_s=spread_of([a.first_token - a.started for a in good if a.first_token is not None]),
         inter_token_s=spread_of([gap for a in good if (gap := inter_token(a)) is not None]),
+        itl_s=spread_of([gap for a in good for gap in chunk_gaps(a)]),
         request_s=spread_of([a.finished - a.started for a in good]),
         cached_prompt_tokens=_cached(good),
+        requests_per_s=round(len(good) / wall, 4) if wall else None,
+        prompt_tokens=spread_of([float(a.prompt_tokens) for a in good if a.prompt_tokens]),
+        answer_tokens=spread_of([float(a.completion_tokens) for a in good]),
+        goodput=goodput(answers, wall, promise) if promise else None,
     )
 
 
-def total_rate(run: Round) -> float:
-    """Output tokens over wall time of one round."""
-    return sum(a.completion_tokens for a in run.answers if not a.error) / max(run.finished - run.started, 1e-9)
+def goodput(answers: Sequence[Answer], wall: float, promise: ServiceLevel) -> Goodput:
+    """Answers per second that keep the promise."""
+    kept = sum(promise.met(answer) for answer in answers)
+    return Goodput(
+        promise=promise.words(),
+        requests_per_s=round(kept / wall, 4) if wall else 0.0,
+        share=round(kept / len(answers), 4) if answers else 0.0,
+    )
+
+
+def total_rate(parts: Sequence[Round]) -> float:
+    """Output tokens over wall time of one round, which may have been resumed."""
+    tokens = sum(a.completion_tokens for run in parts for a in run.answers if not a.error)
+    return tokens / max(sum(run.finished - run.started for run in parts), 1e-9)
 
 
 def steady_rate(run: Round) -> float | None:
-    """Output tokens per second while all slots were busy; None with fewer than two conversations per slot."""
+    """Output tokens per second in the steady state; None with fewer than two conversations per slot."""
     seconds = run.busy_until - run.busy_from
     if seconds <= 0 or len({answer.question for answer in run.answers}) < 2 * run.concurrency:
         return None
@@ -116,10 +199,16 @@ def user_rate(answer: Answer) -> float | None:
 
 
 def inter_token(answer: Answer) -> float | None:
-    """Mean seconds between tokens after the first; a chunk of several tokens counts with all of them."""
+    """TPOT: mean seconds between tokens after the first; a chunk of several tokens counts with all of them."""
     if answer.completion_tokens < 2 or len(answer.chunks) < 2:
         return None
     return (answer.chunks[-1][0] - answer.chunks[0][0]) / (answer.completion_tokens - 1)
+
+
+def chunk_gaps(answer: Answer) -> list[float]:
+    """ITL: seconds between chunks as they arrived, of one or more tokens each."""
+    times = [when for when, _ in answer.chunks]
+    return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
 
 
 def tokens_between(answer: Answer, begin: float, end: float) -> float:

@@ -1,4 +1,4 @@
-"""`bench`: runs the load over one or several endpoints, in alternating rounds, and makes results.json of it.
+"""`bench`: runs the load over one or several endpoints, in alternating rounds.
 
 Several endpoints are loaded one at a time, round by round and in rotating order, so that a noisy machine disturbs all
 of them alike; a comparison is the median over rounds of the ratio inside a round.
@@ -6,30 +6,46 @@ of them alike; a comparison is the median over rounds of the ratio inside a roun
 
 from __future__ import annotations
 
-import statistics
+import asyncio
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
-from itertools import permutations
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import httpx
 
 from trtspec.bench import adapters, findings
-from trtspec.bench.acceptance import TurnCounts, by_category, summarize
-from trtspec.bench.client import Answer, Endpoint, RequestSampling, new_client
+from trtspec.bench.acceptance import TurnCounts, without_surplus
+from trtspec.bench.client import Answer, Endpoint, RequestSampling, first_model, new_client
+from trtspec.bench.conditions import Condition, under
 from trtspec.bench.datasets import Dataset, Question, spread
-from trtspec.bench.load import Round, closed_loop, steady_rate, throughput, total_rate
-from trtspec.bench.results import BenchResults, EndpointResult, InterleavedLevel, LevelResult, PairRatio
-from trtspec.bench.text_quality import judge_run
-from trtspec.errors import Problem
+from trtspec.bench.load import Ask, Load, Round, ServiceLevel, closed_loop, open_loop, total_rate
+from trtspec.bench.prompt_length import fitted
+from trtspec.bench.raw_results import PartName, RawResults, whole_conversations
+from trtspec.bench.results import level_label
+from trtspec.errors import Problem, TrtspecError, UsageError
 
 WARMUP_TOKENS = 16
+OPEN_CONNECTIONS = 4096  # at a given rate the server decides how many are in flight
+
+
+@dataclass(frozen=True)
+class LoadLevel:
+    """One load: so many conversations in flight, or with `rate` so many new ones per second."""
+
+    concurrency: int
+    rate: float | None = None
+
+    @property
+    def label(self) -> str:
+        return level_label(self.concurrency, self.rate)
 
 
 @dataclass(frozen=True)
 class BenchWorkload:
-    """What is asked. `samples[i]` questions (None = all) are asked at `concurrency[i]`, in `rounds` equal parts."""
+    """What is asked. `samples[i]` questions (None = all) are asked at level i, in `rounds` equal parts; levels are
+    `concurrency`, or where set `rates` (conversations per second). `isl`, `osl`: tokens of every prompt and answer."""
 
     dataset: Dataset
     sampling: RequestSampling
@@ -38,257 +54,308 @@ class BenchWorkload:
     rounds: int = 1
     api: str = "chat"
     extra_body: dict[str, Any] = field(default_factory=dict)
+    rates: tuple[float, ...] = ()
+    thinking: str | None = None
+    warmup: int | None = None
+    limit_s: float | None = None
+    promise: ServiceLevel | None = None
+    isl: int | None = None
+    osl: int | None = None
+    conditions: tuple[Condition, ...] = ()
+
+    @property
+    def levels(self) -> list[LoadLevel]:
+        if self.rates:
+            return [LoadLevel(OPEN_CONNECTIONS, rate) for rate in self.rates]
+        return [LoadLevel(concurrency) for concurrency in self.concurrency]
+
+    @property
+    def most(self) -> int:
+        """The highest number of conversations that are meant to be in flight, for warm-up."""
+        return 1 if self.rates else max(self.concurrency)
 
     def questions(self, level: int) -> list[Question]:
-        return spread(list(self.dataset.questions), self.samples[level])
+        return under(spread(list(self.dataset.questions), self.samples[level]), self.conditions)
 
     def turns(self) -> int:
-        """Answers asked of one endpoint over all concurrencies."""
-        levels = range(len(self.concurrency))
-        return sum(len(question.turns) for level in levels for question in self.questions(level))
+        """Answers asked of one endpoint over all levels."""
+        return sum(question.requests for level in range(len(self.levels)) for question in self.questions(level))
+
+    def body(self) -> dict[str, Any]:
+        """What is merged into every request."""
+        found = {**thinking_body(self.thinking), **({"ignore_eos": True, "min_tokens": self.osl} if self.osl else {})}
+        for key, value in self.extra_body.items():
+            if isinstance(found.get(key), dict) and isinstance(value, dict):
+                value = {**found[key], **value}
+            found[key] = value
+        return found
 
     def describe(self) -> dict[str, Any]:
         """The workload as results.json states it: a figure without it is not a measurement."""
-        asked = [self.questions(level) for level in range(len(self.concurrency))]
+        asked = [self.questions(level) for level in range(len(self.levels))]
         largest = max(asked, key=len)
         return {
             "dataset": self.dataset.name,
             "dataset_sha256": self.dataset.sha256,
+            "licence": self.dataset.licence,
             "questions": [len(questions) for questions in asked],
-            "turns": sum(len(q.turns) for q in largest),
+            "turns": sum(q.requests for q in largest),
             "categories": sorted({q.category for q in largest}),
             "api": self.api,
             "template": "the server's chat template" if self.api == "chat" else "none (raw completion)",
-            "concurrency": list(self.concurrency),
+            "thinking": self.thinking,
+            "concurrency": [] if self.rates else list(self.concurrency),
+            "rates": list(self.rates),
             "rounds": self.rounds,
             **asdict(self.sampling),
-            "extra_body": self.extra_body,
+            "under": [condition.label for condition in self.conditions],
+            "isl": self.isl,
+            "osl": self.osl,
+            "limit_s": self.limit_s,
+            "promise": self.promise.words() if self.promise else None,
+            "extra_body": self.body(),
         }
+
+
+def thinking_body(mode: str | None) -> dict[str, Any]:
+    """`--thinking`: the variable of Kimi's chat template, or for a named mode OpenAI's reasoning_effort."""
+    if mode is None:
+        return {}
+    if mode in ("on", "off"):
+        return {"chat_template_kwargs": {"thinking": mode == "on"}}
+    return {"reasoning_effort": mode}
 
 
 @dataclass
 class MeasuredEndpoint:
-    """One endpoint under load and everything measured on it: rounds and acceptance counts per concurrency."""
+    """One endpoint under load and everything measured on it: rounds and acceptance counts per level."""
 
     name: str
     client: httpx.AsyncClient
     endpoint: Endpoint
     server: adapters.DetectedServer
-    rounds: dict[int, list[Round]] = field(default_factory=dict)
+    rounds: dict[LoadLevel, list[Round]] = field(default_factory=dict)
     limits: findings.RequestLimits = field(default_factory=dict)
-    counts: dict[int, list[TurnCounts]] = field(default_factory=dict)
+    counts: dict[LoadLevel, list[TurnCounts]] = field(default_factory=dict)
     category_counts: list[TurnCounts] = field(default_factory=list)
 
     def answers(self) -> list[Answer]:
         return [answer for runs in self.rounds.values() for run in runs for answer in run.answers]
 
 
+@dataclass
+class Progress:
+    """Who hears of a run: `say` a line per round, `on_answer` every measured answer, `raw` keeps them."""
+
+    say: Callable[[str], None] = lambda text: None
+    on_answer: Callable[[Answer], None] | None = None
+    raw: RawResults = field(default_factory=lambda: RawResults(None, {}))
+
+
 async def measure(
     urls: dict[str, str],
     workload: BenchWorkload,
     model: str | None = None,
-    say: Callable[[str], None] = lambda text: None,
-    on_answer: Callable[[Answer], None] | None = None,
+    progress: Progress | None = None,
     limits: Callable[[adapters.DetectedServer], findings.RequestLimits] = lambda server: {},
-) -> tuple[BenchResults, list[dict[str, Any]]]:
-    """Measures every endpoint of `urls` (the first is the one the results are about).
+) -> tuple[list[MeasuredEndpoint], BenchWorkload, list[Problem]]:
+    """Puts the load on every endpoint of `urls` (the first is the one the results are about).
 
-    `say` gets a line per round, `on_answer` every measured answer; `limits` is asked before anything is sent. Returns
-    the results and the answers with their texts, for answers.jsonl. Raises TrtspecError when a server does not
-    answer or refuses every request.
+    `limits` is asked before anything is sent. Returns what was measured, the workload as it was asked in the end and
+    what was left out of it. Raises TrtspecError when a server does not answer or refuses every request.
     """
+    progress = progress or Progress()
     async with AsyncExitStack() as stack:
         targets = []
         for name, url in urls.items():
-            client = await stack.enter_async_context(new_client(url, max(workload.concurrency)))
+            most = OPEN_CONNECTIONS if workload.rates else workload.most
+            client = await stack.enter_async_context(new_client(url, most, workload.limit_s))
             server = await adapters.detect_server(client, model)
-            endpoint = Endpoint(url, server.model, workload.api, workload.extra_body)  # type: ignore[arg-type]
+            endpoint = Endpoint(url, server.model, workload.api, workload.body(), workload.limit_s)  # type: ignore[arg-type]
             found = MeasuredEndpoint(name, client, endpoint, server, limits=limits(server))
-            findings.refuse_what_ends_engines(name, found.limits, workload.extra_body)
+            findings.refuse_what_ends_engines(name, found.limits, workload.body())
             targets.append(found)
+        workload, problems = await prepare(targets, workload)
         for target in targets:
             await warm_up(target, workload)
-        for level, concurrency in enumerate(workload.concurrency):
-            await run_level(targets, workload, level, concurrency, say, on_answer)
+        for number, level in enumerate(workload.levels):
+            asked = await in_context(targets[0], workload.questions(number), workload.conditions)
+            await run_level(targets, replace(workload, rounds=min(workload.rounds, len(asked))), asked, level, progress)
         for target in targets:
             findings.refuse_all_failed(target.name, target.answers())
-            await count_outside(target, workload)
-    return assemble(targets, workload), answer_records(targets)
+            await count_outside(target, workload, progress)
+    return targets, workload, problems
+
+
+async def wait_ready(url: str, seconds: float) -> None:
+    """Returns when the server names its model. Raises TrtspecError after `seconds` with its last words."""
+    deadline = time.monotonic() + seconds
+    async with new_client(url, 1) as client:
+        while True:
+            try:
+                await first_model(client)
+                return
+            except TrtspecError as error:
+                if time.monotonic() > deadline:
+                    message = f"after {seconds:g} s {error.message}"
+                    raise TrtspecError(message, "look at the server's log, or give a longer --wait-ready") from None
+            await asyncio.sleep(0.2)
+
+
+async def prepare(
+    targets: Sequence[MeasuredEndpoint], workload: BenchWorkload
+) -> tuple[BenchWorkload, list[Problem]]:
+    """The workload that all endpoints can be asked: prompts of the length that is wanted, pictures only where taken."""
+    questions, problems = list(workload.dataset.questions), []
+    if any(question.has_pictures for question in questions):
+        for target in targets:
+            refused = await _refuses_pictures(target, next(q for q in questions if q.has_pictures))
+            if not refused:
+                continue
+            kept = [question for question in questions if not question.has_pictures]
+            message = f"{target.name} takes no pictures ({refused}): {len(questions) - len(kept)} questions left out"
+            if not kept:
+                raise UsageError(message, "take a data set of text, or a server that takes pictures")
+            questions = kept
+            problems.append(Problem("TS-BENCH-PICTURES", "warning", target.name, message, "read figures as of text alone"))
+            break
+    if workload.isl:
+        questions = await fitted(targets[0].client, targets[0].endpoint, questions, workload.isl)
+    return replace(workload, dataset=replace(workload.dataset, questions=tuple(questions))), problems
+
+
+async def _refuses_pictures(target: MeasuredEndpoint, question: Question) -> str | None:
+    """The words of a server that refuses a picture."""
+    load = Load(target.client, target.endpoint, RequestSampling(max_tokens=1))
+    await load.hold(0, Question(**{**vars(question), "turns": question.turns[:1], "replay": question.replay[:1]}))
+    error = load.answers[0].error
+    return error if error and error.startswith("HTTP 4") else None
 
 
 async def warm_up(target: MeasuredEndpoint, workload: BenchWorkload) -> None:
     """Short answers at the highest concurrency, not counted: first-use costs are not what users see."""
-    questions = [
-        Question(q.id, q.category, q.turns[:1], q.opening) for q in workload.questions(0)[: max(workload.concurrency)]
+    count = workload.most if workload.warmup is None else workload.warmup
+    asked = [
+        (place, Question(**{**vars(question), "turns": question.turns[:1], "replay": question.replay[:1]}))
+        for place, question in enumerate(workload.questions(0)[:count])
     ]
-    short = RequestSampling(min(WARMUP_TOKENS, workload.sampling.max_tokens), workload.sampling.temperature)
-    await closed_loop(target.client, target.endpoint, questions, short, max(workload.concurrency))
+    short = replace(workload.sampling, max_tokens=min(WARMUP_TOKENS, workload.sampling.max_tokens))
+    body = {key: value for key, value in target.endpoint.extra_body.items() if key != "min_tokens"}
+    await closed_loop(Load(target.client, replace(target.endpoint, extra_body=body), short), asked, workload.most)
+
+
+async def in_context(
+    target: MeasuredEndpoint, questions: list[Question], conditions: Sequence[Condition]
+) -> list[Question]:
+    """The questions with those of a condition of long context filled to its length."""
+    lengths = {condition.label: condition.context for condition in conditions if condition.context}
+    found: dict[str, Question] = {}
+    for label, tokens in lengths.items():
+        part = [question for question in questions if question.category == label]
+        found |= {question.id: question for question in await fitted(target.client, target.endpoint, part, tokens)}
+    return [found.get(question.id, question) for question in questions]
 
 
 async def run_level(
     targets: Sequence[MeasuredEndpoint],
     workload: BenchWorkload,
-    level: int,
-    concurrency: int,
-    say: Callable[[str], None],
-    on_answer: Callable[[Answer], None] | None,
+    questions: Sequence[Question],
+    level: LoadLevel,
+    progress: Progress,
 ) -> None:
-    """All rounds of one concurrency: in each round every endpoint answers the same questions, in rotating order."""
-    questions = workload.questions(level)
-    rounds = min(workload.rounds, len(questions))
+    """All rounds of one level: in each round every endpoint answers the same questions, in rotating order."""
+    asked, rounds = list(enumerate(questions)), workload.rounds
     for number in range(rounds):
-        part = questions[number::rounds]
+        part = asked[number::rounds]
         first = number % len(targets)
         for target in [*targets[first:], *targets[:first]]:
-            before = await adapters.read_counters(target.client, target.server)
-            run = await closed_loop(target.client, target.endpoint, part, workload.sampling, concurrency, on_answer)
-            after = await adapters.read_counters(target.client, target.server)
-            target.rounds.setdefault(concurrency, []).append(run)
-            counts = adapters.all_counts(run.answers)
-            if before and after and not counts:
-                tokens = sum(answer.completion_tokens for answer in run.answers)
-                counts = [adapters.counts_between(before, after, "all", tokens)]
-            target.counts.setdefault(concurrency, []).extend(counts)
-            failed = sum(1 for answer in run.answers if answer.error)
-            trouble = f", {failed} of {len(run.answers)} requests failed" if failed else ""
-            say(
-                f"concurrency {concurrency}, round {number + 1} of {rounds}, {target.name}: "
-                f"{total_rate(run):.1f} tokens/s{trouble}"
-            )
+            name = PartName(target.name, level.label, number)
+            runs, counts = await run_part(target, workload, name, level, part, progress)
+            target.rounds.setdefault(level, []).extend(runs)
+            target.counts.setdefault(level, []).extend(counts)
+            answers = [answer for run in runs for answer in run.answers]
+            failed = sum(1 for answer in answers if answer.error)
+            trouble = f", {failed} of {len(answers)} requests failed" if failed else ""
+            where = f"{level.label}, round {number + 1} of {rounds}, {target.name}"
+            progress.say(f"{where}: {total_rate(runs):.1f} tokens/s{trouble}")
 
 
-async def count_outside(target: MeasuredEndpoint, workload: BenchWorkload) -> None:
+async def run_part(
+    target: MeasuredEndpoint,
+    workload: BenchWorkload,
+    name: PartName,
+    level: LoadLevel,
+    part: Sequence[Ask],
+    progress: Progress,
+) -> tuple[list[Round], list[TurnCounts]]:
+    """One round of one endpoint: what earlier processes recorded of it, and what is still to be asked."""
+    requests = {question.id: question.requests for _, question in part}
+    runs, counts, done = [], [], set()
+    for stored in progress.raw.parts(name):
+        answers = whole_conversations(stored.answers, requests)
+        if answers:
+            ends = stored.seconds or max(answer.finished for answer in answers)
+            runs.append(Round(level.concurrency, answers, 0.0, ends, 0.0, 0.0, name.number, level.rate))
+            counts += stored.counts or adapters.all_counts(answers)
+            done |= {answer.question for answer in answers}
+            for answer in answers if progress.on_answer else ():
+                progress.on_answer(answer)  # type: ignore[misc]
+    left = [(place, question) for place, question in part if question.id not in done]
+    if left:
+        run, own = await ask(target, workload, name, level, left, progress)
+        runs.append(run)
+        counts += own
+    return runs, counts
+
+
+async def ask(
+    target: MeasuredEndpoint,
+    workload: BenchWorkload,
+    name: PartName,
+    level: LoadLevel,
+    asked: Sequence[Ask],
+    progress: Progress,
+) -> tuple[Round, list[TurnCounts]]:
+    """The load itself, with the server's counters around it where answers say nothing of speculation."""
+    before = await adapters.read_counters(target.client, target.server)
+    origin = time.perf_counter()
+
+    def heard(answer: Answer) -> None:
+        progress.raw.record(name, answer, origin)
+        if progress.on_answer:
+            progress.on_answer(answer)
+
+    load = Load(target.client, target.endpoint, workload.sampling, heard)
+    if level.rate is None:
+        run = await closed_loop(load, asked, level.concurrency, name.number)
+    else:
+        run = await open_loop(load, asked, level.rate, workload.sampling.seed, name.number)
+    after = await adapters.read_counters(target.client, target.server)
+    counts, from_counters = adapters.all_counts(run.answers), []
+    if before and after and not counts:
+        good = [answer for answer in run.answers if not answer.error]
+        tokens = sum(answer.completion_tokens for answer in run.answers)
+        label = name.level if name.level in {question.category for _, question in asked} else "all"
+        pooled = adapters.counts_between(before, after, label, tokens)
+        counts = from_counters = [without_surplus(pooled, len(good), len({answer.question for answer in good}))]
+    progress.raw.end(name, run.finished - run.started, from_counters)
+    return run, counts
+
+
+async def count_outside(target: MeasuredEndpoint, workload: BenchWorkload, progress: Progress) -> None:
     """Categories for servers that only keep totals: vLLM once more, category by category; SGLang's running mean."""
-    tokens = sum(answer.completion_tokens for answer in target.answers())
+    good = [answer for answer in target.answers() if not answer.error]
     if not any(target.counts.values()):
-        target.category_counts += await adapters.running_mean(target.client, target.server, tokens)
+        tokens = sum(answer.completion_tokens for answer in good)
+        mean = await adapters.running_mean(target.client, target.server, tokens)
+        questions = len({answer.question for answer in good})
+        target.category_counts += [replace(count, answers=len(good), questions=questions) for count in mean]
     if not any(c.source == adapters.FROM_COUNTERS for counts in target.counts.values() for c in counts):
         return
-    questions = workload.questions(0)
-    for category in dict.fromkeys(question.category for question in questions):
-        part = [question for question in questions if question.category == category]
-        before = await adapters.read_counters(target.client, target.server)
-        run = await closed_loop(target.client, target.endpoint, part, workload.sampling, max(workload.concurrency))
-        after = await adapters.read_counters(target.client, target.server)
-        if before and after:
-            produced = sum(answer.completion_tokens for answer in run.answers)
-            target.category_counts.append(adapters.counts_between(before, after, category, produced))
-
-
-def assemble(targets: Sequence[MeasuredEndpoint], workload: BenchWorkload) -> BenchResults:
-    """The first endpoint is the one that the results are about."""
-    problems = list(workload.dataset.problems)
-    for target in targets:
-        problems += find_problems(target.name, target, workload)
-    return BenchResults(
-        **vars(describe_target(targets[0])),
-        workload=workload.describe(),
-        endpoints={target.name: describe_target(target) for target in targets[1:]},
-        interleaved=interleaved(targets) if len(targets) > 1 else None,
-        problems=problems,
-    )
-
-
-def find_problems(name: str, target: MeasuredEndpoint, workload: BenchWorkload) -> list[Problem]:
-    """All findings on one endpoint, named by `where`."""
-    answers = target.answers()
-    counts = [count for level in target.counts.values() for count in level]
-    found = [
-        *findings.failed_requests(name, answers),
-        *findings.degenerate_output(name, answers),
-        *findings.no_acceptance(name, target.server.kind, counts or target.category_counts),
-        *findings.nothing_accepted(name, counts),
-        *findings.forced_acceptance(name, counts, answers),
-        *findings.limited_parameters(name, target.limits, workload.extra_body),
-    ]
-    if workload.extra_body.get("ignore_eos"):
-        found.append(
-            Problem(
-                "TS-BENCH-IGNORE-EOS",
-                "warning",
-                name,
-                "ignore_eos makes the model write past its own end: acceptance there is not that of real answers",
-                "measure acceptance without ignore_eos",
-            )
-        )
-    return found
-
-
-def describe_target(target: MeasuredEndpoint) -> EndpointResult:
-    """One endpoint: pooled acceptance over all concurrencies, by category, and one entry per concurrency."""
-    pooled = [count for counts in target.counts.values() for count in counts]
-    return EndpointResult(
-        **vars(summarize(pooled or target.category_counts)),
-        name=target.name,
-        url=target.endpoint.base_url,
-        server=target.server,
-        categories=by_category(target.category_counts or pooled),
-        degeneration=judge_run([a.reasoning + a.text for a in target.answers() if not a.error]),
-        concurrency=[describe_level(target, concurrency) for concurrency in target.rounds],
-        turns_detail=pooled,
-    )
-
-
-def describe_level(target: MeasuredEndpoint, concurrency: int) -> LevelResult:
-    counts, rounds = target.counts.get(concurrency, []), target.rounds[concurrency]
-    return LevelResult(
-        **vars(summarize(counts)),
-        concurrency=concurrency,
-        categories=by_category(counts),
-        throughput=throughput(rounds),
-        rounds=[round(total_rate(run), 3) for run in rounds],
-    )
-
-
-def interleaved(targets: Sequence[MeasuredEndpoint]) -> list[InterleavedLevel]:
-    """Per concurrency: each endpoint's rate by round, and for every pair the ratio by round, its median and range."""
-    levels = []
-    for concurrency in targets[0].rounds:
-        steady = {t.name: [steady_rate(run) for run in t.rounds[concurrency]] for t in targets}
-        fair = all(rate is not None for rates in steady.values() for rate in rates)
-        total = {t.name: [total_rate(run) for run in t.rounds[concurrency]] for t in targets}
-        rates = steady if fair else total
-        levels.append(
-            InterleavedLevel(
-                concurrency=concurrency,
-                metric="steady_tokens_per_s" if fair else "tokens_per_s",
-                tokens_per_s={name: [round(float(r or 0), 3) for r in found] for name, found in rates.items()},
-                ratios=[pair_ratio(a, b, rates) for a, b in permutations(rates, 2)],
-            )
-        )
-    return levels
-
-
-def pair_ratio(of: str, over: str, rates: dict[str, Any]) -> PairRatio:
-    """`of` / `over`, round by round, with the median and the range."""
-    per_round = [a / b for a, b in zip(rates[of], rates[over], strict=True) if b]
-    return PairRatio(
-        of=of,
-        over=over,
-        per_round=[round(ratio, 4) for ratio in per_round],
-        median=round(statistics.median(per_round), 4) if per_round else None,
-        low=round(min(per_round), 4) if per_round else None,
-        high=round(max(per_round), 4) if per_round else None,
-    )
-
-
-def answer_records(targets: Sequence[MeasuredEndpoint]) -> list[dict[str, Any]]:
-    """Every answer with its text, for answers.jsonl."""
-    return [
-        {
-            "endpoint": target.name,
-            "concurrency": concurrency,
-            "question": answer.question,
-            "category": answer.category,
-            "turn": answer.turn,
-            "tokens": answer.completion_tokens,
-            "finish_reason": answer.finish_reason,
-            "error": answer.error,
-            "reasoning": answer.reasoning,
-            "text": answer.text,
-        }
-        for target in targets
-        for concurrency, rounds in target.rounds.items()
-        for run in rounds
-        for answer in run.answers
-    ]
+    quiet = replace(progress, on_answer=None)
+    asked = list(enumerate(workload.questions(0)))
+    for category in dict.fromkeys(question.category for _, question in asked):
+        part = [(place, question) for place, question in asked if question.category == category]
+        name = PartName(target.name, category, 0)
+        _, counts = await run_part(target, workload, name, LoadLevel(workload.most), part, quiet)
+        target.category_counts += counts

@@ -8,7 +8,7 @@ from importlib import resources
 
 import jinja2
 
-from trtspec.bench import plots, tables
+from trtspec.bench import card_tables, plots, tables
 from trtspec.bench.acceptance import AcceptanceSummary
 from trtspec.bench.plots import PlotSeries
 from trtspec.bench.results import BenchResults, EndpointResult
@@ -30,8 +30,8 @@ def environment() -> jinja2.Environment:
     )
 
 
-def bench_html(results: BenchResults) -> str:
-    """The report of one run."""
+def bench_html(results: BenchResults, others: Sequence[BenchResults] = ()) -> str:
+    """The report of one run; `others` are runs on other data sets, whose acceptance stands beside it."""
     ratios = [table for name in results.endpoints if (table := tables.ratio_table(results, name))]
     drawn, endpoints = plots.available(), {endpoint.name: endpoint for endpoint in results.all}
     return (
@@ -39,18 +39,22 @@ def bench_html(results: BenchResults) -> str:
         .get_template("bench.html.j2")
         .render(
             title=f"{results.name}: {results.server.model} on {results.server.kind}",
-            workload=workload_line(results),
+            workload=tables.workload_line(results),
             keys=key_figures(results),
             quality=tables.quality_line(results),
             problems=results.problems,
             acceptance_tables=[
                 tables.acceptance_by_category(results, e) for e in results.all if e.steps and e.drafted != 0
             ],
+            condition=tables.condition(results),
+            card_tables=card_tables.of_run(results, others),
+            published_tables=card_tables.published(results, others),
             speed_tables=[tables.throughput_table(results), *ratios],
+            draft_table=tables.draft_table(results.draft_choice) if results.draft_choice else None,
             comparison_table=tables.comparison_table(results.comparison) if results.comparison else None,
             category_plot=category_plot(endpoints) if drawn else "",
             position_plot=position_plot(endpoints) if drawn else "",
-            speed_plot=speed_plot(results.all) if drawn else "",
+            speed_plot=speed_plot(results, results.all) if drawn else "",
             plots=drawn,
             created=results.created,
             versions=results.versions,
@@ -58,27 +62,26 @@ def bench_html(results: BenchResults) -> str:
     )
 
 
-def workload_line(results: BenchResults) -> str:
-    work, version = results.workload, results.server.version
-    return (
-        f"{results.url}{f' (version {version})' if version else ''}; dataset {work['dataset']} "
-        f"(sha256 {work['dataset_sha256'][:12]}), {' / '.join(map(str, work['questions']))} questions at concurrency "
-        f"{' / '.join(map(str, work['concurrency']))}, {tables.sampling_words(results)}, at most "
-        f"{work['max_tokens']} tokens, {work['template']}, seed {work['seed']}"
-    )
-
-
 def key_figures(results: BenchResults) -> list[dict[str, str]]:
-    """The figures at the top: acceptance and speed at the lowest and the highest concurrency."""
-    label = f"acceptance length over {results.turns} answers to {results.questions} questions"
-    found = [{"value": tables.number(results.acceptance_length), "label": label}]
+    """The figures at the top: acceptance and speed at the lowest and the highest load; none of degenerate output."""
+    found = [acceptance_key(results, "acceptance length")]
     levels = results.concurrency
     for level in dict.fromkeys((0, len(levels) - 1)):
-        label = f"tokens/s at concurrency {levels[level].concurrency}"
-        found.append({"value": tables.number(levels[level].throughput.tokens_per_s, 1), "label": label})
+        speed = tables.mean(tables.speed_of(results, results, levels[level]))
+        found.append({"value": tables.number(speed, 1), "label": f"tokens/s at {levels[level].label}"})
     first = levels[0].throughput.ttft_s
-    label = "median ms to the first token, lowest concurrency"
+    label = f"median ms to the first token at {levels[0].label}"
     return [*found, {"value": tables.milliseconds(first.p50 if first else None), "label": label}]
+
+
+def acceptance_key(results: BenchResults, title: str) -> dict[str, str]:
+    """Acceptance with its condition and N, or why there is none: on loops every draft is right."""
+    quality, condition = results.degeneration, tables.condition(results)
+    if quality.degenerate:
+        bad = f"{quality.loop + quality.empty + quality.noise} of {quality.answers}"
+        return {"value": "\u2014", "label": f"{title}, {condition}: not shown, {bad} answers loop, are empty or noise"}
+    label = f"{title}, {condition}, over {results.turns} answers to {results.questions} questions"
+    return {"value": tables.number(results.acceptance_length), "label": label}
 
 
 def category_plot(groups: Mapping[str, EndpointResult]) -> str:
@@ -108,14 +111,14 @@ def position_plot(groups: Mapping[str, EndpointResult]) -> str:
     return plots.grouped_bars(series, "share of steps") if series else ""
 
 
-def speed_plot(endpoints: Sequence[EndpointResult]) -> str:
-    """Tokens/s by concurrency, one colour per endpoint; the bar's line spans its rounds."""
+def speed_plot(results: BenchResults, endpoints: Sequence[EndpointResult]) -> str:
+    """Tokens/s by load, one colour per endpoint; the bar's line spans its rounds. The statistic is that of the tables."""
     series = []
     for color, endpoint in enumerate(endpoints):
         values: dict[str, tuple[float, float | None, float | None]] = {}
         for level in endpoint.concurrency:
-            rounds = level.rounds
+            rounds = tables.speed_of(results, endpoint, level)
             ends = (min(rounds), max(rounds)) if len(rounds) > 1 else (None, None)
-            values[f"concurrency {level.concurrency}"] = (level.throughput.tokens_per_s or 0.0, *ends)
+            values[level.label] = (tables.mean(rounds) or 0.0, *ends)
         series.append(PlotSeries(endpoint.name, values, color))
     return plots.grouped_bars(series, "output tokens/s", digits=0)

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from trtspec import files
-from trtspec.bench.acceptance import AcceptanceSummary, RatioSpread, TurnCounts
+from trtspec.bench.acceptance import AcceptanceSummary, TurnCounts
 from trtspec.bench.adapters import DetectedServer
 from trtspec.bench.text_quality import OutputQuality
 from trtspec.errors import Problem, TrtspecError, UsageError
@@ -32,9 +32,21 @@ class LatencySpread:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """Answers per second that kept a promise to users, and their share of all requests."""
+
+    promise: str
+    requests_per_s: float
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Rates over the rounds of one concurrency. `steady_tokens_per_s` counts only the time in which every slot was
-    busy, a fair figure for a comparison: the tail, where slots run empty, would else reward the luckier last answer."""
+    """Rates over the rounds of one level. `steady_tokens_per_s` counts only the time in which every slot was busy, a
+    fair figure for a comparison: the tail, where slots run empty, would else reward the luckier last answer.
+
+    `inter_token_s` is TPOT, the mean of an answer's tokens after the first; `itl_s` is between chunks as they arrive,
+    of several tokens each under speculation. `prompt_tokens` and `answer_tokens`: per request, as the server counts."""
 
     requests: int
     errors: int
@@ -47,21 +59,49 @@ class Throughput:
     inter_token_s: LatencySpread | None
     request_s: LatencySpread | None
     cached_prompt_tokens: int | None
+    itl_s: LatencySpread | None = None
+    requests_per_s: float | None = None
+    prompt_tokens: LatencySpread | None = None
+    answer_tokens: LatencySpread | None = None
+    goodput: Goodput | None = None
+
+
+@dataclass(frozen=True)
+class QuestionSpeed:
+    """One conversation at one level: what two runs are paired by. Seconds are spent waiting for its answers; `decoded`
+    tokens came in `decode_s` seconds after the first of each answer."""
+
+    level: str
+    question: str
+    category: str
+    tokens: int
+    seconds: float
+    ttft_s: float | None = None
+    decoded: int = 0
+    decode_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LevelResult(AcceptanceSummary):
-    """One concurrency. `rounds`: output tokens per second of each."""
+    """One concurrency, or with `rate` one number of new conversations per second, of which at most `concurrency` were in
+    flight. `rounds`: output tokens per second of each."""
 
     concurrency: int
+    rate: float | None = None
     categories: dict[str, AcceptanceSummary]
     throughput: Throughput
     rounds: list[float]
+    degeneration: OutputQuality | None = None
+
+    @property
+    def label(self) -> str:
+        return level_label(self.concurrency, self.rate)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointResult(AcceptanceSummary):
-    """One endpoint: acceptance over all concurrencies and by category, and one entry per concurrency."""
+    """One endpoint: acceptance over all levels and by category, and one entry per level. `quality`: of the output of
+    each category."""
 
     name: str
     url: str
@@ -70,6 +110,8 @@ class EndpointResult(AcceptanceSummary):
     degeneration: OutputQuality
     concurrency: list[LevelResult]
     turns_detail: list[TurnCounts] = field(default_factory=list)
+    questions_detail: list[QuestionSpeed] = field(default_factory=list)
+    quality: dict[str, OutputQuality] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,31 +134,50 @@ class InterleavedLevel:
     metric: str
     tokens_per_s: dict[str, list[float]]
     ratios: list[PairRatio]
+    rate: float | None = None
+
+    @property
+    def label(self) -> str:
+        return level_label(self.concurrency, self.rate)
 
     def pair(self, of: str, over: str) -> PairRatio | None:
         return next((pair for pair in self.ratios if (pair.of, pair.over) == (of, over)), None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeedRatio:
-    """Mean tokens/s of this run over another's, and its extremes over the rounds (`rounds`: how many each has)."""
+class ComparedFigure:
+    """One figure of this run over the same of an earlier one. `low` and `high` hold the interval at the confidence that
+    all judged figures together need; `finds` is the smallest fall that this many pairs find in 80 % of runs, and
+    `pairs_for_5_percent` how many find one of 5 %. `verdict`: regression, improvement, no change found, or too few."""
 
-    concurrency: int
+    figure: str
     ratio: float
-    low: float
-    high: float
-    rounds: tuple[int, int]
+    low: float | None
+    high: float | None
+    pairs: int
+    paired_by: str
+    judged: bool
+    verdict: str
+    finds: float | None = None
+    pairs_for_5_percent: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """This run over an earlier one. `differs`: what of the workload is not the same."""
+    """This run over an earlier one. `differs`: what of the workload is not the same. `confidence`: of each interval."""
 
     old: dict[str, Any]
     differs: list[str]
-    acceptance: dict[str, RatioSpread]
-    speed: list[SpeedRatio]
+    max_regression: float
+    confidence: float
+    figures: list[ComparedFigure]
     problems: list[Problem]
+
+    @property
+    def acceptance(self) -> dict[str, ComparedFigure]:
+        """By category, and "all"."""
+        prefix = "acceptance, "
+        return {f.figure.removeprefix(prefix): f for f in self.figures if f.figure.startswith(prefix)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +192,7 @@ class BenchResults(EndpointResult):
     comparison: Comparison | None = None
     created: str = ""
     versions: dict[str, Any] = field(default_factory=dict)
+    draft_choice: dict[str, Any] | None = None
 
     @property
     def all(self) -> list[EndpointResult]:
@@ -149,6 +211,11 @@ def from_dict(found: dict[str, Any]) -> BenchResults:
 class ComparedLevel:
     concurrency: int
     rounds: list[float | None]
+    rate: float | None = None
+
+    @property
+    def label(self) -> str:
+        return level_label(self.concurrency, self.rate)
 
 
 @dataclass(frozen=True)
@@ -162,6 +229,12 @@ class ComparedRun:
     categories: dict[str, Any]
     concurrency: list[ComparedLevel]
     turns_detail: list[TurnCounts] = field(default_factory=list)
+    questions_detail: list[QuestionSpeed] = field(default_factory=list)
+
+
+def level_label(concurrency: int, rate: float | None) -> str:
+    """How a level is called in tables: at a given rate the concurrency is a finding, not a setting."""
+    return f"concurrency {concurrency}" if rate is None else f"{rate:g} requests/s"
 
 
 def read_results(path: Path) -> ComparedRun:
@@ -169,6 +242,18 @@ def read_results(path: Path) -> ComparedRun:
     file = path / "results.json" if path.is_dir() else path
     try:
         return _adapter(ComparedRun).validate_json(json.dumps(files.read_object(file)), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise _no_result(file, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except (OSError, TrtspecError, ValueError) as error:
+        raise _no_result(file, str(error)) from None
+
+
+def read_whole(path: Path) -> BenchResults:
+    """All of results.json of a directory or a file, of this release. Raises UsageError when it is not one."""
+    file = path / "results.json" if path.is_dir() else path
+    try:
+        return from_dict(files.read_object(file))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise _no_result(file, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None

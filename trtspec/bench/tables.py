@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from trtspec.bench.acceptance import AcceptanceSummary, RatioSpread
-from trtspec.bench.results import BenchResults, Comparison, EndpointResult, SpeedRatio
+from trtspec.bench.acceptance import AcceptanceSummary
+from trtspec.bench.results import BenchResults, Comparison, EndpointResult, LevelResult
 from trtspec.report import Table
+
+
+def all_tables(results: BenchResults) -> list[Table]:
+    """Everything that the terminal, the report and Markdown show of one run."""
+    found = [acceptance_by_category(results, e) for e in results.all if e.steps and e.drafted != 0]
+    found.append(throughput_table(results))
+    found += [table for name in results.endpoints if (table := ratio_table(results, name))]
+    found += [comparison_table(results.comparison)] if results.comparison else []
+    return [*found, *([draft_table(results.draft_choice)] if results.draft_choice else [])]
+
+
+def workload_line(results: BenchResults) -> str:
+    """What was asked of what, in a sentence."""
+    work, version = results.workload, results.server.version
+    loads = [f"{rate:g}/s" for rate in work["rates"]] or [str(level) for level in work["concurrency"]]
+    lengths = "".join(f", {key} {work[key.lower()]}" for key in ("ISL", "OSL") if work.get(key.lower()))
+    return (
+        f"{results.url}{f' (version {version})' if version else ''}; dataset {work['dataset']} "
+        f"(sha256 {work['dataset_sha256'][:12]}), {' / '.join(map(str, work['questions']))} questions at load "
+        f"{' / '.join(loads)}, {condition(results)}, at most {work['max_tokens']} tokens{lengths}, "
+        f"{work['template']}, seed {work['seed']}"
+    )
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
@@ -25,7 +48,7 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def acceptance_by_category(results: BenchResults, endpoint: EndpointResult) -> Table:
-    """Acceptance length with its interval, the per-turn mean, and N, per category and for all, of one endpoint."""
+    """Acceptance length with its interval, NVIDIA's mean over questions, and N, by category and for all."""
     groups: dict[str, AcceptanceSummary] = {**endpoint.categories, "all": endpoint}
     rows = [
         [
@@ -34,27 +57,45 @@ def acceptance_by_category(results: BenchResults, endpoint: EndpointResult) -> T
             str(group.turns),
             number(group.steps, 0),
             interval(group.acceptance_length, group.acceptance_length_interval),
-            interval_sd(group.per_turn_mean, group.per_turn_sd),
+            number(group.per_question_mean),
             " / ".join(number(p) for p in group.cumulative) if group.cumulative else "\u2014",
         ]
         for name, group in groups.items()
     ]
-    work = results.workload
-    note = (
-        f"{work['dataset']}, {sampling_words(results)}, at most {work['max_tokens']} tokens, "
-        f"{work['template']}; source: {endpoint.source}. Acceptance length = 1 + accepted / steps with a 95 % "
-        "bootstrap interval over questions; per turn = mean and standard deviation of tokens per iteration."
-    )
     columns = [
         "category",
         "questions",
         "turns",
         "steps",
         "acceptance length",
-        "per turn",
+        "per question",
         "accepted at position 1 / 2 / \u2026",
     ]
-    return Table(f"Acceptance of {endpoint.name}", columns, rows, note)
+    return Table(f"Acceptance of {endpoint.name}, {condition(results)}", columns, rows, acceptance_note(results, endpoint))
+
+
+def acceptance_note(results: BenchResults, endpoint: EndpointResult) -> str:
+    """What the acceptance figures are of, and by which definition."""
+    work = results.workload
+    note = (
+        f"{work['dataset']}, {sampling_words(results)}, at most {work['max_tokens']} tokens, "
+        f"{work['template']}; source: {endpoint.source}. Acceptance length = 1 + accepted / steps with a 95 % "
+        "bootstrap interval over questions; per question = tokens per iteration of each question, turns pooled and "
+        "prefills counted, then the mean over questions, as NVIDIA's cards have it."
+    )
+    if endpoint.surplus:
+        note += (
+            f" {endpoint.surplus} drafts accepted past the end of answers, which nobody received, are taken out of the "
+            "server's counters; they are still in the shares by position."
+        )
+    return note
+
+
+def condition(results: BenchResults) -> str:
+    """What is part of every figure's name: the temperature, and how the model was told to think."""
+    thinking = results.workload.get("thinking")
+    words = {None: "", "on": ", thinking on", "off": ", thinking off"}.get(thinking, f", {thinking} reasoning")
+    return sampling_words(results) + words
 
 
 def sampling_words(results: BenchResults) -> str:
@@ -70,42 +111,57 @@ def interval_sd(mean: float | None, deviation: float | None) -> str:
     return number(mean) if mean is None or deviation is None else f"{mean:.2f} \u00b1 {deviation:.2f}"
 
 
+def speed_of(results: BenchResults, endpoint: EndpointResult, level: LevelResult) -> list[float]:
+    """Tokens/s of each round of a level: the one statistic of tables and charts. Where endpoints alternate it is the
+    one that their ratios are made of, else that of the whole round."""
+    for found in results.interleaved or []:
+        if found.label == level.label and endpoint.name in found.tokens_per_s:
+            return found.tokens_per_s[endpoint.name]
+    return level.rounds
+
+
 def throughput_table(results: BenchResults) -> Table:
-    """Speed per concurrency for the endpoint and the ones measured beside it."""
+    """Speed by level for the endpoint and the ones measured beside it."""
+    promised = any(level.throughput.goodput for endpoint in results.all for level in endpoint.concurrency)
     rows = []
     for endpoint in results.all:
         for level in endpoint.concurrency:
             speed = level.throughput
-            user, first, gap = speed.tokens_per_s_per_user, speed.ttft_s, speed.inter_token_s
-            rows.append(
-                [
-                    endpoint.name,
-                    str(level.concurrency),
-                    number(speed.tokens_per_s, 1),
-                    number(speed.steady_tokens_per_s, 1),
-                    number(user.p50 if user else None, 1),
-                    milliseconds(first.p50 if first else None),
-                    milliseconds(first.p99 if first else None),
-                    milliseconds(gap.p50 if gap else None),
-                    number(level.acceptance_length),
-                    f"{speed.requests} / {speed.errors}",
-                ]
-            )
-    columns = [
-        "endpoint",
-        "concurrency",
-        "tokens/s",
-        "steady",
-        "per user",
-        "TTFT ms",
-        "p99",
-        "per token ms",
-        "acceptance",
-    ]
+            first, gap = speed.ttft_s, speed.inter_token_s
+            user, chunk = speed.tokens_per_s_per_user, speed.itl_s
+            row = [
+                endpoint.name,
+                str(level.concurrency) if level.rate is None else f"{level.rate:g}/s",
+                number(mean(speed_of(results, endpoint, level)), 1),
+                number(user.p50 if user else None, 1),
+                milliseconds(first.p50 if first else None),
+                milliseconds(first.p99 if first else None),
+                milliseconds(gap.p50 if gap else None),
+                milliseconds(chunk.p50 if chunk else None),
+                number(level.acceptance_length),
+                f"{speed.requests} / {speed.errors}",
+            ]
+            good = speed.goodput
+            rows.append([*row, f"{good.requests_per_s:.2f} ({100 * good.share:.0f} %)" if good else ""][: 10 + promised])
+    columns = ["endpoint", "load", "tokens/s", "per user", "TTFT ms", "p99", "TPOT ms", "ITL ms", "acceptance"]
+    steady = any(found.metric.startswith("steady") for found in results.interleaved or [])
     note = (
-        "steady = while every slot was busy (two conversations per slot or more); per user, TTFT, per token: medians."
+        ("tokens/s in the steady state, every slot busy; " if steady else "tokens/s over whole rounds; ")
+        + "load = conversations in flight, or new ones per second (/s). Medians: per user = output tokens over the time "
+        "from request to end; TPOT = between tokens after the first; ITL = between chunks, of several tokens each under "
+        "speculation."
     )
-    return Table("Speed", [*columns, "requests / errors"], rows, note)
+    if promised:
+        note += f" goodput: answers per second with {promise_of(results)}."
+    columns += ["requests / errors", *(["goodput/s"] if promised else [])]
+    return Table(f"Speed, {condition(results)}", columns, rows, note)
+
+
+def promise_of(results: BenchResults) -> str:
+    return next(
+        (level.throughput.goodput.promise for e in results.all for level in e.concurrency if level.throughput.goodput),
+        "",
+    )
 
 
 def ratio_table(results: BenchResults, over: str) -> Table | None:
@@ -113,7 +169,7 @@ def ratio_table(results: BenchResults, over: str) -> Table | None:
     rows = [
         [
             pair.of,
-            str(level.concurrency),
+            str(level.concurrency) if level.rate is None else f"{level.rate:g}/s",
             number(mean(level.tokens_per_s[over]), 1),
             number(mean(level.tokens_per_s[pair.of]), 1),
             number(pair.median, 2, "x"),
@@ -129,19 +185,51 @@ def ratio_table(results: BenchResults, over: str) -> Table | None:
     note = (
         "Rounds alternate between endpoints, one loaded at a time, same questions in each; median and range of ratios."
     )
-    columns = ["endpoint", "concurrency", f"{over} tokens/s", "its tokens/s", "ratio", "range", "rounds"]
+    columns = ["endpoint", "load", f"{over} tokens/s", "its tokens/s", "ratio", "range", "rounds"]
     return Table(f"Speed over {over}", columns, rows, note)
 
 
 def comparison_table(comparison: Comparison) -> Table:
     """`--compare`: new over old."""
-    ratios: dict[str, RatioSpread | SpeedRatio] = {f"acceptance, {n}": r for n, r in comparison.acceptance.items()}
-    ratios |= {f"tokens/s at concurrency {r.concurrency}": r for r in comparison.speed}
-    rows = [[name, number(r.ratio, 3), f"{r.low:.3f} \u2013 {r.high:.3f}"] for name, r in ratios.items()]
+    rows = [
+        [
+            f.figure,
+            number(f.ratio, 3),
+            "\u2014" if f.low is None else f"{f.low:.3f} \u2013 {f.high:.3f}",
+            f"{f.pairs} {f.paired_by}s" if f.pairs else "\u2014",
+            f.verdict,
+        ]
+        for f in comparison.figures
+    ]
     note = (
-        "Acceptance: per-turn means with a 95 % bootstrap interval; speed: extremes over rounds, two different moments."
+        f"Intervals of {100 * comparison.confidence:.1f} % each, so that all judged figures together raise an alarm in at "
+        f"most 5 % of equal runs; a regression lies wholly below {1 - comparison.max_regression:g}."
     )
-    return Table(f"This run over {comparison.old['name']}", ["figure", "new / old", "spread"], rows, note)
+    columns = ["figure", "new / old", "interval", "over", "verdict"]
+    return Table(f"This run over {comparison.old['name']}", columns, rows, note, frozenset({0, 4}))
+
+
+def draft_table(choice: dict[str, Any]) -> Table:
+    """`--choose-draft`: every length at every load, and what is proposed."""
+    rows = [
+        [
+            str(load["concurrency"]),
+            str(figures["draft_len"]),
+            number(figures["tokens_per_step"]),
+            number(1000 * figures["step_s"], 2),
+            number(figures["tokens_per_s"], 1),
+            "served" if figures["measured"] else "between served ones",
+            "best" if figures["draft_len"] == load["best"] else "",
+        ]
+        for load in choice["loads"]
+        for figures in load["lengths"]
+    ]
+    schedule = choice["schedule"]
+    what = f"schedule {schedule} (batch size: drafts)" if schedule else f"draft length {choice['draft_len']}"
+    words = " ".join(f"'{word}'" if " " in word else word for word in choice["options"])
+    note = f"Proposed: {what}; trtspec build-config TARGET --head HEAD {words}. " + ". ".join(choice["notes"])
+    columns = ["concurrency", "drafts", "tokens per step", "step ms", "tokens/s per user", "step cost", ""]
+    return Table("Draft length by load", columns, rows, note, frozenset({5, 6}))
 
 
 def quality_line(endpoint: EndpointResult) -> str:

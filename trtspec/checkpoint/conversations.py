@@ -104,10 +104,15 @@ def read_conversations(
                 continue
             yield found
     finally:
-        if unread:
-            named = ", ".join(f"{name} ({count:,})" for name, count in sorted(unread.items())[:12])
-            more = f" and {len(unread) - 12} more" if len(unread) > 12 else ""
-            note(f"{source} has fields that are not read, with the number of rows: {named}{more}")
+        note_unread(source, unread)
+
+
+def note_unread(source: Path | str, unread: Counter[str]) -> None:
+    """One note for the fields that a data set has and nothing honours, with the number of rows."""
+    if unread:
+        named = ", ".join(f"{name} ({count:,})" for name, count in sorted(unread.items())[:12])
+        more = f" and {len(unread) - 12} more" if len(unread) > 12 else ""
+        note(f"{source} has fields that are not read, with the number of rows: {named}{more}")
 
 
 def conversation(row: DataRow, unread: Counter[str]) -> Conversation:

@@ -207,7 +207,7 @@ def _parquet_rows(path: Path) -> Iterator[DataRow]:
         raise UsageError(f"cannot read {path}: {error}", "pass a parquet file") from None
 
 
-def hub_rows(name: str, split: str | None) -> Iterator[DataRow]:
+def hub_rows(name: str, split: str | None, revision: str | None = None) -> Iterator[DataRow]:
     """Streams `org/name[:config]` (or a local data set directory) with the datasets library. A row without a category
     takes the split's name."""
     try:
@@ -217,7 +217,7 @@ def hub_rows(name: str, split: str | None) -> Iterator[DataRow]:
     identifier, _, config = name.partition(":")
     wanted = split or "train"
     try:
-        stream = datasets.load_dataset(identifier, config or None, split=wanted, streaming=True)
+        stream = datasets.load_dataset(identifier, config or None, split=wanted, revision=revision, streaming=True)
         for number, row in enumerate(stream, 1):
             yield DataRow(f"{name}[{wanted}]", number, {"category": wanted if split else "", **_without_nulls(row)})
     except (OSError, ValueError, RuntimeError) as error:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+import shlex
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,12 +17,13 @@ import typer
 from trtspec import report
 from trtspec.cli.options import ForceOption, JsonOption
 from trtspec.cli.values import json_object, numbers, request_limits_of
-from trtspec.errors import CheckFailed, UsageError, has_errors
+from trtspec.errors import CheckFailed, Interrupted, UsageError, has_errors
 from trtspec.records import refuse_unused
 
 if TYPE_CHECKING:
+    from trtspec.bench.load import ServiceLevel
     from trtspec.bench.measure import BenchWorkload
-    from trtspec.bench.results import BenchResults
+    from trtspec.bench.results import BenchResults, EndpointResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +34,52 @@ class BenchOptions:
         typer.Option("--output", "--output-dir", "-o", help="Directory for results, answers and the HTML report."),
     ] = None
     dataset: Annotated[
-        str, typer.Option(help="Questions: a .jsonl of turns, messages or prompts, or nano for the built-in set.")
+        str,
+        typer.Option(
+            help="Questions: a data set by name (mt-bench, speed-bench, gsm8k, ...), NAME=FILE for a local copy of one, "
+            "a file or directory, a hub id, or nano for the built-in set."
+        ),
     ] = "nano"
+    split: Annotated[
+        str | None, typer.Option(help="Split of a hub data set.", show_default="the data set's own, or train")
+    ] = None
+    limit: Annotated[int | None, typer.Option(min=1, help="Read only the first N rows of the data set.")] = None
+    turns: Annotated[int | None, typer.Option(min=1, help="Ask at most N turns of each question or trace.")] = None
+    replay: Annotated[
+        bool,
+        typer.Option("--replay", help="Replay recorded conversations: ask for every assistant message again."),
+    ] = False
     samples: Annotated[
-        str, typer.Option(help="Questions to ask: one number, or one per concurrency; 0 asks all of them.")
+        str, typer.Option(help="Questions to ask: one number, or one per load; 0 asks all of them.")
     ] = "0"
     concurrency: Annotated[
         str, typer.Option(help="Numbers of parallel conversations; each is measured separately.")
     ] = "1,4,16"
+    rate: Annotated[
+        str | None,
+        typer.Option(help="New conversations per second instead of --concurrency, at random (Poisson) times: 0.5,1,2."),
+    ] = None
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 256
+    isl: Annotated[int | None, typer.Option(min=1, help="Tokens of every prompt, made of the data set's text.")] = None
+    osl: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of every answer, past the model's own end; for timings only.")
+    ] = None
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0
+    thinking: Annotated[
+        str | None,
+        typer.Option(
+            metavar="on|off|MODE",
+            help="Thinking of the chat template, or a reasoning_effort such as medium.",
+            show_default="the server's",
+        ),
+    ] = None
+    under: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="CONDITION",
+            help="Ask everything again under a condition: context=TOKENS, template=none, system=TEXT|FILE; repeatable.",
+        ),
+    ] = ()
     seed: Annotated[int, typer.Option(help="Base random seed: answer i uses seed + i.")] = 0
     against_url: Annotated[
         tuple[str, ...],
@@ -49,96 +89,312 @@ class BenchOptions:
         int | None,
         typer.Option(min=1, help="Rounds that the questions are divided into.", show_default="1; 3 with --against-url"),
     ] = None
-    compare: Annotated[Path | None, typer.Option(help="Results of an earlier run to compare this one with.")] = None
+    warmup: Annotated[
+        int | None, typer.Option(min=0, help="Short requests before the measurement.", show_default="highest concurrency")
+    ] = None
+    goodput: Annotated[
+        str | None,
+        typer.Option(help="Service level in ms, to count the answers that keep it: ttft:500,tpot:20,e2el:5000."),
+    ] = None
+    compare: Annotated[
+        Path | None,
+        typer.Option(help="Results of an earlier run to compare this one with; exit status 3 on a regression."),
+    ] = None
+    max_regression: Annotated[
+        str | None,
+        typer.Option(
+            help="Fall that --compare allows, such as 5% or 0.05; what cannot be judged is then an error.",
+            show_default="0",
+        ),
+    ] = None
+    choose_draft: Annotated[
+        bool,
+        typer.Option("--choose-draft", help="Propose the draft length, or a schedule of lengths, for the measured loads."),
+    ] = False
+    at: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="K=URL|RESULTS",
+            help="A server with K drafts, or its results, for --choose-draft; K=0 is one without a head. Repeatable.",
+        ),
+    ] = ()
+    trtllm_version: Annotated[
+        str | None,
+        typer.Option(help="TensorRT-LLM release that --choose-draft writes a schedule for.", show_default="one length"),
+    ] = None
     api: Annotated[
         Literal["chat", "completions"], typer.Option(help="completions sends raw prompts, without a chat template.")
     ] = "chat"
     model: Annotated[str | None, typer.Option(help="Model name.", show_default="the first one the server lists")] = None
     extra_body: Annotated[str, typer.Option(help="JSON object merged into every request.")] = "{}"
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds after which an answer that is not complete has failed.")
+    ] = 600.0
+    wait_ready: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the server to name its model.")] = 0.0
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an interrupted run in --output; failed answers are asked again.")
+    ] = False
+    beside: Annotated[
+        tuple[Path, ...],
+        typer.Option(help="Results of runs on other data sets, whose acceptance the report shows beside; repeatable."),
+    ] = ()
+    markdown: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None
+    junit: Annotated[Path | None, typer.Option(help="Also write the findings to this JUnit XML file.")] = None
     force: ForceOption = False
     json_: JsonOption = False
 
 
 def bench(options: BenchOptions) -> None:
-    """Measure acceptance by category, and throughput and latency by concurrency, of any OpenAI-compatible endpoint.
+    """Measure acceptance by category, and throughput and latency by load, of any OpenAI-compatible endpoint.
 
     Acceptance is available from trtspec's reference backend, trtllm-serve, vLLM and SGLang. Values that a server does
     not report are null.
     """
     from trtspec.bench.compare import compare
-    from trtspec.bench.results import read_results
+    from trtspec.bench.results import read_results, read_whole
 
-    if options.output is None:
-        refuse_unused(options, ["force"], "without --output")
-    else:
-        report.refuse_overwrite(options.output, options.force)
+    _refuse_unused(options)
     old = read_results(options.compare) if options.compare else None
-    results, answers = run(endpoints(options.url, options.against_url), workload(options), options.model)
+    allowed = fraction(options.max_regression, "--max-regression") if options.max_regression else None
+    others = [read_whole(path) for path in options.beside]
+    named, stored = served_at(options.at)
+    meaning = schedule_meaning(options.trtllm_version)
+    urls = endpoints(options.url, (*options.against_url, *(f"{name}={url}" for name, (_, url) in named.items())))
+    results, answers = run(urls, workload(options), options)
     if old is not None:
-        comparison = compare(results, old)
+        comparison = compare(results, old, allowed)
         results = replace(results, comparison=comparison, problems=[*results.problems, *comparison.problems])
-    if options.output is not None:
-        write(options.output, results, answers)
+    if options.choose_draft:
+        lengths = {name: length for name, (length, _) in named.items()}
+        results = replace(results, draft_choice=chosen(results, lengths, stored, meaning, options.trtllm_version))
+    write(options, results, answers, others)
     show(results, options.json_)
     if has_errors(results.problems):
-        raise CheckFailed("the measurement is not valid: see the problems above", "fix them and run bench again")
+        wrong = ", ".join(dict.fromkeys(p.code for p in results.problems if p.severity == "error"))
+        raise CheckFailed(f"the measurement is not valid: {wrong}, see above", "fix them and run bench again")
+
+
+def _refuse_unused(options: BenchOptions) -> None:
+    """Refuses options that this run does not use, and an output that stands."""
+    if options.output is None:
+        refuse_unused(options, ["force", "resume"], "without --output")
+        if options.markdown is None:
+            refuse_unused(options, ["beside"], "without --output or --markdown")
+    elif not options.resume:
+        try:
+            report.refuse_overwrite(options.output, options.force)
+        except UsageError as error:
+            begun = (options.output / "raw.jsonl").is_file()
+            more = "; --resume continues an interrupted run" if begun else ""
+            raise UsageError(error.message, error.remedy + more) from None
+    if options.compare is None:
+        refuse_unused(options, ["max_regression"], "without --compare")
+    if not options.choose_draft:
+        refuse_unused(options, ["at", "trtllm_version"], "without --choose-draft")
+    if options.rate is not None:
+        refuse_unused(options, ["choose_draft"], "with --rate, at which the load is no setting")
+        refuse_unused(options, ["concurrency"], "with --rate, which says nothing of how many are in flight")
+    if options.osl is not None:
+        refuse_unused(options, ["max_tokens"], "with --osl, which is the length of every answer")
+    if options.api == "completions":
+        refuse_unused(options, ["thinking"], "by --api completions, which has no chat template")
+    for path in (options.markdown, options.junit):
+        if path is not None:
+            report.refuse_overwrite(path, options.force or options.resume)
 
 
 def workload(options: BenchOptions) -> BenchWorkload:
     """What the options ask for; UsageError names the first option that cannot be."""
+    from trtspec.bench import conditions
     from trtspec.bench.client import RequestSampling
-    from trtspec.bench.datasets import load_dataset
+    from trtspec.bench.datasets import DatasetChoice, load_dataset
     from trtspec.bench.measure import BenchWorkload
 
     levels = numbers(options.concurrency, "--concurrency")
+    rates = rates_of(options.rate) if options.rate else []
+    choice = DatasetChoice(split=options.split, limit=options.limit, turns=options.turns, replay=options.replay)
+    dataset = load_dataset(options.dataset, choice=choice)
+    if dataset.licence:
+        report.say(f"{dataset.name}: licence {dataset.licence} ({dataset.source})")
     return BenchWorkload(
-        dataset=load_dataset(options.dataset),
-        sampling=RequestSampling(options.max_tokens, options.temperature, options.seed),
+        dataset=dataset,
+        sampling=RequestSampling(options.osl or options.max_tokens, options.temperature, options.seed),
         concurrency=tuple(levels),
-        samples=samples_per_level(options.samples, len(levels)),
+        samples=samples_per_level(options.samples, len(rates or levels)),
         rounds=options.rounds or (3 if options.against_url else 1),
         api=options.api,
         extra_body=json_object(options.extra_body, "--extra-body"),
+        rates=tuple(rates),
+        thinking=options.thinking,
+        warmup=options.warmup,
+        limit_s=options.timeout,
+        promise=promise_of(options.goodput) if options.goodput else None,
+        isl=options.isl,
+        osl=options.osl,
+        conditions=tuple(conditions.parse(options.under)),
     )
 
 
-def run(urls: dict[str, str], work: BenchWorkload, model: str | None) -> tuple[BenchResults, list[dict[str, Any]]]:
-    """Runs the measurement and stamps it with versions and time."""
+def run(
+    urls: dict[str, str], work: BenchWorkload, options: BenchOptions
+) -> tuple[BenchResults, list[dict[str, Any]]]:
+    """Runs the measurement, which keeps every answer in raw.jsonl, and stamps it with versions and time."""
     import asyncio
 
-    from trtspec.bench import measure
+    from trtspec.bench import assembly, measure, raw_results
     from trtspec.progress import progress_bar
 
-    with progress_bar("asking", len(urls) * work.turns(), "answers") as bar:
-        results, answers = asyncio.run(
-            measure.measure(urls, work, model, bar.say, lambda answer: bar.advance(1), request_limits_of)
-        )
+    if options.wait_ready:
+        for url in urls.values():
+            asyncio.run(measure.wait_ready(url, options.wait_ready))
+    path = options.output / raw_results.NAME if options.output else None
+    header = {"workload": work.describe(), "endpoints": list(urls), "model": options.model}
+    with (
+        progress_bar("asking", len(urls) * work.turns(), "answers") as bar,
+        raw_results.RawResults(path, header, restart=not options.resume) as raw,
+    ):
+        progress = measure.Progress(bar.say, lambda answer: bar.advance(1), raw)
+        if raw.kept():
+            bar.say(f"{raw.kept()} answers of the interrupted run are kept")
+        try:
+            with interrupted_by_sigterm():
+                found = asyncio.run(measure.measure(urls, work, options.model, progress, request_limits_of))
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            kept = f"what was answered is in {path}" if path else "nothing is kept without --output"
+            again = "give the same command with --resume" if path else "give --output, which --resume continues"
+            raise Interrupted(f"stopped; {kept}", again) from None
+        results = assembly.assemble(*found)
+        answers = assembly.answer_records(found[0])
     stamp = report.provenance("bench", {"endpoints": urls}, work.describe())
     return replace(results, created=stamp["created"], versions=stamp["versions"]), answers
 
 
-def write(directory: Path, results: BenchResults, answers: list[dict[str, Any]]) -> None:
-    """results.json, answers.jsonl (with the texts) and report.html."""
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM, with which a scheduler ends a job, unwinds like Ctrl-C."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def served_at(entries: Sequence[str]) -> tuple[dict[str, tuple[int, str]], dict[int, EndpointResult]]:
+    """`--at`: endpoints to measure by name (with their draft length and URL), and stored results by draft length."""
+    from trtspec.bench.results import read_whole
+
+    named: dict[str, tuple[int, str]] = {}
+    stored: dict[int, EndpointResult] = {}
+    for entry in entries:
+        length, _, place = entry.partition("=")
+        if not length.isdigit() or not place:
+            raise UsageError(f"--at {entry} is not K=URL or K=RESULTS", "write --at 3=http://127.0.0.1:8003")
+        if int(length) in {*stored, *(drafts for drafts, _ in named.values())}:
+            raise UsageError(f"--at {entry}: {length} drafts are given twice", "name each length once")
+        if Path(place).exists():
+            stored[int(length)] = read_whole(Path(place))
+        else:
+            named[f"draft-{length}"] = (int(length), place)
+    return named, stored
+
+
+def schedule_meaning(version: str | None) -> dict[str, Any]:
+    """What the keys of draft_len_schedule mean to a release; empty where it has none or nobody knows."""
+    if version is None:
+        return {}
+    from trtspec.trtllm.schema import schema_for
+
+    meaning = schema_for(version).behaviour("draft_len_schedule")
+    return {} if meaning.interval else dict(meaning.values)
+
+
+def chosen(
+    results: BenchResults,
+    named: dict[str, int],
+    stored: dict[int, EndpointResult],
+    meaning: dict[str, Any],
+    version: str | None,
+) -> dict[str, Any]:
+    """The proposal of --choose-draft."""
+    from trtspec.bench import choose_draft
+
+    loads = choose_draft.choose(choose_draft.served_by(results.all, named, stored))
+    return choose_draft.propose(loads, meaning, version).to_dict()
+
+
+def write(
+    options: BenchOptions, results: BenchResults, answers: list[dict[str, Any]], others: Sequence[BenchResults]
+) -> None:
+    """results.json, answers.jsonl (with the texts) and report.html, and what a CI job reads."""
+    from trtspec.bench import exports
     from trtspec.bench.report import bench_html
 
-    report.write_json(directory / "results.json", results.to_dict())
-    report.write_atomic(directory / "answers.jsonl", "".join(json.dumps(a, ensure_ascii=False) + "\n" for a in answers))
-    report.write_atomic(directory / "report.html", bench_html(results))
-    report.say(f"wrote {directory / 'results.json'}, answers.jsonl and report.html")
+    directory = options.output
+    if directory is not None:
+        lines = "".join(json.dumps(a, ensure_ascii=False) + "\n" for a in answers)
+        report.write_json(directory / "results.json", results.to_dict())
+        report.write_atomic(directory / "answers.jsonl", lines)
+        report.write_atomic(directory / "report.html", bench_html(results, others))
+        if results.draft_choice:
+            # for `xargs -a DIR/build-config.args trtspec build-config TARGET --head HEAD`
+            words = "".join(shlex.quote(word) + "\n" for word in results.draft_choice["options"])
+            report.write_atomic(directory / "build-config.args", words)
+        report.say(f"wrote {directory / 'results.json'}, answers.jsonl and report.html")
+    if options.markdown is not None:
+        report.write_atomic(options.markdown, exports.markdown(results, others))
+    if options.junit is not None:
+        report.write_atomic(options.junit, exports.junit(results))
+    exports.annotate(results.problems)
 
 
 def show(results: BenchResults, json_output: bool) -> None:
     """The results on stdout: one JSON object, or tables."""
     if json_output:
-        report.print_json({key: value for key, value in results.to_dict().items() if key != "turns_detail"})
+        detail = ("turns_detail", "questions_detail")
+        report.print_json({key: value for key, value in results.to_dict().items() if key not in detail})
         return
     from trtspec.bench import tables
 
-    found = [tables.acceptance_by_category(results, results), tables.throughput_table(results)]
-    found += [table for name in results.endpoints if (table := tables.ratio_table(results, name))]
-    if results.comparison:
-        found.append(tables.comparison_table(results.comparison))
-    report.print_tables(found, [tables.quality_line(results), *report.problem_lines(results.problems)])
+    report.print_tables(
+        tables.all_tables(results), [tables.quality_line(results), *report.problem_lines(results.problems)]
+    )
+
+
+def fraction(text: str, option: str) -> float:
+    """`5%` or `0.05`. Raises UsageError for what is no share below 1."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise UsageError(f"{option} {text} is not a share below 100 %", f"write {option} 5%")
+    return value
+
+
+def rates_of(text: str) -> list[float]:
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < rate < 1e6 for rate in found):
+        raise UsageError(f"--rate {text} is not a list of requests per second", "write --rate 0.5,1,2")
+    return list(dict.fromkeys(found))
+
+
+def promise_of(text: str) -> ServiceLevel:
+    """`ttft:500,tpot:20` in ms, as `vllm bench serve --goodput` has it."""
+    from trtspec.bench.load import ServiceLevel
+
+    try:
+        parts = dict(part.strip().split(":") for part in text.split(","))
+        limits = {name: float(value) / 1000 for name, value in parts.items()}
+        return ServiceLevel(**limits)
+    except (ValueError, TypeError):
+        raise UsageError(f"--goodput {text} is not a service level", "write --goodput ttft:500,tpot:20,e2el:5000") from None
 
 
 def endpoints(url: str, others: Sequence[str]) -> dict[str, str]:
@@ -166,5 +422,5 @@ def samples_per_level(text: str, levels: int) -> tuple[int | None, ...]:
     except ValueError:
         raise UsageError(f"--samples {text} is not a number or a list of numbers", "write --samples 80") from None
     if len(found) not in (1, levels) or min(found) < 0:
-        raise UsageError(f"--samples {text} does not fit {levels} concurrencies", "give one number, or one for each")
+        raise UsageError(f"--samples {text} does not fit {levels} loads", "give one number, or one for each load")
     return tuple((value or None) for value in (found * levels if len(found) == 1 else found))

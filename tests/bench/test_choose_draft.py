@@ -1,0 +1,134 @@
+"""--choose-draft: the length that is really best, never one that nobody served, in options that build-config takes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trtspec.bench import choose_draft
+from trtspec.bench.acceptance import TurnCounts, summarize
+from trtspec.bench.adapters import DetectedServer
+from trtspec.bench.choose_draft import choose, one_length, propose, schedule_of
+from trtspec.bench.results import EndpointResult, LevelResult, QuestionSpeed, Throughput
+from trtspec.bench.text_quality import judge_run
+from trtspec.errors import UsageError
+from trtspec.trtllm.deployment import Deployment
+from trtspec.trtllm.lint.linter import lint
+from trtspec.trtllm.schema import schema_for
+
+RATES = (0.8, 0.7, 0.6, 0.5, 0.4)
+LOADS = (1, 4, 16)
+SPEED = Throughput(
+    requests=1, errors=0, output_tokens=1, wall_s=1.0, tokens_per_s=1.0, steady_tokens_per_s=None,
+    tokens_per_s_per_user=None, ttft_s=None, inter_token_s=None, request_s=None, cached_prompt_tokens=None,
+)  # fmt: skip
+
+
+def step_s(drafts: int, concurrency: int, per_draft: float = 0.08) -> float:
+    """One step: a draft costs more the more requests share it."""
+    return 0.01 * (1 + per_draft * drafts * concurrency**0.75)
+
+
+def expected(drafts: int) -> float:
+    return 1 + sum(itertools.accumulate(RATES[:drafts], lambda a, b: a * b))
+
+
+def endpoint(drafts: int, tells: bool = True, per_draft: float = 0.08) -> EndpointResult:
+    """A server that runs with so many drafts, exactly as the rates and the costs say."""
+    steps = 10_000
+    reached = [steps, *(round(steps * share) for share in itertools.accumulate(RATES[:drafts], lambda a, b: a * b)), 0]
+    histogram = tuple(a - b for a, b in itertools.pairwise(reached))
+    accepted = sum(place * count for place, count in enumerate(histogram))
+    turn = TurnCounts("q", "c", 1 + steps + accepted, steps, accepted, drafts * steps, histogram if tells else None, "x")
+    summary, levels, speeds = summarize([turn]), [], []
+    for concurrency in LOADS:
+        seconds = steps * step_s(drafts, concurrency, per_draft)
+        speeds.append(QuestionSpeed(f"concurrency {concurrency}", "q", "c", turn.tokens, seconds, 0.1, turn.tokens - 1, seconds))
+        more = {"concurrency": concurrency, "categories": {}, "throughput": SPEED, "rounds": [1.0]}
+        levels.append(LevelResult(**vars(summary), **more))  # type: ignore[arg-type]
+    return EndpointResult(
+        **vars(summary), name=f"draft-{drafts}", url="u", server=DetectedServer("reference", "m"), categories={},
+        degeneration=judge_run([]), concurrency=levels, questions_detail=speeds,
+    )  # fmt: skip
+
+
+def really_best(concurrency: int) -> float:
+    return max(expected(k) / step_s(k, concurrency) for k in range(6))
+
+
+def test_the_best_length_is_found_from_three_served_ones() -> None:
+    for load in choose({0: endpoint(0), 2: endpoint(2), 5: endpoint(5)}):
+        assert [figure.draft_len for figure in load.lengths] == [0, 1, 2, 3, 4, 5]
+        best = next(figure for figure in load.lengths if figure.draft_len == load.best)
+        assert expected(load.best) / step_s(load.best, load.concurrency) >= 0.97 * really_best(load.concurrency)
+        assert best.tokens_per_s == pytest.approx(expected(load.best) / step_s(load.best, load.concurrency), rel=0.01)
+
+
+def test_never_a_length_that_was_not_served_or_measured() -> None:
+    loads = choose({1: endpoint(1), 2: endpoint(2)})
+    assert {figure.draft_len for load in loads for figure in load.lengths} == {1, 2}
+    alone = choose({3: endpoint(3)})
+    assert {figure.draft_len for load in alone for figure in load.lengths} == {3}, "the cost of others was not measured"
+    silent = choose({1: endpoint(1), 4: endpoint(4, tells=False)})
+    assert {figure.draft_len for load in silent for figure in load.lengths} == {1, 4}, "acceptance by position is unknown"
+    with pytest.raises(UsageError, match="no server with drafts"):
+        choose({0: endpoint(0)})
+    with pytest.raises(UsageError, match="does not tell its draft length"):
+        served = endpoint(3, tells=False)
+        unknown = EndpointResult(**{**vars(served), "drafted": None})
+        choose_draft.served_by([unknown], {}, {})
+
+
+def test_a_schedule_in_the_words_of_both_kinds_of_release() -> None:
+    loads = choose({0: endpoint(0), 2: endpoint(2), 5: endpoint(5)})
+    assert [load.best for load in loads] == sorted((load.best for load in loads), reverse=True) and loads[0].best > 1
+    lower, upper = schedule_of(loads, "lower"), schedule_of(loads, "upper")
+    assert lower and upper and min(lower) == 1 and max(upper) >= 2048
+    for batch in LOADS:
+        from_lower = lower[max(key for key in lower if key <= batch)]
+        from_upper = upper[min(key for key in upper if key >= batch)]
+        assert from_lower == from_upper == max(1, next(load.best for load in loads if load.concurrency == batch))
+    costly = choose({0: endpoint(0, per_draft=2), 3: endpoint(3, per_draft=2)})
+    assert all(load.best == 0 for load in costly)
+    proposal = propose(costly, {"bounds": "upper"}, "1.3.0rc21")
+    assert proposal.schedule is None and proposal.draft_len >= 1 and "no drafts at all" in proposal.notes[-1]
+    assert one_length(loads) in range(1, 6)
+
+
+@pytest.mark.parametrize("version", ["1.3.0rc18", "1.3.0rc21", "1.3.0rc23"])
+def test_build_config_takes_the_proposal_and_its_file_lints_clean(tmp_path: Path, version: str) -> None:
+    meaning = schema_for(version).behaviour("draft_len_schedule")
+    loads = choose({0: endpoint(0), 2: endpoint(2), 5: endpoint(5)})
+    proposal = propose(loads, {} if meaning.interval else meaning.values, version)
+    assert proposal.schedule
+    arguments = tmp_path / "build-config.args"
+    arguments.write_text("".join(shlex.quote(word) + "\n" for word in proposal.options))
+    made = tmp_path / "extra.yml"
+    command = [sys.executable, "-m", "trtspec", "build-config", "nvidia/Kimi-K2.5-NVFP4", "--head", "nvidia/Kimi-K2.5-Thinking-Eagle3"]
+    built = subprocess.run(["xargs", "-a", arguments, *command, "-o", made], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    linted = subprocess.run(
+        [sys.executable, "-m", "trtspec", "lint", made, "--trtllm-version", version, "--json"], capture_output=True, text=True
+    )
+    found = [p for p in json.loads(linted.stdout)["problems"] if "SCHEDULE" in p["code"] or p["severity"] == "error"]
+    assert linted.returncode == 0 and not found, found
+    assert "draft_len_schedule" in made.read_text()
+
+
+@pytest.mark.parametrize(("version", "has_one"), [("1.0.0", False), ("1.2.0", True)])
+def test_older_releases_get_lower_bounds_or_one_length(version: str, has_one: bool) -> None:
+    meaning = schema_for(version).behaviour("draft_len_schedule")
+    loads = choose({0: endpoint(0), 2: endpoint(2), 5: endpoint(5)})
+    proposal = propose(loads, {} if meaning.interval else meaning.values, version)
+    assert (proposal.schedule is not None) == has_one
+    entries = "".join(f"\n    {batch}: {drafts}" for batch, drafts in (proposal.schedule or {}).items())
+    text = f"speculative_config:\n  decoding_type: Eagle\n  speculative_model_dir: head\n  max_draft_len: {proposal.draft_len}\n"
+    text += f"  draft_len_schedule:{entries}\n" if entries else ""
+    found = [finding.code for finding in lint(text, Deployment(schema_for(version)))]
+    assert not [code for code in found if "SCHEDULE" in code]

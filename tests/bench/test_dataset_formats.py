@@ -1,0 +1,200 @@
+"""The field's data sets, in files generated with the fields that each of them really has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trtspec.bench.dataset_rows import catalogue
+from trtspec.bench.datasets import Dataset, DatasetChoice, load_dataset
+from trtspec.errors import UsageError
+
+PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 16
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+SPEED_BENCH = (
+    "coding", "humanities", "math", "multilingual", "qa", "rag", "reasoning", "roleplay", "stem", "summarization",
+    "writing",
+)  # fmt: skip
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        from pyarrow import Table, parquet
+
+        parquet.write_table(Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def codes(dataset: Dataset) -> list[str]:
+    return [problem.code for problem in dataset.problems]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_mt_bench_as_its_own_file_and_as_the_hub_has_it(tmp_path: Path, suffix: str) -> None:
+    rows = [
+        {"question_id": 81 + i, "category": MT_BENCH[i // 10], "turns": [f"Tell me about {i}", f"And shorter, {i}"]}
+        for i in range(80)
+    ]
+    own = load_dataset(f"mt-bench={write(tmp_path / f'own{suffix}', rows)}")
+    hub = [
+        {"prompt": row["turns"], "prompt_id": row["question_id"], "category": row["category"], "reference": []}
+        for row in rows
+    ]
+    published = load_dataset(f"mt-bench={write(tmp_path / f'hub{suffix}', hub)}")
+    for found in (own, published):
+        assert len(found.questions) == 80 and {q.requests for q in found.questions} == {2}
+        assert {q.category for q in found.questions} == set(MT_BENCH)
+        assert found.questions[3].turns == ("Tell me about 3", "And shorter, 3") and found.questions[3].id == "84"
+        assert found.licence == "Apache-2.0" and codes(found) == []
+    part = load_dataset(f"mt-bench={write(tmp_path / f'part{suffix}', rows[:79])}")
+    assert codes(part) == ["TS-BENCH-DATASET-SIZE"] and "79 questions instead of 80" in part.problems[0].message
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("form", ["turns", "messages"])
+def test_speed_bench_resolved_by_prepare_data(tmp_path: Path, suffix: str, form: str) -> None:
+    rows = []
+    for i in range(880):
+        turns = [f"Explain the case number {i} to a colleague"] * (2 if i % 7 == 0 else 1)
+        said = turns if form == "turns" else [{"role": "user", "content": turn} for turn in turns]
+        rows.append({"question_id": f"{i:032x}", "category": SPEED_BENCH[i // 80], "sub_category": "x", form: said,
+                     "source": "mmlu", "src_id": str(i), "difficulty": "", "multiturn": i % 7 == 0})  # fmt: skip
+    found = load_dataset(f"speed-bench={write(tmp_path / f'qualitative{suffix}', rows)}")
+    assert len(found.questions) == 880 and codes(found) == []
+    assert sorted({q.category for q in found.questions}) == sorted(SPEED_BENCH)
+    assert found.questions[0].requests == 2 and found.questions[1].requests == 1
+    rows[5][form] = [PLACEHOLDER] if form == "turns" else [{"role": "user", "content": PLACEHOLDER}]
+    with pytest.raises(UsageError, match=r":6 holds a placeholder") as failed:
+        load_dataset(f"speed-bench={write(tmp_path / f'raw{suffix}', rows)}")
+    assert "prepare_data.py" in failed.value.remedy
+
+
+@pytest.mark.parametrize("split", ["throughput_1k", "throughput_8k", "throughput_32k"])
+def test_speed_bench_throughput_splits(tmp_path: Path, split: str) -> None:
+    size = {"throughput_1k": 900, "throughput_8k": 7000, "throughput_32k": 28000}[split]
+    text = "the report says that the river rose again after the storm "
+    rows = [
+        {"question_id": f"{i:032x}", "category": ("low_entropy", "mixed", "high_entropy")[i % 3],
+         "turns": [text * (size // 11)], "multiturn": False}
+        for i in range(6)
+    ]  # fmt: skip
+    found = load_dataset(f"speed-bench:{split}={write(tmp_path / f'{split}.jsonl', rows)}")
+    assert len(found.questions[0].turns[0].split()) >= 0.9 * size
+    assert {q.category for q in found.questions} == {"low_entropy", "mixed", "high_entropy"} and not codes(found)
+    with pytest.raises(UsageError, match="has no configuration throughput_64k"):
+        load_dataset("speed-bench:throughput_64k")
+
+
+QA: dict[str, tuple[dict[str, Any], str, str]] = {
+    "gsm8k": ({"question": "How many?", "answer": "so #### 4"}, "How many?", "math"),
+    "humaneval": (
+        {"task_id": "HumanEval/0", "prompt": "def f():\n", "canonical_solution": "  return 1", "test": "check(f)",
+         "entry_point": "f"},
+        "Complete the code I provided.\n\ndef f():", "code",
+    ),
+    "math500": (
+        {"problem": "Find $x$.", "solution": "x=1", "answer": "1", "subject": "Algebra", "level": 2,
+         "unique_id": "test/algebra/1.json"},
+        "Find $x$.", "Algebra",
+    ),
+    "aime": (
+        {"id": 60, "problem": "Find m+n.", "solution": "..", "answer": "204", "url": "x", "year": "2024"},
+        "Find m+n.", "math",
+    ),
+    "ceval": (
+        {"id": 0, "question": "哪一项正确?", "A": "一", "B": "二", "C": "三", "D": "四", "answer": "B", "explanation": ""},
+        "哪一项正确?\nA. 一\nB. 二\nC. 三\nD. 四", "all",
+    ),
+    "livecodebench": (
+        {"question_title": "T", "question_content": "Print the sum.", "platform": "atcoder", "question_id": "abc301_a",
+         "contest_id": "abc301", "contest_date": "2023-05-13", "starter_code": "class S:", "difficulty": "easy",
+         "public_test_cases": "[]", "private_test_cases": "eJx", "metadata": "{}"},
+        "Print the sum.\n\nclass S:", "easy",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QA)
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_question_and_answer_sets(tmp_path: Path, name: str, suffix: str) -> None:
+    row, asks, category = QA[name]
+    found = load_dataset(f"{name}={write(tmp_path / f'rows{suffix}', [row, row])}")
+    assert [q.turns for q in found.questions] == [(asks,), (asks,)] and found.questions[0].category == category
+    assert found.questions[0].id != found.questions[1].id, "the same id twice is two questions"
+    assert found.licence and found.source == catalogue()[name].source
+    broken = {key: value for key, value in row.items() if key not in ("question", "prompt", "problem", "question_content")}
+    with pytest.raises(UsageError, match="has no "):
+        load_dataset(f"{name}={write(tmp_path / f'broken{suffix}', [broken])}")
+
+
+def test_bfcl_sends_its_functions_in_openais_form(tmp_path: Path) -> None:
+    area = {"name": "area", "description": "Area.", "parameters": {
+        "type": "dict", "properties": {"base": {"type": "float"}, "unit": {"type": "string"}}, "required": ["base"]}}
+    row = {"id": "simple_0", "question": [[{"role": "user", "content": "Area of a triangle?"}]], "function": [area]}
+    several = {"id": "multi_1", "question": [
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "One"}],
+        [{"role": "user", "content": "Two"}]], "function": [area]}  # fmt: skip
+    found = load_dataset(f"bfcl={write(tmp_path / 'BFCL_v3_simple.json', [row, several])}").questions
+    assert found[0].turns == ("Area of a triangle?",) and found[1].turns == ("One", "Two")
+    assert found[1].opening == ({"role": "system", "content": "Be brief."},)
+    function = found[0].tools[0]["function"]
+    assert function["parameters"]["type"] == "object" and function["parameters"]["properties"]["base"]["type"] == "number"
+
+
+def trace(calls: int) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "You fix bugs."}, {"role": "user", "content": "Fix the parser."},
+    ]  # fmt: skip
+    for i in range(calls):
+        call = {"id": f"call_{i}", "type": "function", "function": {"name": "bash", "arguments": f'{{"cmd": "ls {i}"}}'}}
+        messages.append({"role": "assistant", "content": f"Look at {i}.", "tool_calls": [call]})
+        messages.append({"role": "tool", "content": [{"type": "text", "text": f"file_{i}.py"}],
+                         "tool_call_ids": [f"call_{i}"]})  # fmt: skip
+    return [*messages, {"role": "assistant", "content": "Done."}]
+
+
+def test_agent_traces_are_replayed_with_a_growing_prefix(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "bash", "description": "Run.", "parameters": {"type": "object"}}}
+    smith = {"messages": json.dumps(trace(3)), "instance_id": "x__y", "resolved": True, "traj_id": "t1", "patch": "p"}
+    open_swe = {"trajectory_id": "t2", "messages": trace(3), "tools": [json.dumps(tool)], "language": "go", "repo": "r"}
+    agentic = {"question_id": "q", "category": "coding", "turns": trace(3), "extras": json.dumps({"tools": json.dumps([tool])})}
+    for name, row in (("swe-smith", smith), ("open-swe-traces", open_swe), ("speed-bench:agentic", agentic)):
+        question = load_dataset(f"{name}={write(tmp_path / 'rows.jsonl', [row])}").questions[0]
+        assert question.requests == 4 and [len(added) for added in question.replay] == [2, 2, 2, 2]
+        sent: list[dict[str, Any]] = []
+        for turn in range(question.requests):
+            sent += question.request(turn, sent)
+        assert [message["role"] for message in sent] == ["system", "user"] + ["assistant", "tool"] * 3
+        assert sent[3]["tool_call_id"] == sent[2]["tool_calls"][0]["id"] == "call_0" and sent[3]["content"] == "file_0.py"
+        assert bool(question.tools) == (name != "swe-smith")
+    short = load_dataset(f"swe-smith={write(tmp_path / 'rows.jsonl', [smith])}", choice=DatasetChoice(turns=2))
+    assert short.questions[0].requests == 2
+
+
+def test_a_picture_is_passed_through(tmp_path: Path) -> None:
+    rows = [{"index": 0, "question": "What is it?", "image": {"bytes": PNG, "path": "0.png"}, "answer": "A",
+             "category": "coarse perception", "l2_category": "x"}]  # fmt: skip
+    question = load_dataset(f"mmstar={write(tmp_path / 'mmstar.parquet', rows)}").questions[0]
+    text, picture = question.request(0, [])[0]["content"]
+    assert text == {"type": "text", "text": "What is it?"} and question.has_pictures
+    assert picture["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
+    parts = [{"type": "text", "text": "Compare"}, {"type": "image_url", "image_url": {"url": "https://x/a.png"}}]
+    said = [{"role": "user", "content": parts}, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "And?"}]
+    question = load_dataset(str(write(tmp_path / "own.jsonl", [{"messages": said}]))).questions[0]
+    assert question.opening[0]["content"] == parts and question.turns == ("And?",) and question.has_pictures
+    with pytest.raises(UsageError, match="neither a URL nor PNG"):
+        load_dataset(f"mmstar={write(tmp_path / 'bad.jsonl', [{'question': 'x', 'image': 'zzz'}])}")
+
+
+def test_every_known_set_states_its_licence_and_source() -> None:
+    for name, known in catalogue().items():
+        assert known.licence and known.source.startswith("https://") and known.hub.count("/") == 1, name
+    with pytest.raises(UsageError, match="does not exist") as failed:
+        load_dataset("mt-bensh")
+    assert "mt-bench" in failed.value.remedy

@@ -1,0 +1,182 @@
+"""Intervals cover, and `--compare` finds what it says and cries wolf as seldom as it says: 1,000 synthetic runs each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from trtspec.bench import compare as comparing
+from trtspec.bench.acceptance import TurnCounts, summarize
+from trtspec.bench.adapters import DetectedServer
+from trtspec.bench.intervals import (
+    independent_ratio,
+    length_interval,
+    paired_ratio,
+    pairs_needed,
+    t_quantile,
+)
+from trtspec.bench.results import BenchResults, ComparedRun, LevelResult, QuestionSpeed, Throughput
+from trtspec.bench.text_quality import judge_run
+
+RUNS = 1000
+RATES = np.array([0.78, 0.66, 0.6])  # conditional acceptance of a real head, roughly
+
+
+def questions(rng: np.random.Generator, count: int, fall: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, accepted) of `count` questions: of different lengths, some easy and some hard, turns of one alike.
+
+    `fall` lowers the length that a step yields by that share on average."""
+    steps = 20 + rng.poisson(60, count)
+    ease = rng.normal(0, 0.35, count)
+    odds = np.log(RATES / (1 - RATES))[None, :] + ease[:, None]
+    reached = np.cumprod(1 / (1 + np.exp(-odds)), axis=1)
+    shares = -np.diff(np.concatenate([np.ones((count, 1)), reached, np.zeros((count, 1))], axis=1))
+    accepted = np.array([rng.multinomial(n, p / p.sum()) @ np.arange(4) for n, p in zip(steps, shares, strict=True)])
+    lost = np.minimum(accepted, rng.binomial(steps + accepted, fall)) if fall else 0
+    return steps, accepted - lost
+
+
+def truth() -> float:
+    steps, accepted = questions(np.random.default_rng(99), 200_000)
+    return 1 + accepted.sum() / steps.sum()
+
+
+def test_quantiles_are_students() -> None:
+    for freedom in (5, 9, 29, 79, 879):
+        for probability in (0.9, 0.975, 0.995):
+            expected = stats.t.ppf(probability, freedom)
+            assert t_quantile(probability, freedom) == pytest.approx(expected, rel=0.003)
+
+
+@pytest.mark.parametrize("count", [10, 34, 80])
+def test_intervals_of_acceptance_cover_in_93_to_97_percent_of_runs(count: int) -> None:
+    rng, value = np.random.default_rng(count), truth()
+    covered = 0
+    for run in range(RUNS):
+        low, high = length_interval(*questions(rng, count), seed=run)  # type: ignore[misc]
+        covered += low <= value <= high
+    print(f"{count} questions: {100 * covered / RUNS:.1f} % of {RUNS} intervals hold {value:.3f}")
+    assert 0.93 * RUNS <= covered <= 0.97 * RUNS
+
+
+@pytest.mark.parametrize("pairs", [10, 80])
+def test_intervals_of_a_paired_ratio_cover(pairs: int) -> None:
+    rng, covered = np.random.default_rng(pairs), 0
+    for _ in range(RUNS):
+        steps, accepted = questions(rng, pairs)
+        again = rng.binomial(steps + accepted, 0.95)  # every token of the old run is kept with 0.95
+        test = paired_ratio((again, steps), (steps + accepted, steps))
+        assert test
+        covered += test.low <= 0.95 <= test.high
+    print(f"{pairs} pairs: {100 * covered / RUNS:.1f} % of {RUNS}")
+    assert 0.93 * RUNS <= covered <= 0.97 * RUNS
+
+
+@pytest.mark.parametrize("rounds", [3, 6])
+def test_intervals_over_rounds_cover(rounds: int) -> None:
+    rng, covered = np.random.default_rng(rounds), 0
+    for _ in range(RUNS):
+        test = independent_ratio(rng.normal(90, 4, rounds), rng.normal(100, 4, rounds))
+        assert test
+        covered += test.low <= 0.9 <= test.high
+    print(f"{rounds} rounds: {100 * covered / RUNS:.1f} % of {RUNS}")
+    assert 0.93 * RUNS <= covered <= 0.975 * RUNS
+
+
+SERVER = DetectedServer("reference", "m")
+WORKLOAD = {key: None for key in comparing.SAME}
+NO_RATES = Throughput(
+    requests=1, errors=0, output_tokens=1, wall_s=1.0, tokens_per_s=1.0, steady_tokens_per_s=None,
+    tokens_per_s_per_user=None, ttft_s=None, inter_token_s=None, request_s=None, cached_prompt_tokens=None,
+)  # fmt: skip
+
+
+def run_of(rng: np.random.Generator, names: list[str], ease: np.ndarray, fall: float) -> BenchResults:
+    """A run of bench at three concurrencies over the same questions: sampled answers, a machine with its own noise."""
+    count = len(names)
+    steps = 20 + rng.poisson(60, count)
+    odds = np.log(RATES / (1 - RATES))[None, :] + ease[:, None]
+    mean = np.cumprod(1 / (1 + np.exp(-odds)), axis=1).sum(axis=1)
+    accepted = rng.binomial(3 * steps, np.minimum(((1 + mean) * (1 - fall) - 1) / 3, 1))
+    turns = [
+        TurnCounts(name, "c", int(1 + s + a), int(s), int(a), int(3 * s), None, "synthetic")
+        for name, s, a in zip(names, steps, accepted, strict=True)
+    ]
+    summary, levels, speeds = summarize(turns), [], []
+    for concurrency in (1, 4, 16):
+        tokens = steps + accepted
+        seconds = steps * 0.01 * concurrency**0.3 * rng.normal(1, 0.05, count)
+        speeds += [
+            QuestionSpeed(f"concurrency {concurrency}", name, "c", int(t), float(s))
+            for name, t, s in zip(names, tokens, seconds, strict=True)
+        ]
+        level = {"concurrency": concurrency, "categories": {}, "throughput": NO_RATES, "rounds": [1.0]}
+        levels.append(LevelResult(**vars(summary), **level))  # type: ignore[arg-type]
+    return BenchResults(
+        **vars(summary), name="new", url="u", server=SERVER, categories={}, degeneration=judge_run([]),
+        concurrency=levels, turns_detail=turns, questions_detail=speeds, workload=WORKLOAD, endpoints={},
+        interleaved=None, problems=[],
+    )  # fmt: skip
+
+
+def as_old(run: BenchResults) -> ComparedRun:
+    fields = {"name": "old", "url": "u", "server": {}, "workload": run.workload, "categories": {}}
+    return ComparedRun(**fields, concurrency=run.concurrency, turns_detail=run.turns_detail,  # type: ignore[arg-type]
+                       questions_detail=run.questions_detail)  # fmt: skip
+
+
+def alarms(count: int, fall: float, runs: int, seed: int) -> tuple[int, list[int]]:
+    """How many comparisons raise an alarm, and how many questions each proposes for 5 % of acceptance."""
+    rng = np.random.default_rng(seed)
+    names, raised, proposed = [str(i) for i in range(count)], 0, []
+    for _ in range(runs):
+        ease = rng.normal(0, 0.35, count)
+        old, new = run_of(rng, names, ease, 0.0), run_of(rng, names, ease, fall)
+        found = comparing.compare(new, as_old(old))
+        raised += any(problem.code == "TS-BENCH-REGRESSION" for problem in found.problems)
+        proposed.append(found.figures[0].pairs_for_5_percent or 0)
+    return raised, proposed
+
+
+@pytest.mark.slow
+def test_equal_runs_raise_an_alarm_in_at_most_5_percent() -> None:
+    raised, _ = alarms(40, 0.0, RUNS, seed=1)
+    print(f"{raised} alarms in {RUNS} comparisons of equal runs of 40 questions at three concurrencies")
+    assert raised <= 0.05 * RUNS
+
+
+@pytest.mark.slow
+def test_a_fall_of_5_percent_is_found_with_the_number_of_questions_that_is_proposed() -> None:
+    _, proposed = alarms(40, 0.0, 50, seed=2)
+    count = int(np.median(proposed))
+    found, _ = alarms(count, 0.05, RUNS, seed=3)
+    print(f"proposed {count} questions: a fall of 5 % found in {found} of {RUNS} runs")
+    assert found >= 0.8 * RUNS
+
+
+def test_comparison_in_small() -> None:
+    """The same in 60 runs, for the default suite; and a gate that allows 10 % lets 5 % pass."""
+    assert alarms(40, 0.0, 60, seed=4)[0] <= 6
+    raised, proposed = alarms(60, 0.08, 40, seed=5)
+    assert raised >= 36 and all(3 <= count < 400 for count in proposed)
+    rng = np.random.default_rng(6)
+    names, ease = [str(i) for i in range(80)], rng.normal(0, 0.35, 80)
+    old, new = run_of(rng, names, ease, 0.0), run_of(rng, names, ease, 0.05)
+    assert any(p.code == "TS-BENCH-REGRESSION" for p in comparing.compare(new, as_old(old)).problems)
+    assert not any(p.severity == "error" for p in comparing.compare(new, as_old(old), 0.15).problems)
+    other = replace(old, workload={**WORKLOAD, "thinking": "on"})
+    gate = comparing.compare(new, as_old(other), 0.15)
+    assert [p.severity for p in gate.problems] == ["error"] and not any(f.judged for f in gate.figures)
+
+
+def test_more_spread_needs_more_pairs() -> None:
+    rng = np.random.default_rng(0)
+    steps, accepted = questions(rng, 40)
+    quiet = paired_ratio((steps + accepted, steps), (steps + accepted + rng.binomial(4, 0.5, 40), steps))
+    loud = paired_ratio((steps + accepted, steps), (steps + accepted + rng.binomial(80, 0.5, 40), steps))
+    assert quiet and loud and pairs_needed(loud, 0.05) > pairs_needed(quiet, 0.05)
+    assert pairs_needed(loud, 0.02) > 4 * pairs_needed(loud, 0.05)
+    assert paired_ratio(([1], [1]), ([1], [1])) is None and independent_ratio([1, 2], [1, 2]) is None

@@ -1,0 +1,219 @@
+"""Which draft length pays, at each load: acceptance by position against the measured cost of a step.
+
+tokens per step at length k    1 + the shares of steps that accepted 1 .. k drafts (of the longest length measured)
+seconds per step at length k   measured where k was served; between two served lengths on the line through them
+tokens per second of a user    the quotient; of a served length the measured one itself
+
+Never proposed is a length longer than what was served, and one whose cost nobody measured. A schedule over batch sizes
+falls or stays with the load, reaches every batch and never ends at 0, where acceptance stays collapsed after a burst.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from math import sqrt
+from typing import Any
+
+from trtspec.bench.results import EndpointResult, LevelResult
+from trtspec.errors import UsageError
+
+CLOSE = 0.01  # two lengths that differ by less are alike, and the shorter one is proposed
+SCHEDULE = "speculative_config.draft_len_schedule"
+LARGEST_BATCH = 2048  # what an engine that names no max_batch_size may run, and more than any that does
+REMEDY = "serve other draft lengths too and pass each as --at K=URL or --at K=RESULTS; K=0 is a server without a head"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthFigures:
+    """One draft length at one load. `measured`: it was served; else its step cost lies between served ones."""
+
+    draft_len: int
+    tokens_per_step: float
+    step_s: float
+    tokens_per_s: float
+    measured: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadChoice:
+    """The lengths at one concurrency, shortest first, and the best of them."""
+
+    concurrency: int
+    lengths: list[LengthFigures]
+    best: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftChoice:
+    """What is proposed: one length, and where a release can follow the load a schedule (batch size -> length)."""
+
+    loads: list[LoadChoice]
+    draft_len: int
+    schedule: dict[int, int] | None
+    version: str | None
+    options: list[str]
+    notes: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def served_length(endpoint: EndpointResult) -> int | None:
+    """The draft length that a server runs with, from what it drafted; 0 where it steps without drafts."""
+    if endpoint.drafted is None or not endpoint.steps:
+        return None
+    if endpoint.histogram:
+        return len(endpoint.histogram) - 1
+    return round(endpoint.drafted / endpoint.steps)
+
+
+def step_seconds(endpoint: EndpointResult, level: LevelResult) -> float | None:
+    """Seconds of one verification step of one request: from the first to the last chunk of each answer."""
+    waited = sum(speed.decode_s for speed in endpoint.questions_detail if speed.level == level.label)
+    decoded = sum(speed.decoded for speed in endpoint.questions_detail if speed.level == level.label)
+    if not waited or not decoded:
+        return None
+    return waited * (level.acceptance_length or 1.0) / decoded
+
+
+def choose(served: Mapping[int, EndpointResult]) -> list[LoadChoice]:
+    """The best length at every concurrency that all of `served` (by draft length) were measured at.
+
+    Raises UsageError where nothing can be chosen between."""
+    if not any(served):
+        raise UsageError("no server with drafts was measured", REMEDY)
+    common = [
+        level.concurrency
+        for level in next(iter(served.values())).concurrency
+        if level.rate is None and all(_level(endpoint, level.concurrency) for endpoint in served.values())
+    ]
+    if not common:
+        raise UsageError("the measurements have no concurrency in common", "measure all of them at --concurrency 1,4,16")
+    return [_choice(served, concurrency) for concurrency in common]
+
+
+def _level(endpoint: EndpointResult, concurrency: int) -> LevelResult | None:
+    return next((level for level in endpoint.concurrency if level.concurrency == concurrency and not level.rate), None)
+
+
+def _choice(served: Mapping[int, EndpointResult], concurrency: int) -> LoadChoice:
+    costs: dict[int, float] = {}
+    lengths: dict[int, float] = {}
+    for drafts, endpoint in served.items():
+        level = _level(endpoint, concurrency)
+        seconds = step_seconds(endpoint, level) if level else None
+        if level is None or seconds is None:
+            raise UsageError(f"no step was timed with {drafts} drafts at concurrency {concurrency}", "ask longer answers")
+        costs[drafts], lengths[drafts] = seconds, (level.acceptance_length or 1.0) if drafts else 1.0
+    longest = max(served)
+    shares = _shares(served[longest], concurrency)
+    if shares and not served[longest].surplus:
+        lengths |= {k: 1 + sum(shares[:k]) for k in range(1, longest) if k not in lengths}
+    figures = []
+    for k in sorted(lengths):
+        seconds = costs.get(k) or _between(costs, k)
+        if seconds is not None:
+            figures.append(
+                LengthFigures(
+                    draft_len=k,
+                    tokens_per_step=round(lengths[k], 4),
+                    step_s=round(seconds, 7),
+                    tokens_per_s=round(lengths[k] / seconds, 3),
+                    measured=k in costs,
+                )
+            )
+    most = max(figure.tokens_per_s for figure in figures)
+    best = next(figure.draft_len for figure in figures if figure.tokens_per_s >= (1 - CLOSE) * most)
+    return LoadChoice(concurrency=concurrency, lengths=figures, best=best)
+
+
+def _shares(endpoint: EndpointResult, concurrency: int) -> list[float] | None:
+    level = _level(endpoint, concurrency)
+    return (level.cumulative if level else None) or endpoint.cumulative
+
+
+def _between(costs: Mapping[int, float], drafts: int) -> float | None:
+    """On the line through the nearest served lengths on both sides; None beyond them."""
+    below, above = (max((k for k in costs if k < drafts), default=None), min((k for k in costs if k > drafts), default=None))
+    if below is None or above is None:
+        return None
+    part = (drafts - below) / (above - below)
+    return costs[below] + part * (costs[above] - costs[below])
+
+
+def one_length(loads: Sequence[LoadChoice]) -> int:
+    """The length that loses least at the load where it loses most; never 0."""
+    offered = set.intersection(*({figure.draft_len for figure in load.lengths} for load in loads)) - {0}
+
+    def worst(drafts: int) -> float:
+        return max(
+            max(f.tokens_per_s for f in load.lengths)
+            / next(f.tokens_per_s for f in load.lengths if f.draft_len == drafts)
+            for load in loads
+        )
+
+    return min(sorted(offered), key=worst)
+
+
+def schedule_of(loads: Sequence[LoadChoice], bounds: str) -> dict[int, int] | None:
+    """Batch size -> draft length in the words of a release, whose keys are `lower` or `upper` bounds; None where one
+    length is best everywhere. Half way (geometrically) between two loads the length changes."""
+    ordered = sorted(loads, key=lambda load: load.concurrency)
+    lengths: list[int] = []
+    for load in ordered:
+        lengths.append(max(1, min([load.best, *lengths[-1:]])))
+    if len(set(lengths)) == 1:
+        return None
+    borders = [int(sqrt(a.concurrency * b.concurrency)) for a, b in pairwise(ordered)]
+    if bounds == "lower":
+        found = dict(zip([1, *(border + 1 for border in borders)], lengths, strict=True))
+    else:
+        found = dict(zip([*borders, max(LARGEST_BATCH, ordered[-1].concurrency)], lengths, strict=True))
+    entries = list(found.items())
+    if bounds == "lower":  # an entry that changes nothing after the one before it is left out
+        return dict(entries[:1] + [b for a, b in pairwise(entries) if a[1] != b[1]])
+    return dict([a for a, b in pairwise(entries) if a[1] != b[1]] + entries[-1:])
+
+
+def propose(loads: Sequence[LoadChoice], meaning: Mapping[str, Any], version: str | None) -> DraftChoice:
+    """The proposal for a release, whose `meaning` of draft_len_schedule (bounds, first, beyond) its schema states."""
+    notes = []
+    bounds = meaning.get("bounds")
+    schedule = schedule_of(loads, bounds) if bounds in ("lower", "upper") else None
+    if version and bounds not in ("lower", "upper"):
+        notes.append(f"TensorRT-LLM {version} has no draft_len_schedule whose meaning is known: one length for all loads")
+    off = [load.concurrency for load in loads if load.best == 0]
+    if off:
+        where = ", ".join(map(str, off))
+        notes.append(f"at concurrency {where} no drafts at all are fastest; a server that reaches 0 may stay there")
+    drafts = max(schedule.values()) if schedule else one_length(loads)
+    options = ["--draft-len", str(drafts)]
+    if schedule:
+        entries = ", ".join(f"{batch}: {length}" for batch, length in schedule.items())
+        options += ["--set", f"{SCHEDULE}={{{entries}}}"]
+    if version:
+        options += ["--trtllm-version", version]
+    return DraftChoice(
+        loads=list(loads), draft_len=drafts, schedule=schedule, version=version, options=options, notes=notes
+    )
+
+
+def served_by(
+    endpoints: Sequence[EndpointResult], named: Mapping[str, int], stored: Mapping[int, EndpointResult]
+) -> dict[int, EndpointResult]:
+    """Endpoints by draft length: measured ones by what they drafted, those of `named` and `stored` as they were given.
+
+    Raises UsageError where the first does not tell its length, or one tells another than was given."""
+    found: dict[int, EndpointResult] = dict(stored)
+    for place, endpoint in enumerate(endpoints):
+        told, given = served_length(endpoint), named.get(endpoint.name)
+        if given is None and told is None and place == 0:
+            raise UsageError(f"{endpoint.name} does not tell its draft length", "pass it as --at K=URL")
+        if told is not None and given is not None and told != given:
+            raise UsageError(f"--at {given}={endpoint.url}: it drafts {told} tokens per step", "name what it serves")
+        length = told if given is None else given
+        if length is not None:
+            found.setdefault(length, endpoint)
+    return found

@@ -1,0 +1,293 @@
+"""Rows of the data sets that are known by name, in the words that the one reader of conversations knows.
+
+What a set calls its fields, where it lies and what a whole copy holds stands in data/datasets.yaml; here is how a field
+becomes a question, a tool or a picture.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import json
+import re
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trtspec import data_files
+from trtspec.checkpoint.conversations import IDS
+from trtspec.checkpoint.rows import CODE, DataRow, from_hub, hub_rows, read_rows
+from trtspec.errors import UsageError
+
+LISTS = ("messages", "conversations", "conversation", "turns", "prompt")
+PICTURES = ((b"\x89PNG", "png"), (b"\xff\xd8", "jpeg"), (b"GIF8", "gif"), (b"RIFF", "webp"))
+JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}  # BFCL writes Python's names
+NAMED = re.compile(r"(?P<name>[a-z0-9-]+)(?::(?P<config>[\w.-]+))?(?:=(?P<file>.+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedSet:
+    """One row of data/datasets.yaml. `configs` are read one after the other; `others` only when they are named."""
+
+    name: str
+    title: str
+    hub: str
+    licence: str
+    source: str
+    revision: str = "main"
+    split: str = "test"
+    configs: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    fields: dict[str, str] = field(default_factory=dict)
+    category: str = ""
+    replay: bool = False
+    questions: int | None = None
+    turns_each: int | None = None
+    categories: int | None = None
+    placeholder: str = ""
+    prepare: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSource:
+    """Where rows come from: a known set from the hub or from a file of its form, or any file, directory or hub id."""
+
+    label: str
+    known: NamedSet | None = None
+    file: str = ""
+    config: str = ""
+
+
+@functools.cache
+def catalogue() -> dict[str, NamedSet]:
+    found = {}
+    for name, entry in data_files.load_yaml("datasets.yaml")["datasets"].items():
+        lists = {key: tuple(entry[key]) for key in ("configs", "others", "files") if key in entry}
+        found[name] = NamedSet(name=name, **{**entry, **lists})
+    return found
+
+
+def locate(text: str) -> DatasetSource:
+    """What `--dataset` names: a path that exists, a known name (`NAME[:CONFIG][=FILE]`), or a hub id. UsageError else."""
+    remedy = f"pass a data file, a hub id org/name, nano, or one of {', '.join(catalogue())}, alone or as NAME=FILE"
+    if Path(text).expanduser().exists():
+        return DatasetSource(label=Path(text).name, file=str(Path(text).expanduser()))
+    match = NAMED.fullmatch(text)
+    known = catalogue().get(match["name"]) if match else None
+    if match and known:
+        config, file = match["config"] or "", match["file"] or ""
+        if config and config not in (*known.configs, *known.others):
+            listed = ", ".join((*known.configs, *known.others)) or "none"
+            raise UsageError(f"the data set {known.name} has no configuration {config}", f"it has {listed}")
+        if file and not Path(file).expanduser().exists():
+            raise UsageError(f"the dataset {file} does not exist", f"--dataset {known.name} alone reads the hub")
+        return DatasetSource(label=text.partition("=")[0], known=known, file=file, config=config)
+    if from_hub(text):
+        return DatasetSource(label=text, file=text)
+    raise UsageError(f"the dataset {text} does not exist", remedy)
+
+
+def rows_of(source: DatasetSource, split: str | None = None) -> Iterator[DataRow]:
+    """The rows of a source in the reader's words, each with its pictures still in it. Raises UsageError."""
+    known = source.known
+    if known is None:
+        yield from (row_in_words(row, None) for row in read_rows(source.file, split))
+        return
+    if source.file:
+        yield from (row_in_words(row, known) for row in read_rows(source.file, split))
+        return
+    if known.files:
+        for name in known.files:
+            path = hub_file(known, name)
+            category = Path(name).stem.partition("_v3_")[2] or Path(name).stem
+            yield from (row_in_words(row, replace(known, category=category)) for row in read_rows(path))
+        return
+    configs = (source.config,) if source.config else known.configs or ("",)
+    for config in configs:
+        own = replace(known, category=known.category or (config if len(known.configs) > 1 else ""))
+        name = f"{known.hub}:{config}" if config else known.hub
+        for row in hub_rows(name, split or known.split, known.revision):
+            value = dict(row.value)
+            if value.get("category") == (split or known.split):
+                del value["category"]  # hub_rows puts the split's name where a row has none
+            yield row_in_words(replace(row, value=value), own)
+
+
+def hub_file(known: NamedSet, name: str) -> str:
+    """The local copy of one file of a hub data set. Raises UsageError where it cannot be had."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return hf_hub_download(known.hub, name, repo_type="dataset", revision=known.revision)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        remedy = f"download {name} from {known.source} and pass --dataset {known.name}=FILE"
+        raise UsageError(f"cannot read {name} of the hub data set {known.hub}: {reason}", remedy) from None
+
+
+def row_in_words(row: DataRow, known: NamedSet | None) -> DataRow:
+    """One row with the fields that `conversations` reads, its `pictures` beside them. Raises UsageError for a text that
+    is only a placeholder."""
+    if not isinstance(row.value, dict):
+        return row
+    value = dict(row.value)
+    if known:
+        value = _renamed(row, value, known)
+    for key in ("messages", "turns"):
+        value[key] = _from_json(row, value.get(key), key)
+    value["messages"], value["turns"] = _flat(value["messages"], value["turns"])
+    tools = _from_json(row, value.pop("tools", None), "tools") or _extra_tools(row, value)
+    if tools:
+        value["tools"] = [_tool(row, entry) for entry in tools] if isinstance(tools, list) else tools
+    found = {key: item for key, item in value.items() if item is not None}
+    if known and known.placeholder and known.placeholder in json.dumps(found, default=str):
+        raise UsageError(f"{CODE} {row.where} holds a placeholder instead of the text", known.prepare)
+    return replace(row, value=found)
+
+
+def _renamed(row: DataRow, value: dict[str, Any], known: NamedSet) -> dict[str, Any]:
+    """The fields of a known set under the reader's names; a row that is in the reader's words already stays."""
+    fields = known.fields
+    template = fields.get("template", "")
+    wanted = [name for _, name, _, _ in string.Formatter().parse(template) if name] or [
+        fields[key] for key in ("turns", "messages") if key in fields
+    ]
+    missing = [name for name in wanted if name not in value]
+    about = {key: value[fields[key]] for key in ("id", "category") if value.get(fields.get(key, "")) not in (None, "")}
+    if missing and not any(key in value for key in LISTS):
+        raise UsageError(
+            f"{CODE} {row.where} has no {' and no '.join(missing)}, which rows of {known.title} have",
+            f"the fields are listed at {known.source}",
+        )
+    made: dict[str, Any] = {}
+    if missing or not wanted:
+        made = {key: value[key] for key in (*LISTS, "tools", "extras", "system") if key in value}
+    elif template:
+        made["prompt"] = template.format(**{name: value[name] for name in wanted}).strip()
+    else:
+        made = {key: value[fields[key]] for key in ("turns", "messages", "tools") if fields.get(key) in value}
+    if fields.get("images") in value:
+        made["images"] = value[fields["images"]]
+    if fields.get("id") != "":  # an empty name: the set's ids are not unique
+        about.setdefault("id", next((value[key] for key in IDS if key in value), None))
+    about.setdefault("category", value.get("category") or known.category)
+    return made | about
+
+
+def _from_json(row: DataRow, value: Any, key: str) -> Any:
+    """A list or an object that a table keeps as JSON text; the reader says what is wrong with any other text."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise UsageError(f"{CODE} {row.where} has {key} that are neither a list nor JSON text of one",
+                         f"write {key} as a list") from None  # fmt: skip
+
+
+def _flat(messages: Any, turns: Any) -> tuple[Any, Any]:
+    """(messages, turns) where the turns of a set are messages, or lists of messages, themselves."""
+    if isinstance(turns, list) and turns and all(isinstance(turn, list) for turn in turns):
+        turns = [message for turn in turns for message in turn]
+    if isinstance(turns, list) and turns and all(isinstance(turn, dict) for turn in turns):
+        messages, turns = messages or turns, None
+    if isinstance(messages, list):
+        messages = [_tool_answer(message) for message in messages]
+    return messages, turns
+
+
+def _tool_answer(message: Any) -> Any:
+    """SWE-agent keeps the id of a call that a tool answers in a list."""
+    if isinstance(message, dict) and isinstance(message.get("tool_call_ids"), list) and message["tool_call_ids"]:
+        first, rest = message["tool_call_ids"][0], {k: v for k, v in message.items() if k != "tool_call_ids"}
+        return {**rest, "tool_call_id": message.get("tool_call_id") or str(first)}
+    return message
+
+
+def _extra_tools(row: DataRow, value: dict[str, Any]) -> Any:
+    """SPEED-Bench's agentic rows keep their tools as JSON inside `extras`."""
+    extras = _from_json(row, value.pop("extras", None), "extras")
+    return _from_json(row, extras.get("tools"), "tools") if isinstance(extras, dict) else None
+
+
+def _tool(row: DataRow, entry: Any) -> Any:
+    """A function in OpenAI's form: JSON text of one and BFCL's bare function with Python's type names are taken too."""
+    entry = _from_json(row, entry, "tools")
+    if isinstance(entry, dict) and "function" not in entry and "name" in entry:
+        entry = {"type": "function", "function": entry}
+    function = entry.get("function") if isinstance(entry, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UsageError(
+            f"{CODE} {row.where} has a tool without function.name",
+            "write {type: function, function: {name, description, parameters}}",
+        )
+    return {**entry, "function": {key: _json_types(item) for key, item in function.items()}}
+
+
+def _json_types(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_json_types(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    found = {key: _json_types(item) for key, item in value.items()}
+    if isinstance(found.get("type"), str):
+        found["type"] = JSON_TYPES.get(found["type"], found["type"])
+    return found
+
+
+def without_pictures(row: DataRow) -> tuple[DataRow, dict[int, list[dict[str, Any]]]]:
+    """The row without its pictures, and these as parts of content, by the message's place counted from the end (1 is
+    the last). A row's own `images` belong to its first question."""
+    if not isinstance(row.value, dict):
+        return row, {}
+    value, found = dict(row.value), {}
+    for key in LISTS:
+        items = value.get(key)
+        if not isinstance(items, list):
+            continue
+        value[key] = [_words_only(item) for item in items]
+        for place, item in enumerate(reversed(items), 1):
+            if parts := _picture_parts(item):
+                found[place] = parts
+    images = value.pop("images", None)
+    if images is not None and images != []:
+        single = images if isinstance(images, list) else [images]
+        turns = value.get("turns")
+        place = len(turns) if isinstance(turns, list) else 1
+        found.setdefault(place, []).extend({"type": "image_url", "image_url": {"url": url_of(row, one)}} for one in single)
+    return replace(row, value=value), found
+
+
+def _picture_parts(message: Any) -> list[dict[str, Any]]:
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return []
+    return [part for part in content if isinstance(part, dict) and part.get("type") in ("image_url", "video_url")]
+
+
+def _words_only(message: Any) -> Any:
+    pictures = _picture_parts(message)
+    if not pictures:
+        return message
+    return {**message, "content": [part for part in message["content"] if part not in pictures]}
+
+
+def url_of(row: DataRow, image: Any) -> str:
+    """A picture as a URL: an address stays, bytes become a data: URL. Raises UsageError for anything else."""
+    if isinstance(image, str) and image.startswith(("http://", "https://", "data:image/")):
+        return image
+    data: Any = image.get("bytes") if isinstance(image, dict) else image
+    if hasattr(data, "save"):  # as the datasets library decodes it
+        buffer = io.BytesIO()
+        data.save(buffer, format="PNG")
+        data = buffer.getvalue()
+    kind = next((name for magic, name in PICTURES if isinstance(data, bytes) and data.startswith(magic)), None)
+    if kind is None:
+        raise UsageError(f"{CODE} {row.where} has an image that is neither a URL nor PNG, JPEG, GIF or WebP bytes",
+                         "give a URL, a data: URL, or the bytes of a picture")  # fmt: skip
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
