@@ -45,11 +45,15 @@ def endpoint(drafts: int, tells: bool = True, per_draft: float = 0.08) -> Endpoi
     reached = [steps, *(round(steps * share) for share in itertools.accumulate(RATES[:drafts], lambda a, b: a * b)), 0]
     histogram = tuple(a - b for a, b in itertools.pairwise(reached))
     accepted = sum(place * count for place, count in enumerate(histogram))
-    turn = TurnCounts("q", "c", 1 + steps + accepted, steps, accepted, drafts * steps, histogram if tells else None, "x")
+    turn = TurnCounts(
+        "q", "c", 1 + steps + accepted, steps, accepted, drafts * steps, histogram if tells else None, "x"
+    )
     summary, levels, speeds = summarize([turn]), [], []
     for concurrency in LOADS:
         seconds = steps * step_s(drafts, concurrency, per_draft)
-        speeds.append(QuestionSpeed(f"concurrency {concurrency}", "q", "c", turn.tokens, seconds, 0.1, turn.tokens - 1, seconds))
+        speeds.append(
+            QuestionSpeed(f"concurrency {concurrency}", "q", "c", turn.tokens, seconds, 0.1, turn.tokens - 1, seconds)
+        )
         more = {"concurrency": concurrency, "categories": {}, "throughput": SPEED, "rounds": [1.0]}
         levels.append(LevelResult(**vars(summary), **more))  # type: ignore[arg-type]
     return EndpointResult(
@@ -76,7 +80,9 @@ def test_never_a_length_that_was_not_served_or_measured() -> None:
     alone = choose({3: endpoint(3)})
     assert {figure.draft_len for load in alone for figure in load.lengths} == {3}, "the cost of others was not measured"
     silent = choose({1: endpoint(1), 4: endpoint(4, tells=False)})
-    assert {figure.draft_len for load in silent for figure in load.lengths} == {1, 4}, "acceptance by position is unknown"
+    assert {figure.draft_len for load in silent for figure in load.lengths} == {1, 4}, (
+        "acceptance by position is unknown"
+    )
     with pytest.raises(UsageError, match="no server with drafts"):
         choose({0: endpoint(0)})
     with pytest.raises(UsageError, match="does not tell its draft length"):
@@ -110,11 +116,21 @@ def test_build_config_takes_the_proposal_and_its_file_lints_clean(tmp_path: Path
     arguments = tmp_path / "build-config.args"
     arguments.write_text("".join(shlex.quote(word) + "\n" for word in proposal.options))
     made = tmp_path / "extra.yml"
-    command = [sys.executable, "-m", "trtspec", "build-config", "nvidia/Kimi-K2.5-NVFP4", "--head", "nvidia/Kimi-K2.5-Thinking-Eagle3"]
+    command = [
+        sys.executable,
+        "-m",
+        "trtspec",
+        "build-config",
+        "nvidia/Kimi-K2.5-NVFP4",
+        "--head",
+        "nvidia/Kimi-K2.5-Thinking-Eagle3",
+    ]
     built = subprocess.run(["xargs", "-a", arguments, *command, "-o", made], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     linted = subprocess.run(
-        [sys.executable, "-m", "trtspec", "lint", made, "--trtllm-version", version, "--json"], capture_output=True, text=True
+        [sys.executable, "-m", "trtspec", "lint", made, "--trtllm-version", version, "--json"],
+        capture_output=True,
+        text=True,
     )
     found = [p for p in json.loads(linted.stdout)["problems"] if "SCHEDULE" in p["code"] or p["severity"] == "error"]
     assert linted.returncode == 0 and not found, found

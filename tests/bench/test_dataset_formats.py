@@ -128,14 +128,23 @@ def test_question_and_answer_sets(tmp_path: Path, name: str, suffix: str) -> Non
     assert [q.turns for q in found.questions] == [(asks,), (asks,)] and found.questions[0].category == category
     assert found.questions[0].id != found.questions[1].id, "the same id twice is two questions"
     assert found.licence and found.source == catalogue()[name].source
-    broken = {key: value for key, value in row.items() if key not in ("question", "prompt", "problem", "question_content")}
+    broken = {
+        key: value for key, value in row.items() if key not in ("question", "prompt", "problem", "question_content")
+    }
     with pytest.raises(UsageError, match="has no "):
         load_dataset(f"{name}={write(tmp_path / f'broken{suffix}', [broken])}")
 
 
 def test_bfcl_sends_its_functions_in_openais_form(tmp_path: Path) -> None:
-    area = {"name": "area", "description": "Area.", "parameters": {
-        "type": "dict", "properties": {"base": {"type": "float"}, "unit": {"type": "string"}}, "required": ["base"]}}
+    area = {
+        "name": "area",
+        "description": "Area.",
+        "parameters": {
+            "type": "dict",
+            "properties": {"base": {"type": "float"}, "unit": {"type": "string"}},
+            "required": ["base"],
+        },
+    }
     row = {"id": "simple_0", "question": [[{"role": "user", "content": "Area of a triangle?"}]], "function": [area]}
     several = {"id": "multi_1", "question": [
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "One"}],
@@ -144,7 +153,9 @@ def test_bfcl_sends_its_functions_in_openais_form(tmp_path: Path) -> None:
     assert found[0].turns == ("Area of a triangle?",) and found[1].turns == ("One", "Two")
     assert found[1].opening == ({"role": "system", "content": "Be brief."},)
     function = found[0].tools[0]["function"]
-    assert function["parameters"]["type"] == "object" and function["parameters"]["properties"]["base"]["type"] == "number"
+    assert (
+        function["parameters"]["type"] == "object" and function["parameters"]["properties"]["base"]["type"] == "number"
+    )
 
 
 def trace(calls: int) -> list[dict[str, Any]]:
@@ -152,7 +163,11 @@ def trace(calls: int) -> list[dict[str, Any]]:
         {"role": "system", "content": "You fix bugs."}, {"role": "user", "content": "Fix the parser."},
     ]  # fmt: skip
     for i in range(calls):
-        call = {"id": f"call_{i}", "type": "function", "function": {"name": "bash", "arguments": f'{{"cmd": "ls {i}"}}'}}
+        call = {
+            "id": f"call_{i}",
+            "type": "function",
+            "function": {"name": "bash", "arguments": f'{{"cmd": "ls {i}"}}'},
+        }
         messages.append({"role": "assistant", "content": f"Look at {i}.", "tool_calls": [call]})
         messages.append({"role": "tool", "content": [{"type": "text", "text": f"file_{i}.py"}],
                          "tool_call_ids": [f"call_{i}"]})  # fmt: skip
@@ -163,7 +178,12 @@ def test_agent_traces_are_replayed_with_a_growing_prefix(tmp_path: Path) -> None
     tool = {"type": "function", "function": {"name": "bash", "description": "Run.", "parameters": {"type": "object"}}}
     smith = {"messages": json.dumps(trace(3)), "instance_id": "x__y", "resolved": True, "traj_id": "t1", "patch": "p"}
     open_swe = {"trajectory_id": "t2", "messages": trace(3), "tools": [json.dumps(tool)], "language": "go", "repo": "r"}
-    agentic = {"question_id": "q", "category": "coding", "turns": trace(3), "extras": json.dumps({"tools": json.dumps([tool])})}
+    agentic = {
+        "question_id": "q",
+        "category": "coding",
+        "turns": trace(3),
+        "extras": json.dumps({"tools": json.dumps([tool])}),
+    }
     for name, row in (("swe-smith", smith), ("open-swe-traces", open_swe), ("speed-bench:agentic", agentic)):
         question = load_dataset(f"{name}={write(tmp_path / 'rows.jsonl', [row])}").questions[0]
         assert question.requests == 4 and [len(added) for added in question.replay] == [2, 2, 2, 2]
@@ -171,7 +191,9 @@ def test_agent_traces_are_replayed_with_a_growing_prefix(tmp_path: Path) -> None
         for turn in range(question.requests):
             sent += question.request(turn, sent)
         assert [message["role"] for message in sent] == ["system", "user"] + ["assistant", "tool"] * 3
-        assert sent[3]["tool_call_id"] == sent[2]["tool_calls"][0]["id"] == "call_0" and sent[3]["content"] == "file_0.py"
+        assert (
+            sent[3]["tool_call_id"] == sent[2]["tool_calls"][0]["id"] == "call_0" and sent[3]["content"] == "file_0.py"
+        )
         assert bool(question.tools) == (name != "swe-smith")
     short = load_dataset(f"swe-smith={write(tmp_path / 'rows.jsonl', [smith])}", choice=DatasetChoice(turns=2))
     assert short.questions[0].requests == 2
@@ -185,7 +207,11 @@ def test_a_picture_is_passed_through(tmp_path: Path) -> None:
     assert text == {"type": "text", "text": "What is it?"} and question.has_pictures
     assert picture["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
     parts = [{"type": "text", "text": "Compare"}, {"type": "image_url", "image_url": {"url": "https://x/a.png"}}]
-    said = [{"role": "user", "content": parts}, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "And?"}]
+    said = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "ok"},
+        {"role": "user", "content": "And?"},
+    ]
     question = load_dataset(str(write(tmp_path / "own.jsonl", [{"messages": said}]))).questions[0]
     assert question.opening[0]["content"] == parts and question.turns == ("And?",) and question.has_pictures
     with pytest.raises(UsageError, match="neither a URL nor PNG"):

@@ -71,7 +71,9 @@ def by_data_set(runs: Sequence[BenchResults]) -> Table:
         for run in runs
     ]
     note = "accept_length = 1 + accepted / steps. Blank: the output was degenerate."
-    return Table("Acceptance by data set", ["data set", "N", "accept_length", "measured at"], rows, note, frozenset({0, 3}))
+    return Table(
+        "Acceptance by data set", ["data set", "N", "accept_length", "measured at"], rows, note, frozenset({0, 3})
+    )
 
 
 def per_user(results: BenchResults) -> Table | None:
@@ -116,7 +118,9 @@ def by_condition(results: BenchResults) -> Table | None:
         rows.append([name, counts, *cells, *([number(ratio, 2, "x")] if len(endpoints) > 1 else [])])
     columns = ["condition", "N", *(endpoint.name for endpoint in endpoints)]
     columns += [f"{endpoints[0].name} over {endpoints[1].name}"] if len(endpoints) > 1 else []
-    note = "Acceptance length, 1 + accepted / steps, of the same questions under each condition. Blank: degenerate output."
+    note = (
+        "Acceptance length, 1 + accepted / steps, of the same questions under each condition. Blank: degenerate output."
+    )
     return Table(f"Acceptance by condition, {condition(results)}", columns, rows, note)
 
 
@@ -124,7 +128,11 @@ def published(results: BenchResults, others: Sequence[BenchResults] = ()) -> lis
     """What others published on the data sets of these runs, each with its source."""
     names = {run.workload["dataset"].partition(":")[0] for run in (results, *others)}
     entries: list[dict[str, Any]] = load_yaml("published_acceptance.yaml")["tables"]
-    return [_published(entry) for entry in entries if entry["data_set"] in names or (names - {"nano"} and not entry["data_set"])]
+    return [
+        _published(entry)
+        for entry in entries
+        if entry["data_set"] in names or (names - {"nano"} and not entry["data_set"])
+    ]
 
 
 def all_published() -> list[Table]:
@@ -133,7 +141,9 @@ def all_published() -> list[Table]:
 
 def _published(entry: dict[str, Any]) -> Table:
     rows = [[_cell(value) for value in row] for row in entry["rows"]]
-    return Table(entry["title"], [str(name) for name in entry["columns"]], rows, f"{entry['note']}. Source: {entry['source']}.")
+    return Table(
+        entry["title"], [str(name) for name in entry["columns"]], rows, f"{entry['note']}. Source: {entry['source']}."
+    )
 
 
 def _cell(value: Any) -> str:

@@ -90,7 +90,9 @@ def choose(served: Mapping[int, EndpointResult]) -> list[LoadChoice]:
         if level.rate is None and all(_level(endpoint, level.concurrency) for endpoint in served.values())
     ]
     if not common:
-        raise UsageError("the measurements have no concurrency in common", "measure all of them at --concurrency 1,4,16")
+        raise UsageError(
+            "the measurements have no concurrency in common", "measure all of them at --concurrency 1,4,16"
+        )
     return [_choice(served, concurrency) for concurrency in common]
 
 
@@ -105,7 +107,9 @@ def _choice(served: Mapping[int, EndpointResult], concurrency: int) -> LoadChoic
         level = _level(endpoint, concurrency)
         seconds = step_seconds(endpoint, level) if level else None
         if level is None or seconds is None:
-            raise UsageError(f"no step was timed with {drafts} drafts at concurrency {concurrency}", "ask longer answers")
+            raise UsageError(
+                f"no step was timed with {drafts} drafts at concurrency {concurrency}", "ask longer answers"
+            )
         costs[drafts], lengths[drafts] = seconds, (level.acceptance_length or 1.0) if drafts else 1.0
     longest = max(served)
     shares = _shares(served[longest], concurrency)
@@ -136,7 +140,10 @@ def _shares(endpoint: EndpointResult, concurrency: int) -> list[float] | None:
 
 def _between(costs: Mapping[int, float], drafts: int) -> float | None:
     """On the line through the nearest served lengths on both sides; None beyond them."""
-    below, above = (max((k for k in costs if k < drafts), default=None), min((k for k in costs if k > drafts), default=None))
+    below, above = (
+        max((k for k in costs if k < drafts), default=None),
+        min((k for k in costs if k > drafts), default=None),
+    )
     if below is None or above is None:
         return None
     part = (drafts - below) / (above - below)
@@ -183,7 +190,9 @@ def propose(loads: Sequence[LoadChoice], meaning: Mapping[str, Any], version: st
     bounds = meaning.get("bounds")
     schedule = schedule_of(loads, bounds) if bounds in ("lower", "upper") else None
     if version and bounds not in ("lower", "upper"):
-        notes.append(f"TensorRT-LLM {version} has no draft_len_schedule whose meaning is known: one length for all loads")
+        notes.append(
+            f"TensorRT-LLM {version} has no draft_len_schedule whose meaning is known: one length for all loads"
+        )
     off = [load.concurrency for load in loads if load.best == 0]
     if off:
         where = ", ".join(map(str, off))

@@ -58,7 +58,9 @@ def comparison_problems(
 ) -> list[Problem]:
     found = []
     if differing:
-        message = f"the two runs differ in {', '.join(differing)}: the ratios mix that difference with the change under test"
+        message = (
+            f"the two runs differ in {', '.join(differing)}: the ratios mix that difference with the change under test"
+        )
         severity = "error" if gate else "warning"
         remedy = "run both with the same dataset and options"
         found.append(Problem("TS-BENCH-DIFFERENT-WORKLOAD", severity, "--compare", message, remedy))  # type: ignore[arg-type]
@@ -130,7 +132,9 @@ def acceptance_figure(
         for side in (first, second)
     ]
     test = paired_ratio(pairs[0], pairs[1], confidence) if common else None
-    lengths = [acceptance_length(sum(t.verifications for t in turns), sum(t.accepted for t in turns)) for turns in sides]
+    lengths = [
+        acceptance_length(sum(t.verifications for t in turns), sum(t.accepted for t in turns)) for turns in sides
+    ]
     plain = lengths[0] / lengths[1] if lengths[0] and lengths[1] else None
     return _figure(f"acceptance, {category or 'all'}", test, plain, "question", category is None, allowed)
 
@@ -150,9 +154,7 @@ def speed_figure(
         return _figure(name, independent_ratio(known[0], known[1], confidence), None, "round", True, allowed)
     first, second = (_speeds(run, label) for run in (new, old))
     common = [question for question in first if question in second]
-    pairs = [
-        ([side[q].tokens for q in common], [side[q].seconds for q in common]) for side in (first, second)
-    ]
+    pairs = [([side[q].tokens for q in common], [side[q].seconds for q in common]) for side in (first, second)]
     test = paired_ratio(pairs[0], pairs[1], confidence) if common else None
     whole = all(known) and all(len(some) == len(rounds) for some, rounds in zip(known, rates, strict=True))
     plain = (sum(known[0]) / len(known[0])) / (sum(known[1]) / len(known[1])) if whole else None

@@ -44,7 +44,9 @@ def parse(texts: Sequence[str]) -> list[Condition]:
         elif name == "system" and value:
             path = Path(value)
             words = path.read_text(encoding="utf-8") if path.is_file() else value
-            found.append(Condition("system prompt" if not path.is_file() else f"system prompt {path.name}", system=words))
+            found.append(
+                Condition("system prompt" if not path.is_file() else f"system prompt {path.name}", system=words)
+            )
         else:
             raise UsageError(f"--under {text} is not a condition", f"it is one of {FORMS}")
     if len({condition.label for condition in found}) < len(found):

@@ -8,19 +8,15 @@ tokens in few chunks is also a large `stream_interval`) is said of the run and n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from statistics import median
 
 from trtspec.bench.acceptance import AcceptanceSummary, TurnCounts, per_question
+from trtspec.bench.arrivals import LONG
 from trtspec.bench.client import Answer
 from trtspec.bench.intervals import units_needed
-from trtspec.bench.load import Round
 from trtspec.errors import Problem
 
 HIDDEN = 16  # special tokens of an answer that no text shows: ends of thinking, marks of tool calls
 SPLIT = 3  # chunks more than iterations: text is split where thinking or a tool call begins and ends
-LONG = 32  # tokens from which the arrival of an answer says something
-TOKENS_PER_ARRIVAL = 16  # more than any drafter yields in a step
-ENOUGH_ANSWERS = 4
 WIDE = 0.1  # half an interval over its value: more is too few steps to judge
 AIM = 0.05
 SHOWN = 3
@@ -113,23 +109,6 @@ def counters_disagree(name: str, counts: Sequence[TurnCounts], answers: Sequence
     return [Problem("TS-BENCH-COUNTERS", "error", name, message, remedy)]
 
 
-def buffered(name: str, answers: Sequence[Answer]) -> list[Problem]:
-    """A warning where most answers came at once or in large pieces: what is between server and user holds them back."""
-    long = [a for a in answers if not a.error and a.completion_tokens >= LONG and a.first_token is not None]
-    if len(long) < ENOUGH_ANSWERS:
-        return []
-    per_arrival = [answer.completion_tokens / len({when for when, _ in answer.chunks}) for answer in long]
-    if median(per_arrival) <= TOKENS_PER_ARRIVAL:
-        return []
-    waited = median([(a.first_token - a.started) / max(a.finished - a.started, 1e-9) for a in long])  # type: ignore[operator]
-    message = (
-        f"answers arrive in pieces of {median(per_arrival):.0f} tokens (median of {len(long)}), the first after "
-        f"{100 * waited:.0f} % of the time: time to first token and between tokens are not the server's"
-    )
-    remedy = "turn buffering off in the proxy (nginx: proxy_buffering off), or lower the server's stream_interval"
-    return [Problem("TS-BENCH-BUFFERED", "warning", name, message, remedy)]
-
-
 def too_few(name: str, summary: AcceptanceSummary, counts: Sequence[TurnCounts]) -> list[Problem]:
     """A note where the interval of the acceptance length is too wide to judge by, with how many questions would do."""
     interval, length = summary.acceptance_length_interval, summary.acceptance_length
@@ -147,26 +126,3 @@ def too_few(name: str, summary: AcceptanceSummary, counts: Sequence[TurnCounts])
     else:
         return []
     return [Problem("TS-BENCH-FEW-STEPS", "info", name, message, remedy)]
-
-
-def overloaded(name: str, rounds: Sequence[Round]) -> list[Problem]:
-    """A warning for a request rate that the server cannot keep: conversations pile up, and waiting grows with the run."""
-    found = []
-    for run in rounds:
-        ordered = sorted((a for a in run.answers if not a.error and a.first_token), key=lambda a: a.started)
-        if run.rate is None or len(ordered) < 4 * ENOUGH_ANSWERS:
-            continue
-        quarter = len(ordered) // 4
-        first, last = (
-            median([a.first_token - a.started for a in part])  # type: ignore[operator]
-            for part in (ordered[:quarter], ordered[-quarter:])
-        )
-        mean = sum(a.finished - a.started for a in ordered) / len(ordered)
-        if last > 2 * first and last - first > 0.1 * mean:
-            message = (
-                f"{run.rate:g} requests/s are more than it serves: the time to the first token grew from "
-                f"{1000 * first:.0f} to {1000 * last:.0f} ms during the run"
-            )
-            found.append(Problem("TS-BENCH-OVERLOAD", "warning", name, message, "lower --rate"))
-    return found[:1]
-

@@ -17,7 +17,8 @@ from typing import Any
 
 from trtspec import data_files
 from trtspec.bench import text_quality
-from trtspec.bench.dataset_rows import DatasetSource, NamedSet, locate, rows_of, without_pictures
+from trtspec.bench.dataset_rows import DatasetSource, NamedSet, locate, rows_of
+from trtspec.bench.pictures import without_pictures
 from trtspec.checkpoint.conversations import Conversation, conversation, note_unread
 from trtspec.errors import Problem, UsageError
 from trtspec.report import file_sha256
@@ -139,9 +140,7 @@ def _is_trace(known: NamedSet | None, one: Conversation) -> bool:
     return known is not None and any(message.get("tool_calls") for message in one.chat)
 
 
-def question_of(
-    conversation: Conversation, index: int, pictures: dict[int, list[Message]] | None = None
-) -> Question:
+def question_of(conversation: Conversation, index: int, pictures: dict[int, list[Message]] | None = None) -> Question:
     """What is asked at the end of a conversation, one turn or several without answers between, and all that precedes.
 
     An answer in the file behind it is dropped. Raises UsageError where nobody asks, or nothing that can be sent.

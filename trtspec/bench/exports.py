@@ -16,12 +16,21 @@ CONTROL = {place: None for place in range(32) if chr(place) not in "\t\n\r"}  # 
 
 def markdown(results: BenchResults, others: Sequence[BenchResults] = ()) -> str:
     """The tables of the report and its findings."""
-    lines = [f"# {results.name}: {results.server.model} on {results.server.kind}", "", tables.workload_line(results), ""]
+    lines = [
+        f"# {results.name}: {results.server.model} on {results.server.kind}",
+        "",
+        tables.workload_line(results),
+        "",
+    ]
     lines += [tables.quality_line(results), ""]
     for problem in results.problems:
         lines += [f"- **{problem.severity} {problem.code}** {problem.where}: {problem.message}. {problem.remedy}"]
     lines += [""] if results.problems else []
-    for table in [*tables.all_tables(results), *card_tables.of_run(results, others), *card_tables.published(results, others)]:
+    for table in [
+        *tables.all_tables(results),
+        *card_tables.of_run(results, others),
+        *card_tables.published(results, others),
+    ]:
         lines += [f"## {table.title}", "", *markdown_table(table), ""]
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     return "\n".join([*lines, f"Measured {results.created}. {versions}.", ""])

@@ -202,9 +202,7 @@ async def wait_ready(url: str, seconds: float) -> None:
             await asyncio.sleep(0.2)
 
 
-async def prepare(
-    targets: Sequence[MeasuredEndpoint], workload: BenchWorkload
-) -> tuple[BenchWorkload, list[Problem]]:
+async def prepare(targets: Sequence[MeasuredEndpoint], workload: BenchWorkload) -> tuple[BenchWorkload, list[Problem]]:
     """The workload that all endpoints can be asked: prompts of the length that is wanted, pictures only where taken."""
     questions, problems = list(workload.dataset.questions), []
     if any(question.has_pictures for question in questions):
@@ -217,7 +215,9 @@ async def prepare(
             if not kept:
                 raise UsageError(message, "take a data set of text, or a server that takes pictures")
             questions = kept
-            problems.append(Problem("TS-BENCH-PICTURES", "warning", target.name, message, "read figures as of text alone"))
+            problems.append(
+                Problem("TS-BENCH-PICTURES", "warning", target.name, message, "read figures as of text alone")
+            )
             break
     if workload.isl:
         questions = await fitted(targets[0].client, targets[0].endpoint, questions, workload.isl)

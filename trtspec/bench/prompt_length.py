@@ -43,7 +43,9 @@ async def fitted(
     typical = round(sum(lengths[1:]) / len(lengths[1:]))
     return [
         # the number at the beginning keeps what was counted just now out of the server's prefix cache
-        _sized(question, corpus, (place, len(questions)), (lengths[1:] + [typical] * len(questions))[place], f"({place}) ")
+        _sized(
+            question, corpus, (place, len(questions)), (lengths[1:] + [typical] * len(questions))[place], f"({place}) "
+        )
         for place, question in enumerate(questions)
     ]
 

@@ -71,7 +71,9 @@ def acceptance_by_category(results: BenchResults, endpoint: EndpointResult) -> T
         "per question",
         "accepted at position 1 / 2 / \u2026",
     ]
-    return Table(f"Acceptance of {endpoint.name}, {condition(results)}", columns, rows, acceptance_note(results, endpoint))
+    return Table(
+        f"Acceptance of {endpoint.name}, {condition(results)}", columns, rows, acceptance_note(results, endpoint)
+    )
 
 
 def acceptance_note(results: BenchResults, endpoint: EndpointResult) -> str:
@@ -142,7 +144,9 @@ def throughput_table(results: BenchResults) -> Table:
                 f"{speed.requests} / {speed.errors}",
             ]
             good = speed.goodput
-            rows.append([*row, f"{good.requests_per_s:.2f} ({100 * good.share:.0f} %)" if good else ""][: 10 + promised])
+            rows.append(
+                [*row, f"{good.requests_per_s:.2f} ({100 * good.share:.0f} %)" if good else ""][: 10 + promised]
+            )
     columns = ["endpoint", "load", "tokens/s", "per user", "TTFT ms", "p99", "TPOT ms", "ITL ms", "acceptance"]
     steady = any(found.metric.startswith("steady") for found in results.interleaved or [])
     note = (

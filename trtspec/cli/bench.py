@@ -49,9 +49,9 @@ class BenchOptions:
         bool,
         typer.Option("--replay", help="Replay recorded conversations: ask for every assistant message again."),
     ] = False
-    samples: Annotated[
-        str, typer.Option(help="Questions to ask: one number, or one per load; 0 asks all of them.")
-    ] = "0"
+    samples: Annotated[str, typer.Option(help="Questions to ask: one number, or one per load; 0 asks all of them.")] = (
+        "0"
+    )
     concurrency: Annotated[
         str, typer.Option(help="Numbers of parallel conversations; each is measured separately.")
     ] = "1,4,16"
@@ -90,7 +90,8 @@ class BenchOptions:
         typer.Option(min=1, help="Rounds that the questions are divided into.", show_default="1; 3 with --against-url"),
     ] = None
     warmup: Annotated[
-        int | None, typer.Option(min=0, help="Short requests before the measurement.", show_default="highest concurrency")
+        int | None,
+        typer.Option(min=0, help="Short requests before the measurement.", show_default="highest concurrency"),
     ] = None
     goodput: Annotated[
         str | None,
@@ -109,7 +110,9 @@ class BenchOptions:
     ] = None
     choose_draft: Annotated[
         bool,
-        typer.Option("--choose-draft", help="Propose the draft length, or a schedule of lengths, for the measured loads."),
+        typer.Option(
+            "--choose-draft", help="Propose the draft length, or a schedule of lengths, for the measured loads."
+        ),
     ] = False
     at: Annotated[
         tuple[str, ...],
@@ -235,9 +238,7 @@ def workload(options: BenchOptions) -> BenchWorkload:
     )
 
 
-def run(
-    urls: dict[str, str], work: BenchWorkload, options: BenchOptions
-) -> tuple[BenchResults, list[dict[str, Any]]]:
+def run(urls: dict[str, str], work: BenchWorkload, options: BenchOptions) -> tuple[BenchResults, list[dict[str, Any]]]:
     """Runs the measurement, which keeps every answer in raw.jsonl, and stamps it with versions and time."""
     import asyncio
 
@@ -394,7 +395,9 @@ def promise_of(text: str) -> ServiceLevel:
         limits = {name: float(value) / 1000 for name, value in parts.items()}
         return ServiceLevel(**limits)
     except (ValueError, TypeError):
-        raise UsageError(f"--goodput {text} is not a service level", "write --goodput ttft:500,tpot:20,e2el:5000") from None
+        raise UsageError(
+            f"--goodput {text} is not a service level", "write --goodput ttft:500,tpot:20,e2el:5000"
+        ) from None
 
 
 def endpoints(url: str, others: Sequence[str]) -> dict[str, str]:
