@@ -82,10 +82,8 @@ async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
         while True:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             _, path, _ = head.split(" ", 2)
-            length = next(
-                (int(line.split(":")[1]) for line in head.lower().split("\r\n") if "content-length" in line), 0
-            )
-            body = json.loads(await reader.readexactly(length) or b"{}")
+            lengths = [int(line.split(":")[1]) for line in head.lower().split("\r\n") if "content-length" in line]
+            body = json.loads(await reader.readexactly(sum(lengths)) or b"{}")
             if path.endswith("/completions"):
                 await answer(writer, body, completion=not path.endswith("chat/completions"))
             elif path.endswith("/models"):

@@ -144,7 +144,8 @@ def test_older_releases_get_lower_bounds_or_one_length(version: str, has_one: bo
     proposal = propose(loads, {} if meaning.interval else meaning.values, version)
     assert (proposal.schedule is not None) == has_one
     entries = "".join(f"\n    {batch}: {drafts}" for batch, drafts in (proposal.schedule or {}).items())
-    text = f"speculative_config:\n  decoding_type: Eagle\n  speculative_model_dir: head\n  max_draft_len: {proposal.draft_len}\n"
+    text = "speculative_config:\n  decoding_type: Eagle\n  speculative_model_dir: head\n"
+    text += f"  max_draft_len: {proposal.draft_len}\n"
     text += f"  draft_len_schedule:{entries}\n" if entries else ""
     found = [finding.code for finding in lint(text, Deployment(schema_for(version)))]
     assert not [code for code in found if "SCHEDULE" in code]

@@ -108,7 +108,7 @@ QA: dict[str, tuple[dict[str, Any], str, str]] = {
         "Find m+n.", "math",
     ),
     "ceval": (
-        {"id": 0, "question": "哪一项正确?", "A": "一", "B": "二", "C": "三", "D": "四", "answer": "B", "explanation": ""},
+        {"id": 0, "question": "哪一项正确?", "A": "一", "B": "二", "C": "三", "D": "四", "answer": "B"},
         "哪一项正确?\nA. 一\nB. 二\nC. 三\nD. 四", "all",
     ),
     "livecodebench": (

@@ -1,4 +1,4 @@
-"""Intervals cover, and `--compare` finds what it says and cries wolf as seldom as it says: 1,000 synthetic runs each."""
+"""Intervals cover; `--compare` finds what it says and raises false alarms as rarely as it says: 1,000 runs each."""
 
 from __future__ import annotations
 

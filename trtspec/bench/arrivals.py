@@ -33,7 +33,7 @@ def buffered(name: str, answers: Sequence[Answer]) -> list[Problem]:
 
 
 def overloaded(name: str, rounds: Sequence[Round]) -> list[Problem]:
-    """A warning for a request rate that the server cannot keep: conversations pile up, and waiting grows with the run."""
+    """A warning for a request rate that the server cannot keep: waiting grows with the length of the run."""
     found = []
     for run in rounds:
         ordered = sorted((a for a in run.answers if not a.error and a.first_token), key=lambda a: a.started)

@@ -1,4 +1,4 @@
-"""Two runs of `bench` side by side, paired by question: what changed, how sure that is, and what forbids the comparison.
+"""Two runs of `bench` side by side, paired by question: what changed, how sure that is, and what forbids comparing.
 
 A regression is called only where the whole interval lies below 1 - `max_regression`. Acceptance over all questions and
 the speed of every level are judged together: each interval is widened (Bonferroni) so that two equal runs raise an

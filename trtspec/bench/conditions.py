@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trtspec.bench.datasets import Question
 from trtspec.errors import UsageError
+from trtspec.files import read_text
 
 FORMS = "context=TOKENS, template=none, system=TEXT or system=FILE"
 
@@ -43,7 +44,7 @@ def parse(texts: Sequence[str]) -> list[Condition]:
             found.append(Condition("no chat template", raw=True))
         elif name == "system" and value:
             path = Path(value)
-            words = path.read_text(encoding="utf-8") if path.is_file() else value
+            words = read_text(path) if path.is_file() else value
             found.append(
                 Condition("system prompt" if not path.is_file() else f"system prompt {path.name}", system=words)
             )

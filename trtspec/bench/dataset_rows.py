@@ -69,7 +69,7 @@ def catalogue() -> dict[str, NamedSet]:
 
 
 def locate(text: str) -> DatasetSource:
-    """What `--dataset` names: a path that exists, a known name (`NAME[:CONFIG][=FILE]`), or a hub id. UsageError else."""
+    """A path that exists, a known name (`NAME[:CONFIG][=FILE]`) or a hub id. Raises UsageError for anything else."""
     remedy = f"pass a data file, a hub id org/name, nano, or one of {', '.join(catalogue())}, alone or as NAME=FILE"
     if Path(text).expanduser().exists():
         return DatasetSource(label=Path(text).name, file=str(Path(text).expanduser()))

@@ -1,8 +1,8 @@
 """Prompt sets for bench and check: the questions of conversations, whichever way a file or a hub data set holds them.
 
-A question is asked turn by turn, each with the model's own earlier answers. A recorded trace (`replay`) is asked turn by
-turn with the recorded messages instead: every request is the one that the agent once sent, so that the prefix grows and
-tools answer as they did, whatever the model says now.
+A question is asked turn by turn, each with the model's own earlier answers. A recorded trace (`replay`) is asked with
+the recorded messages instead: every request is the one that the agent once sent, so that the prefix grows and tools
+answer as they did, whatever the model says now.
 """
 
 from __future__ import annotations

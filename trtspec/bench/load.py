@@ -35,7 +35,7 @@ class Round:
 
 @dataclass(frozen=True)
 class ServiceLevel:
-    """What a user is promised, in seconds: to the first token, between tokens (mean of an answer), to the last token."""
+    """What a user is promised, in seconds: to the first token, between tokens (mean of an answer), to the last."""
 
     ttft: float | None = None
     tpot: float | None = None

@@ -112,7 +112,7 @@ def position_plot(groups: Mapping[str, EndpointResult]) -> str:
 
 
 def speed_plot(results: BenchResults, endpoints: Sequence[EndpointResult]) -> str:
-    """Tokens/s by load, one colour per endpoint; the bar's line spans its rounds. The statistic is that of the tables."""
+    """Tokens/s by load, the figures of the tables; one colour per endpoint, and a bar's line spans its rounds."""
     series = []
     for color, endpoint in enumerate(endpoints):
         values: dict[str, tuple[float, float | None, float | None]] = {}

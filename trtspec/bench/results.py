@@ -83,7 +83,7 @@ class QuestionSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class LevelResult(AcceptanceSummary):
-    """One concurrency, or with `rate` one number of new conversations per second, of which at most `concurrency` were in
+    """One concurrency, or with `rate` so many new conversations per second, of which at most `concurrency` were in
     flight. `rounds`: output tokens per second of each."""
 
     concurrency: int

@@ -151,9 +151,9 @@ def throughput_table(results: BenchResults) -> Table:
     steady = any(found.metric.startswith("steady") for found in results.interleaved or [])
     note = (
         ("tokens/s in the steady state, every slot busy; " if steady else "tokens/s over whole rounds; ")
-        + "load = conversations in flight, or new ones per second (/s). Medians: per user = output tokens over the time "
-        "from request to end; TPOT = between tokens after the first; ITL = between chunks, of several tokens each under "
-        "speculation."
+        + "load = conversations in flight, or new ones per second (/s). Medians: per user = output tokens over the "
+        "time from request to end; TPOT = between tokens after the first; ITL = between chunks, of several tokens each "
+        "under speculation."
     )
     if promised:
         note += f" goodput: answers per second with {promise_of(results)}."
@@ -206,8 +206,8 @@ def comparison_table(comparison: Comparison) -> Table:
         for f in comparison.figures
     ]
     note = (
-        f"Intervals of {100 * comparison.confidence:.1f} % each, so that all judged figures together raise an alarm in at "
-        f"most 5 % of equal runs; a regression lies wholly below {1 - comparison.max_regression:g}."
+        f"Intervals of {100 * comparison.confidence:.1f} % each, so that all judged figures together raise an alarm in "
+        f"at most 5 % of equal runs; a regression lies wholly below {1 - comparison.max_regression:g}."
     )
     columns = ["figure", "new / old", "interval", "over", "verdict"]
     return Table(f"This run over {comparison.old['name']}", columns, rows, note, frozenset({0, 4}))

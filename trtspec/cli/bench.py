@@ -36,8 +36,8 @@ class BenchOptions:
     dataset: Annotated[
         str,
         typer.Option(
-            help="Questions: a data set by name (mt-bench, speed-bench, gsm8k, ...), NAME=FILE for a local copy of one, "
-            "a file or directory, a hub id, or nano for the built-in set."
+            help="Questions: a data set by name (mt-bench, speed-bench, gsm8k, ...), NAME=FILE for a local copy of "
+            "one, a file or directory, a hub id, or nano for the built-in set."
         ),
     ] = "nano"
     split: Annotated[
@@ -110,9 +110,7 @@ class BenchOptions:
     ] = None
     choose_draft: Annotated[
         bool,
-        typer.Option(
-            "--choose-draft", help="Propose the draft length, or a schedule of lengths, for the measured loads."
-        ),
+        typer.Option("--choose-draft", help="Propose the draft length, or a schedule of them, for these loads."),
     ] = False
     at: Annotated[
         tuple[str, ...],
