@@ -21,7 +21,9 @@ SETTINGS: dict[str, Any] = {
     "per_chunk": 2,
     "hold": False,  # as a buffering proxy: everything at the end
     "burst": 1,  # chunks that are sent at once
+    "faults": [],  # what is done instead, request after request: "" answers, see `fault`
 }
+asked = 0
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
 written: list[dict[str, Any]] = []
 
@@ -67,6 +69,30 @@ async def answer(writer: asyncio.StreamWriter, body: dict[str, Any], completion:
                     "request_s": time.perf_counter() - arrived})  # fmt: skip
 
 
+async def fault(writer: asyncio.StreamWriter, kind: str) -> None:
+    """What broken servers and the proxies before them do."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    good = chunk(False, choices=[choice(False, "alpha")])
+    if kind == "503":
+        writer.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\n\r\nbusy")
+    elif kind == "html":
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 16\r\n\r\n<html>404</html>")
+    elif kind == "garbage":
+        writer.write(head)
+        send(writer, good + b"data: {not json\n\n")
+        writer.write(b"0\r\n\r\n")
+    elif kind == "cut":
+        writer.write(head)
+        send(writer, good)
+    elif kind == "hang":
+        writer.write(head)
+        send(writer, good)
+        await writer.drain()
+        await asyncio.sleep(3600)
+    await writer.drain()
+    writer.close()  # also "reset", which sends nothing at all
+
+
 def send(writer: asyncio.StreamWriter, data: bytes) -> None:
     writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
@@ -85,6 +111,12 @@ async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
             lengths = [int(line.split(":")[1]) for line in head.lower().split("\r\n") if "content-length" in line]
             body = json.loads(await reader.readexactly(sum(lengths)) or b"{}")
             if path.endswith("/completions"):
+                global asked
+                asked += 1
+                kind = SETTINGS["faults"][asked % len(SETTINGS["faults"])] if SETTINGS["faults"] else ""
+                if kind:
+                    await fault(writer, kind)
+                    return
                 await answer(writer, body, completion=not path.endswith("chat/completions"))
             elif path.endswith("/models"):
                 plain(writer, {"object": "list", "data": [{"id": "paced", "object": "model", "owned_by": "paced"}]})

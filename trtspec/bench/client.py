@@ -161,7 +161,7 @@ async def stream_answer(
         answer.error = f"not complete after {endpoint.limit_s:g} s"
     except (httpx.HTTPError, httpx.StreamError, OSError, ValueError) as error:
         answer.error = describe(error)
-    except (AttributeError, KeyError, TypeError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, OverflowError, RecursionError) as error:
         answer.error = f"the stream holds what is no chat completion chunk ({describe(error)})"
     answer.finished = time.perf_counter()
     if answer.error is None and answer.finish_reason is None:
@@ -246,7 +246,7 @@ def _speculation(value: Any) -> dict[str, Any] | None:
 
 def _absorb_call(answer: Answer, call: dict[str, Any]) -> int:
     """A call may come whole or in pieces: its `index` says which one a piece belongs to. Returns its characters."""
-    index, function = int(call.get("index") or 0), call.get("function") or {}
+    index, function = _count(call.get("index") or 0), call.get("function") or {}
     while len(answer.tool_calls) <= min(index, MOST_CALLS):
         answer.tool_calls.append({"name": "", "arguments": ""})
     found = answer.tool_calls[min(index, MOST_CALLS)]

@@ -1,0 +1,257 @@
+"""Nothing that was answered is lost: signals, a kill, a server that dies, garbage, silence. Fuzzed input of every kind
+ends in words."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.conftest import STAND_IN, free_port, wait_until_healthy
+from trtspec.bench.client import Endpoint, RequestSampling, new_client, request_body, stream_answer
+from trtspec.bench.datasets import load_dataset
+from trtspec.bench.results import read_results, read_whole
+from trtspec.errors import UsageError
+
+Start = Callable[..., str]
+PACED = Path(__file__).with_name("paced_server.py")
+TRTSPEC = [sys.executable, "-m", "trtspec"]
+PATIENCE = 240
+
+
+@pytest.fixture
+def paced(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """paced(ttft_s=0.1) -> base URL of a running paced server."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start(**settings: Any) -> str:
+        port = tmp_path / f"port-{len(running)}"
+        running.append(subprocess.Popen([sys.executable, PACED, port, json.dumps(settings)]))
+        wait_for(port.is_file)
+        return f"http://127.0.0.1:{port.read_text()}"
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.02)
+
+
+def answered(directory: Path) -> list[dict[str, Any]]:
+    """What raw.jsonl holds of answers, a line torn by a kill left out."""
+    path = directory / "raw.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    return [entry for entry in map(json.loads, lines) if "answer" in entry]
+
+
+def bench(url: str, dataset: Path, *more: str) -> list[str]:
+    return [*TRTSPEC, "bench", url, "--dataset", str(dataset), "--concurrency", "2", "--max-tokens", "48", *more]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_stopped_goes_on_where_it_was(
+    stand_in: Start, dataset: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    url, out, whole = stand_in(step_s=0.01), tmp_path / "out", tmp_path / "whole"
+    process = subprocess.Popen(bench(url, dataset, "-o", str(out)), stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: len(answered(out)) >= 6)
+    process.send_signal(number)
+    errors = process.communicate(timeout=PATIENCE)[1]
+    assert process.returncode == (-9 if number is signal.SIGKILL else 130), errors
+    if number is not signal.SIGKILL:
+        assert "--resume" in errors and str(out) in errors
+    before = {(entry["answer"]["question"], entry["answer"]["turn"]) for entry in answered(out)}
+    assert 6 <= len(before) < 39 and not (out / "results.json").exists()
+    refused = subprocess.run(bench(url, dataset, "-o", str(out)), capture_output=True, text=True)
+    assert refused.returncode == 2 and "--resume" in refused.stderr
+    other = subprocess.run(
+        bench(url, dataset, "-o", str(out), "--resume", "--seed", "5"), capture_output=True, text=True
+    )
+    assert other.returncode == 2 and "begun with something else" in other.stderr
+    again = subprocess.run(bench(url, dataset, "-o", str(out), "--resume"), capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    asked = [(entry["answer"]["question"], entry["answer"]["turn"]) for entry in answered(out)]
+    twice = {key for key in asked if asked.count(key) > 1}
+    assert len(set(asked)) == 39 and len(twice) <= 2, "only conversations of which a turn was missing are held again"
+    uninterrupted = subprocess.run(bench(url, dataset, "-o", str(whole)), capture_output=True, text=True)
+    assert uninterrupted.returncode == 0
+    results, expected = read_whole(out), read_whole(whole)
+    for key in ("turns", "tokens", "steps", "drafted", "accepted", "histogram", "per_question_mean"):
+        assert getattr(results, key) == getattr(expected, key), key
+    assert results.concurrency[0].throughput.requests == 39 and results.concurrency[0].throughput.errors == 0
+
+
+def test_a_server_that_dies_halfway(dataset: Path, tmp_path: Path) -> None:
+    port, out = free_port(), tmp_path / "out"
+    command = [sys.executable, str(STAND_IN), str(port), '{"step_s": 0.01}']
+    url = f"http://127.0.0.1:{port}"
+    with subprocess.Popen(command) as server:
+        wait_until_healthy(server, url)
+        process = subprocess.Popen(bench(url, dataset, "-o", str(out)), stdout=subprocess.PIPE, text=True)
+        wait_for(lambda: len(answered(out)) >= 6)
+        server.kill()
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == 3
+    results = read_whole(out)
+    assert "TS-BENCH-ERRORS" in {problem.code for problem in results.problems}
+    speed = results.concurrency[0].throughput
+    assert speed.errors >= 30 - 3 - 10 and speed.requests - speed.errors >= 6
+    with subprocess.Popen(command) as server:
+        wait_until_healthy(server, url)
+        again = subprocess.run(bench(url, dataset, "-o", str(out), "--resume"), capture_output=True, text=True)
+        server.kill()
+    assert again.returncode == 0, again.stderr
+    assert read_whole(out).concurrency[0].throughput.errors == 0 and read_whole(out).turns == 39
+
+
+def test_every_kind_of_failure_is_recorded_with_its_reason(
+    paced: Callable[..., str], dataset: Path, tmp_path: Path
+) -> None:
+    kinds = ["", "503", "html", "garbage", "cut", "reset", "hang", ""]
+    url, out = paced(ttft_s=0.01, gap_s=0.001, tokens=48, faults=kinds), tmp_path / "out"
+    done = subprocess.run(
+        bench(url, dataset, "-o", str(out), "--timeout", "20", "--warmup", "0", "--samples", "16"),
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 3 and "TS-BENCH-ERRORS" in done.stdout, done.stderr
+    errors = [entry["answer"]["error"] or "" for entry in answered(out)]
+    for said in (
+        "HTTP 503: busy",
+        "without a finish_reason",
+        "Expecting",
+        "incomplete",
+        "not complete after 20 s",
+        "disconnect",
+    ):
+        assert any(said in error for error in errors), (said, sorted(set(errors)))
+    assert errors.count("") >= 2
+
+
+def test_all_failing_and_nobody_there(paced: Callable[..., str], dataset: Path) -> None:
+    failing = subprocess.run(bench(paced(faults=["503"]), dataset), capture_output=True, text=True)
+    assert failing.returncode == 1 and "busy" in failing.stderr
+    nobody = subprocess.run(
+        bench(f"127.0.0.1:{free_port()}", dataset, "--wait-ready", "1"), capture_output=True, text=True
+    )
+    assert nobody.returncode == 1 and "after 1 s" in nobody.stderr
+
+
+EVENT: dict[str, Any] = {
+    "choices": [
+        {"index": 0, "delta": {"content": "alpha", "reasoning_content": None, "tool_calls": [
+            {"index": 0, "function": {"name": "f", "arguments": "{}"}}]}, "finish_reason": "stop",
+         "avg_decoded_tokens_per_iter": 2.0,
+         "spec_decode": {"steps": 1, "drafted": 3, "accepted": 1, "histogram": [0, 1]}}
+    ],
+    "usage": {"prompt_tokens": 3, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}},
+}  # fmt: skip
+ODD = [None, -1, 1.5, float("inf"), float("nan"), True, "x", "\ud800", [], {}, [[]], 10**400, {"a": 1}, "9" * 50]
+
+
+def mutated(value: Any, rng: random.Random) -> Any:
+    """The value with something of it replaced, dropped or doubled."""
+    if rng.random() < 0.12:
+        return rng.choice(ODD)
+    if isinstance(value, dict):
+        return {key: mutated(item, rng) for key, item in value.items() if rng.random() > 0.05}
+    if isinstance(value, list):
+        return [mutated(item, rng) for item in value for _ in range(1 + (rng.random() < 0.05))]
+    return value
+
+
+def test_fuzzed_answers_end_in_words() -> None:
+    """500 streams, each with events that are nearly right: an answer with or without an error, never an exception."""
+    rng = random.Random(0)
+    bodies = []
+    for _ in range(500):
+        events = [json.dumps(mutated(EVENT, rng)).encode() for _ in range(rng.randint(1, 3))]
+        data = b"".join(b"data: " + event + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+        if rng.random() < 0.1:
+            place = rng.randrange(len(data))
+            data = data[:place] + bytes([rng.randrange(256)]) + data[place + 1 :]
+        bodies.append(data)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while not reader.at_eof():
+            try:
+                head = await reader.readuntil(b"\r\n\r\n")
+            except asyncio.IncompleteReadError:
+                break
+            size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            place = json.loads(await reader.readexactly(size))["seed"]
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(bodies[place]) + bodies[place])
+            await writer.drain()
+
+    async def ask() -> list[Any]:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        endpoint, found = Endpoint(url, "m", limit_s=60), []
+        async with server, new_client(url, 1) as client:
+            for place in range(len(bodies)):
+                body = request_body(endpoint, [{"role": "user", "content": "x"}], RequestSampling(), place)
+                found.append(await stream_answer(client, endpoint, body, str(place), "c", 0))
+        return found
+
+    answers = asyncio.run(ask())
+    failed = sum(answer.error is not None for answer in answers)
+    print(f"{failed} of {len(answers)} fuzzed answers are failures, {len(answers) - failed} are answers")
+    assert len(answers) == 500 and 50 < failed < 500
+    json.dumps([vars(answer) for answer in answers], ensure_ascii=False).encode("utf-8")
+
+
+ROWS: list[dict[str, Any]] = [
+    {"question_id": 1, "category": "a", "turns": ["One?", "Two?"]},
+    {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "x"}]}],
+     "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "dict"}}}]},
+    {"id": "simple_0", "question": [[{"role": "user", "content": "Area?"}]], "function": [{"name": "f"}]},
+    {"prompt": "Why?", "images": ["https://x/y.png"], "extras": '{"tools": "[]"}'},
+    {"messages": '[{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "tool_calls": []}]'},
+]  # fmt: skip
+
+
+def test_fuzzed_data_sets_are_read_or_refused_in_words(tmp_path: Path) -> None:
+    rng, file = random.Random(1), tmp_path / "rows.jsonl"
+    read = refused = 0
+    for trial in range(500):
+        rows = [mutated(rng.choice(ROWS), rng) for _ in range(2)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        name = rng.choice(["", "bfcl=", "swe-smith=", "mt-bench=", "speed-bench:agentic="])
+        try:
+            load_dataset(f"{name}{file}")
+            read += 1
+        except UsageError as error:
+            assert error.remedy, (trial, error)
+            refused += 1
+    print(f"{read} data sets read, {refused} refused")
+    assert read > 20 and refused > 50
+
+
+def test_fuzzed_results_are_read_or_refused_in_words(tmp_path: Path) -> None:
+    rng, file = random.Random(2), tmp_path / "results.json"
+    level = {"concurrency": 1, "rounds": [1.0]}
+    turn = {"question": "q", "category": "c", "tokens": 3, "steps": 1, "accepted": 1, "drafted": 3,
+            "histogram": [0, 1], "source": "s"}  # fmt: skip
+    good = {"name": "n", "url": "u", "server": {}, "workload": {}, "categories": {}, "concurrency": [level],
+            "turns_detail": [turn], "questions_detail": []}  # fmt: skip
+    for _ in range(500):
+        file.write_text(json.dumps(mutated(good, rng)), encoding="utf-8")
+        for reader in (read_results, read_whole):
+            try:
+                reader(file)
+            except UsageError as error:
+                assert "is not a result of `trtspec bench`" in error.message
