@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from trtspec.engine.batch import DecodeBatch
-from trtspec.engine.drafters import Eagle3Drafter
+from trtspec.engine.drafters import Eagle3Drafter, Verified
+from trtspec.models.eagle3 import Eagle3Head
+from trtspec.models.kimi import KimiModel
 
 
 @dataclass
@@ -38,27 +40,53 @@ class OracleDrafter:
     def __post_init__(self) -> None:
         self.aux_layers = self.inner.aux_layers
         self.draft_ids = self.inner.draft_ids
+        self.cache = self.inner.cache
         self.random = random.Random(self.seed)
 
     def prompt(self, aux: Tensor | None, tokens: Tensor, start: Tensor, row: int) -> None:
         self.inner.prompt(aux, tokens, start, row)
 
-    def begin(self, batch: DecodeBatch, row: int) -> None:
-        self.inner.begin(batch, row)
+    def learn(self, batch: DecodeBatch, verified: Verified) -> None:
+        self.inner.learn(batch, verified)
 
-    def follow(self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, start: Tensor, accepted: Tensor) -> None:
-        self.inner.follow(batch, aux, tokens, start, accepted)
+    def behind(self, row: int) -> int:
+        return self.inner.behind(row)
 
-    def move(self, source: int, target: int) -> None:
-        self.inner.move(source, target)
+    def move(self, source: int, target: int, length: int) -> None:
+        self.inner.move(source, target, length)
 
-    def propose(self, batch: DecodeBatch) -> None:
+    def propose(self, batch: DecodeBatch, length: int) -> list[int]:
+        counts = self.inner.propose(batch, length)
         for row, sequence in enumerate(batch.sequences):
             done = len(sequence.token_ids)
-            length = len(sequence.request.prompt_ids) + done
-            self.proposals.append(Proposal(sequence.id, length, batch.block[row, 1:].tolist()))
-            right = self.answers[sequence.id][done : done + batch.draft_len]
-            for column in range(batch.draft_len):
+            text = len(sequence.request.prompt_ids) + done
+            self.proposals.append(Proposal(sequence.id, text, batch.block[row, 1 : 1 + length].tolist()))
+            right = self.answers[sequence.id][done : done + length]
+            for column in range(length):
                 good = column < len(right) and self.random.random() < self.hit
                 token = right[column] if good else self.random.randrange(256)
                 batch.block[row, column + 1] = torch.tensor(token)
+        return counts
+
+
+@torch.inference_mode()
+def drafts_from_scratch(target: KimiModel, head: Eagle3Head, text: list[int], proposal: Proposal) -> list[int]:
+    """Up to three greedy drafts after text[:length]: all true rows at once, then a chain over a growing text, no cache.
+
+    Ends before a draft whose logit leads by less than 1e-4, which rounding may decide either way.
+    """
+    tokens = torch.tensor([text[: proposal.length]])
+    layers = tuple(head.spec.aux_layers or target.spec.default_aux_layers)
+    aux = target(tokens, aux_layers=layers).aux
+    assert aux is not None
+    x, following = head.fuse(aux[:, :-1]), tokens[:, 1:]
+    drafts = []
+    for _ in range(3):
+        feedback, normed = head(x, following, None, None)
+        best = head.logits(normed[:, -1]).topk(2)
+        if best.values[0, 0] - best.values[0, 1] < 1e-4:
+            break
+        draft = head.to_target_ids(best.indices[:, 0])
+        drafts.append(int(draft))
+        x, following = torch.cat((x, feedback[:, -1:]), 1), torch.cat((following, draft.view(1, 1)), 1)
+    return drafts

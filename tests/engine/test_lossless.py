@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 
 from tests.engine.conftest import HEAD_KINDS, greedy_by_definition, token_ids
-from tests.engine.oracle import OracleDrafter, Proposal
+from tests.engine.oracle import OracleDrafter, drafts_from_scratch
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.drafters import Eagle3Drafter
 from trtspec.engine.engine import Engine, EngineOptions
@@ -105,29 +104,6 @@ def test_drafts_are_those_of_a_head_without_cache(
     for proposal in checked:
         certain = drafts_from_scratch(target, head, texts[proposal.id], proposal)
         assert proposal.drafts[: len(certain)] == certain
-
-
-@torch.inference_mode()
-def drafts_from_scratch(target: KimiModel, head: Eagle3Head, text: list[int], proposal: Proposal) -> list[int]:
-    """Up to three greedy drafts after text[:length]: all true rows at once, then a chain over a growing text, no cache.
-
-    Ends before a draft whose logit leads by less than 1e-4, which rounding may decide either way.
-    """
-    tokens = torch.tensor([text[: proposal.length]])
-    layers = tuple(head.spec.aux_layers or target.spec.default_aux_layers)
-    aux = target(tokens, aux_layers=layers).aux
-    assert aux is not None
-    x, following = head.fuse(aux[:, :-1]), tokens[:, 1:]
-    drafts = []
-    for _ in range(3):
-        feedback, normed = head(x, following, None, None)
-        best = head.logits(normed[:, -1]).topk(2)
-        if best.values[0, 0] - best.values[0, 1] < 1e-4:
-            break
-        draft = head.to_target_ids(best.indices[:, 0])
-        drafts.append(int(draft))
-        x, following = torch.cat((x, feedback[:, -1:]), 1), torch.cat((following, draft.view(1, 1)), 1)
-    return drafts
 
 
 @pytest.mark.parametrize("drafting", [False, True])

@@ -415,7 +415,7 @@ def _add_status(app: FastAPI, worker: Worker, tokenizer: KimiTokenizer, served: 
     @app.get("/version")
     async def version() -> dict[str, str]:
         how = {"version": app.version, "dtype": dtype_name(worker.engine.target.dtype)}
-        return how | ({"draft_sampling": worker.engine.draft_sampling} if worker.engine.draft_len else {})
+        return how | ({"draft_sampling": worker.engine.options.draft_sampling} if worker.engine.draft_len else {})
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

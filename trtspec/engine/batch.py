@@ -35,24 +35,12 @@ class BatchSampling:
             top_k,
         )
 
-    def of_row(self, row: int) -> BatchSampling | None:
-        """The parameters of one row; None when it is greedy."""
-        at = (self.rows == row).nonzero().squeeze(1)
-        if not len(at):
-            return None
-        return BatchSampling(
-            self.rows[at],
-            self.temperature[at],
-            None if self.top_p is None else self.top_p[at],
-            None if self.top_k is None else self.top_k[at],
-        )
-
 
 class DecodeBatch:
     """State of the decoding rows, compacted at the front.
 
     block int64 [rows, 1+k]: a row's last token and its drafts. start int64 [rows]: the last token's position.
-    counts int64 [rows]: how many drafts are real. uniform float32 [rows, 2k+1]: the round's random numbers of a sampled
+    uniform float32 [rows, 2k+1]: the round's random numbers of a sampled
     row: k to draw drafts, k to accept them, one for the token after them. draft_probs float32 [rows, k, Vd]: what the
     drafts were drawn from, None when the drafter is deterministic.
     """
@@ -63,7 +51,6 @@ class DecodeBatch:
         self.sequences: list[Sequence] = []
         self.block = torch.zeros(rows, 1 + draft_len, dtype=torch.int64, device=device)
         self.start = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.counts = torch.zeros(rows, dtype=torch.int64, device=device)
         self.uniform = torch.zeros(rows, 2 * draft_len + 1, device=device)
         self.draft_probs: Tensor | None = None
         self.sampling: BatchSampling | None = None
@@ -78,8 +65,9 @@ class DecodeBatch:
         self.sequences.append(sequence)
         self.block[row, 0] = token
         self.start[row] = len(sequence.request.prompt_ids)
-        self.counts[row] = 0
         self.sampling = BatchSampling.of(self.sequences, self.device)
+        if sequence.sampled:
+            self.uniform[row] = sequence.uniform(self.uniform.shape[1])
         return row
 
     def remove(self, row: int) -> int:
@@ -87,15 +75,21 @@ class DecodeBatch:
         last = len(self.sequences) - 1
         if row != last:
             self.sequences[row] = self.sequences[last]
-            state = [self.block, self.start, self.counts, self.uniform]
+            state = [self.block, self.start, self.uniform]
             for tensor in [*state, self.draft_probs] if self.draft_probs is not None else state:
                 tensor[row] = tensor[last]
         self.sequences.pop()
         self.sampling = BatchSampling.of(self.sequences, self.device)
         return last
 
-    def refill_uniform(self) -> None:
-        """Draws the next round's random numbers, the same count per row whatever the batch looks like."""
+    def advance(self, tokens: Tensor, accepted: Tensor) -> None:
+        """Puts each row behind its accepted drafts: tokens int64 [B, T], of which tokens[b, accepted[b]] is the last.
+
+        Draws the next round's random numbers, the same count per row whatever the batch looks like.
+        """
+        rows = len(accepted)
+        self.block[:rows, 0] = tokens[self.row_index[:rows], accepted]
+        self.start[:rows] += accepted + 1
         if self.sampling is None:
             return
         for row, sequence in enumerate(self.sequences):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from trtspec.engine.batch import BatchSampling, DecodeBatch
+from trtspec.engine.batch import DecodeBatch
 from trtspec.engine.sampling import draw, probabilities
 from trtspec.engine.sequence import Sequence
-from trtspec.errors import MissingDependency
+from trtspec.errors import MissingDependency, UsageError
+from trtspec.models.cache import LatentCache
 
 if TYPE_CHECKING:
     from trtspec.models.eagle3 import Eagle3Head
@@ -18,25 +20,47 @@ if TYPE_CHECKING:
 
 DrafterName = Literal["eagle3", "prompt-lookup"]
 DraftSampling = Literal["argmax", "probabilistic"]
+BACKLOG = 32  # states that a head keeps for later while nothing is drafted
 
 
 class Drafter(Protocol):
     """What the engine asks of a drafter.
 
-    The engine calls `prompt` for each prefilled chunk, `begin` when a sequence joins the batch, `follow` after each
-    verification (device state), `propose` before each round (host state), and `move` when a row changes its place.
+    The engine calls `prompt` for each prefilled chunk; in each round `propose` before the verification and `learn`
+    after it; and `move` when a row changes its place.
     """
 
     aux_layers: tuple[int, ...]
     draft_ids: Tensor | None
+    cache: LatentCache | None
 
     def prompt(self, aux: Tensor | None, tokens: Tensor, start: Tensor, row: int) -> None: ...
-    def begin(self, batch: DecodeBatch, row: int) -> None: ...
-    def follow(
-        self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, start: Tensor, accepted: Tensor
-    ) -> None: ...
-    def propose(self, batch: DecodeBatch) -> None: ...
-    def move(self, source: int, target: int) -> None: ...
+    def propose(self, batch: DecodeBatch, length: int) -> list[int]:
+        """Writes up to `length` drafts of each row behind its last token in `batch.block`; returns how many."""
+        ...
+
+    def learn(self, batch: DecodeBatch, verified: Verified) -> None: ...
+    def behind(self, row: int) -> int:
+        """How many of a row's last tokens are not in the drafter's own cache yet, where it has one."""
+        ...
+
+    def move(self, source: int, target: int, length: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a verification says of the batch's rows, before they advance.
+
+    aux [B, T, n_aux*H] are the captured states of the block's tokens, tokens int64 [B, T] those that follow each of
+    them, accepted int64 [B] the drafts that stand. States after the first `known` are rejected in every row. `drafted`:
+    the round had drafts.
+    """
+
+    aux: Tensor | None
+    tokens: Tensor
+    accepted: Tensor
+    known: int
+    drafted: bool
 
 
 class NoDrafter:
@@ -44,24 +68,25 @@ class NoDrafter:
 
     aux_layers: tuple[int, ...] = ()
     draft_ids: Tensor | None = None
+    cache: LatentCache | None = None
 
     def prompt(self, aux: Tensor | None, tokens: Tensor, start: Tensor, row: int) -> None:
         pass
 
-    def begin(self, batch: DecodeBatch, row: int) -> None:
+    def propose(self, batch: DecodeBatch, length: int) -> list[int]:
+        return [0] * len(batch)
+
+    def learn(self, batch: DecodeBatch, verified: Verified) -> None:
         pass
 
-    def follow(self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, start: Tensor, accepted: Tensor) -> None:
-        pass
+    def behind(self, row: int) -> int:
+        return 0
 
-    def propose(self, batch: DecodeBatch) -> None:
-        pass
-
-    def move(self, source: int, target: int) -> None:
+    def move(self, source: int, target: int, length: int) -> None:
         pass
 
 
-class Eagle3Drafter(NoDrafter):
+class Eagle3Drafter:
     """Chain drafting with an Eagle3 head and its own KV cache.
 
     Row t of the head pairs the target's state at position t with the token at t+1. Rows of true states are written
@@ -79,52 +104,110 @@ class Eagle3Drafter(NoDrafter):
         self.draws = draft_sampling == "probabilistic"
         self.aux_layers = tuple(head.spec.aux_layers or target.spec.default_aux_layers)
         self.draft_ids = head.draft_to_target
-        self.cache = head.new_cache(rows, max_len)
-        self._last: tuple[Tensor, Tensor] | None = None
+        self.cache = head.new_cache(rows, max_len + BACKLOG)  # catching up may write so far behind a row's end
+        weight, hidden = head.fc.weight, head.spec.hidden_size
+        self.feedback = weight.new_zeros(rows, 1, hidden)  # of each row's last true state: the first step's input,
+        self.normed = weight.new_zeros(rows, hidden)  # and what its first draft is read from
+        self.backlog = Backlog(rows, weight.new_zeros(rows, BACKLOG, head.fc.in_features))
 
     def prompt(self, aux: Tensor | None, tokens: Tensor, start: Tensor, row: int) -> None:
         assert aux is not None
         feedback, normed = self.head(self.head.fuse(aux), tokens, start, self.cache, row)
-        self._last = feedback[:, -1:], normed[:, -1]
+        self.feedback[row], self.normed[row] = feedback[0, -1:], normed[0, -1]
+        self.backlog.counts[row] = 0
 
-    def begin(self, batch: DecodeBatch, row: int) -> None:
-        assert self._last is not None
-        sampling = batch.sampling.of_row(row) if self.draws and batch.sampling is not None else None
-        self._chain(batch, *self._last, row, 1, sampling)
+    def propose(self, batch: DecodeBatch, length: int) -> list[int]:
+        """A chain from the last true state: each step's output is the next one's input.
 
-    def follow(self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, start: Tensor, accepted: Tensor) -> None:
-        assert aux is not None
-        known = int(accepted.max()) + 1  # states after a rejected draft belong to no text
-        feedback, normed = self.head(self.head.fuse(aux[:, :known]), tokens[:, :known], start, self.cache)
-        rows = batch.row_index[: len(accepted)]
-        last = feedback[rows, accepted].unsqueeze(1), normed[rows, accepted]
-        self._chain(batch, *last, 0, len(accepted), batch.sampling if self.draws else None)
+        A step's own row stands at the position of the token before its draft.
+        """
+        rows = len(batch)
+        if length:
+            self._catch_up(batch)
+        x, normed = self.feedback[:rows], self.normed[:rows]
+        start, drafts = batch.start[:rows], batch.block[:rows, 1:]
+        for step in range(length):
+            if step:
+                x, steps = self.head(x, drafts[:, step - 1 : step], start + (step - 1), self.cache)
+                normed = steps[:, 0]
+            drafts[:, step] = self._choose(batch, step, self.head.logits(normed))
+        return [length] * rows
+
+    def learn(self, batch: DecodeBatch, verified: Verified) -> None:
+        """Runs the head over the true states, or only keeps them where nothing is drafted for now."""
+        rows, known = len(batch), verified.known
+        assert verified.aux is not None
+        aux, tokens = verified.aux[:, :known], verified.tokens[:, :known]
+        if not verified.drafted:
+            if self.backlog.full(rows):
+                self._catch_up(batch)
+            self.backlog.keep(aux, tokens)
+            return
+        feedback, normed = self.head(self.head.fuse(aux), tokens, batch.start[:rows], self.cache)
+        index = batch.row_index[:rows]
+        self.feedback[:rows, 0], self.normed[:rows] = (
+            feedback[index, verified.accepted],
+            normed[index, verified.accepted],
+        )
+
+    def behind(self, row: int) -> int:
+        return self.backlog.counts[row]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self.cache.move(source, target, length)
+        for state in (self.feedback, self.normed):
+            state[target] = state[source]
+        self.backlog.move(source, target)
+
+    def _choose(self, batch: DecodeBatch, step: int, logits: Tensor) -> Tensor:
+        """Draft `step` of each row in target ids, from logits [B, Vd]: the likeliest, or drawn where the row draws."""
+        ids, sampling = logits.argmax(-1), batch.sampling
+        if sampling is not None and self.draws:
+            probs = probabilities(logits[sampling.rows], sampling.temperature, sampling.top_p, sampling.top_k)
+            ids[sampling.rows] = draw(probs, batch.uniform[sampling.rows, step])
+            batch.store_draft_probs(step, sampling.rows, probs)
+        return self.head.to_target_ids(ids)
+
+    def _catch_up(self, batch: DecodeBatch) -> None:
+        """Runs the head over what the backlog keeps; rows with less of it write stale entries behind their end."""
+        rows, backlog = len(batch), self.backlog
+        counts = backlog.counts[:rows]
+        longest = max(counts)
+        if not longest:
+            return
+        count = torch.tensor(counts, device=batch.device)
+        x = self.head.fuse(backlog.aux[:rows, :longest])
+        feedback, normed = self.head(x, backlog.tokens[:rows, :longest], batch.start[:rows] - count, self.cache)
+        behind = count.nonzero().squeeze(1)
+        last = count[behind] - 1
+        self.feedback[behind, 0], self.normed[behind] = feedback[behind, last], normed[behind, last]
+        backlog.counts[:rows] = [0] * rows
+
+
+class Backlog:
+    """True states that a head has not seen, of rounds without drafts: aux [rows, n, n_aux*H] with the tokens that
+    follow them, int64 [rows, n]; `counts` of them are kept for each row."""
+
+    def __init__(self, rows: int, aux: Tensor) -> None:
+        self.aux = aux
+        self.tokens = torch.zeros(aux.shape[:2], dtype=torch.int64, device=aux.device)
+        self.counts = [0] * rows
+
+    def full(self, rows: int) -> bool:
+        return max(self.counts[:rows]) == self.aux.shape[1]
+
+    def keep(self, aux: Tensor, tokens: Tensor) -> None:
+        """Adds one state of each of the first rows, aux [B, 1, n_aux*H] and tokens [B, 1]."""
+        rows = len(aux)
+        places = torch.tensor(self.counts[:rows], device=aux.device)
+        index = torch.arange(rows, device=aux.device)
+        self.aux[index, places], self.tokens[index, places] = aux[:, 0], tokens[:, 0]
+        self.counts[:rows] = [count + 1 for count in self.counts[:rows]]
 
     def move(self, source: int, target: int) -> None:
-        self.cache.move(source, target)
-
-    def _chain(
-        self, batch: DecodeBatch, x: Tensor, normed: Tensor, row: int, count: int, sampling: BatchSampling | None
-    ) -> None:
-        """Writes drafts for batch rows [row, row+count); x [count, 1, H] and normed [count, H] are the last true row's.
-
-        A draft step's own row stands at the position of the token before its draft. `sampling` holds the rows that draw
-        their drafts, with the request's own parameters; the others take the likeliest token.
-        """
-        start, drafts = batch.start[row : row + count], batch.block[row : row + count, 1:]
-        for step in range(batch.draft_len):
-            if step:
-                x, normed_step = self.head(x, drafts[:, step - 1 : step], start + (step - 1), self.cache, row)
-                normed = normed_step[:, 0]
-            logits = self.head.logits(normed)
-            ids = logits.argmax(-1)
-            if sampling is not None:
-                here = sampling.rows - row
-                probs = probabilities(logits[here], sampling.temperature, sampling.top_p, sampling.top_k)
-                ids[here] = draw(probs, batch.uniform[sampling.rows, step])
-                batch.store_draft_probs(step, sampling.rows, probs)
-            drafts[:, step] = self.head.to_target_ids(ids)
-        batch.counts[row : row + count] = batch.draft_len
+        count = self.counts[target] = self.counts[source]
+        for kept in (self.aux, self.tokens):
+            kept[target, :count] = kept[source, :count]
 
 
 class PromptLookupDrafter(NoDrafter):
@@ -140,14 +223,39 @@ class PromptLookupDrafter(NoDrafter):
             ) from None
         self._lookup: Any = PromptLookupCandidateGenerator(num_output_tokens=draft_len, max_length=2**31)
 
-    def propose(self, batch: DecodeBatch) -> None:
+    def propose(self, batch: DecodeBatch, length: int) -> list[int]:
+        counts = []
         for row, sequence in enumerate(batch.sequences):
-            found = self._candidates(sequence)
-            batch.counts[row] = len(found)
+            found = self._candidates(sequence)[:length] if length else ()
+            counts.append(len(found))
             if len(found):
                 batch.block[row, 1 : 1 + len(found)] = found
+        return counts
 
     def _candidates(self, sequence: Sequence) -> Tensor:
         known = torch.tensor([sequence.request.prompt_ids + sequence.token_ids])
         candidates, _ = self._lookup.get_candidates(known)
         return candidates[0, known.shape[1] :]
+
+
+def make_drafter(
+    name: DrafterName | None,
+    draft_len: int,
+    draft_sampling: DraftSampling,
+    head: Eagle3Head | None,
+    target: KimiModel,
+    rows: int,
+    max_len: int,
+) -> Drafter:
+    """The drafter that is asked for. Raises UsageError when it lacks its head or has nothing to draft."""
+    if name is None:
+        return NoDrafter()
+    if draft_len < 1:
+        raise UsageError(f"draft length {draft_len} drafts nothing", "use a draft length of 1 or more, or no drafter")
+    if name == "prompt-lookup":
+        return PromptLookupDrafter(draft_len)
+    if name != "eagle3":
+        raise UsageError(f"drafter {name!r} does not exist", "use eagle3 or prompt-lookup")
+    if head is None:
+        raise UsageError("drafter eagle3 needs a head", "pass --head, or use the drafter prompt-lookup")
+    return Eagle3Drafter(head, target, rows, max_len, draft_sampling)

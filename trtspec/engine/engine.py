@@ -1,8 +1,8 @@
 """The reference engine: continuous batching and speculative decoding around one target forward per round.
 
-A round: the target runs over each row's last token and drafts; verification decides which drafts stand; the drafter
-learns the true states and proposes again. Rejected positions leave stale cache entries behind, which the next round's
-own writes cover before anything can see them.
+`Engine._round` is the whole method on one screen: draft, verify, accept, emit (docs/reference-engine.md walks through
+it). Rejected positions leave stale cache entries behind, which the next round's own writes cover before anything can
+see them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch import Tensor
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.batch import DecodeBatch
-from trtspec.engine.drafters import Drafter, DrafterName, DraftSampling, Eagle3Drafter, NoDrafter, PromptLookupDrafter
-from trtspec.engine.sampling import draw, probabilities
-from trtspec.engine.sequence import Completion, GenerationRequest, Output, Sequence, TokenLogprobs
+from trtspec.engine.drafters import DrafterName, DraftSampling, Verified, make_drafter
+from trtspec.engine.prefix import BLOCK_TOKENS, PREFIX_BYTES, PrefixCache, PrefixReuse, PrefixStats
+from trtspec.engine.sampling import draw, probabilities, token_logprobs
+from trtspec.engine.sequence import Completion, GenerationRequest, Output, Sequence
 from trtspec.engine.stats import Iteration, Totals
-from trtspec.engine.verify import accept_greedy, accept_sampled
+from trtspec.engine.verify import accept_greedy, accept_sampled, on_host
 from trtspec.errors import UsageError
 from trtspec.models.decoding import prepare_for_decoding
 
@@ -34,10 +35,13 @@ PREFILL_TOKENS = 512  # per step, so that a long prompt does not stall the rows 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """`draft_len` drafts are verified per round (0 without a drafter). `max_seq_len` bounds prompt plus output, in
-    tokens; `prefill_tokens` the share of a prompt that one step takes. `draft_sampling` is how the drafts of sampled
-    requests are chosen. `record_gaps` keeps, per emitted token, how far
-    the best logit was ahead of the second."""
+    """`draft_len` drafts are verified per round (0 without a drafter), or as many as `draft_schedule` says: pairs of a
+    batch size and the draft length from there on, the first for size 1. `max_seq_len` bounds prompt plus output, in
+    tokens; `max_num_tokens` the tokens of a step, prompts and rounds together; `prefill_tokens` the share of prompts
+    that one pass takes, and one step where `max_num_tokens` is not given. Without `chunked_prefill` a prompt is
+    computed in one step, and longer ones are refused. `draft_sampling` is how the drafts of sampled requests are
+    chosen. `prefix_reuse` keeps up to `prefix_bytes` of computed texts (prefix.py). `record_gaps` keeps, per emitted
+    token, how far the best logit was ahead of the second."""
 
     drafter: DrafterName | None = None
     draft_len: int = 3
@@ -47,6 +51,24 @@ class EngineOptions:
     record_gaps: bool = False
     draft_sampling: DraftSampling = "argmax"
     prefill_tokens: int = PREFILL_TOKENS
+    draft_schedule: tuple[tuple[int, int], ...] = ()
+    max_num_tokens: int | None = None
+    chunked_prefill: bool = True
+    prefix_reuse: PrefixReuse | None = None
+    prefix_bytes: int = PREFIX_BYTES
+    block_tokens: int = BLOCK_TOKENS
+
+    def draft_len_at(self, rows: int) -> int:
+        """Drafts per row in a round of so many rows."""
+        if self.drafter is None:
+            return 0
+        return next((length for first, length in reversed(self.draft_schedule) if rows >= first), self.draft_len)
+
+    @property
+    def longest_draft(self) -> int:
+        if self.drafter is None:
+            return 0
+        return max((length for _, length in self.draft_schedule), default=self.draft_len)
 
 
 class Engine:
@@ -61,34 +83,45 @@ class Engine:
         options: EngineOptions | None = None,
         tokenizer: KimiTokenizer | None = None,
     ) -> None:
-        options = options or EngineOptions()
-        drafter, max_batch_size, max_seq_len = options.drafter, options.max_batch_size, options.max_seq_len
+        self.options = options = options or EngineOptions()
         prepare_for_decoding(target)
         if head is not None:
             prepare_for_decoding(head)
-        self.target = target
-        self.tokenizer = tokenizer
-        self.max_seq_len, self.max_batch_size = max_seq_len, max_batch_size
-        self.draft_len = options.draft_len if drafter else 0
-        self.seed, self.record_gaps = options.seed, options.record_gaps
-        self.draft_sampling = options.draft_sampling
-        self.prefill_tokens = options.prefill_tokens
+        self.target, self.tokenizer = target, tokenizer
+        self.max_seq_len, self.max_batch_size = options.max_seq_len, options.max_batch_size
+        self.draft_len = options.longest_draft
         self.eos_ids = tokenizer.eos_ids if tokenizer else target.spec.eos_token_ids
         self.device = target.embed.weight.device
-        cache_len = max_seq_len + self.draft_len  # drafts of a row that is nearly full reach beyond its end
-        self.cache = target.new_cache(max_batch_size, cache_len)
-        self.drafter = make_drafter(options, head, target, cache_len)
-        self.batch = DecodeBatch(max_batch_size, self.draft_len, self.device)
+        cache_len = options.max_seq_len + self.draft_len  # drafts of a row that is nearly full reach beyond its end
+        self.cache = target.new_cache(options.max_batch_size, cache_len)
+        self.drafter = make_drafter(
+            options.drafter, self.draft_len, options.draft_sampling, head, target, options.max_batch_size, cache_len
+        )
+        self.prefix: PrefixCache | None = None
+        if options.prefix_reuse is not None:
+            self.prefix = PrefixCache(
+                self.cache, self.drafter.cache, options.prefix_reuse, options.prefix_bytes, options.block_tokens
+            )
+        self.batch = DecodeBatch(options.max_batch_size, self.draft_len, self.device)
         self.waiting: deque[Sequence] = deque()
         self.prefilling: Sequence | None = None
         self.cancelled: set[str] = set()
         self.submitted = 0
+        self.reset_counters()
+
+    def reset_counters(self) -> None:
         self.totals = Totals(histogram=[0] * (self.draft_len + 1))
         self.iteration: Iteration | None = None
+        if self.prefix is not None:
+            self.prefix.stats = PrefixStats()
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises UsageError for a request that can never run here."""
+        check_request(request, self.options, self.target.spec.vocab_size, self.tokenizer is not None)
 
     def submit(self, request: GenerationRequest) -> None:
         """Queues a request. Raises UsageError for one that can never run."""
-        check_request(request, self.max_seq_len, self.target.spec.vocab_size, self.tokenizer is not None)
+        self.check(request)
         self.submitted += 1
         sequence = Sequence(
             request,
@@ -96,7 +129,7 @@ class Engine:
             max_seq_len=self.max_seq_len,
             eos_ids=self.eos_ids,
             tokenizer=self.tokenizer,
-            seed=self.seed + self.submitted,
+            seed=self.options.seed + self.submitted,
         )
         self.waiting.append(sequence)
 
@@ -110,7 +143,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """One iteration: prefill up to `prefill_tokens` prompt tokens, then one round for all decoding rows."""
+        """One iteration: prompt tokens within the step's budget, then one round for all decoding rows."""
         began = time.perf_counter()
         outputs = self._drop_cancelled() if self.cancelled else []
         prompt_tokens = self._prefill(outputs)
@@ -124,8 +157,67 @@ class Engine:
             queued=len(self.waiting),
             prompt_tokens=prompt_tokens,
             seconds=time.perf_counter() - began,
+            prefix=self.prefix.stats if self.prefix else None,
         )
         return outputs
+
+    def _round(self, outputs: list[Output]) -> None:
+        """Speculative decoding: every row of the batch goes on by its accepted drafts and one token more."""
+        batch, drafter, rows = self.batch, self.drafter, len(self.batch)
+
+        # Draft: guesses at each row's next tokens; a row offers none that it could not emit any more.
+        length = self.options.draft_len_at(rows)
+        found = drafter.propose(batch, length)
+        offered = [min(count, sequence.remaining - 1) for count, sequence in zip(found, batch.sequences, strict=True)]
+
+        # Verify: one pass of the target over each row's last token and its drafts.
+        block = batch.block[:rows, : 1 + max(offered)]
+        out = self.target(block, batch.start[:rows], self.cache, 0, drafter.aux_layers)
+
+        # Accept: the drafts that the target would have chosen itself, then one token of its own.
+        tokens, accepted = self._accept(out.logits, block[:, 1:], offered)
+        emitted = on_host(tokens, accepted)  # the round's one wait for the device
+
+        # Learn: the drafter sees the target's states of what stands.
+        drafter.learn(batch, Verified(out.aux, tokens, accepted, max(map(len, emitted)), length > 0))
+        batch.advance(tokens, accepted)
+
+        # Emit: from the last row, because one that ends gives its place to the last.
+        for row in reversed(range(rows)):
+            outputs.append(self._emit(row, emitted[row], offered[row], out.logits))
+
+    def _accept(self, logits: Tensor, drafts: Tensor, offered: list[int]) -> tuple[Tensor, Tensor]:
+        """(tokens int64 [B, T], accepted int64 [B]) of logits [B, T, V] after the last token and the T-1 drafts."""
+        batch, width = self.batch, drafts.shape[1]
+        logits = self._steered(logits, drafts)
+        counts = None if min(offered) == width else torch.tensor(offered, device=self.device)
+        tokens = logits.argmax(-1)
+        accepted = accept_greedy(tokens, drafts, counts)
+        sampling = batch.sampling
+        if sampling is not None:
+            rows = sampling.rows
+            uniform = batch.uniform[rows][:, batch.draft_len :]
+            tokens[rows], accepted[rows] = accept_sampled(
+                probabilities(logits[rows], sampling.temperature, sampling.top_p, sampling.top_k),
+                drafts[rows],
+                None if batch.draft_probs is None else batch.draft_probs[rows, :width],
+                torch.cat((uniform[:, :width], uniform[:, -1:]), 1),
+                draft_ids=self.drafter.draft_ids,
+                counts=None if counts is None else counts[rows],
+            )
+        return tokens, accepted
+
+    def _emit(self, row: int, tokens: list[int], offered: int, logits: Tensor) -> Output:
+        """Hands a row its tokens; one that ends leaves the batch. logits [B, T, V] are the round's."""
+        sequence = self.batch.sequences[row]
+        try:
+            output = sequence.emit(tokens, offered)
+            self._annotate(output, sequence, logits[row])
+        except Exception as error:
+            output = sequence.fail(error)
+        if output.finish_reason:
+            self._remove(row)
+        return output
 
     def generate(self, requests: list[GenerationRequest]) -> dict[str, Completion]:
         """Runs the requests to their end, in slots that are refilled as they become free.
@@ -144,25 +236,41 @@ class Engine:
 
     def _prefill(self, outputs: list[Output]) -> int:
         """Advances prompts, one at a time, in cache row len(batch) or above; returns the tokens done."""
-        budget = self.prefill_tokens
-        while budget > 0:
-            if self.prefilling is None:
-                if not self.waiting or len(self.batch) >= self.max_batch_size:
-                    break
-                self.prefilling = self.waiting.popleft()
-                self.prefill_row = len(self.batch)
+        budget = room = self._room()
+        while budget > 0 and (self.prefilling is not None or self._next_prompt(budget)):
             sequence = self.prefilling
+            assert sequence is not None
             begin = sequence.prefilled
-            end = min(begin + budget, len(sequence.request.prompt_ids))
+            end = min(begin + min(budget, self.options.prefill_tokens), len(sequence.request.prompt_ids))
             budget -= end - begin
             try:
                 self._prefill_chunk(sequence, begin, end, outputs)
             except Exception as error:
                 self.prefilling = None
+                outputs.append(sequence.fail(error))
                 if sequence in self.batch.sequences:
                     self._remove(self.batch.sequences.index(sequence))
-                outputs.append(sequence.fail(error))
-        return self.prefill_tokens - budget
+        return room - budget
+
+    def _room(self) -> int:
+        """Prompt tokens that this step may compute beside its round."""
+        options, rows = self.options, len(self.batch)
+        if options.max_num_tokens is None:
+            return options.prefill_tokens
+        return options.max_num_tokens - rows * (1 + options.draft_len_at(rows))
+
+    def _next_prompt(self, room: int) -> bool:
+        """Takes the next prompt up, with what is known of its beginning; False where none may begin now."""
+        if not self.waiting or len(self.batch) >= self.max_batch_size:
+            return False
+        prompt = self.waiting[0].request.prompt_ids
+        if not self.options.chunked_prefill and len(prompt) > room and len(self.batch):
+            return False
+        sequence = self.prefilling = self.waiting.popleft()
+        self.prefill_row = len(self.batch)
+        if self.prefix is not None and not sequence.request.prompt_logprobs:
+            sequence.prefilled = sequence.cached_tokens = self.prefix.load(prompt, self.prefill_row)
+        return True
 
     def _prefill_chunk(self, sequence: Sequence, begin: int, end: int, outputs: list[Output]) -> None:
         prompt, row = sequence.request.prompt_ids, self.prefill_row
@@ -179,21 +287,23 @@ class Engine:
         following = torch.tensor([[*prompt[begin + 1 : end], first]], device=self.device)
         self.drafter.prompt(out.aux, following, start, row)
         sequence.prefilled = end
-        if not done:
-            return
+        if done:
+            outputs.append(self._join(sequence, first, out.logits[0, -1:]))
+
+    def _join(self, sequence: Sequence, first: int, logits: Tensor) -> Output:
+        """Emits the first token and, where more are to come, gives the sequence its row of the batch."""
         self.prefilling = None
+        prompt, row = sequence.request.prompt_ids, self.prefill_row
+        if self.prefix is not None:
+            self.prefix.save(prompt, row)
         output = sequence.emit([first])
-        output.prompt_logprobs = sequence.prompt_logprobs
-        self._annotate(output, sequence, out.logits[0, -1:])
-        outputs.append(output)
+        output.prompt_logprobs, output.cached_tokens = sequence.prompt_logprobs, sequence.cached_tokens
+        self._annotate(output, sequence, logits)
         if output.finish_reason is None:
             if row != len(self.batch):
-                self.cache.move(row, len(self.batch))
-                self.drafter.move(row, len(self.batch))
-            row = self.batch.append(sequence, first)
-            if sequence.sampled:
-                self.batch.uniform[row] = sequence.uniform(self.batch.uniform.shape[1])
-            self.drafter.begin(self.batch, row)
+                self._move(row, len(self.batch), len(prompt))
+            self.batch.append(sequence, first)
+        return output
 
     def _first_token(self, sequence: Sequence, logits: Tensor) -> int:
         """The token after the prompt, from logits [1, V]."""
@@ -205,35 +315,6 @@ class Engine:
         temperature, top_p = torch.tensor([[request.temperature], [request.top_p]], device=self.device)
         top_k = torch.tensor([request.top_k], device=self.device)
         return int(draw(probabilities(logits, temperature, top_p, top_k), sequence.uniform(1).to(self.device)))
-
-    def _round(self, outputs: list[Output]) -> None:
-        batch, drafter = self.batch, self.drafter
-        rows = len(batch)
-        drafter.propose(batch)
-        offered = self._offered()
-        width = max(offered)
-        block, start = batch.block[:rows, : width + 1], batch.start[:rows].clone()
-        out = self.target(block, start, self.cache, 0, drafter.aux_layers)
-        tokens, accepted = self._verify(self._steered(out.logits, block[:, 1:]), block[:, 1:], offered)
-        batch.block[:rows, 0] = tokens[batch.row_index[:rows], accepted]
-        batch.start[:rows] += accepted + 1
-        batch.refill_uniform()
-        drafter.follow(batch, out.aux, tokens, start, accepted)
-        host = torch.cat((tokens, accepted.unsqueeze(1)), 1).tolist()
-        finished = []
-        for row, sequence in enumerate(batch.sequences):
-            *emitted, stand = host[row]
-            try:
-                output = sequence.emit(emitted[: stand + 1], offered[row])
-                if self.record_gaps or sequence.request.logprobs:
-                    self._annotate(output, sequence, out.logits[row])
-            except Exception as error:
-                output = sequence.fail(error)
-            outputs.append(output)
-            if output.finish_reason:
-                finished.append(row)
-        for row in reversed(finished):
-            self._remove(row)
 
     def _steered(self, logits: Tensor, drafts: Tensor) -> Tensor:
         """Logits [B, T, V] as the rows with wishes of their own want them; the same tensor where there are none."""
@@ -247,48 +328,28 @@ class Engine:
             steering.apply(logits[row], drafts[row].tolist())
         return logits
 
-    def _offered(self) -> list[int]:
-        """Drafts to verify per row: those proposed, but none that could not be emitted any more."""
-        if not self.draft_len:
-            return [0] * len(self.batch)
-        counts = self.batch.counts.tolist()
-        return [min(counts[row], sequence.remaining - 1) for row, sequence in enumerate(self.batch.sequences)]
-
-    def _verify(self, logits: Tensor, drafts: Tensor, offered: list[int]) -> tuple[Tensor, Tensor]:
-        """(tokens int64 [B, T], accepted int64 [B]) of logits [B, T, V] after the last token and the T-1 drafts."""
-        batch, width = self.batch, drafts.shape[1]
-        counts = None if min(offered) == width else torch.tensor(offered, device=self.device)
-        best = logits.argmax(-1)
-        accepted = accept_greedy(best, drafts, counts)
-        sampling = batch.sampling
-        if sampling is None:
-            return best, accepted
-        rows = sampling.rows
-        uniform = batch.uniform[rows][:, batch.draft_len :]
-        best[rows], accepted[rows] = accept_sampled(
-            probabilities(logits[rows], sampling.temperature, sampling.top_p, sampling.top_k),
-            drafts[rows],
-            None if batch.draft_probs is None else batch.draft_probs[rows, :width],
-            torch.cat((uniform[:, :width], uniform[:, -1:]), 1),
-            draft_ids=self.drafter.draft_ids,
-            counts=None if counts is None else counts[rows],
-        )
-        return best, accepted
-
     def _annotate(self, output: Output, sequence: Sequence, logits: Tensor) -> None:
         """Adds gaps and log-probabilities of the emitted tokens; row j of logits [T, V] predicted token j."""
         logits = logits[: len(output.token_ids)]
-        if self.record_gaps:
+        if self.options.record_gaps:
             first, second = logits.topk(2, -1).values.unbind(-1)
             output.gaps = (first - second).tolist()
         if sequence.request.logprobs:
             output.logprobs = token_logprobs(logits.log_softmax(-1), output.token_ids, sequence.request.logprobs)
 
     def _remove(self, row: int) -> None:
+        """Takes a row out of the batch; what it computed stays known for prompts that begin like it."""
+        sequence = self.batch.sequences[row]
+        if self.prefix is not None and sequence.finish_reason != "error":
+            known = sequence.length - max(1, self.drafter.behind(row))  # the last token was never run
+            self.prefix.save(sequence.text_ids[:known], row)
         moved = self.batch.remove(row)
         if moved != row:
-            self.cache.move(moved, row)
-            self.drafter.move(moved, row)
+            self._move(moved, row, self.batch.sequences[row].length)
+
+    def _move(self, source: int, target: int, length: int) -> None:
+        self.cache.move(source, target, length)
+        self.drafter.move(source, target, length)
 
     def _drop_cancelled(self) -> list[Output]:
         gone = self.cancelled
@@ -297,6 +358,8 @@ class Engine:
         self.waiting = deque(sequence for sequence in self.waiting if sequence.id not in gone)
         if self.prefilling and self.prefilling.id in gone:
             dropped.append(self.prefilling)
+            if self.prefix is not None:
+                self.prefix.save(self.prefilling.request.prompt_ids[: self.prefilling.prefilled], self.prefill_row)
             self.prefilling = None
         for row in reversed(range(len(self.batch))):
             if self.batch.sequences[row].id in gone:
@@ -305,42 +368,20 @@ class Engine:
         return [Output(s.id, [], s.text.finish(), "cancelled", stats=s.stats) for s in dropped]
 
 
-def token_logprobs(scores: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs]:
-    """The chosen tokens' scores [T, V] and the `count` best ones of each row."""
-    chosen = scores.gather(-1, torch.tensor(tokens, device=scores.device).unsqueeze(-1)).squeeze(-1).tolist()
-    top = scores.topk(min(count, scores.shape[-1]), -1)
-    ids, values = top.indices.tolist(), top.values.tolist()
-    return [
-        TokenLogprobs(token, chosen[row], list(zip(ids[row], values[row], strict=True)))
-        for row, token in enumerate(tokens)
-    ]
-
-
-def make_drafter(options: EngineOptions, head: Eagle3Head | None, target: KimiModel, max_len: int) -> Drafter:
-    """The drafter that is asked for. Raises UsageError when it lacks its head or has nothing to draft."""
-    name, draft_len = options.drafter, options.draft_len
-    if name is None:
-        return NoDrafter()
-    if draft_len < 1:
-        raise UsageError(f"draft length {draft_len} drafts nothing", "use a draft length of 1 or more, or no drafter")
-    if name == "prompt-lookup":
-        return PromptLookupDrafter(draft_len)
-    if name != "eagle3":
-        raise UsageError(f"drafter {name!r} does not exist", "use eagle3 or prompt-lookup")
-    if head is None:
-        raise UsageError("drafter eagle3 needs a head", "pass --head, or use the drafter prompt-lookup")
-    return Eagle3Drafter(head, target, options.max_batch_size, max_len, options.draft_sampling)
-
-
-def check_request(request: GenerationRequest, max_seq_len: int, vocab_size: int, has_tokenizer: bool) -> None:
+def check_request(request: GenerationRequest, options: EngineOptions, vocab_size: int, has_tokenizer: bool) -> None:
     """Raises UsageError for a request that cannot run in an engine of this size."""
-    length = len(request.prompt_ids)
+    length, max_seq_len = len(request.prompt_ids), options.max_seq_len
     if not length:
         raise UsageError(f"request {request.id}: the prompt has no tokens", "send at least one token")
     if length >= max_seq_len:
         raise UsageError(
             f"request {request.id}: {length} prompt tokens leave no room in a context of {max_seq_len} tokens",
             "shorten the prompt or raise --max-seq-len",
+        )
+    if not options.chunked_prefill and options.max_num_tokens is not None and length > options.max_num_tokens:
+        raise UsageError(
+            f"request {request.id}: {length} prompt tokens do not fit in a step of {options.max_num_tokens}",
+            "shorten the prompt, raise --max-num-tokens, or switch chunked prefill on",
         )
     if request.max_tokens < 1:
         raise UsageError(f"request {request.id}: max_tokens is {request.max_tokens}", "ask for at least one token")

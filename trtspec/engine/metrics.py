@@ -28,6 +28,11 @@ class EngineCollector(Collector):
             "spec_decode_draft_tokens": (totals.drafted, "Draft tokens verified."),
             "spec_decode_accepted_tokens": (totals.accepted, "Draft tokens accepted."),
         }
+        if self.engine.prefix is not None:
+            prefix = self.engine.prefix.stats
+            counters["prefix_tokens"] = (prefix.tokens, "Prompt tokens looked up among computed prefixes.")
+            counters["prefix_cached_tokens"] = (prefix.cached_tokens, "Prompt tokens that needed no computation.")
+            counters["prefix_evicted_blocks"] = (prefix.evicted_blocks, "Blocks of prefixes that made room for others.")
         for name, (value, text) in counters.items():
             yield CounterMetricFamily(f"trtspec_{name}", text, value=value)
         positions = CounterMetricFamily(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trtspec.engine.sequence import TokenLogprobs
+
 
 def probabilities(
     logits: Tensor, temperature: Tensor, top_p: Tensor | None = None, top_k: Tensor | None = None
@@ -51,3 +53,14 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     cumulative = probs.double().cumsum(-1)
     threshold = uniform.double().unsqueeze(-1) * cumulative[..., -1:]
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp(max=probs.shape[-1] - 1)
+
+
+def token_logprobs(scores: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs]:
+    """The chosen tokens' scores [T, V] and the `count` best ones of each row."""
+    chosen = scores.gather(-1, torch.tensor(tokens, device=scores.device).unsqueeze(-1)).squeeze(-1).tolist()
+    top = scores.topk(min(count, scores.shape[-1]), -1)
+    ids, values = top.indices.tolist(), top.values.tolist()
+    return [
+        TokenLogprobs(token, chosen[row], list(zip(ids[row], values[row], strict=True)))
+        for row, token in enumerate(tokens)
+    ]

@@ -80,7 +80,8 @@ class Stats:
 class Output:
     """What one engine step added to one request. The last one of a request has a finish reason and the statistics.
 
-    `round` is (drafts offered, drafts accepted) of this step, None for a prefill.
+    `round` is (drafts offered, drafts accepted) of this step, None for a prefill. `cached_tokens` of the prompt needed
+    no computation; the first output says so.
     """
 
     id: str
@@ -93,6 +94,7 @@ class Output:
     round: tuple[int, int] | None = None
     error: Exception | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cached_tokens: int = 0
 
 
 @dataclass
@@ -108,6 +110,7 @@ class Completion:
     stats: Stats = field(default_factory=Stats)
     error: Exception | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cached_tokens: int = 0
 
     def add(self, output: Output) -> None:
         self.token_ids += output.token_ids
@@ -115,6 +118,7 @@ class Completion:
         self.logprobs += output.logprobs
         self.prompt_logprobs += output.prompt_logprobs
         self.gaps += output.gaps
+        self.cached_tokens += output.cached_tokens
         if output.finish_reason:
             self.finish_reason = output.finish_reason
         if output.stats:
@@ -156,7 +160,17 @@ class Sequence:
         self.sampled = request.temperature >= COLDEST
         self.generator = torch.Generator().manual_seed(request.seed if request.seed is not None else seed)
         self.prefilled = 0
+        self.cached_tokens = 0
         self.finish_reason: FinishReason | None = None
+
+    @property
+    def text_ids(self) -> list[int]:
+        """Prompt and answer so far."""
+        return self.request.prompt_ids + self.token_ids
+
+    @property
+    def length(self) -> int:
+        return len(self.request.prompt_ids) + len(self.token_ids)
 
     @property
     def remaining(self) -> int:

@@ -24,7 +24,6 @@ from trtspec.engine.connection import ClientConnection
 from trtspec.engine.drafters import DrafterName, DraftSampling
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.sequence import GenerationRequest
-from trtspec.engine.stats import Totals
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.models.head_weights import load_head, open_head
 from trtspec.models.memory import cache_token_bytes, check_device, free_bytes, head_bytes, target_bytes
@@ -158,8 +157,7 @@ def sequence_length(spec: ModelSpec, options: ServerOptions) -> int:
 def warm_up(engine: Engine) -> None:
     """One short generation, so that the first request does not pay for tables and lazy initialisation."""
     engine.generate([GenerationRequest("warm-up", [0] * 8, max_tokens=2 + engine.draft_len, ignore_eos=True)])
-    engine.totals = Totals(histogram=[0] * (engine.draft_len + 1))
-    engine.iteration = None
+    engine.reset_counters()
 
 
 def thread_count(hidden_size: int) -> int:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from trtspec.engine.prefix import PrefixStats
 from trtspec.engine.sequence import Output
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """One engine step. `decoding` rows ran a round; `tokens` came out of it and of the prefills."""
+    """One engine step. `decoding` rows ran a round; `tokens` came out of it and of the prefills. `prefix`: what prefix
+    reuse did since the start, where it is on."""
 
     number: int
     seconds: float
@@ -22,11 +24,12 @@ class Iteration:
     tokens: int
     drafted: int
     accepted: int
+    prefix: PrefixStats | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The record under the names that trtllm-serve's /metrics uses, as far as they have a meaning here."""
         speculated = self.drafted > 0
-        return {
+        record: dict[str, Any] = {
             "iter": self.number,
             "iterLatencyMS": self.seconds * 1000,
             "numActiveRequests": self.active,
@@ -43,6 +46,13 @@ class Iteration:
                 "acceptanceLength": 1 + self.accepted / self.decoding if speculated else 1.0,
             },
         }
+        if self.prefix is not None:
+            record["kvCacheStats"] = {
+                "reusedBlocks": self.prefix.reused_blocks,
+                "missedBlocks": self.prefix.missed_blocks,
+                "cacheHitRate": self.prefix.hit_rate,
+            }
+        return record
 
 
 @dataclass
@@ -59,7 +69,15 @@ class Totals:
     accepted: int = 0
 
     def record(
-        self, outputs: Iterable[Output], *, decoding: int, active: int, queued: int, prompt_tokens: int, seconds: float
+        self,
+        outputs: Iterable[Output],
+        *,
+        decoding: int,
+        active: int,
+        queued: int,
+        prompt_tokens: int,
+        seconds: float,
+        prefix: PrefixStats | None = None,
     ) -> Iteration:
         """Adds one engine step and returns its record."""
         tokens = drafted = accepted = 0
@@ -78,4 +96,5 @@ class Totals:
         self.tokens += tokens
         self.drafted += drafted
         self.accepted += accepted
-        return Iteration(self.iterations, seconds, active, queued, decoding, prompt_tokens, tokens, drafted, accepted)
+        counts = (active, queued, decoding, prompt_tokens, tokens, drafted, accepted)
+        return Iteration(self.iterations, seconds, *counts, prefix=replace(prefix) if prefix else None)

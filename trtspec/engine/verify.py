@@ -19,6 +19,11 @@ def leading(matches: Tensor, counts: Tensor | None = None) -> Tensor:
     return run if counts is None else torch.minimum(run, counts)
 
 
+def on_host(tokens: Tensor, accepted: Tensor) -> list[list[int]]:
+    """The tokens int64 [B, T] that each row emits, accepted int64 [B] of them and one more, in one transfer."""
+    return [row[: row[-1] + 1] for row in torch.cat((tokens, accepted.unsqueeze(1)), 1).tolist()]
+
+
 def accept_greedy(best: Tensor, drafts: Tensor, counts: Tensor | None = None) -> Tensor:
     """Accepted drafts per row, int64 [B].
 

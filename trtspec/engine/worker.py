@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from trtspec.engine.boundary import log_exception
-from trtspec.engine.engine import Engine, check_request
+from trtspec.engine.engine import Engine
 from trtspec.engine.sequence import GenerationRequest, Output
 
 ITERATIONS_KEPT = 1000
@@ -64,8 +64,7 @@ class Worker:
 
     def check(self, request: GenerationRequest) -> None:
         """Raises UsageError for a request that the engine would refuse."""
-        engine = self.engine
-        check_request(request, engine.max_seq_len, engine.target.spec.vocab_size, engine.tokenizer is not None)
+        self.engine.check(request)
 
     async def run(self, request: GenerationRequest) -> AsyncIterator[Output]:
         """Outputs of a checked request as they come. Leaving the loop early cancels it.

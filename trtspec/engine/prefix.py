@@ -1,0 +1,144 @@
+"""Prefix reuse: the caches of texts that were computed, kept in blocks, so that a prompt that begins like one of them
+is not computed again.
+
+A block is known by its tokens and by the block before it, so only equal texts share one. A head's cache is kept beside
+the target's, one position behind: its row at position t needs the token at t+1, so the row at a block's last position
+depends on the block after it and belongs there. The position before the first new token is computed again, which gives
+the head the target's state for that row.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from trtspec.errors import UsageError
+from trtspec.models.cache import BlockStore, LatentCache
+
+PrefixReuse = Literal["warm", "blind"]
+BLOCK_TOKENS = 32  # TensorRT-LLM's default tokens_per_block
+PREFIX_BYTES = 256 << 20
+ROOT = 0
+
+Key = tuple[int, tuple[int, ...]]  # number of the block before, and the block's own tokens
+
+
+@dataclass
+class PrefixStats:
+    """Since the start. `tokens` are those of the prompts that were looked up, `cached_tokens` those of them that needed
+    no computation; blocks are whole blocks of these prompts, found or not."""
+
+    tokens: int = 0
+    cached_tokens: int = 0
+    reused_blocks: int = 0
+    missed_blocks: int = 0
+    evicted_blocks: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the looked-up prompt tokens that needed no computation."""
+        return self.cached_tokens / self.tokens if self.tokens else 0.0
+
+
+@dataclass(frozen=True)
+class Block:
+    number: int
+    slot: int
+
+
+class PrefixCache:
+    """Blocks of computed texts, the least recently used one leaving first. `reuse` "warm" keeps `head` beside the
+    target; "blind" does not, so that a head has nothing of a reused prefix, as in TensorRT-LLM with a cache of its own
+    for the draft. Raises UsageError where `max_bytes` hold no block."""
+
+    def __init__(
+        self, target: LatentCache, head: LatentCache | None, reuse: PrefixReuse, max_bytes: int, block_tokens: int
+    ) -> None:
+        warm = head if reuse == "warm" else None
+        self.block_tokens = block_tokens
+        block_bytes = block_tokens * (target.token_bytes + (warm.token_bytes if warm else 0))
+        self.capacity = max_bytes // block_bytes
+        if not self.capacity:
+            message = f"{max_bytes} bytes for reused prefixes hold no block of {block_bytes}"
+            raise UsageError(message, f"give at least {-(-block_bytes >> 20)} MiB, or switch the reuse off")
+        self.stores = [(BlockStore(target, self.capacity, block_tokens), 0)]
+        if warm is not None:
+            self.stores.append((BlockStore(warm, self.capacity, block_tokens), 1))
+        self.computed_again = 1 if warm is not None else 0
+        self.blind = head if warm is None else None
+        # Parents are used later than their children, so the first block never has one behind it.
+        self.blocks: OrderedDict[Key, Block] = OrderedDict()
+        self.free = list(range(self.capacity))
+        self.stats = PrefixStats()
+        self._numbers = itertools.count(ROOT + 1)
+
+    def load(self, tokens: Sequence[int], row: int) -> int:
+        """Fills a row of the caches with the longest known beginning of a prompt; returns how many of its tokens need
+        no computation, never all."""
+        slots = self._find(tokens)
+        size = self.block_tokens
+        reused = max(0, min(len(slots) * size - self.computed_again, len(tokens) - 1))
+        if reused:
+            for store, behind in self.stores:
+                store.load(row, -behind, slots)
+            if self.blind is not None:
+                self.blind.clear(row, reused)
+        stats = self.stats
+        stats.tokens += len(tokens)
+        stats.cached_tokens += reused
+        stats.reused_blocks += len(slots)
+        stats.missed_blocks += len(tokens) // size - len(slots)
+        return reused
+
+    def save(self, tokens: Sequence[int], row: int) -> None:
+        """Keeps the whole blocks of `tokens`, whose entries are those of a row."""
+        size = self.block_tokens
+        chain: list[Key] = []
+        slots: list[int] = []
+        before = ROOT
+        for begin in range(0, len(tokens) - size + 1, size):
+            key = before, tuple(tokens[begin : begin + size])
+            block = self.blocks.get(key)
+            if block is None:
+                if not self._make_room(len(chain)):
+                    break
+                block = self.blocks[key] = Block(next(self._numbers), self.free.pop())
+                slots.append(block.slot)
+            self.blocks.move_to_end(key)
+            chain.append(key)
+            before = block.number
+        self._use(chain)
+        first = (len(chain) - len(slots)) * size  # behind a new block all are new
+        for store, behind in self.stores:
+            store.save(row, first - behind, slots)
+
+    def _find(self, tokens: Sequence[int]) -> list[int]:
+        """Slots of the longest chain of blocks that `tokens` begin with."""
+        chain: list[Key] = []
+        slots: list[int] = []
+        before = ROOT
+        for begin in range(0, len(tokens) - self.block_tokens + 1, self.block_tokens):
+            key = before, tuple(tokens[begin : begin + self.block_tokens])
+            block = self.blocks.get(key)
+            if block is None:
+                break
+            chain.append(key)
+            slots.append(block.slot)
+            before = block.number
+        self._use(chain)
+        return slots
+
+    def _use(self, chain: list[Key]) -> None:
+        for key in reversed(chain):
+            self.blocks.move_to_end(key)
+
+    def _make_room(self, in_use: int) -> bool:
+        """Whether there is a free slot, if need be that of the first block; not of the `in_use` last ones."""
+        if not self.free and len(self.blocks) > in_use:
+            _, block = self.blocks.popitem(last=False)
+            self.free.append(block.slot)
+            self.stats.evicted_blocks += 1
+        return bool(self.free)
