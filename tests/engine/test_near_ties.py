@@ -107,8 +107,8 @@ class RopeOffByOne(Engine):
 class WrongDraftAccepted(Engine):
     """In one round of each row the first draft stands although the target wants another token."""
 
-    def _verify(self, logits: Tensor, drafts: Tensor, offered: list[int]) -> tuple[Tensor, Tensor]:
-        tokens, accepted = super()._verify(logits, drafts, offered)
+    def _accept(self, logits: Tensor, drafts: Tensor, offered: list[int]) -> tuple[Tensor, Tensor]:
+        tokens, accepted = super()._accept(logits, drafts, offered)
         for row, sequence in enumerate(self.batch.sequences):
             if sequence.stats.steps == 2 and offered[row] and accepted[row] == 0:
                 tokens[row, 0] = drafts[row, 0]

@@ -32,8 +32,9 @@ class Drafter(Protocol):
 
     aux_layers: tuple[int, ...]
     draft_ids: Tensor | None
-    cache: LatentCache | None
 
+    @property
+    def cache(self) -> LatentCache | None: ...
     def prompt(self, aux: Tensor | None, tokens: Tensor, start: Tensor, row: int) -> None: ...
     def propose(self, batch: DecodeBatch, length: int) -> list[int]:
         """Writes up to `length` drafts of each row behind its last token in `batch.block`; returns how many."""
@@ -224,9 +225,11 @@ class PromptLookupDrafter(NoDrafter):
         self._lookup: Any = PromptLookupCandidateGenerator(num_output_tokens=draft_len, max_length=2**31)
 
     def propose(self, batch: DecodeBatch, length: int) -> list[int]:
+        if not length:
+            return [0] * len(batch)
         counts = []
         for row, sequence in enumerate(batch.sequences):
-            found = self._candidates(sequence)[:length] if length else ()
+            found = self._candidates(sequence)[:length]
             counts.append(len(found))
             if len(found):
                 batch.block[row, 1 : 1 + len(found)] = found
