@@ -243,7 +243,14 @@ SERVING: dict[str, dict[str, Situation]] = {
                 speculation="--speculation prompt-lookup",
                 draft_len=Effect(line("--draft-len 2"), base=(*REFERENCE, "--head", "{head}")),
                 draft_sampling=Effect(line("--draft-sampling probabilistic"), base=(*REFERENCE, "--head", "{head}")),
+                config=Effect(line("--config {engine} --trtllm-version 1.3.0rc20 --head {head} --max-seq-len 64")),
+                trtllm_version=Effect(
+                    instead=(*REFERENCE, *line("--config {engine} --trtllm-version 1.2.1 --max-seq-len 64"))
+                ),
+                prefix_reuse="--prefix-reuse off",
+                prefix_cache_mib="--prefix-cache-mib 7",
                 max_batch_size="--max-batch-size 7",
+                max_num_tokens="--max-num-tokens 9000",
                 max_seq_len="--max-seq-len 256",
                 served_model_name="--served-model-name kimi",
                 max_queue="--max-queue 7",

@@ -187,7 +187,9 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("trtspec.launch.plan.launch", launch)
     monkeypatch.setattr(
-        "trtspec.cli.serve._run_reference", lambda start: stage.handed.append(repr(start)), raising=False
+        "trtspec.cli.serve_reference._run",
+        lambda start, executed: stage.handed.append(repr((start, executed))),
+        raising=False,
     )
     for name in ("_look_once", "_look_on"):  # one goes on until a signal; times in the state are the clock's
         monkeypatch.setattr(

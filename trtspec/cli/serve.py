@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from trtspec.cli.options import DryRunOption, HeadOption, JsonOption, TargetArgument
-from trtspec.errors import CheckFailed, MissingDependency, UsageError, has_errors
+from trtspec.cli.serve_reference import ReferenceStart, start_reference
+from trtspec.errors import CheckFailed, UsageError, has_errors
 from trtspec.records import Mode, narrow, words
 from trtspec.trtllm.serve.start import EngineStart, FrontStart
 from trtspec.vllm import VllmStart
 
 if TYPE_CHECKING:
-    from trtspec.checkpoint.hub import Resolved
     from trtspec.launch.plan import ServerPlan
 
 
@@ -35,7 +34,9 @@ class ServeOptions:
         Literal["trtllm", "vllm", "reference"],
         typer.Option(help="trtllm: NVIDIA TensorRT-LLM. vllm: vLLM. reference: plain PyTorch, on a CPU or a GPU."),
     ] = "trtllm"
-    config: Annotated[Path | None, typer.Option(help="Engine YAML. Default: one generated for this launch.")] = None
+    config: Annotated[
+        Path | None, typer.Option(help="Engine YAML. Default: one generated for this launch; reference backend: none.")
+    ] = None
     trtllm_version: Annotated[
         str | None, typer.Option(help="TensorRT-LLM version to check for. Default: the installed one.")
     ] = None
@@ -54,7 +55,7 @@ class ServeOptions:
         int | None, typer.Option(min=1, help="Tensor-parallel size. Default: the file's, else 4; with vLLM 8.")
     ] = None
     max_batch_size: Annotated[int | None, typer.Option(min=1, help="Requests per step.")] = None
-    max_num_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step (TensorRT-LLM and vLLM).")] = None
+    max_num_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step.")] = None
     max_seq_len: Annotated[
         int | None, typer.Option(min=1, help="Maximum length of prompt and answer together, in tokens.")
     ] = None
@@ -68,6 +69,22 @@ class ServeOptions:
         typer.Option(
             help="vLLM and reference backend: drafts of sampled requests are the head's likeliest tokens, or drawn "
             "from its distribution. Both keep the target's distribution. Default: argmax, as vLLM and TensorRT-LLM do."
+        ),
+    ] = None
+    prefix_reuse: Annotated[
+        Literal["warm", "blind", "off"] | None,
+        typer.Option(
+            help="Reference backend: what is computed of a prompt that begins like an earlier text. warm: nothing, for "
+            "the target and the head. blind: the head sees nothing of it, as in TensorRT-LLM with a cache of its own "
+            "for the draft. off: everything. Default: the file's, else warm."
+        ),
+    ] = None
+    prefix_cache_mib: Annotated[
+        int | None,
+        typer.Option(
+            "--prefix-cache-mib",
+            min=1,
+            help="Reference backend: memory for texts to reuse. Default: the file's, else 256.",
         ),
     ] = None
     dtype: Annotated[
@@ -123,45 +140,6 @@ class ServeOptions:
     ] = 8
     dry_run: DryRunOption = False
     json_: JsonOption = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReferenceStart:
-    """The options that the reference backend uses; None leaves the choice to the server."""
-
-    target: str
-    head: str | None = None
-    host: str = "localhost"
-    port: int = 8000
-    dtype: str = "auto"
-    device: str = "cpu"
-    speculation: Literal["eagle3", "prompt-lookup", "none"] | None = None
-    draft_len: int | None = None
-    draft_sampling: Literal["argmax", "probabilistic"] | None = None
-    max_batch_size: int | None = None
-    max_seq_len: int | None = None
-    served_model_name: str | None = None
-    max_queue: int | None = None
-    api_key: str | None = field(default=None, repr=False)
-
-    @property
-    def drafter(self) -> Literal["eagle3", "prompt-lookup"] | None:
-        """eagle3, prompt-lookup, or None for no speculation."""
-        if self.speculation is None:
-            return "eagle3" if self.head else None
-        return None if self.speculation == "none" else self.speculation
-
-    def checked(self) -> ReferenceStart:
-        """Itself. Raises UsageError for options that contradict each other."""
-        if self.drafter == "eagle3" and not self.head:
-            raise UsageError("--speculation eagle3 needs a head", "pass --head")
-        if self.drafter != "eagle3" and self.head:
-            raise UsageError(f"--head is not used with --speculation {self.speculation}", "leave one of the two out")
-        if self.draft_len is not None and self.drafter is None:
-            raise UsageError("--draft-len is not used without speculation", "pass --head, or leave it out")
-        if self.draft_sampling is not None and self.drafter != "eagle3":
-            raise UsageError("--draft-sampling is not used without a head", "pass --head, or leave it out")
-        return self
 
 
 ENGINE = Mode("the TensorRT-LLM engine", EngineStart, "--backend trtllm")
@@ -226,75 +204,9 @@ def _show_and_launch(plan: ServerPlan, options: ServeOptions) -> None:
 
 
 def _serve_reference(options: ServeOptions) -> None:
-    start: ReferenceStart = narrow(options, REFERENCE, MODES, selecting=SHARED).checked()
-    if options.dry_run or options.json_:
-        _show_reference(start, options)
-    if not options.dry_run:
-        _run_reference(start)
-
-
-def _show_reference(start: ReferenceStart, options: ServeOptions) -> None:
-    """The same command with every choice written out; names are looked up, nothing is fetched."""
-    import shlex
-
-    from trtspec.checkpoint.named import load_head, load_target
-    from trtspec.checkpoint.target_problems import require_target
-    from trtspec.report import print_json
-
-    target = load_target(start.target)
-    if target.resolved.path is not None:
-        require_target(target.resolved.path)
-    if start.head:
-        load_head(start.head)
-    written_out = replace(options, speculation=start.drafter or "none", api_key=None, dry_run=False, json_=False)
-    argv = [sys.executable, "-m", "trtspec", "serve"]
-    argv += words(written_out, always=("backend", "host", "port", "dtype", "device"))
-    variable = "TRTSPEC_SERVE_API_KEY"  # the key itself is never printed
-    if options.json_:
-        env = {variable: "(not shown)"} if start.api_key else {}
-        print_json({"argv": argv, "env": env, "config": {}, "problems": []})
-    else:
-        sys.stdout.write((f'{variable}="${variable}" ' if start.api_key else "") + shlex.join(argv) + "\n")
-
-
-def _run_reference(start: ReferenceStart) -> None:
-    """Fetches what is not here, then serves until a signal ends it."""
-    from trtspec.checkpoint.named import require_head, require_target
-
-    try:
-        from trtspec.engine.server import ServerOptions, run
-    except ModuleNotFoundError as missing:
-        raise MissingDependency(
-            f"the reference backend needs {missing.name}", "pip install 'trtspec[reference]'"
-        ) from None
-    target = _local(start.target, require_target)
-    head = _local(start.head, require_head) if start.head else None
-    sizes: dict[str, Any] = {
-        key: getattr(start, key)
-        for key in ("draft_len", "draft_sampling", "max_batch_size", "max_seq_len", "max_queue")
-    }
-    options = ServerOptions(
-        host=start.host,
-        port=start.port,
-        dtype=start.dtype,
-        device=start.device,
-        drafter=start.drafter,
-        served_model_name=start.served_model_name or target[1],
-        api_key=start.api_key,
-        **{key: value for key, value in sizes.items() if value is not None},
-    )
-    run(target[0], head[0] if head else None, options)
-
-
-def _local(name: str, require: Callable[[Resolved], None]) -> tuple[Path, str | None]:
-    """Directory and hub id of a checkpoint, fetched where it must be; what it is, is checked before as far as known."""
-    from trtspec.checkpoint.hub import resolve
-
-    known = resolve(name, allow_download=False)
-    if known.path is not None or known.known is not None:
-        require(known)
-    resolved = resolve(name)
-    require(resolved)
-    if resolved.path is None:
-        raise UsageError(f"{name} is not on this machine", "pass its directory")
-    return resolved.path, resolved.hub_id
+    start: ReferenceStart = narrow(options, REFERENCE, MODES, selecting=SHARED)
+    typed = replace(options, api_key=None, dry_run=False, json_=False)
+    if start.config is None:
+        typed = replace(typed, speculation=start.drafter or "none")
+    command = words(typed, always=("backend", "host", "port", "dtype", "device"))
+    start_reference(start, command, dry_run=options.dry_run, as_json=options.json_)

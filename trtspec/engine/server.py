@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 import psutil
 import torch
@@ -23,6 +24,7 @@ from trtspec.engine.app import AppOptions, create_app
 from trtspec.engine.connection import ClientConnection
 from trtspec.engine.drafters import DrafterName, DraftSampling
 from trtspec.engine.engine import Engine, EngineOptions
+from trtspec.engine.prefix import BLOCK_TOKENS, PREFIX_BYTES, PrefixReuse
 from trtspec.engine.sequence import GenerationRequest
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.models.head_weights import load_head, open_head
@@ -45,7 +47,8 @@ class ServerOptions:
     """`dtype` auto is bfloat16 where the device computes it natively, else float32; the ready line names the choice.
     `drafter` None is eagle3 with a head. `max_seq_len` None: the target's own maximum, at most 4096. `max_queue`
     requests wait beside those that run; further ones get status 429. With an `api_key`, requests below /v1 must carry
-    it."""
+    it. `draft_schedule` to `block_tokens` are the engine's (EngineOptions); `kv_cache_dtype` auto is the checkpoint's
+    own."""
 
     host: str = "localhost"
     port: int = 8000
@@ -59,6 +62,13 @@ class ServerOptions:
     served_model_name: str | None = None
     max_queue: int = 512
     api_key: str | None = field(default=None, repr=False)
+    draft_schedule: tuple[tuple[int, int], ...] = ()
+    max_num_tokens: int | None = None
+    chunked_prefill: bool = True
+    prefix_reuse: PrefixReuse | None = "warm"
+    prefix_bytes: int = PREFIX_BYTES
+    block_tokens: int = BLOCK_TOKENS
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
 
 
 def run(target: Path, head: Path | None, options: ServerOptions) -> None:
@@ -76,7 +86,8 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
         if engine.draft_len
         else "no speculation"
     )
-    how = f"{dtype_name(engine.target.dtype)}, {how}"
+    reuse = f"prefix reuse {options.prefix_reuse}" if options.prefix_reuse else "no prefix reuse"
+    how = f"{dtype_name(engine.target.dtype)}, {how}, {reuse}"
     allow_many_connections()
     app = create_app(engine, tokenizer, AppOptions(name, options.api_key, options.max_queue, lambda: server.end()))
     config = uvicorn.Config(
@@ -112,6 +123,8 @@ def build_engine(target: Path, head: Path | None, options: ServerOptions) -> tup
     require_memory(target, head, options, compute)
     tokenizer = KimiTokenizer(target)
     model = load_target(target, dtype=compute, device=device)
+    if options.kv_cache_dtype == "fp8":
+        model.kv_dtype = torch.float8_e4m3fn
     draft_head = None if head is None else load_head(head, model, dtype=compute, device=device)
     sizes = EngineOptions(
         drafter=options.drafter or ("eagle3" if head else None),
@@ -119,6 +132,12 @@ def build_engine(target: Path, head: Path | None, options: ServerOptions) -> tup
         draft_sampling=options.draft_sampling,
         max_batch_size=options.max_batch_size,
         max_seq_len=sequence_length(model.spec, options),
+        draft_schedule=options.draft_schedule,
+        max_num_tokens=options.max_num_tokens,
+        chunked_prefill=options.chunked_prefill,
+        prefix_reuse=options.prefix_reuse,
+        prefix_bytes=options.prefix_bytes,
+        block_tokens=options.block_tokens,
     )
     return Engine(model, draft_head, sizes, tokenizer), tokenizer
 
@@ -131,11 +150,13 @@ def require_memory(target: Path, head: Path | None, options: ServerOptions, dtyp
     weights = target_bytes(target, spec, dtype, options.device)
     weights += head_bytes(checkpoint, dtype) if checkpoint else 0
     logits = LOGITS_COPIES * (1 + options.draft_len) * spec.vocab_size * 4
-    row = cache_token_bytes(spec, head_spec, dtype) * (length + options.draft_len) + logits
-    needed, free = int(SPARE * weights) + rows * row, free_bytes(options.device)
+    fp8 = options.kv_cache_dtype == "fp8"
+    row = cache_token_bytes(spec, head_spec, dtype, fp8=fp8) * (length + options.draft_len) + logits
+    kept = int(SPARE * weights) + (options.prefix_bytes if options.prefix_reuse else 0)
+    needed, free = kept + rows * row, free_bytes(options.device)
     if needed <= free:
         return
-    room = free - int(SPARE * weights)
+    room = free - kept
     if room >= row:
         remedy = f"use --max-batch-size {room // row}, or a --max-seq-len below {length}"
     elif room - logits >= row // length * MIN_LENGTH:
@@ -144,7 +165,8 @@ def require_memory(target: Path, head: Path | None, options: ServerOptions, dtyp
         remedy = "use a machine with more memory, or a smaller target: its weights alone do not fit"
     raise MissingDependency(
         f"{target} takes {needed / 2**30:.2f} GiB on {options.device} ({weights / 2**30:.2f} of weights in "
-        f"{dtype_name(dtype)}, {rows} requests of {length} tokens), {free / 2**30:.2f} are free",
+        f"{dtype_name(dtype)}, {rows} requests of {length} tokens, "
+        f"{(kept - int(SPARE * weights)) / 2**30:.2f} for reused prefixes), {free / 2**30:.2f} are free",
         remedy,
     )
 

@@ -51,8 +51,8 @@ def head_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
     return sum(info.numel for info in checkpoint.tensors.values()) * dtype.itemsize
 
 
-def cache_token_bytes(spec: ModelSpec, head: HeadSpec | None, dtype: torch.dtype) -> int:
-    """Of the caches, per token: an entry in each layer of the target, FP8 where the checkpoint asks for it, and the
-    head's."""
-    target = spec.kv_elements_per_token * (1 if spec.quant.kv_cache else dtype.itemsize)
+def cache_token_bytes(spec: ModelSpec, head: HeadSpec | None, dtype: torch.dtype, *, fp8: bool = False) -> int:
+    """Of the caches, per token: an entry in each layer of the target, FP8 where that or the checkpoint asks for it, and
+    the head's."""
+    target = spec.kv_elements_per_token * (1 if fp8 or spec.quant.kv_cache else dtype.itemsize)
     return target + (head.kv_elements_per_token * dtype.itemsize if head else 0)
