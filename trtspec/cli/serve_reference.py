@@ -155,9 +155,9 @@ def _flag(name: str) -> str:
 
 def _show(start: ReferenceStart, executed: Executed | None, command: list[str], as_json: bool) -> None:
     """The command, and what is made of a file; names are looked up, nothing is fetched."""
+    from trtspec.checkpoint.named import load_head, load_target
     from trtspec.checkpoint.target_problems import require_target
     from trtspec.report import print_json, problem_lines, write_stderr
-    from trtspec.checkpoint.named import load_head, load_target
 
     target = load_target(start.target)
     if target.resolved.path is not None:
