@@ -11,6 +11,16 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare
 from torch import nn
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.sequence import GenerationRequest
@@ -52,6 +62,7 @@ def outcomes(
     seed: int,
     draft_sampling: str = "argmax",
     wishes: Wishes | None = None,
+    **sampling: float,
 ) -> Counter:
     """Counts of the three tokens after the prompt, over independent requests."""
     options = EngineOptions(
@@ -63,7 +74,8 @@ def outcomes(
         draft_sampling=draft_sampling,  # type: ignore[arg-type]
     )
     engine = Engine(small, head, options)
-    wanted = [GenerationRequest(str(n), PROMPT, 3, temperature=1.2, wishes=wishes) for n in range(RUNS)]
+    one = GenerationRequest("", PROMPT, 3, wishes=wishes, **{"temperature": 1.2, **sampling})  # type: ignore[arg-type]
+    wanted = [replace(one, id=str(n)) for n in range(RUNS)]
     done = engine.generate(wanted)
     if drafter:
         assert 0.05 * RUNS < engine.totals.accepted < engine.totals.drafted
@@ -123,6 +135,75 @@ def test_penalties_and_biases_hold_in_the_distribution(draft_sampling: str, smal
     assert fits(outcomes(small, None, None, 5, wishes=wishes), expected)
     counts = outcomes(small, head, "eagle3", 6, draft_sampling, wishes)
     assert fits(counts, expected) and not fits(counts, exact(small))
+
+
+OPTIONS: dict[str, tuple[dict[str, float], Wishes | None]] = {
+    "temperature": ({"temperature": 0.5}, None),
+    "top_k": ({"top_k": 3}, None),
+    "top_p": ({"top_p": 0.6}, None),
+    "min_p": ({}, Wishes(min_p=0.5)),
+    "frequency": ({}, Wishes(frequency_penalty=1.5)),
+    "presence": ({}, Wishes(presence_penalty=1.5)),
+    "repetition": ({}, Wishes(repetition_penalty=3.0)),
+    "logit_bias": ({}, Wishes(logit_bias={2: 0.8, 4: -1.0})),
+    "bad_words": ({}, Wishes(bad_words=((1,), (3, 0)))),
+    "all": ({"temperature": 0.9, "top_k": 4, "top_p": 0.9}, Wishes(0.4, 0.3, 1.5, 0.1, logit_bias={2: 0.8})),
+}
+
+
+@torch.inference_mode()
+def exact_by_transformers(small: KimiModel, sampling: dict[str, float], wishes: Wishes) -> dict[tuple[int, ...], float]:
+    """Probability of each outcome by the chain rule with transformers' processors, in the documented order: bans,
+    biases, penalties, temperature, min_p, top_k, top_p. OpenAI's two penalties by their formula."""
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for tokens, probability in found.items():
+            ids = torch.tensor([[*PROMPT, *tokens]])
+            scores = small(ids, last_only=True).logits[:, -1].float()
+            for processor in before_penalties(wishes):
+                scores = processor(ids, scores)
+            counts = torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=VOCAB)
+            scores = scores - wishes.frequency_penalty * counts - wishes.presence_penalty * (counts > 0)
+            for warper in warpers(sampling, wishes):
+                scores = warper(ids, scores)
+            for token, conditional in enumerate(scores.softmax(-1)[0].tolist()):
+                longer[(*tokens, token)] = probability * conditional
+        found = longer
+    return found
+
+
+def before_penalties(wishes: Wishes) -> list[LogitsProcessor]:
+    processors: list[LogitsProcessor] = []
+    if wishes.bad_words:
+        processors.append(NoBadWordsLogitsProcessor([list(word) for word in wishes.bad_words]))
+    if wishes.logit_bias:
+        processors.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in wishes.logit_bias.items()}))
+    return [*processors, RepetitionPenaltyLogitsProcessor(wishes.repetition_penalty)]
+
+
+def warpers(sampling: dict[str, float], wishes: Wishes) -> list[LogitsProcessor]:
+    chain: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.get("temperature", 1.2))]
+    if wishes.min_p:
+        chain.append(MinPLogitsWarper(wishes.min_p))
+    if "top_k" in sampling:
+        chain.append(TopKLogitsWarper(int(sampling["top_k"])))
+    return [*chain, TopPLogitsWarper(sampling.get("top_p", 1.0))]
+
+
+@pytest.mark.parametrize("draft_sampling", ["argmax", "probabilistic"])
+@pytest.mark.parametrize("option", [pytest.param(name, marks=[pytest.mark.slow] * (name != "all")) for name in OPTIONS])
+def test_every_option_has_transformers_distribution(
+    option: str, draft_sampling: str, small: KimiModel, head_of: HeadOf
+) -> None:
+    """With drafts, against probabilities of transformers' own processors; without the option they would differ."""
+    sampling, wishes = OPTIONS[option]
+    head = head_for(small, head_of(("mla", "3.1", None)), [0, 2, 3])
+    counts = outcomes(small, head, "eagle3", 7, draft_sampling, wishes, **sampling)
+    expected = exact_by_transformers(small, sampling, wishes or Wishes())
+    assert fits(counts, expected)
+    assert not fits(counts, exact_by_transformers(small, {}, Wishes()))
+    assert all(expected[outcome] > 0 for outcome in counts)
 
 
 def fits(counts: Counter, probabilities: dict[tuple[int, ...], float]) -> bool:
