@@ -43,8 +43,8 @@ class OracleDrafter:
         self.cache = self.inner.cache
         self.random = random.Random(self.seed)
 
-    def prompt(self, aux: Tensor | None, tokens: Tensor, start: Tensor, row: int) -> None:
-        self.inner.prompt(aux, tokens, start, row)
+    def prompt(self, aux: Tensor | None, tokens: Tensor, begin: int, row: int) -> None:
+        self.inner.prompt(aux, tokens, begin, row)
 
     def learn(self, batch: DecodeBatch, verified: Verified) -> None:
         self.inner.learn(batch, verified)

@@ -59,6 +59,11 @@ class DecodeBatch:
     def __len__(self) -> int:
         return len(self.sequences)
 
+    @property
+    def reach(self) -> int:
+        """Where the longest row ends, behind its last token; known without asking the device."""
+        return max(sequence.length for sequence in self.sequences)
+
     def append(self, sequence: Sequence, token: int) -> int:
         """Adds a sequence whose prompt is in the caches and whose first token is `token`; returns its row."""
         row = len(self.sequences)

@@ -35,7 +35,7 @@ class Drafter(Protocol):
 
     @property
     def cache(self) -> LatentCache | None: ...
-    def prompt(self, aux: Tensor | None, tokens: Tensor, start: Tensor, row: int) -> None: ...
+    def prompt(self, aux: Tensor | None, tokens: Tensor, begin: int, row: int) -> None: ...
     def propose(self, batch: DecodeBatch, length: int) -> list[int]:
         """Writes up to `length` drafts of each row behind its last token in `batch.block`; returns how many."""
         ...
@@ -71,7 +71,7 @@ class NoDrafter:
     draft_ids: Tensor | None = None
     cache: LatentCache | None = None
 
-    def prompt(self, aux: Tensor | None, tokens: Tensor, start: Tensor, row: int) -> None:
+    def prompt(self, aux: Tensor | None, tokens: Tensor, begin: int, row: int) -> None:
         pass
 
     def propose(self, batch: DecodeBatch, length: int) -> list[int]:
@@ -111,9 +111,10 @@ class Eagle3Drafter:
         self.normed = weight.new_zeros(rows, hidden)  # and what its first draft is read from
         self.backlog = Backlog(rows, weight.new_zeros(rows, BACKLOG, head.fc.in_features))
 
-    def prompt(self, aux: Tensor | None, tokens: Tensor, start: Tensor, row: int) -> None:
+    def prompt(self, aux: Tensor | None, tokens: Tensor, begin: int, row: int) -> None:
         assert aux is not None
-        feedback, normed = self.head(self.head.fuse(aux), tokens, start, self.cache, row)
+        start, end = torch.tensor([begin], device=tokens.device), begin + tokens.shape[1]
+        feedback, normed = self.head(self.head.fuse(aux), tokens, start, self.cache, row, length=end)
         self.feedback[row], self.normed[row] = feedback[0, -1:], normed[0, -1]
         self.backlog.counts[row] = 0
 
@@ -129,7 +130,9 @@ class Eagle3Drafter:
         start, drafts = batch.start[:rows], batch.block[:rows, 1:]
         for step in range(length):
             if step:
-                x, steps = self.head(x, drafts[:, step - 1 : step], start + (step - 1), self.cache)
+                x, steps = self.head(
+                    x, drafts[:, step - 1 : step], start + (step - 1), self.cache, length=batch.reach + step - 1
+                )
                 normed = steps[:, 0]
             drafts[:, step] = self._choose(batch, step, self.head.logits(normed))
         return [length] * rows
@@ -144,7 +147,8 @@ class Eagle3Drafter:
                 self._catch_up(batch)
             self.backlog.keep(aux, tokens)
             return
-        feedback, normed = self.head(self.head.fuse(aux), tokens, batch.start[:rows], self.cache)
+        end = batch.reach + known - 1
+        feedback, normed = self.head(self.head.fuse(aux), tokens, batch.start[:rows], self.cache, length=end)
         index = batch.row_index[:rows]
         self.feedback[:rows, 0], self.normed[:rows] = (
             feedback[index, verified.accepted],
@@ -178,7 +182,8 @@ class Eagle3Drafter:
             return
         count = torch.tensor(counts, device=batch.device)
         x = self.head.fuse(backlog.aux[:rows, :longest])
-        feedback, normed = self.head(x, backlog.tokens[:rows, :longest], batch.start[:rows] - count, self.cache)
+        tokens, start, end = backlog.tokens[:rows, :longest], batch.start[:rows] - count, batch.reach - 1 + longest
+        feedback, normed = self.head(x, tokens, start, self.cache, length=end)
         behind = count.nonzero().squeeze(1)
         last = count[behind] - 1
         self.feedback[behind, 0], self.normed[behind] = feedback[behind, last], normed[behind, last]

@@ -172,7 +172,8 @@ class Engine:
 
         # Verify: one pass of the target over each row's last token and its drafts.
         block = batch.block[:rows, : 1 + max(offered)]
-        out = self.target(block, batch.start[:rows], self.cache, 0, drafter.aux_layers)
+        end = batch.reach + max(offered)
+        out = self.target(block, batch.start[:rows], self.cache, 0, drafter.aux_layers, length=end)
 
         # Accept: the drafts that the target would have chosen itself, then one token of its own.
         tokens, accepted = self._accept(out.logits, block[:, 1:], offered)
@@ -277,7 +278,8 @@ class Engine:
         start = torch.tensor([begin], device=self.device)
         tokens = torch.tensor([prompt[begin:end]], device=self.device)
         scored = sequence.request.prompt_logprobs
-        out = self.target(tokens, start, self.cache, row, self.drafter.aux_layers, last_only=not scored)
+        layers = self.drafter.aux_layers
+        out = self.target(tokens, start, self.cache, row, layers, last_only=not scored, length=end)
         done = end == len(prompt)
         first = self._first_token(sequence, out.logits[:, -1]) if done else prompt[end]
         if scored:
@@ -285,7 +287,7 @@ class Engine:
             known = prompt[begin + 1 : end + 1]
             sequence.prompt_logprobs += token_logprobs(out.logits[0, : len(known)].log_softmax(-1), known, count)
         following = torch.tensor([[*prompt[begin + 1 : end], first]], device=self.device)
-        self.drafter.prompt(out.aux, following, start, row)
+        self.drafter.prompt(out.aux, following, begin, row)
         sequence.prefilled = end
         if done:
             outputs.append(self._join(sequence, first, out.logits[0, -1:]))
