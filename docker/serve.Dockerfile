@@ -1,13 +1,10 @@
 # trtspec beside NVIDIA's TensorRT-LLM: preflight, launch, and sshd for several nodes. Tags: docs/deploy.md.
 #   docker build -f docker/serve.Dockerfile --build-arg TRTLLM_VERSION=1.3.0rc20 -t trtspec:1.3.0rc20 .
+# BASE by digest: python3 docker/pin_bases.py --trtllm-version 1.3.0rc20 prints the argument.
 ARG TRTLLM_VERSION=1.3.0rc20
 ARG BASE=nvcr.io/nvidia/tensorrt-llm/release:${TRTLLM_VERSION}
 
-FROM ${BASE}
-ARG TRTLLM_VERSION
-LABEL org.opencontainers.image.title="trtspec on TensorRT-LLM" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      trtspec.trtllm-version="${TRTLLM_VERSION}"
+FROM ${BASE} AS environment
 USER 0
 # Open MPI starts its daemons on other nodes by ssh. The base decides which version its distribution has.
 # hadolint ignore=DL3008
@@ -19,17 +16,39 @@ RUN apt-get update \
 WORKDIR /src
 COPY LICENSE NOTICE README.md constraints.txt pyproject.toml ./
 COPY trtspec trtspec
-# In an environment of its own that sees the engine: the engine's own pins stay as NVIDIA set them.
+# In an environment of its own that sees the engine: the engine's own pins stay as NVIDIA set them. What asks the engine
+# itself runs under the base's own interpreter, whose libraries are those pins.
 RUN python3 -m venv --system-site-packages /opt/trtspec \
     && /opt/trtspec/bin/pip install --no-cache-dir --no-compile -c constraints.txt . \
     && ln -s /opt/trtspec/bin/trtspec /usr/local/bin/trtspec
+USER 1000
+
+FROM environment AS sbom
+ARG CYCLONEDX_VERSION=7.5.0
+RUN python3 -m venv /tmp/sbom \
+    && /tmp/sbom/bin/pip install --no-cache-dir --no-compile "cyclonedx-bom==${CYCLONEDX_VERSION}" \
+    && /tmp/sbom/bin/cyclonedx-py environment /opt/trtspec/bin/python --output-reproducible -o /tmp/sbom.cdx.json
+
+FROM environment
+ARG TRTLLM_VERSION
+ARG BASE
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="trtspec on TensorRT-LLM" \
+      org.opencontainers.image.description="Checks and launches Kimi-K2 with Eagle3 on TensorRT-LLM" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.base.name="${BASE}" \
+      trtspec.sbom="/opt/trtspec/sbom.cdx.json" \
+      trtspec.trtllm-version="${TRTLLM_VERSION}"
+COPY --from=sbom /tmp/sbom.cdx.json /opt/trtspec/
 ENV HF_HOME=/models \
     HF_MODULES_CACHE=/cache/modules \
     TRITON_CACHE_DIR=/cache/triton \
     FLASHINFER_WORKSPACE_BASE=/cache/flashinfer \
     TRTSPEC_SERVE_TRTLLM_VERSION=${TRTLLM_VERSION} \
     PYTHONUNBUFFERED=1
-USER 1000
 WORKDIR /cache
 VOLUME ["/models", "/cache"]
 EXPOSE 8000

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from trtspec.records import parse
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -14,6 +19,7 @@ CHART = ROOT / "docker" / "helm" / "trtspec"
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 VALUES = sorted((HERE / "values").glob("*.yaml"))
 RECIPES = sorted((CHART / "recipes").glob("*.yaml"))
+IMAGE = {"image": {"repository": "registry.example.com/trtspec"}}  # recipes leave it to the user
 
 
 @functools.cache
@@ -23,13 +29,43 @@ def chart() -> Any:
     return helm_python.Chart.load(str(CHART))
 
 
+def merged(base: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
+    """As Helm merges the files of several `-f`."""
+    found = copy.deepcopy(base)
+    for other in others:
+        for key, value in other.items():
+            both = isinstance(value, dict) and isinstance(found.get(key), dict)
+            found[key] = merged(found[key], value) if both else copy.deepcopy(value)
+    return found
+
+
+@functools.cache
+def _read(path: Path) -> dict[str, Any]:
+    """A values file of the tests adds to what build-config writes: `build` holds its words, one line for each file."""
+    values = yaml.load(path.read_text(encoding="utf-8"), Loader=LOADER)
+    written = [yaml.load(built(line), Loader=LOADER) for line in values.pop("build", [])]
+    return merged(IMAGE, *written, values)
+
+
+@functools.cache
+def built(line: str) -> str:
+    """What `trtspec build-config LINE --format helm-values` prints."""
+    from trtspec.trtllm.build.config import build_named
+    from trtspec.trtllm.build.kubernetes import helm_values
+    from trtspec.trtllm.intent import Intent
+
+    intent = parse(Intent, line, "build-config")
+    source = intent.quantize_from
+    return helm_values(build_named(dataclasses.replace(intent, quantize_from=None)), quantize_from=source)
+
+
 def load(path: Path) -> dict[str, Any]:
-    return yaml.load(path.read_text(encoding="utf-8"), Loader=LOADER)
+    return copy.deepcopy(_read(path))
 
 
-def render(values: dict[str, Any]) -> dict[str, str]:
+def render(values: dict[str, Any], name: str = "kimi") -> dict[str, str]:
     """Text of each template that wrote an object, by file name."""
-    rendered = chart().render(values, name="kimi", namespace="serving")
+    rendered = chart().render(values, name=name, namespace="serving")
     return {
         Path(path).name: text
         for path, text in sorted(rendered.items())
@@ -37,8 +73,8 @@ def render(values: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def objects(values: dict[str, Any]) -> list[dict[str, Any]]:
-    return [found for text in render(values).values() for found in yaml.load_all(text, Loader=LOADER) if found]
+def objects(values: dict[str, Any], name: str = "kimi") -> list[dict[str, Any]]:
+    return [found for text in render(values, name).values() for found in yaml.load_all(text, Loader=LOADER) if found]
 
 
 @functools.cache
@@ -52,9 +88,20 @@ def kind(values: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def golden(values: dict[str, Any]) -> str:
-    return "".join(f"# {name}\n{text.strip()}\n---\n" for name, text in render(values).items())
+    """All objects as text, but for what build-config and the scripts say: the files of /etc/trtspec and their hash."""
+    texts = []
+    for name, text in render(values).items():
+        if name == "configmap.yaml":
+            head, _, data = text.partition("\ndata:\n")
+            files = re.findall(r"^  ([\w.-]+): ", data, re.MULTILINE)
+            text = f"{head}\ndata:  # {', '.join(files)}"
+        text = re.sub(r"(checksum/config: )[0-9a-f]{64}", r"\1(of the files)", text)
+        texts.append(f"# {name}\n{re.sub(r'-bench-[0-9a-f]{8}', '-bench-(hash)', text).strip()}\n---\n")
+    return "".join(texts)
 
 
 if __name__ == "__main__":
     for path in VALUES:
         (HERE / "goldens" / path.name).write_text(golden(load(path)), encoding="utf-8")
+    for stale in {path.name for path in (HERE / "goldens").glob("*.yaml")} - {path.name for path in VALUES}:
+        (HERE / "goldens" / stale).unlink()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
+import functools
 import json
+import os
 import re
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,37 +14,56 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.docker.chart import CHART, HERE, RECIPES, ROOT, VALUES, chart, golden, kind, load, objects_of
-from trtspec.trtllm.deployment import deployment_of, parse_passed
-from trtspec.trtllm.lint.linter import lint
+from tests.docker.chart import (
+    CHART,
+    HERE,
+    LOADER,
+    RECIPES,
+    ROOT,
+    VALUES,
+    chart,
+    golden,
+    kind,
+    load,
+    objects,
+    objects_of,
+)
+from trtspec.cli.serve import ENGINE, SHARED, ServeOptions
+from trtspec.records import narrow, parse
+from trtspec.trtllm.build.config import build_named
+from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.schema import schema_for
+from trtspec.trtllm.serve.start import plan_engine
 
 helm_python = pytest.importorskip("helm_python")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
 EVERY = [*VALUES, *RECIPES]
-KUBERNETES = ("1.29", "1.33", "1.37")
+SERVING = [path for path in EVERY if load(path).get("stage") != "models"]
+KUBERNETES = ("1.31", "1.34", "1.37")
 
 
 def pod_specs(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     specs = []
     for item in found:
-        if item["kind"] in ("Deployment", "Job"):
+        if item["kind"] in ("Deployment", "StatefulSet", "DaemonSet", "Job"):
             specs.append(item["spec"]["template"]["spec"])
+        if item["kind"] == "Pod":
+            specs.append(item["spec"])
         if item["kind"] == "LeaderWorkerSet":
             group = item["spec"]["leaderWorkerTemplate"]
             specs += [group["leaderTemplate"]["spec"], group["workerTemplate"]["spec"]]
     return specs
 
 
-def server(path: Path) -> dict[str, Any]:
-    """The container that answers requests."""
+def engines(path: Path) -> list[dict[str, Any]]:
+    """The containers that run an engine's command."""
     containers = [c for spec in pod_specs(objects_of(path)) for c in spec["containers"] if c["name"] == "server"]
-    return containers[0]
+    return [container for container in containers if "serve" in container["args"]]
 
 
 def test_there_are_enough_values_sets() -> None:
-    assert len(VALUES) >= 6
+    assert len(VALUES) >= 16
 
 
 @pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
@@ -61,17 +81,44 @@ def test_helm_lint_and_the_values_schema_agree(path: Path) -> None:
     assert not [m for m in messages if (m["severity"] if isinstance(m, dict) else m.severity) >= 2], messages
 
 
+@functools.cache
+def custom_schema(kind: str) -> dict[str, Any] | None:
+    """Of a custom resource: ours, which has what the chart uses, or with TRTSPEC_CRDS=DIR the project's own."""
+    if directory := os.environ.get("TRTSPEC_CRDS"):
+        for path in Path(directory).glob("*.yaml"):
+            resource = yaml.load(path.read_text(), Loader=LOADER)["spec"]
+            if resource["names"]["kind"] == kind:
+                return closed(resource["versions"][-1]["schema"]["openAPIV3Schema"])
+    own = HERE / "schemas" / f"{kind}.json"
+    return json.loads(own.read_text()) if own.exists() else None
+
+
+def closed(schema: Any) -> Any:
+    """Refuses unknown fields, as an API server does in strict mode."""
+    if isinstance(schema, list):
+        return [closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {
+        key: value for key, value in schema.items() if key != "default" and "(?i)" not in str(schema.get("pattern"))
+    }
+    found = {key: closed(value) for key, value in kept.items()}
+    if isinstance(schema.get("properties"), dict) and schema["properties"] and schema.get("type") == "object":
+        found.setdefault("additionalProperties", False)
+    return found
+
+
 @pytest.mark.parametrize("version", KUBERNETES)
 @pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
 def test_objects_are_kubernetes_objects(path: Path, version: str) -> None:
-    for item in objects_of(path):
-        own = HERE / "schemas" / f"{item['kind']}.json"
-        if own.exists():
-            import jsonschema
+    import jsonschema
 
-            jsonschema.validate(item, json.loads(own.read_text()))
-        else:
+    for item in objects_of(path):
+        custom = custom_schema(item["kind"])
+        if custom is None:
             kubernetes_validate.validate(item, version, strict=True)
+        elif version == KUBERNETES[0]:
+            jsonschema.validate(item, custom)
         if item["kind"] == "LeaderWorkerSet":
             for role in ("leaderTemplate", "workerTemplate"):
                 template = item["spec"]["leaderWorkerTemplate"][role]
@@ -79,24 +126,53 @@ def test_objects_are_kubernetes_objects(path: Path, version: str) -> None:
                 kubernetes_validate.validate(pod, version, strict=True)
 
 
-@pytest.mark.parametrize("path", EVERY, ids=lambda path: path.stem)
-def test_the_engine_gets_exactly_what_build_config_wrote_and_lint_passes_it(path: Path) -> None:
-    values = load(path)
-    version = values["image"]["tag"].partition("-")[0]
-    (config,) = (item for item in objects_of(path) if item["kind"] == "ConfigMap")
-    text = config["data"]["engine.yml"]
-    assert text == values["engineConfig"]
-    deployment = deployment_of(text, version=version, target=None, head=None)[0]
-    assert not [finding for finding in lint(text, deployment) if finding.severity == "error"]
-    args = server(path)["args"]
-    start = args.index("trtllm-serve")
-    assert args[start + 1] == values["model"]["target"]
-    passed, problems = parse_passed(schema_for(version), args[start + 2 :])
-    assert not [problem for problem in problems if problem.severity == "error"], problems
-    given = {item.option.name: item.value for item in passed}
-    assert given["extra_llm_api_options"] == "/etc/trtspec/engine.yml" and given["host"] == "0.0.0.0"
-    keys = {item.option.key for item in passed if item.option.key}
-    assert not keys & set(yaml.safe_load(text)), "a setting stands in the file and in the options"
+@pytest.mark.parametrize("path", SERVING, ids=lambda path: path.stem)
+def test_the_pod_runs_trtspec_serve_on_exactly_what_build_config_wrote(path: Path, tmp_path: Path) -> None:
+    """The command of each engine, dry-run as it is but for the place of its file."""
+    (config,) = (i for i in objects_of(path) if i["kind"] == "ConfigMap" and i["metadata"]["name"][-9:] != "dashboard")
+    for container in engines(path):
+        args = container["args"]
+        words = args[args.index("trtspec") :]
+        place = words.index("--config") + 1
+        name = Path(words[place]).name
+        text = config["data"][name]
+        (tmp_path / name).write_text(text)
+        words[place] = str(tmp_path / name)
+        intent = parse_intent(text)
+        assert intent is not None and words[:3] == ["trtspec", "serve", intent.target]
+        options = parse(ServeOptions, words[2:], "serve")
+        start = narrow(options, ENGINE, (ENGINE,), selecting=SHARED)
+        if intent.like is not None:  # a directory that a Job makes
+            start = dataclasses.replace(start, target=intent.like)
+        plan = plan_engine(start, launching=False)
+        assert not [problem for problem in plan.problems if problem.severity == "error"], plan.problems
+        assert plan.endpoint.host == "0.0.0.0" and plan.endpoint.port == 8000
+        assert start.startup_timeout >= 900 and plan.limits.stop_grace < container_grace(path)
+
+
+def container_grace(path: Path) -> int:
+    return min(spec.get("terminationGracePeriodSeconds", 10**6) for spec in pod_specs(objects_of(path)))
+
+
+def test_the_front_names_every_server_and_nothing_else() -> None:
+    """Its file says what `build-config --role front` writes for these addresses; the addresses are those of pods."""
+    for name, context in (("disaggregated", 3), ("disaggregated-nodes", 1)):
+        found = objects_of(HERE / "values" / f"{name}.yaml")
+        (config,) = (item for item in found if item["kind"] == "ConfigMap")
+        front = yaml.safe_load(config["data"]["front.yml"])
+        urls = {role: front[f"{role}_servers"]["urls"] for role in ("context", "generation")}
+        intent = Intent(
+            target="nvidia/Kimi-K2.6-NVFP4", version="1.3.0rc20", role="front",
+            context_urls=tuple(urls["context"]), generation_urls=tuple(urls["generation"]),
+        )  # fmt: skip
+        assert front == yaml.safe_load(build_named(intent).text)
+        addresses = set()
+        for item in found:
+            if item["kind"] in ("StatefulSet", "LeaderWorkerSet"):
+                own = item["metadata"]["name"]
+                assert item["kind"] == "LeaderWorkerSet" or item["spec"]["serviceName"] == own
+                addresses |= {f"{own}-{index}.{own}:8000" for index in range(item["spec"]["replicas"])}
+        assert set(urls["context"]) | set(urls["generation"]) == addresses and len(urls["context"]) == context
 
 
 @pytest.mark.parametrize("path", EVERY, ids=lambda path: path.stem)
@@ -110,73 +186,136 @@ def test_pods_are_unprivileged_and_fit_the_checkpoint(path: Path) -> None:
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
             tokens = [item for item in container.get("env", []) if "TOKEN" in item["name"]]
             assert all("value" not in item for item in tokens) and (container["name"] == "download" or not tokens)
-    container = server(path)
-    probe = container["startupProbe"]
-    seconds = probe["periodSeconds"] * probe["failureThreshold"]
-    size = values["model"].get("sizeGiB", 640)
-    assert seconds >= size * 1024 / 200 + 900 and probe["httpGet"]["path"] == "/health"
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": str(values["gpusPerNode"])}
-    (shared,) = (
-        volume["emptyDir"]
-        for spec in pod_specs(objects_of(path))[-1:]
-        for volume in spec["volumes"]
-        if volume["name"] == "shared-memory"
-    )
-    assert shared["medium"] == "Memory" and int(shared["sizeLimit"].removesuffix("Gi")) >= size
+    for container in engines(path):
+        probe = container["startupProbe"]
+        seconds = probe["periodSeconds"] * probe["failureThreshold"]
+        speed = values.get("probes", {}).get("loadMiBPerSecond", 200)
+        assert seconds >= values["model"]["sizeGiB"] * 1024 / speed + 900 and probe["httpGet"]["path"] == "/health"
+        assert container["livenessProbe"].get("timeoutSeconds", 0) < container["livenessProbe"]["periodSeconds"]
+
+
+def test_quantities_digests_and_devices_reach_the_pod() -> None:
+    (throughput,) = engines(HERE / "values" / "one-node-throughput.yaml")
+    assert throughput["resources"]["requests"]["memory"] == "0.5Ti"
+    assert throughput["resources"]["requests"]["cpu"] == "500m"
+    (placed,) = engines(HERE / "values" / "placed.yaml")
+    assert placed["image"] == "registry.example.com/trtspec@sha256:" + 64 * "a"
+    (leader,) = engines(HERE / "values" / "two-nodes-rdma.yaml")
+    assert leader["resources"]["limits"] == {"nvidia.com/gpu": "8", "rdma/ib": "8"}
+    assert leader["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    (domain,) = kind(load(HERE / "values" / "two-nodes.yaml"), "ComputeDomain")
+    template = domain["spec"]["channel"]["resourceClaimTemplate"]["name"]
+    specs = [spec for spec in pod_specs(objects_of(HERE / "values" / "two-nodes.yaml")) if "resourceClaims" in spec]
+    claim = {"name": "compute-domain-channel", "resourceClaimTemplateName": template}
+    assert [spec["resourceClaims"] for spec in specs] == [[claim], [claim]]
+    assert all(c["resources"]["claims"] == [{"name": claim["name"]}] for s in specs for c in s["containers"])
 
 
 def test_prometheus_is_sent_where_prometheus_text_is() -> None:
-    (monitor,) = kind(load(HERE / "values" / "monitored.yaml"), "ServiceMonitor")
+    values = load(HERE / "values" / "monitored.yaml")
+    (monitor,), (pods,) = kind(values, "ServiceMonitor"), kind(values, "PodMonitor")
     assert monitor["spec"]["endpoints"] == [{"port": "http", "path": "/prometheus/metrics", "interval": "15s"}]
+    assert pods["spec"]["podMetricsEndpoints"] == [{"port": "http", "path": "/prometheus/metrics", "interval": "30s"}]
 
 
-def test_a_new_configuration_restarts_the_server_and_another_checkpoint_is_another_job() -> None:
-    values = load(VALUES[0])
-    other = copy.deepcopy(values)
-    other["engineConfig"] += "print_iter_log: true\n"
-    first, second = (kind(each, "Deployment")[0]["spec"]["template"]["metadata"] for each in (values, other))
-    assert first["annotations"] != second["annotations"] and first["labels"] == second["labels"]
-    base = load(HERE / "values" / "one-node-latency.yaml")
-    names = {item["metadata"]["name"] for path in VALUES for item in objects_of(path) if item["kind"] == "Job"}
-    assert len(names) >= 4 and kind(base, "Job")[0]["metadata"]["name"] in names
+def test_what_watch_brings_fits_the_chart() -> None:
+    """The alert rules and the dashboard of docker/monitoring, by --set-file, where the project has them."""
+    import jsonschema
+
+    monitoring = ROOT / "docker" / "monitoring"
+    values = load(HERE / "values" / "one-node-latency.yaml")
+    texts = {"rules": sorted(monitoring.glob("*rules*.y*ml")), "dashboard": sorted(monitoring.glob("*dashboard*.json"))}
+    if not all(texts.values()):
+        pytest.skip("docker/monitoring is not there")
+    values["metrics"] = {key: paths[0].read_text() for key, paths in texts.items()}
+    found = objects(values)
+    (rules,) = (item for item in found if item["kind"] == "PrometheusRule")
+    jsonschema.validate(rules, custom_schema("PrometheusRule"))
+    assert any(item["metadata"]["labels"].get("grafana_dashboard") == "1" for item in found)
 
 
+def test_values_file_schema_and_page_name_the_same_values() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert set(defaults) | {"global"} == set(schema["properties"])
+    for name, part in schema["properties"].items():
+        if "properties" in part:
+            assert set(part["properties"]) == set(defaults[name]), name
+        assert part.get("description"), name
+
+
+LATENCY, ENV = "one-node-latency", "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 BAD = [
-    ("one-node-latency", "image.tag", "latest", "image/tag"),
-    ("one-node-latency", "image.tag", "1.2.1", "was written for TensorRT-LLM 1.3.0rc20 and image.tag is 1.2.1"),
-    ("one-node-latency", "image.repository", "nvcr.io/nvidia/tensorrt-llm/release:1.3.0rc20", "image/repository"),
-    ("one-node-latency", "model.target", "nvidia/Kimi-K2.6-NVFP4", "was not written for model.target nvidia/Kimi-K2.6"),
-    ("one-node-latency", "model.target", "Kimi", "model/target"),
-    ("one-node-latency", "model.head", None, 'model.head is "" and engineConfig names "nvidia/Kimi-K2.5-Eagle3"'),
-    ("one-node-latency", "model.sizeGiB", "556", "model/sizeGiB"),
-    ("one-node-latency", "gpusPerNode", 8, "server.args use 4 GPUs (tp 4 x pp 1 x cp 1) and nodes x gpusPerNode is 8"),
-    ("one-node-latency", "nodes", 0, "nodes"),
-    ("one-node-latency", "gpuProduct", "A100", "gpuProduct"),
-    ("one-node-latency", "server.args", [], "server/args"),
-    ("one-node-latency", "server.args+", ["--config", "x.yml"], "the chart passes engineConfig itself"),
-    ("one-node-latency", "server.args+", ["--host=localhost"], "the Service reaches only 0.0.0.0"),
-    (
-        "one-node-latency",
-        "server.env",
-        [{"name": "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS", "value": "2"}],
-        "corrupt",
-    ),
-    ("one-node-latency", "engineConfig", "max_batch_size: 8\n", "does not begin with the line"),
-    ("one-node-latency", "engineConfig+", "a: [\n", "engineConfig is not YAML"),
-    ("one-node-latency", "hfToken", "hf_abcdef", "hfToken"),
-    ("one-node-latency", "hfToken.token", "hf_abcdef", "hfToken"),
-    ("one-node-latency", "cache.size", "500Gi", "cache.size 500Gi does not hold model.sizeGiB 556"),
-    ("one-node-latency", "cache.size", "1TB", "cache/size"),
-    ("one-node-latency", "replicas", 2, "set cache.accessMode to ReadWriteMany"),
-    ("one-node-latency", "metrics.serviceMonitor.enabled", True, "build-config --set return_perf_metrics=true"),
-    ("one-node-latency", "quantize.enabled", True, "needs quantize.source and quantize.image"),
-    ("one-node-latency", "terminationGracePeriodSeconds", 5, "terminationGracePeriodSeconds"),
-    ("one-node-latency", "sever", {"args": []}, "sever"),
+    (LATENCY, "image.tag", "latest", "image/tag"),
+    (LATENCY, "image.tag", "1.2.1", "was written for TensorRT-LLM 1.3.0rc20 and image.tag is 1.2.1"),
+    (LATENCY, "image.repository", "nvcr.io/nvidia/tensorrt-llm/release:1.3.0rc20", "image/repository"),
+    (LATENCY, "image.repository", "", "image/repository"),
+    (LATENCY, "image.digest", "sha256:abc", "image/digest"),
+    (LATENCY, "model.target", "nvidia/Kimi-K2.6-NVFP4", "was not written for model.target nvidia/Kimi-K2.6"),
+    (LATENCY, "model.target", "Kimi", "model/target"),
+    (LATENCY, "model.target", "/data/Kimi", "was not written for model.target /data/Kimi"),
+    (LATENCY, "model.head", None, 'model.head is "" and engineConfig names "nvidia/Kimi-K2.5-Eagle3"'),
+    (LATENCY, "model.sizeGiB", "556", "model/sizeGiB"),
+    (LATENCY, "stage", "all", "stage"),
+    (LATENCY, "gpusPerNode", 8, "engineConfig uses 4 GPUs (tp 4 x pp 1 x cp 1) and nodes x gpusPerNode is 8"),
+    (LATENCY, "nodes", 0, "nodes"),
+    (LATENCY, "gpuProduct", "A100", "gpuProduct"),
+    (LATENCY, "server.args", ["--config", "x.yml"], "server.args has --config, which the chart decides"),
+    (LATENCY, "server.args", ["--host=localhost"], "server.args has --host=localhost, which the chart decides"),
+    (LATENCY, "server.args", ["--tp-size", "8"], "uses 8 GPUs (tp 8 x pp 1 x cp 1) and nodes x gpusPerNode is 4"),
+    (LATENCY, "server.args", ["--", "--pp_size", "2"], "uses 8 GPUs (tp 4 x pp 2 x cp 1)"),
+    (LATENCY, "server.env", [{"name": ENV, "value": "2"}], "corrupt"),
+    (LATENCY, "server.env", [{"name": "A", "valu": "2"}], "server/env"),
+    (LATENCY, "engineConfig", "max_batch_size: 8\n", "does not begin with the line"),
+    (LATENCY, "engineConfig", "", "does not begin with the line"),
+    (LATENCY, "engineConfig+", "a: [\n", "engineConfig is not YAML"),
+    (LATENCY, "hfToken", "hf_abcdef", "hfToken"),
+    (LATENCY, "hfToken.token", "hf_abcdef", "hfToken"),
+    (LATENCY, "cache.size", "500Gi", "cache.size 500Gi does not hold the 556 GiB of the checkpoints"),
+    (LATENCY, "cache.size", "0.5Ti", "cache.size 0.5Ti does not hold the 556 GiB"),
+    (LATENCY, "cache.size", "590G", "cache.size 590G does not hold the 556 GiB"),
+    (LATENCY, "cache.size", "1TB", "cache/size"),
+    (LATENCY, "cache.accessMode", "ReadOnlyMany", "a ReadOnlyMany claim cannot be filled"),
+    (LATENCY, "cache.type", "nodeLocal", "needs cache.nodeLocal.path"),
+    (LATENCY, "cache.type", "objectStore", "needs cache.objectStore.driver"),
+    (LATENCY, "replicas", 2, "set cache.accessMode to ReadWriteMany"),
+    (LATENCY, "metrics.serviceMonitor.enabled", True, "build-config --set return_perf_metrics=true"),
+    (LATENCY, "metrics.podMonitor.enabled", True, "build-config --set return_perf_metrics=true"),
+    (LATENCY, "quantize.enabled", True, "needs quantize.source and quantize.image"),
+    (LATENCY, "shutdown.stopSeconds", 5, "shutdown/stopSeconds"),
+    (LATENCY, "resources.memory", "256GiB", "resources/memory"),
+    (LATENCY, "resources.cpu", 0, "resources/cpu"),
+    (LATENCY, "rdma.resource", "rdma/ib", "rdma needs both"),
+    (LATENCY, "rdma.count", 8, "rdma needs both"),
+    (LATENCY, "ingress.enabled", True, "ingress.enabled needs ingress.host"),
+    (LATENCY, "ingress.path", "v1", "ingress/path"),
+    (LATENCY, "autoscaling.enabled", True, "needs autoscaling.metric"),
+    (LATENCY, "update", {"strategy": "RollingUpdate", "maxSurge": 0, "maxUnavailable": 0}, "cannot both be 0"),
+    (LATENCY, "service.port", 70000, "service/port"),
+    (LATENCY, "probes.hangSeconds", -1, "probes/hangSeconds"),
+    (LATENCY, "sever", {"args": []}, "sever"),
+    ("edge", "autoscaling.minReplicas", 9, "autoscaling.minReplicas is larger"),
     ("two-nodes", "ssh.existingSecret", "", "several nodes need ssh.existingSecret"),
     ("two-nodes", "cache.accessMode", "ReadWriteOnce", "set cache.accessMode to ReadWriteMany"),
+    ("object-store", "download.enabled", True, "reads plain directories"),
     ("quantized", "download.enabled", "yes", "download/enabled"),
     ("quantized", "quantize.enabled", False, "cannot be downloaded"),
+    ("quantized", "cache.size", "1Ti", "does not hold the 1115 GiB of the checkpoints"),
+    ("quantized", "quantize.source", "/data/Kimi-K2.6", "the cache is mounted at /models"),
+    ("disaggregated", "engineConfig", "a: 1", "engineConfig and disaggregated are both set"),
+    (
+        "disaggregated",
+        "disaggregated.generation.engineConfig",
+        "",
+        "disaggregated.generation.engineConfig does not begin",
+    ),
+    ("disaggregated", "disaggregated.context.replicas", 0, "replicas"),
+    ("disaggregated", "autoscaling", {"enabled": True, "metric": "queue"}, "not for a disaggregated deployment"),
 ]
+
+
+def test_at_least_forty_bad_values() -> None:
+    assert len(BAD) >= 40
 
 
 @pytest.mark.parametrize(("base", "key", "value", "says"), BAD, ids=[f"{key}={value}"[:50] for _, key, value, _ in BAD])
@@ -213,33 +352,3 @@ def test_tags_schemas_and_the_table_of_the_documents_agree() -> None:
 
     newest, _ = default_version(load_target("nvidia/Kimi-K2.5-NVFP4").spec, load_head("nvidia/Kimi-K2.5-Eagle3").spec)
     assert default == newest
-
-
-@pytest.mark.parametrize("name", ["leader.sh", "worker.sh"])
-def test_scripts_parse(name: str) -> None:
-    subprocess.run(["bash", "-n", str(CHART / "scripts" / name)], check=True)
-
-
-def test_the_leader_starts_a_rank_per_gpu_and_keeps_what_is_its_own(tmp_path: Path) -> None:
-    """leader.sh for real, with an ssh and an mpirun that say what they were asked for."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for name, body in (("ssh", "exit 0"), ("mpirun", 'printf "%s\\n" "$@"')):
-        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
-        (programs / name).chmod(0o755)
-    (tmp_path / "id_ed25519").write_text("key\n")
-    environ = {
-        "PATH": f"{programs}:/usr/bin:/bin", "HOME": str(tmp_path), "TRTSPEC_SSH_KEYS": str(tmp_path),
-        "LWS_LEADER_ADDRESS": "kimi-0.kimi.serving", "LWS_GROUP_SIZE": "3", "TRTSPEC_GPUS_PER_NODE": "4",
-        "NCCL_DEBUG": "WARN", "HOSTNAME": "kimi-0", "KUBERNETES_SERVICE_HOST": "10.0.0.1",
-    }  # fmt: skip
-    command = ["bash", str(CHART / "scripts" / "leader.sh"), "trtllm-serve", "model", "--tp_size", "12"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-    words = done.stdout.splitlines()
-    hosts = "kimi-0.kimi.serving:4,kimi-0-1.kimi.serving:4,kimi-0-2.kimi.serving:4"
-    assert words[:6] == ["-np", "12", "-N", "4", "--host", hosts]
-    assert words[-5:] == ["trtllm-llmapi-launch", *command[2:]]
-    exported = {after for word, after in zip(words, words[1:], strict=False) if word == "-x"}
-    assert {"NCCL_DEBUG", "PATH"} <= exported
-    assert not {"HOSTNAME", "KUBERNETES_SERVICE_HOST", "LWS_GROUP_SIZE"} & exported
-    assert (tmp_path / "ssh" / "id_ed25519").stat().st_mode & 0o77 == 0

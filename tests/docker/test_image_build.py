@@ -1,15 +1,13 @@
-"""The CPU image, really built and run: by Debian's buildah, over a Debian base that stands in for the public one."""
+"""The CPU and the quantize image, really built and run: by Debian's buildah, over a Debian base that stands in for the
+public one."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
-import os
-import re
-import shutil
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -18,95 +16,52 @@ from pathlib import Path
 import psutil
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-INCLUDED = "python3,python3-venv,ca-certificates"  # what the public Python image has
-# the machine's own way to its package index, given to the build and absent from the image
-MOUNTS = [Path("/etc/ssl/certs"), Path("/etc/pip.conf"), Path.home() / ".config" / "pip"]
-
-
-def missing() -> str | None:
-    if sys.platform != "linux" or os.geteuid() != 0:
-        return "building a base image with debootstrap needs root on Linux"
-    return next((f"{name} is not installed" for name in ("buildah", "debootstrap") if not shutil.which(name)), None)
-
+from tests.docker.buildah import Buildah, missing
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.skipif(bool(missing()), reason=str(missing()))]
 
 
-class Buildah:
-    """buildah with everything it writes below one directory."""
-
-    def __init__(self, scratch: Path) -> None:
-        self.scratch = scratch
-        self.command = ["buildah", "--root", str(scratch / "root"), "--runroot", str(scratch / "run")]
-        self.environ = {**os.environ, "STORAGE_DRIVER": "vfs", "BUILDAH_ISOLATION": "chroot"}
-
-    def __call__(self, *words: str, timeout: float = 1800) -> str:
-        done = subprocess.run(
-            [*self.command, *words], env=self.environ, cwd=ROOT, capture_output=True, text=True, timeout=timeout,
-            check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-        return done.stdout.strip()
-
-
-def mounts() -> list[str]:
-    """Also every directory that pip's settings name."""
-    settings = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
-    named = {Path(word) for word in re.findall(r"(?:file://)?(/[^\s'\"\\]+)", settings)}
-    # an index's pages lie in `simple` and point at files beside it
-    places = [*MOUNTS, *sorted({path.parent if path.name == "simple" else path for path in named if path.is_dir()})]
-    return [word for path in places if path.exists() for word in ("--volume", f"{path}:{path}:ro")]
-
-
-def debian_mirror() -> str:
-    """The mirror of this machine's own apt sources."""
-    listed = subprocess.run(
-        ["apt-get", "indextargets", "--format", "$(SITE)", "Created-By: Packages"], capture_output=True, text=True,
-        check=False,
-    ).stdout.split()  # fmt: skip
-    found = [site for site in listed if site.rstrip("/").endswith("/debian")]
-    return found[0] if found else "http://deb.debian.org/debian"
-
-
-def debian(scratch: Path) -> Path:
-    """A Debian with Python: made here, or the tar that TRTSPEC_DEBIAN_TAR names."""
-    if ready := os.environ.get("TRTSPEC_DEBIAN_TAR"):
-        return Path(ready)
-    base = scratch / "base"
-    subprocess.run(
-        ["debootstrap", "--variant=minbase", f"--include={INCLUDED}", "bookworm", str(base), debian_mirror()],
-        check=True, stdout=subprocess.DEVNULL, timeout=1800,
-    )  # fmt: skip
-    return base
+PYPI = ("--build-arg", "TORCH_INDEX=https://pypi.org/simple", "--build-arg", "BASE=localhost/base")
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
-    scratch = tmp_path_factory.mktemp("buildah")
-    buildah = Buildah(scratch)
-    container = buildah("from", "scratch")
-    buildah("add", "--quiet", container, str(debian(scratch)), "/")
-    buildah("commit", "--quiet", container, "localhost/base")
-    buildah("rm", container)
-    shutil.rmtree(scratch / "base", ignore_errors=True)
-    started = time.monotonic()
-    buildah(
-        "bud", "--pull-never", "--format", "docker", *mounts(), "--build-arg", "BASE=localhost/base",
-        "--build-arg", "TORCH_INDEX=https://pypi.org/simple", "-f", "docker/cpu.Dockerfile", "-t", "trtspec:cpu", ".",
-        timeout=3000,
-    )  # fmt: skip
-    print(f"\nbuilt in {time.monotonic() - started:.0f} s")
+def debian_base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
+    buildah = Buildah(tmp_path_factory.mktemp("buildah"))
+    buildah.import_debian()
     yield buildah
-    subprocess.run([*buildah.command, "rm", "--all"], env=buildah.environ, capture_output=True, check=False)
-    shutil.rmtree(scratch, ignore_errors=True)
+    buildah.clean()
+
+
+@pytest.fixture(scope="module")
+def built(debian_base: Buildah) -> Iterator[Buildah]:
+    started = time.monotonic()
+    debian_base.build("docker/cpu.Dockerfile", "trtspec:cpu", *PYPI)
+    print(f"\nbuilt in {time.monotonic() - started:.0f} s")
+    yield debian_base
+    debian_base("rmi", "--force", "trtspec:cpu")
 
 
 def test_the_image_says_what_it_is(built: Buildah) -> None:
     config = json.loads(built("inspect", "--type", "image", "trtspec:cpu"))["Docker"]["config"]
     assert config["User"] == "1000" and config["Entrypoint"] == ["trtspec"] and config["StopSignal"] == "SIGTERM"
+    assert config["Labels"]["org.opencontainers.image.base.name"] == "localhost/base"
     assert config["Healthcheck"]["Test"][0] == "CMD" and config["ExposedPorts"] == {"8000/tcp": {}}
     assert not [value for value in config["Env"] if value.startswith(("PIP_", "SSL_", "HF_TOKEN"))]
+
+
+def test_it_brings_its_bill_of_materials(built: Buildah) -> None:
+    components(built, "trtspec:cpu", {"torch", "transformers", "fastapi", "trtspec"})
+
+
+def components(buildah: Buildah, image: str, wanted: set[str]) -> None:
+    """The SBOM names what is installed, with the versions that are."""
+    freeze = "import importlib.metadata as m; print({d.name: d.version for d in m.distributions()})"
+    installed = ast.literal_eval(buildah.run(image, "python3", "-c", freeze))
+    bill = json.loads(buildah.run(image, "cat", "/opt/trtspec/sbom.cdx.json"))
+    named = {item["name"]: item["version"] for item in bill["components"]}
+    assert bill["bomFormat"] == "CycloneDX" and wanted <= named.keys()
+    assert named == installed, named.items() ^ installed.items()
+    print(f"\n{image}: {len(named)} components in the SBOM")
 
 
 def test_it_runs_as_nobody_special_and_answers(built: Buildah) -> None:
@@ -159,3 +114,20 @@ def complete(port: int) -> dict:
     request = urllib.request.Request(f"{base}/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=300) as response:
         return json.load(response)
+
+
+def test_the_quantize_image_imports_and_quantizes(debian_base: Buildah) -> None:
+    """kimi-nano in it, by the stream engine, and everything of ModelOpt that trtspec uses imports."""
+    started = time.monotonic()
+    debian_base.build("docker/quantize.Dockerfile", "trtspec:quantize", *PYPI)
+    print(f"\nbuilt in {time.monotonic() - started:.0f} s")
+    try:
+        imports = "import modelopt.torch.quantization, modelopt.torch.speculative, accelerate, datasets, matplotlib"
+        debian_base.run("trtspec:quantize", "python3", "-c", imports)
+        nano = "from trtspec.data_files import DATA; print(DATA / 'kimi-nano')"
+        source = debian_base.run("trtspec:quantize", "python3", "-c", nano).splitlines()[-1]
+        told = debian_base.run("trtspec:quantize", "trtspec", "quantize", source, "-o", "/work/out", "--json")
+        assert json.loads(told)["quantized"] > 0
+        components(debian_base, "trtspec:quantize", {"nvidia-modelopt", "torch", "trtspec"})
+    finally:
+        debian_base("rmi", "--force", "trtspec:quantize")

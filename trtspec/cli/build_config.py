@@ -25,7 +25,8 @@ class BuildConfigOptions(Intent):
         None
     )
     disaggregated: Annotated[
-        Path | None, typer.Option(help="Directory for context.yml, generation.yml and front.yml, or dynamo.yml.")
+        Path | None,
+        typer.Option(help="Directory for context.yml, generation.yml and front.yml; or dynamo.yml, or values.yaml."),
     ] = None
     dry_run: DryRunOption = False
     force: ForceOption = False
@@ -34,17 +35,27 @@ class BuildConfigOptions(Intent):
 
 URLS = ("context_urls", "generation_urls")
 NO_FRONT = [item.name for item in fields(Intent) if item.name not in ("target", "version", "role", *URLS)]
-SERVER = Mode("a server", without(BuildConfigOptions, *URLS, "image", "disaggregated"), "a server")
-CHART = Mode("--format helm-values", SERVER.record, "--format helm-values")
-DYNAMO = Mode("--format dynamo", without(BuildConfigOptions, *URLS, "disaggregated"), "--format dynamo")
+CHART_ONLY = ("quantize_from",)
+SERVER = Mode("a server", without(BuildConfigOptions, *URLS, *CHART_ONLY, "image", "disaggregated"), "a server")
+CHART = Mode(
+    "--format helm-values", without(BuildConfigOptions, *URLS, "image", "disaggregated"), "--format helm-values"
+)
+DYNAMO = Mode("--format dynamo", without(BuildConfigOptions, *URLS, *CHART_ONLY, "disaggregated"), "--format dynamo")
 FRONT = Mode("--role front", without(BuildConfigOptions, *NO_FRONT, "disaggregated"), "--role front")
-PARTS = Mode("--disaggregated", without(BuildConfigOptions, "output", "role", "image"), "--disaggregated DIR")
+PARTS = Mode(
+    "--disaggregated", without(BuildConfigOptions, *CHART_ONLY, "output", "role", "image"), "--disaggregated DIR"
+)
+CHART_PARTS = Mode(
+    "--disaggregated for the chart",
+    without(BuildConfigOptions, *URLS, "output", "role", "image"),
+    "--disaggregated DIR with --format helm-values",
+)
 DYNAMO_PARTS = Mode(
     "--disaggregated for Dynamo",
-    without(BuildConfigOptions, *URLS, "output", "role"),
+    without(BuildConfigOptions, *URLS, *CHART_ONLY, "output", "role"),
     "--disaggregated DIR with --format dynamo",
 )
-MODES = (SERVER, CHART, FRONT, PARTS, DYNAMO, DYNAMO_PARTS)
+MODES = (SERVER, CHART, FRONT, PARTS, CHART_PARTS, DYNAMO, DYNAMO_PARTS)
 
 
 def build_config(options: BuildConfigOptions) -> None:
@@ -62,7 +73,9 @@ def build_config(options: BuildConfigOptions) -> None:
     version, reason = choose_version(options.version or None, target, head)
     say(f"TensorRT-LLM {version}: {reason}")
     intent = Intent(**{item.name: getattr(options, item.name) for item in fields(Intent)})
-    intent = replace(intent, version=version, format="yaml", image=None).fitted(target.max_position_embeddings)
+    intent = replace(intent, version=version, format="yaml", image=None, quantize_from=None).fitted(
+        target.max_position_embeddings
+    )
     wanted = _wanted(intent, options)
     files: dict[Path | None, list[EngineConfig]] = {}
     for path, parts in wanted.items():
@@ -79,11 +92,9 @@ def _mode(options: BuildConfigOptions) -> Mode:
     """Raises UsageError for words that choose two forms which exclude each other."""
     if options.disaggregated is not None:
         refuse_unused(options, {"role"}, "by --disaggregated, which writes every part into a directory")
-        if options.format == "helm-values":
-            refuse_unused(options, {"disaggregated"}, "by the chart, which runs whole servers", "use --format dynamo")
-        return PARTS if options.format == "yaml" else DYNAMO_PARTS
-    if options.role is not None:
-        refuse_unused(options, {"format"} if options.format != "yaml" else set(), "by one part of a deployment")
+        return {"yaml": PARTS, "helm-values": CHART_PARTS, "dynamo": DYNAMO_PARTS}[options.format]
+    if options.format == "dynamo" or (options.role == "front" and options.format != "yaml"):
+        refuse_unused(options, {"format"} if options.role is not None else set(), "by one part of a deployment")
     if options.role == "front":
         return FRONT
     return {"yaml": SERVER, "helm-values": CHART, "dynamo": DYNAMO}[options.format]
@@ -117,8 +128,9 @@ def _wanted(intent: Intent, options: BuildConfigOptions) -> dict[Path | None, li
     if place is None:
         return {options.output: [intent]}
     parts = disaggregated(intent)
-    if options.format == "dynamo":
-        return {place / "dynamo.yml": [part for part in parts.values() if part.role != "front"]}
+    if options.format != "yaml":
+        name = {"dynamo": "dynamo.yml", "helm-values": "values.yaml"}[options.format]
+        return {place / name: [part for part in parts.values() if part.role != "front"]}
     return {place / name: [part] for name, part in parts.items()}
 
 
@@ -128,7 +140,9 @@ def _text(parts: list[EngineConfig], options: BuildConfigOptions) -> str:
         return parts[0].text
     from trtspec.trtllm.build.kubernetes import dynamo, helm_values
 
-    return helm_values(parts[0]) if options.format == "helm-values" else dynamo(parts, options.image)
+    if options.format == "dynamo":
+        return dynamo(parts, options.image)
+    return helm_values(*parts, quantize_from=options.quantize_from)
 
 
 def _write(texts: dict[Path | None, str], dry_run: bool) -> None:

@@ -121,6 +121,15 @@ class Intent:
         ),
     ] = None
 
+    quantize_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HUB_ID",
+            help="With --format helm-values: the checkpoint that a Job of the chart quantizes into TARGET, a directory "
+            "below /models.",
+        ),
+    ] = None
+
     @property
     def gpus_per_node(self) -> int:
         return self.tp_size // self.nodes

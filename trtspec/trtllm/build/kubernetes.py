@@ -17,6 +17,7 @@ import yaml
 from trtspec.checkpoint.named import load_head, load_target
 from trtspec.data_files import gpu_spec
 from trtspec.errors import UsageError
+from trtspec.planning.weights import checkpoint_bytes, head_weights
 from trtspec.trtllm.build.config import EngineConfig
 from trtspec.trtllm.intent import Intent, Role
 from trtspec.trtllm.releases import dynamo_release, dynamo_releases
@@ -50,36 +51,51 @@ def _dump(value: dict[str, Any]) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=10**6)
 
 
-def helm_values(config: EngineConfig) -> str:
-    """The keys of docker/helm/trtspec. The path of the configuration is the chart's business and is left out of the
-    options. Raises UsageError for one part of a disaggregated deployment, which the chart does not run."""
-    intent = replace(config.intent, format="helm-values")
-    if intent.role is not None:
-        raise UsageError(
-            "the chart runs whole servers, not the parts of a disaggregated one",
-            "use --format dynamo, or write the YAML and start the parts with `trtspec serve`",
-        )
+def helm_values(*configs: EngineConfig, quantize_from: str | None = None) -> str:
+    """The keys of docker/helm/trtspec: of one whole server, or of a context or a generation server, or both (files of
+    one each go together, as `helm -f context.yaml -f generation.yaml`). `quantize_from`: the checkpoint that a Job of
+    the chart quantizes into the target's directory. Sizes and trust in the target's code are on the first line of each
+    engine file, where `trtspec serve` reads them. Raises UsageError for a front."""
+    intent = replace(configs[-1].intent, format="helm-values", quantize_from=quantize_from)
+    if intent.role == "front":
+        raise UsageError("the chart writes the front's file itself", "pass --role context or generation, or no role")
     model: dict[str, Any] = {"target": intent.target, "head": intent.head}
     size = checkpoint_gib(intent)
     if size is not None:
         model["sizeGiB"] = size
-    values: dict[str, Any] = {
-        "image": {"tag": intent.version},
-        "model": model,
-        "nodes": intent.nodes,
-        "gpusPerNode": intent.gpus_per_node,
-    }
+    values: dict[str, Any] = {"image": {"tag": intent.version}, "model": model}
+    if quantize_from is not None:
+        values |= _quantize(quantize_from, size or 0)
     if intent.gpu:
         values["gpuProduct"] = intent.gpu.upper()
-    values["server"] = {"args": config.argv[2 : config.argv.index("--extra_llm_api_options")]}
-    values["engineConfig"] = _Text(config.text)
-    return f"{intent.first_line()}\n{_dump(values)}"
+    if any(_joined(config.intent) for config in configs):
+        values["computeDomain"] = {"enabled": True}
+    if intent.role is None:
+        values |= _server(configs[0])
+    else:
+        values["disaggregated"] = {str(config.intent.role): _server(config) for config in configs}
+    if len(configs) == 1:
+        return f"{intent.first_line()}\n{_dump(values)}"
+    return f"{replace(intent, role=None).first_line()} --disaggregated .\n{_dump(values)}"
+
+
+def _server(config: EngineConfig) -> dict[str, Any]:
+    intent = config.intent
+    return {"nodes": intent.nodes, "gpusPerNode": intent.gpus_per_node, "engineConfig": _Text(config.text)}
+
+
+def _quantize(source: str, target_gib: int) -> dict[str, Any]:
+    """The Job's values, and a claim that holds source and result with a tenth to spare."""
+    source_gib = -(-checkpoint_bytes(load_target(source).spec) // 2**30)
+    held = -(-(source_gib + target_gib) * 11 // 10)
+    return {
+        "quantize": {"enabled": True, "source": source, "sourceGiB": source_gib},
+        "cache": {"size": f"{held}Gi"},
+    }
 
 
 def checkpoint_gib(intent: Intent) -> int | None:
     """GiB of both checkpoints, rounded up: from the shapes, and of the head with its embedding."""
-    from trtspec.planning.weights import checkpoint_bytes, head_weights
-
     total = checkpoint_bytes(load_target(intent.target, intent.like).spec)
     if intent.head is not None:
         spec = load_head(intent.head).spec

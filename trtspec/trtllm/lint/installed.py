@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trtspec.errors import MissingDependency, Problem, TrtspecError
@@ -57,6 +58,16 @@ def engine_importable() -> bool:
     return importlib.util.find_spec(PACKAGE) is not None
 
 
+def engine_python() -> str:
+    """The interpreter whose libraries are the engine's own: the base's, where this environment only sees its packages
+    (`--system-site-packages`) and has other versions of what the engine imports."""
+    spec = importlib.util.find_spec(PACKAGE)
+    where = Path(spec.origin) if spec is not None and spec.origin is not None else Path(sys.prefix)
+    inherited = where.is_relative_to(sys.base_prefix) and not where.is_relative_to(sys.prefix)
+    base = getattr(sys, "_base_executable", None)  # as venv itself finds it
+    return base if inherited and base else sys.executable
+
+
 def judge(document: Document, timeout: float = 600.0) -> Verdict:
     """Raises MissingDependency where the engine is not importable, TrtspecError when it does not answer."""
     if not engine_importable():
@@ -65,7 +76,7 @@ def judge(document: Document, timeout: float = 600.0) -> Verdict:
     code = JUDGE.replace("MARK", repr(MARK))
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code],
+            [engine_python(), "-c", code],
             input="" if document.error else document.text,
             capture_output=True,
             text=True,

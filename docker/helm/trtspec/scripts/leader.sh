@@ -1,8 +1,7 @@
 #!/bin/bash
-# The leader of a LeaderWorkerSet: one rank per GPU of every pod of the group. Arguments: the trtllm-serve command.
+# The leader of a LeaderWorkerSet, when every pod of the group can be reached. Arguments: the trtspec serve command.
 set -euo pipefail
 port=${TRTSPEC_SSH_PORT:-2222}
-gpus=${TRTSPEC_GPUS_PER_NODE:?}
 own=$HOME/ssh
 mkdir -p "$own"
 install -m 600 "${TRTSPEC_SSH_KEYS:-/etc/trtspec-ssh}/id_ed25519" "$own/id_ed25519"
@@ -11,7 +10,6 @@ reach="-p $port -i $own/id_ed25519 -o StrictHostKeyChecking=no -o UserKnownHosts
 # the pods of a group are <leader> and <leader>-<i> in one headless service
 leader=${LWS_LEADER_ADDRESS%%.*}
 domain=${LWS_LEADER_ADDRESS#*.}
-hosts="$LWS_LEADER_ADDRESS:$gpus"
 for ((index = 1; index < LWS_GROUP_SIZE; index++)); do
   worker="$leader-$index.$domain"
   # shellcheck disable=SC2086  # several words
@@ -19,17 +17,16 @@ for ((index = 1; index < LWS_GROUP_SIZE; index++)); do
     echo "waiting for $worker"
     sleep 5
   done
-  hosts+=",$worker:$gpus"
 done
 
-# MPI hands on nothing by itself; what belongs to one pod stays there
-exported=()
+# trtspec writes the mpirun command; MPI hands on nothing by itself, and what belongs to one pod stays there.
+# The prefix finds the daemons on the other nodes.
+program=$(readlink -f "$(command -v mpirun)")
+words="--prefix ${program%/bin/*} --mca plm_rsh_args '$reach'"
 for name in $(compgen -e); do
   case $name in
-    HOSTNAME | PWD | OLDPWD | SHLVL | _ | KUBERNETES_* | LWS_* | OMPI_* | PMIX_*) ;;
-    *) exported+=(-x "$name") ;;
+    HOSTNAME | PWD | OLDPWD | SHLVL | _ | KUBERNETES_* | LWS_* | OMPI_* | PMIX_* | PYTHONUNBUFFERED | TRTSPEC_*) ;;
+    *) words+=" -x $name" ;;
   esac
 done
-# by its full path, so that the daemons on the other nodes are found beside it
-exec "$(command -v mpirun)" -np "$((gpus * LWS_GROUP_SIZE))" -N "$gpus" --host "$hosts" \
-  --mca plm_rsh_args "$reach" "${exported[@]}" trtllm-llmapi-launch "$@"
+exec "$1" "$2" --launcher-args "$words" "${@:3}"

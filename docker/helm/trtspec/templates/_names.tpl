@@ -16,8 +16,9 @@ app.kubernetes.io/version: {{ .Values.image.tag | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 
+{{/* Argument: an image as the values have it. */}}
 {{- define "trtspec.image" -}}
-{{ printf "%s:%s" .Values.image.repository .Values.image.tag | quote }}
+{{- if .digest }}{{ printf "%s@%s" .repository .digest | quote }}{{ else }}{{ printf "%s:%s" .repository .tag | quote }}{{ end -}}
 {{- end -}}
 
 {{- define "trtspec.claim" -}}
@@ -28,7 +29,26 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{ default (ternary (include "trtspec.fullname" .) "default" .Values.serviceAccount.create) .Values.serviceAccount.name }}
 {{- end -}}
 
-{{/* Files that say that a checkpoint is whole. A Job writes its own when it is done; the next step waits for it. */}}
+{{/* The engines of this release by role, as JSON: one "server", or "context" and "generation". */}}
+{{- define "trtspec.parts" -}}
+{{- $v := .Values -}}
+{{- if or $v.disaggregated.context.engineConfig $v.disaggregated.generation.engineConfig -}}
+{{- $v.disaggregated | toJson -}}
+{{- else -}}
+{{- dict "server" (pick $v "replicas" "nodes" "gpusPerNode" "engineConfig") | toJson -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Object name of a part. The size of a LeaderWorkerSet cannot be changed, so it is in the name. Arguments: root, part,
+     spec. */}}
+{{- define "trtspec.partName" -}}
+{{- $name := include "trtspec.fullname" .root -}}
+{{- if ne .part "server" -}}{{- $name = printf "%s-%s" $name .part -}}{{- end -}}
+{{- if gt (.spec.nodes | int) 1 -}}{{- $name = printf "%s-%dn" $name (.spec.nodes | int) -}}{{- end -}}
+{{- $name -}}
+{{- end -}}
+
+{{/* Files that say that a checkpoint is whole. A Job writes its own when it is done; the next step looks for it. */}}
 {{- define "trtspec.downloads" -}}
 {{- $first := ternary .Values.quantize.source .Values.model.target .Values.quantize.enabled -}}
 {{- compact (list $first (.Values.model.head | default "")) | join " " -}}
@@ -43,7 +63,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if .Values.quantize.enabled }}{{ include "trtspec.quantized" . }}{{ else if .Values.download.enabled }}{{ include "trtspec.downloaded" . }}{{ end -}}
 {{- end -}}
 
-{{/* The value of an option in server.args, or the default. */}}
+{{/* The value of an option in a list of words, or the default. */}}
 {{- define "trtspec.option" -}}
 {{- $found := .default -}}
 {{- $names := .names -}}
@@ -56,6 +76,10 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 {{- $found -}}
 {{- end -}}
-{{- define "trtspec.port" -}}
-{{ include "trtspec.option" (dict "args" .Values.server.args "names" (list "--port") "default" "8000") }}
+
+{{/* A quantity in GiB. */}}
+{{- define "trtspec.gib" -}}
+{{- $units := dict "" 1.0 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 -}}
+{{- $unit := regexFind "[a-zA-Z]*$" . -}}
+{{- divf (mulf (trimSuffix $unit . | float64) (get $units $unit)) 1073741824.0 -}}
 {{- end -}}

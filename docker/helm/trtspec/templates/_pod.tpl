@@ -1,34 +1,36 @@
-{{/* The pod of a server: alone, leader or worker. Argument: root, and script ("" for one node). */}}
+{{/* The pod of an engine: alone, leader or worker. Arguments: root, part, spec, script ("" for one node). */}}
 {{- define "trtspec.pod" -}}
 {{- $root := .root -}}
 {{- $v := $root.Values -}}
 metadata:
   labels:
     {{- include "trtspec.labels" $root | nindent 4 }}
-    app.kubernetes.io/component: server
+    app.kubernetes.io/component: {{ .part }}
+    {{- with include "trtspec.claimLabel" $root }}{{ . | nindent 4 }}{{ end }}
   annotations:
-    checksum/engine-config: {{ $v.engineConfig | sha256sum }}
+    checksum/config: {{ include "trtspec.files" $root | sha256sum }}
     {{- with $v.podAnnotations }}{{ toYaml . | nindent 4 }}{{ end }}
 spec:
-  serviceAccountName: {{ include "trtspec.serviceAccount" $root }}
-  automountServiceAccountToken: false
-  enableServiceLinks: false
-  terminationGracePeriodSeconds: {{ $v.terminationGracePeriodSeconds }}
-  {{- with $v.priorityClassName }}
-  priorityClassName: {{ . }}
+  {{- include "trtspec.podHead" $root | nindent 2 }}
+  {{- include "trtspec.placement" (dict "root" $root "part" .part) | trim | nindent 2 }}
+  {{- $claims := $v.resourceClaims }}
+  {{- if $v.computeDomain.enabled }}
+  {{- $claims = append $claims (dict "name" "compute-domain-channel" "resourceClaimTemplateName" (printf "%s-channel" (include "trtspec.fullname" $root))) }}
   {{- end }}
-  {{- with $v.imagePullSecrets }}
-  imagePullSecrets: {{- toYaml . | nindent 4 }}
+  {{- with $claims }}
+  resourceClaims: {{- toYaml . | nindent 4 }}
   {{- end }}
-  securityContext: {{- toYaml $v.podSecurityContext | nindent 4 }}
-  {{- include "trtspec.placement" $root | trim | nindent 2 }}
-  {{- with include "trtspec.complete" $root }}
+  {{- $complete := include "trtspec.complete" $root }}
+  {{- if or $complete $v.extraInitContainers }}
   initContainers:
-    {{- include "trtspec.wait" (dict "root" $root "image" (include "trtspec.image" $root) "file" .) | nindent 4 }}
+    {{- with $complete }}
+    {{- include "trtspec.models" (dict "root" $root "file" .) | nindent 4 }}
+    {{- end }}
+    {{- with $v.extraInitContainers }}{{ toYaml . | nindent 4 }}{{ end }}
   {{- end }}
   containers:
     - name: server
-      image: {{ include "trtspec.image" $root }}
+      image: {{ include "trtspec.image" $v.image }}
       imagePullPolicy: {{ $v.image.pullPolicy }}
       # no command: the image's own entrypoint prepares the driver's libraries, then runs the arguments
       args:
@@ -37,132 +39,165 @@ spec:
         - /etc/trtspec/{{ . }}
         {{- end }}
         {{- if ne .script "worker.sh" }}
-        - trtllm-serve
-        - {{ $v.model.target | quote }}
-        {{- range $v.server.args }}
-        - {{ . | quote }}
-        {{- end }}
-        - --extra_llm_api_options
-        - /etc/trtspec/engine.yml
+        {{- include "trtspec.serve" . | nindent 8 }}
         {{- end }}
       env:
-        - {name: HOME, value: /cache}
-        - {name: HF_HOME, value: /models}
-        - {name: HF_HUB_OFFLINE, value: "1"}
-        - {name: HF_MODULES_CACHE, value: /cache/modules}
-        - {name: TRITON_CACHE_DIR, value: /cache/triton}
-        - {name: FLASHINFER_WORKSPACE_BASE, value: /cache/flashinfer}
-        - {name: PYTHONUNBUFFERED, value: "1"}
+        {{- include "trtspec.env" $root | nindent 8 }}
         {{- if .script }}
-        - {name: TRTSPEC_GPUS_PER_NODE, value: {{ $v.gpusPerNode | quote }}}
         - {name: TRTSPEC_SSH_PORT, value: {{ $v.ssh.port | quote }}}
         {{- end }}
         {{- with $v.server.env }}{{ toYaml . | nindent 8 }}{{ end }}
       {{- if ne .script "worker.sh" }}
       ports:
-        - {name: http, containerPort: {{ include "trtspec.port" $root }}}
-      {{- include "trtspec.probes" $root | nindent 6 }}
+        - {name: http, containerPort: 8000}
+      {{- include "trtspec.probes" (dict "root" $root "generates" (eq .part "server")) | nindent 6 }}
       {{- end }}
+      {{- $devices := dict "nvidia.com/gpu" (.spec.gpusPerNode | toString) }}
+      {{- with $v.rdma.resource }}{{ $_ := set $devices . ($v.rdma.count | toString) }}{{ end }}
       resources:
-        requests:
-          cpu: {{ $v.resources.cpu | quote }}
-          memory: {{ $v.resources.memoryGiB }}Gi
-          nvidia.com/gpu: {{ $v.gpusPerNode | quote }}
-        limits:
-          nvidia.com/gpu: {{ $v.gpusPerNode | quote }}
-      securityContext: {{- toYaml $v.securityContext | nindent 8 }}
+        requests: {{- merge (dict "cpu" ($v.resources.cpu | toString) "memory" $v.resources.memory) $devices | toYaml | nindent 10 }}
+        limits: {{- toYaml $devices | nindent 10 }}
+        {{- with $claims }}
+        claims:
+          {{- range . }}
+          - {name: {{ .name }}}
+          {{- end }}
+        {{- end }}
+      {{- $security := deepCopy $v.securityContext }}
+      {{- if $v.rdma.resource }}
+      {{- $capabilities := get $security "capabilities" | default (dict) }}
+      {{- $_ := set $capabilities "add" (append (get $capabilities "add" | default list) "IPC_LOCK") }}
+      {{- $_ := set $security "capabilities" $capabilities }}
+      {{- end }}
+      securityContext: {{- toYaml $security | nindent 8 }}
       volumeMounts:
-        - {name: models, mountPath: /models}
-        - {name: engine-config, mountPath: /etc/trtspec, readOnly: true}
+        - {name: models, mountPath: /models{{ if eq $v.cache.type "objectStore" }}, readOnly: true{{ end }}}
+        - {name: config, mountPath: /etc/trtspec, readOnly: true}
         - {name: cache, mountPath: /cache}
         - {name: shared-memory, mountPath: /dev/shm}
         {{- if .script }}
         - {name: ssh, mountPath: /etc/trtspec-ssh, readOnly: true}
         {{- end }}
+        {{- with $v.extraVolumeMounts }}{{ toYaml . | nindent 8 }}{{ end }}
   volumes:
-    - name: models
-      persistentVolumeClaim: {claimName: {{ include "trtspec.claim" $root }}}
-    - name: engine-config
+    {{- include "trtspec.modelsVolume" $root | nindent 4 }}
+    - name: config
       configMap: {name: {{ include "trtspec.fullname" $root }}}
     - name: cache
       emptyDir: {}
     - name: shared-memory
       emptyDir:
         medium: Memory
-        sizeLimit: {{ default (div (mul $v.model.sizeGiB 7) 6) $v.resources.sharedMemoryGiB }}Gi
+        sizeLimit: {{ default (printf "%dGi" (div (mul $v.model.sizeGiB 7) 6)) $v.resources.sharedMemory }}
     {{- if .script }}
     - name: ssh
       secret: {secretName: {{ $v.ssh.existingSecret }}, defaultMode: 288}
     {{- end }}
+    {{- with $v.extraVolumes }}{{ toYaml . | nindent 4 }}{{ end }}
 {{- end -}}
 
-{{/* Startup: as long as the claim needs to deliver the checkpoint, and the warm-up. Alive and ready are /health: a probe
-     that generates would kill a busy server. */}}
+{{/* The command of an engine. Sizes and trust in the target's code are on the first line of its file. */}}
+{{- define "trtspec.serve" -}}
+{{- $v := .root.Values -}}
+- trtspec
+- serve
+- {{ $v.model.target | quote }}
+- --config
+- /etc/trtspec/{{ ternary "engine" .part (eq .part "server") }}.yml
+- --host
+- 0.0.0.0
+- --port
+- "8000"
+{{- if .script }}
+- --launcher
+- lws
+- --nodes
+- {{ .spec.nodes | quote }}
+- --gpus-per-node
+- {{ .spec.gpusPerNode | quote }}
+{{- end }}
+{{ include "trtspec.limits" .root }}
+{{- range $v.server.args }}
+- {{ . | quote }}
+{{- end }}
+{{- end -}}
+
+{{- define "trtspec.limits" -}}
+- --startup-timeout
+- {{ include "trtspec.startupSeconds" . | quote }}
+- --stop-grace
+- {{ .Values.shutdown.stopSeconds | quote }}
+{{- end -}}
+
+{{/* Seconds until a server is ready: as long as the cache needs to deliver the checkpoint, and the warm-up. */}}
+{{- define "trtspec.startupSeconds" -}}
+{{- add (div (mul .Values.model.sizeGiB 1024) .Values.probes.loadMiBPerSecond) .Values.probes.warmupSeconds -}}
+{{- end -}}
+
+{{- define "trtspec.podHead" -}}
+{{- $v := .Values -}}
+serviceAccountName: {{ include "trtspec.serviceAccount" . }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+terminationGracePeriodSeconds: {{ add $v.shutdown.drainSeconds $v.shutdown.stopSeconds 30 }}
+{{- with $v.imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext: {{- toYaml $v.podSecurityContext | nindent 2 }}
+{{- end -}}
+
+{{- define "trtspec.env" -}}
+- {name: HOME, value: /cache}
+- {name: HF_HOME, value: /models}
+- {name: HF_HUB_OFFLINE, value: "1"}
+- {name: HF_MODULES_CACHE, value: /cache/modules}
+- {name: TRITON_CACHE_DIR, value: /cache/triton}
+- {name: FLASHINFER_WORKSPACE_BASE, value: /cache/flashinfer}
+- {name: PYTHONUNBUFFERED, value: "1"}
+- {name: TRTSPEC_PROGRESS, value: "1"}
+{{- end -}}
+
+{{/* Alive: it answers /health, and, where it generates, an answer comes back or others progress (scripts/alive.py).
+     Arguments: root, generates. */}}
 {{- define "trtspec.probes" -}}
-{{- $p := .Values.probes -}}
-{{- $seconds := add (div (mul .Values.model.sizeGiB 1024) $p.loadMiBPerSecond) $p.warmupSeconds -}}
+{{- $p := .root.Values.probes -}}
 startupProbe:
   httpGet: {path: /health, port: http}
   periodSeconds: {{ $p.periodSeconds }}
   timeoutSeconds: 5
-  failureThreshold: {{ add1 (div $seconds $p.periodSeconds) }}
+  failureThreshold: {{ add1 (div (include "trtspec.startupSeconds" .root | int) $p.periodSeconds) }}
 readinessProbe:
   httpGet: {path: /health, port: http}
   periodSeconds: {{ $p.periodSeconds }}
   timeoutSeconds: 5
   failureThreshold: 3
 livenessProbe:
+  {{- if and .generates (gt ($p.hangSeconds | int) 0) }}
+  exec: {command: [python3, /etc/trtspec/alive.py, {{ $p.hangSeconds | quote }}]}
+  periodSeconds: 60
+  timeoutSeconds: 50
+  failureThreshold: 3
+  {{- else }}
   httpGet: {path: /health, port: http}
   periodSeconds: 30
   timeoutSeconds: 20
   failureThreshold: 6
+  {{- end }}
+lifecycle:
+  preStop:
+    exec: {command: [python3, /etc/trtspec/drain.py, {{ .root.Values.shutdown.drainSeconds | quote }}]}
 {{- end -}}
 
-{{- define "trtspec.placement" -}}
-{{- $selector := deepCopy .Values.nodeSelector -}}
-{{- with .Values.gpuProduct -}}
-{{- $_ := set $selector "nvidia.com/gpu.product" (index $.Values.gpuProductLabels .) -}}
-{{- end -}}
-{{- with $selector -}}
-nodeSelector: {{- toYaml . | nindent 2 }}
-{{ end -}}
-{{- with .Values.tolerations -}}
-tolerations: {{- toYaml . | nindent 2 }}
-{{ end -}}
-{{- with .Values.affinity -}}
-affinity: {{- toYaml . | nindent 2 }}
-{{ end -}}
-{{- end -}}
-
-{{- define "trtspec.wait" -}}
-- name: checkpoint
-  image: {{ .image }}
+{{/* Ends at once where the checkpoint is missing: GPUs do not wait for a download. Arguments: root, file. */}}
+{{- define "trtspec.models" -}}
+- name: models
+  image: {{ include "trtspec.image" .root.Values.image }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-  command: [bash, -c, {{ printf "until [ -e %s ]; do echo waiting for %s; sleep 15; done" .file .file | quote }}]
+  command: [bash, -c]
+  args:
+    - {{ printf "[ -e %s ] || { echo '%s is missing: the checkpoint is not in the cache. Install with stage=models first and wait for its Jobs.' >&2; exit 1; }" .file .file | quote }}
   securityContext: {{- toYaml .root.Values.securityContext | nindent 4 }}
   resources: {requests: {cpu: 100m, memory: 64Mi}}
   volumeMounts:
     - {name: models, mountPath: /models, readOnly: true}
-{{- end -}}
-
-{{/* Head of a Job's pod; its containers follow. */}}
-{{- define "trtspec.jobPod" -}}
-{{- $v := .root.Values -}}
-metadata:
-  labels:
-    {{- include "trtspec.labels" .root | nindent 4 }}
-    app.kubernetes.io/component: {{ .component }}
-spec:
-  restartPolicy: OnFailure
-  serviceAccountName: {{ include "trtspec.serviceAccount" .root }}
-  automountServiceAccountToken: false
-  {{- with $v.imagePullSecrets }}
-  imagePullSecrets: {{- toYaml . | nindent 4 }}
-  {{- end }}
-  securityContext: {{- toYaml $v.podSecurityContext | nindent 4 }}
-  volumes:
-    - name: models
-      persistentVolumeClaim: {claimName: {{ include "trtspec.claim" .root }}}
-    - name: tmp
-      emptyDir: {}
 {{- end -}}

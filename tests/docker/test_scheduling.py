@@ -1,0 +1,97 @@
+"""Whether a release comes up at all: the chart's pods on small clusters, in every order in which they may be placed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import yaml
+
+from tests.docker.chart import HERE, load, merged, objects
+from tests.docker.cluster import Cluster, Node, orders, pods
+
+pytest.importorskip("helm_python")
+
+# of the first form of this chart: one install with a Job without tolerations, and a server that waits for its file
+OLD = HERE / "old-form.yaml"
+LABELS = {"nvidia.com/gpu.product": "NVIDIA-B200", "example.com/kimi": "true"}
+GPU_NODE = {
+    "taints": ("nvidia.com/gpu",),
+    "labels": {"nvidia.com/gpu.product": "NVIDIA-B200", "example.com/kimi": "true"},
+}
+
+
+def nodes(gpus: int = 2) -> list[Node]:
+    """Nodes with eight GPUs, tainted as GPU operators do, behind one without."""
+    return [Node("cpu"), *(Node(f"gpu-{index}", 8, LABELS, ("nvidia.com/gpu",)) for index in range(gpus))]
+
+
+CLUSTERS: dict[str, Callable[[], Cluster]] = {
+    "network-disk": lambda: Cluster(nodes()),
+    "local-disk": lambda: Cluster(nodes(), volume="local"),
+    "one-gpu-node": lambda: Cluster(nodes(1)),
+    "gpu-nodes-first": lambda: Cluster(nodes()[::-1]),
+    "shared": lambda: Cluster(nodes(), shared=True),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in CLUSTERS if name != "shared"])
+def test_the_old_form_deadlocks(name: str) -> None:
+    """Else this simulation could not tell the forms apart."""
+    found = list(yaml.safe_load_all(OLD.read_text()))
+    results = []
+    for order in orders(found):
+        cluster = CLUSTERS[name]()
+        results.append((cluster.run(order), bool(cluster.waited)))
+    ended = sum(ends for ends, _ in results)
+    print(f"\nold form, {name}: {ended} of {len(results)} orders end, {sum(w for _, w in results)} hold GPUs meanwhile")
+    assert ended < len(results) and any(waited for _, waited in results)
+
+
+ALONE = ("network-disk", "local-disk", "one-gpu-node", "gpu-nodes-first")
+PATHS = {"models-one-node": ALONE, "models-quantized": ALONE, "models-shared": ("shared",)}
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path, names in PATHS.items() for name in names])
+def test_the_new_form_ends_and_no_gpu_waits(path: str, name: str) -> None:
+    values = load(HERE / "values" / f"{path}.yaml")
+    serving = objects(merged(values, {"stage": "serve"}))
+    count = 0
+    for jobs in orders(objects(values)):
+        cluster = CLUSTERS[name]()
+        assert cluster.run(jobs), [pod.name for pod in jobs if not pod.done]
+        asked = {pod for pod in cluster.waited if "-quantize-" in pod}  # the one GPU of quantize.gpus
+        servers = pods(serving)
+        assert cluster.run(servers), [pod.name for pod in servers if not pod.running]
+        assert cluster.waited == asked
+        count += 1
+    print(f"\nnew form, {path} on {name}: {count} of {count} orders end, no server's GPU waits")
+
+
+def test_node_local_disks_are_filled_on_every_selected_node_and_a_new_node_too() -> None:
+    filling, serving = (objects(load(HERE / "values" / f"{name}.yaml")) for name in ("models-node-local", "node-local"))
+    cluster = Cluster(nodes(3))
+    daemons, servers = cluster.daemons(filling), pods(serving)
+    assert cluster.run(daemons) and {pod.node.name for pod in daemons if pod.node} == {"gpu-0", "gpu-1", "gpu-2"}
+    assert cluster.run(servers) and not cluster.waited and len(servers) == 3
+    cluster.nodes = nodes(4)
+    added = [pod for pod in cluster.daemons(serving) if pod.spec["nodeSelector"]["kubernetes.io/hostname"] == "gpu-3"]
+    assert len(added) == 1 and cluster.run(added)
+
+
+def test_servers_without_a_checkpoint_say_so_instead_of_waiting_for_a_job() -> None:
+    serving = pods(objects(merged(load(HERE / "values" / "models-one-node.yaml"), {"stage": "serve"})))
+    assert not Cluster(nodes()).run(serving)
+    (init,) = serving[0].spec["initContainers"]
+    assert "exit 1" in init["args"][0] and "stage=models first" in init["args"][0]
+
+
+def test_another_checkpoint_is_fetched_while_the_old_server_runs() -> None:
+    """A second release in stage models on the claim of the first, which only one node mounts."""
+    for name in ("network-disk", "local-disk", "one-gpu-node"):
+        cluster = CLUSTERS[name]()
+        first = load(HERE / "values" / "models-one-node.yaml")
+        assert cluster.run(pods(objects(first))) and cluster.run(pods(objects(merged(first, {"stage": "serve"}))))
+        claim = {"cache": {"existingClaim": "kimi-trtspec-models"}}
+        second = merged(load(HERE / "values" / "models-eagle31.yaml"), claim)
+        assert cluster.run(pods(objects(second, name="next"))), name
