@@ -1,4 +1,5 @@
-"""Writes the documents made from the code: cli-reference.md, problems.md (data/problems), support-matrix.md.
+"""Writes the documents made from the code: cli-reference.md, problems.md (data/problems), support-matrix.md, and
+chart-values.md from the chart's schema.
 
 `python docs/generate.py` writes them; `--check` (part of `make lint`) exits 1 when one is not up to date, and when a
 problem code is used without being documented or documented without being used.
@@ -211,6 +212,42 @@ def speculation() -> list[str]:
     return lines
 
 
+CHART = DOCS.parent / "docker" / "helm" / "trtspec"
+
+
+def chart_values() -> str:
+    """Every value of the Helm chart, from its schema, with its default from values.yaml."""
+    import json
+
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    lines = ["# Values of the chart\n", "| value | what | default |\n|---|---|---|"]
+    for name, part in schema["properties"].items():
+        if name != "global":
+            lines += value_rows(schema["definitions"], name, part, defaults[name])
+    return "\n".join(lines) + "\n"
+
+
+def value_rows(definitions: dict[str, Any], name: str, part: dict[str, Any], default: Any) -> list[str]:
+    """One row, and one for each value below it."""
+    below = {**definitions.get(part.get("$ref", "").rpartition("/")[2], {}), **part}.get("properties", {})
+    if not below:
+        choices = ", ".join(f"`{choice}`" for choice in part.get("enum", []) if choice)
+        told = f"{part['description']}{f' ({choices})' if choices else ''}".replace("|", "\\|")
+        shown = "" if default in ("", None, [], {}) else f"`{json_text(default)}`"
+        return [f"| `{name}` | {told} | {shown} |"]
+    rows = [f"| **`{name}`** | {part['description']} | |"]
+    for key, value in below.items():
+        rows += value_rows(definitions, f"{name}.{key}", value, default[key])
+    return rows
+
+
+def json_text(value: Any) -> str:
+    import json
+
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def undocumented() -> list[str]:
     """Problem codes that the source uses and no fragment documents, and the other way round."""
     from trtspec.data_files import problem_codes
@@ -234,6 +271,7 @@ def main() -> None:
         "cli-reference.md": cli_reference(),
         "problems.md": problems(),
         "support-matrix.md": support_matrix(),
+        "chart-values.md": chart_values(),
     }
     for name, text in documents.items():
         path, wanted = DOCS / name, NOTE + text

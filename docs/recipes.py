@@ -108,7 +108,7 @@ def readme(rows: list[tuple[str, Intent, str, list[str]]]) -> str:
         "# Ready recipes",
         "",
         "Engine configurations of released pairs. The first line of each file is the command that writes it again,",
-        "byte for byte; it also carries the sizes, which travel as options:",
+        "byte for byte; it also lists the sizes, which are passed as options:",
         "",
         "    trtspec serve nvidia/Kimi-K2.5-NVFP4 --trust-remote-code --host 0.0.0.0 \\",
         "        --config configs/kimi-k2.5-nvfp4-eagle3-4xb200-latency.yml",

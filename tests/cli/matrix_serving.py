@@ -45,6 +45,7 @@ SERVER = ("build-config", TARGET)
 CHART, DYNAMO = (*SERVER, "--format", "helm-values"), (*SERVER, *line("--format dynamo --trtllm-version 1.3.0rc11"))
 FRONT = (*SERVER, *line("--role front --context-url a:1 --generation-url b:1"))
 PARTS = (*SERVER, "--disaggregated", "{out}")
+CHART_PARTS = (*CHART, "--disaggregated", "{out}")
 DYNAMO_PARTS = (*PARTS, *DYNAMO[2:])
 WITH_HEAD = effects(
     head=f"--head {HEAD}",
@@ -262,7 +263,9 @@ SERVING: dict[str, dict[str, Situation]] = {
     },
     "build-config": {
         "a server": Situation(SERVER, intent(SERVER, output="--output {out}")),
-        "--format helm-values": Situation(CHART, intent(CHART, output="--output {out}")),
+        "--format helm-values": Situation(
+            CHART, intent(CHART, output="--output {out}", quantize_from="--quantize-from moonshotai/Kimi-K2.6")
+        ),
         "--role front": Situation(
             FRONT,
             effects(
@@ -281,6 +284,13 @@ SERVING: dict[str, dict[str, Situation]] = {
             intent(
                 PARTS, to="--disaggregated {out}", before=journal("{out}/front.yml"),
                 context_urls="--context-url c:1", generation_urls="--generation-url d:1",
+            ),
+        ),
+        "--disaggregated for the chart": Situation(
+            CHART_PARTS,
+            intent(
+                CHART_PARTS, to="--disaggregated {out}", before=journal("{out}/values.yaml"),
+                quantize_from="--quantize-from moonshotai/Kimi-K2.6",
             ),
         ),
         "--format dynamo": Situation(

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.command_line import trtspec
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 COMPOSE = sorted((ROOT / "docker").glob("compose.*.yml"))
@@ -38,7 +40,12 @@ def test_images_are_pinned_and_without_root(path: Path) -> None:
     base = re.search(r"^ARG BASE=(\S+)$", text, re.MULTILINE)
     assert base and re.search(r":(\d+\.\d+\.\d+-|\$\{TRTLLM_VERSION\})", base[1]), "the base has no exact tag"
     installs = [line for line in text.splitlines() if re.search(r"pip install\b", line)]
-    assert installs and all("-c constraints.txt" in line and "--no-cache-dir" in line for line in installs)
+    assert installs and all("--no-cache-dir" in line for line in installs)
+    assert all("-c constraints.txt" in line or '"cyclonedx-bom==${CYCLONEDX_VERSION}"' in line for line in installs)
+    labels = set(re.findall(r"(org\.opencontainers\.image\.[a-z.]+|trtspec\.[a-z-]+)=", text))
+    named = {"title", "description", "licenses", "version", "revision", "base.name"}
+    assert {f"org.opencontainers.image.{name}" for name in named} | {"trtspec.sbom"} <= labels
+    assert "sha256:" not in text, "a digest that nobody looked up"
 
 
 def test_torch_is_the_pinned_one() -> None:
@@ -68,19 +75,36 @@ def test_compose_files_name_what_is_there(path: Path) -> None:
         assert service["cap_drop"] == ["ALL"] and service.get("restart", "no") == "no"
         for volume in service["volumes"]:
             source = volume.partition(":")[0] if not volume.startswith("$") else ""
-            assert not source.startswith(".") or (path.parent / source).is_file(), source
+            variable = "${" in source  # of the env files, which have a test of their own
+            assert not source.startswith(".") or variable or (path.parent / source).is_file(), source
 
 
-def test_the_b200_node_serves_a_recipe_as_it_is() -> None:
-    serve = yaml.safe_load((ROOT / "docker/compose.b200.yml").read_text())["services"]["serve"]
+ENV_FILES = sorted((ROOT / "docker").glob("kimi-*.env"))
+
+
+@pytest.mark.parametrize("path", ENV_FILES, ids=lambda path: path.stem)
+def test_a_b200_node_serves_a_recipe_as_it_is(path: Path) -> None:
+    """With the variables of each env file in place, as compose puts them."""
+    given = dict(line.split("=", 1) for line in path.read_text().splitlines())
+    text = (ROOT / "docker/compose.b200.yml").read_text()
+    for name, value in given.items():
+        text = re.sub(rf"\$\{{{name}(:\?[^}}]*)?\}}", value, text)
+    assert not re.findall(r"\$\{(?!HF_CACHE)", text)
+    services = yaml.safe_load(text)["services"]
+    serve, download = services["serve"], services["download"]
+    assert serve["init"] is True and download["init"] is True
+    assert download["command"][1:] == [given["TARGET"], given["HEAD"]]
+    assert serve["image"] == f"trtspec:{given['TRTLLM_VERSION']}"
     (recipe,) = (volume.split(":")[0] for volume in serve["volumes"] if volume.startswith("../configs/"))
     first = (ROOT / "docker" / recipe).read_text().splitlines()[0]
-    assert f" build-config {serve['command'][2]} " in first
+    assert first.startswith(f"# TensorRT-LLM {given['TRTLLM_VERSION']}: ")
+    assert f" build-config {serve['command'][2]} --head {given['HEAD']} " in first
     gpus = serve["deploy"]["resources"]["reservations"]["devices"][0]["count"]
     assert "--tp-size" not in serve["command"] and f"{gpus}xb200" in recipe
-    done = subprocess.run(
-        [sys.executable, "-m", *serve["command"][:3], "--config", str(ROOT / "docker" / recipe), "--dry-run"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = trtspec(*serve["command"][1:3], "--config", ROOT / "docker" / recipe, "--dry-run")
+    assert done.status == 0, done.stderr
     assert f"--tp_size {gpus} " in done.stdout and "--trust_remote_code" in done.stdout
+
+
+def test_env_files_name_the_three_models() -> None:
+    assert [path.name for path in ENV_FILES] == ["kimi-k2.5.env", "kimi-k2.6.env", "kimi-k2.7.env"]

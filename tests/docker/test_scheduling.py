@@ -15,10 +15,6 @@ pytest.importorskip("helm_python")
 # of the first form of this chart: one install with a Job without tolerations, and a server that waits for its file
 OLD = HERE / "old-form.yaml"
 LABELS = {"nvidia.com/gpu.product": "NVIDIA-B200", "example.com/kimi": "true"}
-GPU_NODE = {
-    "taints": ("nvidia.com/gpu",),
-    "labels": {"nvidia.com/gpu.product": "NVIDIA-B200", "example.com/kimi": "true"},
-}
 
 
 def nodes(gpus: int = 2) -> list[Node]:

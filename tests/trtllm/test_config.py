@@ -181,17 +181,33 @@ def test_own_settings_are_written_and_judged() -> None:
             built(an_intent(target, "1.4.0rc1", settings=(bad,)))
 
 
-def test_helm_values_carry_the_same_file_and_options() -> None:
+def test_helm_values_carry_the_same_file() -> None:
     intent = an_intent("nvidia/Kimi-K2.6-NVFP4", "1.3.0rc20", "nvidia/Kimi-K2.6-Eagle3", "throughput", 8, gpu="b200")
     recipe = build_named(intent)
     values = yaml.safe_load(helm_values(recipe))
     assert values["engineConfig"] == recipe.text == built(intent).text
     assert values["image"]["tag"] == "1.3.0rc20" and (values["nodes"], values["gpusPerNode"]) == (1, 8)
     assert values["gpuProduct"] == "B200" and values["model"]["sizeGiB"] == 560  # 554.3 + 5.6 GiB
-    assert "--tp_size" in values["server"]["args"] and "--extra_llm_api_options" not in values["server"]["args"]
-    for role in ("context", "generation", "front"):
-        with pytest.raises(UsageError, match="the chart runs whole servers"):
-            helm_values(build_named(replace(intent, role=role)))
+    assert "computeDomain" not in values and "quantize" not in values
+
+
+def test_helm_values_of_several_servers_and_of_a_job_that_makes_the_target() -> None:
+    intent = an_intent(
+        "nvidia/Kimi-K2.6-NVFP4", "1.3.0rc20", "nvidia/Kimi-K2.6-Eagle3", "throughput", 8, gpu="gb200", nodes=2
+    )
+    context, generation = (build_named(replace(intent, role=role)) for role in ("context", "generation"))
+    values = yaml.safe_load(helm_values(context, generation))
+    assert values["computeDomain"] == {"enabled": True} and "engineConfig" not in values
+    for config in (context, generation):
+        part = {"nodes": 2, "gpusPerNode": 4, "engineConfig": config.text}
+        assert values["disaggregated"][config.intent.role] == part
+        alone = yaml.safe_load(helm_values(config))
+        assert alone["disaggregated"] == {config.intent.role: part}
+    with pytest.raises(UsageError, match="the chart writes the front's file itself"):
+        helm_values(build_named(replace(intent, role="front")))
+    made = yaml.safe_load(helm_values(build_named(intent), quantize_from="moonshotai/Kimi-K2.6"))
+    assert made["quantize"] == {"enabled": True, "source": "moonshotai/Kimi-K2.6", "sourceGiB": 555}
+    assert made["cache"] == {"size": "1227Gi"}  # 1.1 x (560 + 555)
 
 
 def test_one_server_over_several_nodes() -> None:

@@ -1,0 +1,212 @@
+"""Every command of README and docs/: run where nothing but this machine is needed, dry-run where it would launch, and
+otherwise held against what takes it: the options of the command, the values of the chart, the files that it names.
+
+A page is read from top to bottom in one directory, so that a command finds what an earlier one wrote.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import typing
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.command_line import trtspec
+from trtspec.records import parse
+
+ROOT = Path(__file__).resolve().parents[1]
+GENERATED = {"cli-reference.md", "LOG.md"}
+PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if path.name not in GENERATED)]
+SHELLS = ("console", "bash", "sh", "shell")
+PROGRAMS = {
+    "trtspec", "docker", "helm", "kubectl", "make", "pip", "python", "python3", "sbatch", "squeue", "scancel", "enroot",
+    "ssh-keygen", "curl", "git", "vllm", "trtllm-serve", "~/trtspec/bin/pip",
+}  # fmt: skip
+# of a user's own machine: an endpoint, files or hours that a test does not have. Their options are parsed.
+PARSED = {"bench", "check", "watch", "synthesize", "calibrate", "train", "quantize", "convert", "demo", "doctor",
+          "inspect", "prove"}  # fmt: skip
+PLACEHOLDER = re.compile(r"(?<![\w.#-])[A-Z]{3,}(?![\w-])|\.\.\.|\[|<[a-z]")
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Command:
+    line: int
+    text: str
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.text, comments=True)
+
+
+def commands(page: Path) -> Iterator[Command]:
+    """Of the shell's code blocks, and of indented ones; lines that end with a backslash are one."""
+    text = page.read_text(encoding="utf-8")
+    blocks = [(found.start(3), found[3]) for found in FENCE.finditer(text) if found[2] in SHELLS]
+    bare = FENCE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+    blocks += [(found.start(), found[0]) for found in re.finditer(r"(?:^ {4}.*\n)+", bare, re.MULTILINE)]
+    for start, block in sorted(blocks):
+        first = text.count("\n", 0, start) + 1
+        joined, at = "", first
+        for number, line in enumerate(block.splitlines(), first):
+            joined, at = (joined + " " + line.strip(), at) if joined else (line.strip(), number)
+            if joined.endswith("\\"):
+                joined = joined[:-1].rstrip()
+                continue
+            stripped = re.sub(r"^(\$ |(?:[A-Z_]+=\S+ )+)", "", joined)
+            if stripped.split(" ")[0] in PROGRAMS:
+                yield Command(at, stripped)
+            joined = ""
+
+
+def options_exist(command: Command) -> str:
+    words = [word for word in command.words if word not in ("|", "&&")]
+    name = words[1].replace("-", "_")
+    module = import_module(f"trtspec.cli.{name}")
+    (record,) = [hint for key, hint in typing.get_type_hints(getattr(module, name)).items() if key != "return"]
+    parse(record, words[2:], words[1])
+    return "options parsed"
+
+
+def run_trtspec(command: Command) -> str:
+    """Runs what writes or judges configurations; `serve` as a dry run; parses the options of the rest."""
+    words = command.words[1:]
+    if not words or words[0].startswith("-"):
+        assert trtspec(*words).status == 0
+        return "run"
+    if ">" in words:
+        words = words[: words.index(">")]
+    complete = Command(command.line, shlex.join(["trtspec", *words]))
+    if words[0] in PARSED or PLACEHOLDER.search(" ".join(words[1:])) or "--help" in words or "|" in words:
+        return options_exist(complete) if "--help" not in words else "options parsed"
+    files = [word for word in words[1:] if re.search(r"\.(ya?ml|jsonl?)$", word) and "=" not in word]
+    writes = {words[words.index(flag) + 1] for flag in ("-o", "--output") if flag in words}
+    files += [words[words.index("--head") + 1]] if "--head" in words else []  # a directory of the reader's
+    absent = [file for file in files if file not in writes and not re.match(r"\w[\w-]+/\w", file)]
+    if any(not Path(file).exists() for file in absent) or "--installed" in words:
+        return options_exist(complete)
+    words += ["--dry-run"] if words[0] == "serve" and "--dry-run" not in words else []
+    words += ["--force"] if words[0] == "build-config" and writes and "--force" not in words else []
+    done = trtspec(*words, HF_HUB_OFFLINE="1")
+    assert done.status == 0, done.stderr
+    return "dry-run" if words[0] == "serve" else "run"
+
+
+def run_helm(command: Command) -> str:
+    """The chart with the files and values of the command; a release that is upgraded keeps none of the ones before."""
+    helm = pytest.importorskip("helm_python")
+    words = command.words
+    if words[1] not in ("install", "upgrade", "template"):
+        return "named"
+    from tests.docker.chart import merged
+
+    chart = ROOT / words[3]
+    values: dict = {}
+    for flag, word in zip(words[4:], words[5:], strict=False):
+        if flag in ("-f", "--values"):
+            values = merged(values, yaml.safe_load(Path(word).read_text()))
+        if flag == "--set":
+            key, _, text = word.partition("=")
+            value = text if key.endswith(".tag") else yaml.safe_load(text)
+            for part in reversed(key.split(".")):
+                value = {part: value}
+            values = merged(values, value)
+    rendered = helm.Chart.load(str(chart)).render(values, name=words[2], namespace="serving")
+    assert any("kind: " in text for text in rendered.values())
+    return "rendered"
+
+
+def run_docker(command: Command) -> str:
+    words = command.words
+    if words[1:2] == ["build"]:
+        dockerfile = (ROOT / words[words.index("-f") + 1]).read_text()
+        given = [
+            after.partition("=")[0] for word, after in zip(words, words[1:], strict=False) if word == "--build-arg"
+        ]
+        assert all(re.search(rf"^ARG {name}\b", dockerfile, re.MULTILINE) for name in given)
+        return "checked"
+    if words[1:2] == ["compose"]:
+        text = (ROOT / words[words.index("-f") + 1]).read_text()
+        variables = set(re.findall(r"\$\{(\w+)\}", text))
+        if "--env-file" in words:
+            lines = (ROOT / words[words.index("--env-file") + 1]).read_text().splitlines()
+            given = dict(line.split("=", 1) for line in lines)
+            assert variables <= given.keys() and (ROOT / "configs" / f"{given['RECIPE']}.yml").is_file()
+        else:
+            assert not variables
+        services = yaml.safe_load(text)["services"]
+        assert words[-1] in services or words[-1] in ("up", "--build")
+        return "checked"
+    return "named"
+
+
+def run_one(command: Command) -> str:
+    program = command.words[0]
+    if program == "trtspec":
+        return run_trtspec(command)
+    if program == "helm" and "|" not in command.words:
+        return run_helm(command)
+    if program == "docker":
+        return run_docker(command)
+    if program == "make":
+        targets = [word for word in command.words[1:] if "=" not in word]
+        makefile = (ROOT / "Makefile").read_text()
+        assert all(re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE) for target in targets)
+        return "checked"
+    subprocess.run(["bash", "-n", "-c", command.text], check=True)
+    return "named"
+
+
+TOLD: Counter[str] = Counter()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_of_the_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("configs", "docker", "trtspec"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "servers").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name.startswith("TRTSPEC_") and name != "TRTSPEC_UPSTREAM_DATA":
+            monkeypatch.delenv(name)
+    wrong = []
+    for command in commands(page):
+        try:
+            TOLD[run_one(command)] += 1
+        except Exception as error:
+            wrong.append(f"{page.name}:{command.line}: {command.text}\n    {type(error).__name__}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_pages_have_commands() -> None:
+    """After the pages: what became of their commands."""
+    print(f"\n{sum(TOLD.values())} commands on {len(PAGES)} pages: {dict(TOLD)}")
+    if len(TOLD) > 1:  # all pages ran in this process
+        assert TOLD["run"] > 15 and TOLD["dry-run"] > 10 and TOLD["rendered"] > 5
+
+
+def test_the_pages_of_roads_leave_little_unrun() -> None:
+    """What a road prints is run, dry-run or rendered, but for programs of the cluster and questions to an endpoint."""
+    for name in ("road-4xb200", "road-8xb200", "road-gb200-nvl72", "road-h200", "road-dynamo", "road-slurm"):
+        found = list(commands(ROOT / "docs" / f"{name}.md"))
+        assert len([one for one in found if one.words[0] == "trtspec"]) >= 3, name
+        assert not [one.text for one in found if one.words[0] == "trtspec" and PLACEHOLDER.search(one.text)], name
+
+
+def test_the_readme_never_installs_into_the_engines_environment() -> None:
+    """Every pip install of README, docs and images is into an environment of its own, or of the reader's."""
+    for dockerfile in (ROOT / "docker").glob("*.Dockerfile"):
+        for line in re.findall(r".*\bpip install\b.*", dockerfile.read_text()):
+            assert re.search(r"(/opt/trtspec/bin/|/sbom/bin/|/tmp/sbom/bin/)pip|^RUN pip install", line), line
+    assert "python3 -m venv" in (ROOT / "docs/road-slurm.md").read_text()
+    assert shutil.which("bash")
