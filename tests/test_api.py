@@ -118,8 +118,8 @@ OUTPUT_ONLY = {
     "inspect": {"json_"},
     "lint": {"files", "installed", "fix", "diff", "strict", "json_"},
     "plan": {"output", "verbose", "force", "json_"},
-    "build_config": {"context_urls", "generation_urls", "format", "image", "quantize_from", "output", "disaggregated", "dry_run",
-                     "force", "json_"},
+    "build_config": {"context_urls", "generation_urls", "format", "image", "quantize_from", "output", "disaggregated",
+                     "dry_run", "force", "json_"},
     "quantize": {"shard", "merge", "engine", "json_"},
     "convert": {"json_"},
 }  # fmt: skip
