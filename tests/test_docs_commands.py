@@ -95,7 +95,7 @@ def run_trtspec(command: Command) -> str:
     absent = [file for file in files if file not in writes and not re.match(r"\w[\w-]+/\w", file)]
     if any(not Path(file).exists() for file in absent) or "--installed" in words:
         return options_exist(complete)
-    words += ["--dry-run"] if words[0] == "serve" and "--dry-run" not in words else []
+    words[1:1] = ["--dry-run"] if words[0] == "serve" and "--dry-run" not in words else []
     words += ["--force"] if words[0] == "build-config" and writes and "--force" not in words else []
     done = trtspec(*words, HF_HUB_OFFLINE="1")
     assert done.status == 0, done.stderr
