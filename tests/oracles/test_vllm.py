@@ -276,19 +276,25 @@ def pruned_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.fixture(scope="module")
+def pruned(prompts: list[GenerationRequest], pruned_head: Path) -> Reference:
+    return reference(NANO, pruned_head, prompts)
+
+
 @pytest.mark.parametrize("dialect", ["vllm", "speculators"])
 def test_a_pruned_head_takes_as_many_steps(
-    environment: dict[str, str], prompts: list[GenerationRequest], pruned_head: Path, tmp_path: Path, dialect: str
-) -> None:
+    environment: dict[str, str], prompts: list[GenerationRequest], pruned_head: Path, pruned: Reference,
+    tmp_path: Path, dialect: str,
+) -> None:  # fmt: skip
     """vLLM drafts with its own attention, so the target's latent attention is off: it cannot mix the two on a CPU."""
     converted = tmp_path / "head"
     made = command(environment, "convert", pruned_head, "-o", converted, "--to", dialect, "--target", NANO)
     assert made.returncode == 0, made.stderr
-    ours = reference(NANO, pruned_head, prompts)
     with serving(environment, NANO, converted, VLLM_MLA_DISABLE="1") as url:
         found, steps = ask(url, prompts), steps_of(url)
-    print(f"\npruned MHA head, {dialect}: {steps} steps, ours {ours.steps}; differing {differing(found, ours.answers)}")
-    assert not differing(found, ours.answers) and steps == ours.steps
+    other = differing(found, pruned.answers)
+    print(f"\npruned MHA head, {dialect}: {steps} steps, ours {pruned.steps}; differing {other}")
+    assert not other and steps == pruned.steps
 
 
 def test_nvfp4_differs_at_near_ties_only(
