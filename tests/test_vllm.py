@@ -90,6 +90,14 @@ def test_what_cannot_start_is_an_error_before_the_launch(words: list[str], found
     assert codes(answer) == found and answer["status"] == (3 if found else 0)
 
 
+def test_a_key_travels_in_the_environment_and_is_never_shown() -> None:
+    words = ("moonshotai/Kimi-K2.5", "--trust-remote-code", "--api-key", "sesame")
+    plan = plan_vllm(VllmStart(target=words[0], api_key="sesame"), launching=False)
+    assert plan.secrets == {"VLLM_API_KEY": "sesame"} and plan.endpoint.api_key == "sesame"
+    assert "sesame" not in repr(plan) + json.dumps(plan.to_dict()) + plan.text()
+    assert dry(*words)["env"]["VLLM_API_KEY"] == "(not shown)"
+
+
 def test_code_of_the_checkpoint_is_refused_until_it_is_trusted() -> None:
     start = VllmStart(target="moonshotai/Kimi-K2.5")
     assert "TS-SERVE-REMOTE-CODE" in {

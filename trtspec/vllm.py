@@ -50,7 +50,8 @@ OWN_OPTIONS = {
     "model": "TARGET", "host": "--host", "port": "--port", "served-model-name": "--served-model-name",
     "speculative-config": "--head", "spec-model": "--head", "spec-method": "--head", "spec-tokens": "--draft-len",
     "trust-remote-code": "--trust-remote-code", "tensor-parallel-size": "--tp-size", "dtype": "--dtype",
-    "max-model-len": "--max-seq-len", "max-num-seqs": "--max-batch-size", "max-num-batched-tokens": "--max-num-tokens",
+    "api-key": "--api-key", "max-model-len": "--max-seq-len", "max-num-seqs": "--max-batch-size",
+    "max-num-batched-tokens": "--max-num-tokens",
 }  # fmt: skip
 SAMPLING = {"argmax": "greedy", "probabilistic": "probabilistic"}
 VERSION = re.compile(r"\b(\d+\.\d+\.\d+(?:(?:rc|\.post|\.dev)\d+)*)")
@@ -74,6 +75,7 @@ class VllmStart:
     draft_len: int | None = None
     draft_sampling: Literal["argmax", "probabilistic"] | None = None
     served_model_name: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     trust_remote_code: bool = False
     startup_timeout: float = 7200.0
     generation_timeout: float = 300.0
@@ -198,8 +200,11 @@ def plan_vllm(start: VllmStart, *, launching: bool) -> ServerPlan:
         config={"speculative_config": start.speculation()} if start.head else {},
         problems=problems if launching else [mentioned(problem) for problem in problems],
         version=(str(version), reason),
-        endpoint=ServerAddress(start.host, start.port, model_names(start.target, start.served_model_name)),
+        endpoint=ServerAddress(
+            start.host, start.port, model_names(start.target, start.served_model_name), api_key=start.api_key
+        ),
         limits=limits_of(start),
+        secrets={"VLLM_API_KEY": start.api_key} if start.api_key else {},
     )
 
 
@@ -326,7 +331,7 @@ def _wrong_value(option: VllmOption, text: str) -> str:
 
 def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Problem]]:
     """The version to judge for, why, and what is doubtful about it."""
-    installed = installed_vllm() if launching else None
+    installed = installed_vllm()
     oldest, newest = releases_read()
     try:
         version = Version(asked or installed or newest)
@@ -336,7 +341,7 @@ def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Pro
         message = f"vLLM {version} is older than {oldest}, the first release whose options are known"
         raise UsageError(message, f"use {oldest} or later: Kimi's Eagle3 heads came with 0.18")
     problems = []
-    if asked and installed and Version(installed).public != version.public:
+    if launching and asked and installed and Version(installed).public != version.public:
         message = f"vLLM {installed} is installed and would run; --vllm-version says {asked}"
         problems.append(Problem("TS-SERVE-OTHER-ENGINE", "error", "--vllm-version", message, "leave the option out"))
     if launching and shutil.which(PROGRAM.executable) and not asked and not installed:

@@ -227,6 +227,7 @@ SERVING: dict[str, dict[str, Situation]] = {
                 draft_len=Effect(line("--draft-len 2"), base=(*VLLM, "--head", MLA)),
                 draft_sampling=Effect(line("--draft-sampling probabilistic"), base=(*VLLM, "--head", MLA)),
                 served_model_name="--served-model-name kimi",
+                api_key=Effect(line("--api-key sesame"), base=(*VLLM, "--json")),
                 trust_remote_code="--trust-remote-code",
                 dry_run=Effect(line("--dry-run"), base=VLLM[:-1]),
                 json_="--json",

@@ -102,8 +102,8 @@ class ServeOptions:
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="Reference backend: key that requests must carry. Better set TRTSPEC_SERVE_API_KEY: a command line is "
-            "visible to other users.",
+            help="vLLM and reference backend: key that requests must carry. Better set TRTSPEC_SERVE_API_KEY: a "
+            "command line is visible to other users.",
         ),
     ] = None
     trust_remote_code: Annotated[

@@ -36,7 +36,8 @@ class ServerPlan:
     """Everything about a start. `patterns`: the file that says what the engine's log means. `config` is what the engine
     is configured with beside its options. `config_text`, where it reads that from a file; `config_path` is the user's
     file, or the name that the one written for this launch has in `argv` (`writes_config`). `version` and why that one.
-    `job`: a batch script for Slurm, where that launcher is asked for. `own_statuses`: as in ServerLaunch.
+    `job`: a batch script for Slurm, where that launcher is asked for. `own_statuses`: as in ServerLaunch. `secrets`:
+    more of the environment, which is never shown.
     """
 
     program: EngineProgram
@@ -53,18 +54,19 @@ class ServerPlan:
     writes_config: bool = False
     job: str = ""
     own_statuses: bool = False
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """The object of `--json`."""
         return {
             "argv": self.argv,
-            "env": self.env,
+            "env": self.env | dict.fromkeys(self.secrets, "(not shown)"),
             "config": self.config,
             "config_text": self.config_text,
             "version": self.version[0],
             "version_reason": self.version[1],
             "job": self.job or None,
-            "endpoint": asdict(self.endpoint),
+            "endpoint": {key: value for key, value in asdict(self.endpoint).items() if key != "api_key"},
             "limits": asdict(self.limits),
             "problems": [problem.to_dict() for problem in self.problems],
         }
@@ -94,7 +96,8 @@ def launch(plan: ServerPlan) -> int:
             written = Path(directory) / plan.config_path
             written.write_text(plan.config_text, encoding="utf-8")
             argv = [str(written) if word == plan.config_path else word for word in argv]
-        return run(ServerLaunch(argv, plan.endpoint, patterns, plan.env, plan.limits, plan.own_statuses))
+        env = plan.env | plan.secrets
+        return run(ServerLaunch(argv, plan.endpoint, patterns, env, plan.limits, plan.own_statuses))
 
 
 def model_names(target: str, served: str | None) -> tuple[str, ...]:

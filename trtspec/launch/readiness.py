@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 class ServerAddress:
     """Where a server answers. `model_names`: what /v1/models may call the model, for where the process that listens
     cannot be seen; empty accepts any. `generates`: whether it answers a prompt by itself; one half of a disaggregated
-    pair does not. `local`: whether the process that listens is started below this one; Slurm's ranks are not."""
+    pair does not. `local`: whether the process that listens is started below this one; Slurm's ranks are not.
+    `api_key`: what requests below /v1 must carry."""
 
     host: str
     port: int
     model_names: tuple[str, ...] = ()
     generates: bool = True
     local: bool = True
+    api_key: str | None = field(default=None, repr=False)
 
     @property
     def url(self) -> str:
@@ -64,7 +66,7 @@ def stranger(endpoint: ServerAddress, root: int) -> str | None:
     if not endpoint.model_names:
         return None
     try:
-        served = model_name(endpoint.url, 10.0)
+        served = model_name(endpoint.url, 10.0, endpoint.api_key)
     except (OSError, ValueError, HTTPException, LookupError, TypeError):
         return None  # a server that cannot say its model fails to generate too, and that says why
     return None if served in endpoint.model_names else f"a server of the model {served!r}"
@@ -109,14 +111,14 @@ def _listener(port: int) -> str:
         return "another process"
 
 
-def generation_failure(url: str, timeout: float) -> str | None:
+def generation_failure(url: str, timeout: float, key: str | None = None) -> str | None:
     """None when one token comes back within `timeout` seconds, else the reason in words."""
     import urllib.error
     from http.client import HTTPException
 
     try:
-        body = {"model": model_name(url, timeout), "prompt": "Hello", "max_tokens": 1, "temperature": 0}
-        choices = _json(f"{url}/v1/completions", body, timeout)["choices"]
+        body = {"model": model_name(url, timeout, key), "prompt": "Hello", "max_tokens": 1, "temperature": 0}
+        choices = _json(f"{url}/v1/completions", body, timeout, key)["choices"]
         return None if choices else "the answer has no choices"
     except TimeoutError:
         return f"no answer within {timeout:g} s"
@@ -131,15 +133,16 @@ def generation_failure(url: str, timeout: float) -> str | None:
         return f"{type(error).__name__}: {error}"
 
 
-def model_name(url: str, timeout: float) -> str:
+def model_name(url: str, timeout: float, key: str | None = None) -> str:
     """What /v1/models calls the model. Raises what a broken connection or another kind of answer raises."""
-    return str(_json(f"{url}/v1/models", None, timeout)["data"][0]["id"])
+    return str(_json(f"{url}/v1/models", None, timeout, key)["data"][0]["id"])
 
 
-def _json(url: str, body: dict[str, Any] | None, timeout: float) -> Any:
+def _json(url: str, body: dict[str, Any] | None, timeout: float, key: str | None) -> Any:
     data = json.dumps(body).encode() if body is not None else None
     from urllib.request import Request
 
-    request = Request(url, data, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    request = Request(url, data, headers)
     with opener().open(request, timeout=timeout) as response:
         return json.loads(response.read())

@@ -142,7 +142,8 @@ def _wait_ready(process: subprocess.Popen[str], launch: ServerLaunch, started: f
             time.sleep(STARTING_POLL)
             continue
         other = stranger(endpoint, process.pid)
-        failure = generation_failure(endpoint.url, limits.generation) if endpoint.generates and not other else None
+        asks = endpoint.generates and not other
+        failure = generation_failure(endpoint.url, limits.generation, endpoint.api_key) if asks else None
         if process.poll() is not None or asked:
             return False
         if other:
