@@ -2,7 +2,7 @@
 reference engine, the same number of verification steps, no process left.
 
 TRTSPEC_VLLM_PYTHON names a Python with vLLM (`make test-oracles` makes one); skipped without. TRTSPEC_VLLM_STARTS is
-the number of starts and stops of the last test, 30 in `make test-oracles`. What the CPU wheel lacks is in
+the number of starts and stops of the last test, 30 in `make test-oracles`; TRTSPEC_VLLM_PROMPTS that of prompts. What the CPU wheel lacks is in
 vllm_on_a_cpu.py. Sampled drafts are not compared: this wheel accepts 14 of 15,330 of them. Steps are, accepted drafts
 are not: vLLM counts drafts behind the end of an answer as accepted.
 """
@@ -41,7 +41,8 @@ PYTHON = os.environ.get("TRTSPEC_VLLM_PYTHON", "")
 STARTS = int(os.environ.get("TRTSPEC_VLLM_STARTS", "3"))
 ORACLES = Path(__file__).parent
 NANO, HEAD = kimi_nano_dir(), DATA / "kimi-nano-eagle3"
-PROMPTS, NEW_TOKENS, DRAFT_LEN, LENGTH = 60, 64, 3, 1024
+PROMPTS = int(os.environ.get("TRTSPEC_VLLM_PROMPTS", "60"))
+NEW_TOKENS, DRAFT_LEN, LENGTH = 64, 3, 1024
 READY, GONE = 900.0, 120.0  # seconds; a start takes 30 s of processor time
 LOGPROBS = 1e-4  # float32: 1.9e-5 seen
 
