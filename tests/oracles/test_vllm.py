@@ -2,9 +2,9 @@
 reference engine, the same number of verification steps, no process left.
 
 TRTSPEC_VLLM_PYTHON names a Python with vLLM (`make test-oracles` makes one); skipped without. TRTSPEC_VLLM_STARTS is
-the number of starts and stops of the last test, 30 in `make test-oracles`; TRTSPEC_VLLM_PROMPTS that of prompts. What the CPU wheel lacks is in
-vllm_on_a_cpu.py. Sampled drafts are not compared: this wheel accepts 14 of 15,330 of them. Steps are, accepted drafts
-are not: vLLM counts drafts behind the end of an answer as accepted.
+the number of starts and stops of the last test, 30 in `make test-oracles`; TRTSPEC_VLLM_PROMPTS that of prompts, 60.
+What the CPU wheel lacks is in vllm_on_a_cpu.py. Sampled drafts are not compared: this wheel accepts 14 of 15,330 of
+them. Steps are, accepted drafts are not: vLLM counts drafts behind the end of an answer as accepted.
 """
 
 from __future__ import annotations
