@@ -1,6 +1,6 @@
 """Output tokens per second with and without speculation, side by side, and against transformers' generate.
 
-    python tests/benchmarks/engine.py --target DIR --head DIR [--prompts FILE] [--temperature 0 1]
+    python tests/benchmarks/engine.py --target DIR --head DIR [--prompts FILE] [--temperature 0 1] [--schedule 1:3 17:1]
 
 Variants take turns on the same requests, slots are refilled, prefill is included; figures are medians over the turns
 and every ratio is taken inside one turn, of wall time and of the process's own CPU time (the steadier one where others
@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--drafters", nargs="+", choices=["eagle3", "prompt-lookup"], default=["eagle3"])
+    parser.add_argument("--schedule", nargs="+", type=step, default=[], help="ROWS:LENGTH, drafts from so many rows on")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--no-transformers", action="store_true")
@@ -59,7 +60,14 @@ def main() -> None:
     def engine(drafter: DrafterName | None, concurrency: int) -> Engine:
         drafting = head if drafter == "eagle3" else None
         return Engine(
-            target, drafting, EngineOptions(drafter=drafter, draft_len=options.draft_len, max_batch_size=concurrency)
+            target,
+            drafting,
+            EngineOptions(
+                drafter=drafter,
+                draft_len=options.draft_len,
+                draft_schedule=tuple(options.schedule),
+                max_batch_size=concurrency,
+            ),
         )
 
     for temperature in options.temperature:
@@ -69,9 +77,15 @@ def main() -> None:
             engines |= {name: partial(engine, name, concurrency) for name in options.drafters}
             print(f"\ntemperature {temperature:g}, concurrency {concurrency}")
             compare(engines, requests, concurrency, options.rounds)
-    draft_cost(target, options.head)
+    for rows in options.concurrency:
+        draft_cost(target, options.head, rows)
     if not options.no_transformers:
         transformers_speed(options, dtype, read_requests(options, 0.0))
+
+
+def step(text: str) -> tuple[int, int]:
+    rows, _, length = text.partition(":")
+    return int(rows), int(length)
 
 
 def read_requests(options: argparse.Namespace, temperature: float) -> list[GenerationRequest]:
@@ -129,17 +143,17 @@ def timed(engine: Engine, requests: list[GenerationRequest]) -> Run:
 
 
 @torch.inference_mode()
-def draft_cost(target: KimiModel, head_dir: Path) -> None:
-    """Median CPU time of a draft step and of verifying 4 tokens, over one target step (batch 1, 128 of context)."""
+def draft_cost(target: KimiModel, head_dir: Path, rows: int) -> None:
+    """Median CPU time of a draft step and of verifying 4 tokens, over one target step (128 of context)."""
     head = load_head(head_dir, target, dtype=target.dtype)
     prepare_for_decoding(head)
-    cache, draft_cache, start = target.new_cache(1, 160), head.new_cache(1, 160), torch.tensor([128])
-    one, four = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64)
-    state = torch.zeros(1, 1, target.spec.hidden_size, dtype=target.dtype)
+    cache, draft_cache, start = target.new_cache(rows, 160), head.new_cache(rows, 160), torch.full((rows,), 128)
+    one, four = (torch.randint(300, (rows, width)) for width in (1, 4))
+    state = torch.zeros(rows, 1, target.spec.hidden_size, dtype=target.dtype)
     steps: dict[str, Callable[[], Any]] = {
-        "target step": lambda: target(one, start, cache),
-        "verify 4": lambda: target(four, start, cache),
-        "draft step": lambda: head.logits(head(state, one, start, draft_cache)[1]).argmax(-1),
+        "target step": lambda: target(one, start, cache, length=129),
+        "verify 4": lambda: target(four, start, cache, length=132),
+        "draft step": lambda: head.logits(head(state, one, start, draft_cache, length=129)[1]).argmax(-1),
     }
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(CONTEXT_STEPS):
@@ -148,7 +162,7 @@ def draft_cost(target: KimiModel, head_dir: Path) -> None:
             step()
             seconds[name].append(time.process_time() - began)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    print()
+    print(f"\n{rows} rows")
     for name, value in medians.items():
         print(f"  {name:14} {1000 * value:6.2f} ms   {value / medians['target step']:.3f} target steps")
 
