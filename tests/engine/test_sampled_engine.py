@@ -212,6 +212,8 @@ def fits(counts: Counter, probabilities: dict[tuple[int, ...], float]) -> bool:
     common = [outcome for outcome, probability in probabilities.items() if probability * total >= 5]
     seen = [counts[outcome] for outcome in common]
     want = [probabilities[outcome] * total for outcome in common]
+    if total - sum(want) < 1e-6:  # every possible outcome is common
+        return sum(seen) == total and chisquare(seen, want).pvalue > 1e-3
     return chisquare([*seen, total - sum(seen)], [*want, total - sum(want)]).pvalue > 1e-3
 
 
