@@ -7,7 +7,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,12 @@ from tests.docker.chart import (
     objects,
     objects_of,
 )
-from trtspec.cli.serve import ENGINE, SHARED, ServeOptions
+from trtspec.cli.serve import ENGINE, FRONT, SHARED, ServeOptions
 from trtspec.records import narrow, parse
 from trtspec.trtllm.build.config import build_named
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.schema import schema_for
+from trtspec.trtllm.serve.front import read_front
 from trtspec.trtllm.serve.start import plan_engine
 
 helm_python = pytest.importorskip("helm_python")
@@ -108,6 +109,21 @@ def closed(schema: Any) -> Any:
     return found
 
 
+@functools.cache
+def validate(text: str, version: str) -> None:
+    """Strictly, by Kubernetes' own schema; each object once, though several values sets render it."""
+    kubernetes_validate.validate(json.loads(text), version, strict=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def schemas_are_read_once() -> Iterator[None]:
+    """The library parses a schema of some megabytes for each object."""
+    with pytest.MonkeyPatch.context() as patch:
+        utils = kubernetes_validate.utils
+        patch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))
+        yield
+
+
 @pytest.mark.parametrize("version", KUBERNETES)
 @pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
 def test_objects_are_kubernetes_objects(path: Path, version: str) -> None:
@@ -116,14 +132,14 @@ def test_objects_are_kubernetes_objects(path: Path, version: str) -> None:
     for item in objects_of(path):
         custom = custom_schema(item["kind"])
         if custom is None:
-            kubernetes_validate.validate(item, version, strict=True)
+            validate(json.dumps(item, sort_keys=True), version)
         elif version == KUBERNETES[0]:
             jsonschema.validate(item, custom)
         if item["kind"] == "LeaderWorkerSet":
             for role in ("leaderTemplate", "workerTemplate"):
                 template = item["spec"]["leaderWorkerTemplate"][role]
                 pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": role}, "template": template}
-                kubernetes_validate.validate(pod, version, strict=True)
+                validate(json.dumps(pod, sort_keys=True), version)
 
 
 @pytest.mark.parametrize("path", SERVING, ids=lambda path: path.stem)
@@ -155,7 +171,7 @@ def container_grace(path: Path) -> int:
     return min(spec["terminationGracePeriodSeconds"] for spec in servers)
 
 
-def test_the_front_names_every_server_and_nothing_else() -> None:
+def test_the_front_names_every_server_and_nothing_else(tmp_path: Path) -> None:
     """Its file says what `build-config --role front` writes for these addresses; the addresses are those of pods."""
     for name, context in (("disaggregated", 3), ("disaggregated-nodes", 1)):
         found = objects_of(HERE / "values" / f"{name}.yaml")
@@ -174,6 +190,13 @@ def test_the_front_names_every_server_and_nothing_else() -> None:
                 assert item["kind"] == "LeaderWorkerSet" or item["spec"]["serviceName"] == own
                 addresses |= {f"{own}-{index}.{own}:8000" for index in range(item["spec"]["replicas"])}
         assert set(urls["context"]) | set(urls["generation"]) == addresses and len(urls["context"]) == context
+        (tmp_path / "front.yml").write_text(config["data"]["front.yml"])
+        (pod,) = (spec for spec in pod_specs(found) if spec["containers"][0]["name"] == "front")
+        words = [word.replace("/etc/trtspec", str(tmp_path)) for word in pod["containers"][0]["args"]]
+        read = read_front(tmp_path / "front.yml")
+        assert not read.problems and read.host == "0.0.0.0" and words[:2] == ["trtspec", "serve"]
+        start = narrow(parse(ServeOptions, words[2:], "serve"), FRONT, (FRONT,), selecting=(*SHARED, "disaggregated"))
+        assert start.target == "nvidia/Kimi-K2.6-NVFP4" and start.startup_timeout > 3600
 
 
 @pytest.mark.parametrize("path", EVERY, ids=lambda path: path.stem)
