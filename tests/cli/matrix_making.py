@@ -118,12 +118,19 @@ def train_effects(*mode: str, **more: Effect | str) -> dict[str, Effect]:
 
 SYNTHESIZE = line("synthesize {prompts} -o {out} --base-url {url}/v1 --samples 3")
 BENCH = line("bench {url} --samples 2 --concurrency 1 --max-tokens 8")
-CHECK = line("check {url} --samples 3 --max-tokens 8")
+CHECK = line("check {url} --samples 3 --max-tokens 8 --contexts 0")
 CHECKED = effects(
     record="--record {out}",
     min_acceptance="--min-acceptance 9",
+    require="--require image",
+    tasks="--tasks {tasks}",
+    task_tokens=Effect(line("--task-tokens 3"), base=(*CHECK, "--tasks", "{tasks}")),
     concurrency="--concurrency 1",
+    logprobs="--logprobs",
+    timeout="--timeout 0.001",
     model="--model other",
+    junit="--junit {out}",
+    github="--github",
     force=Effect(line("--force"), base=(*CHECK, "--record", "{out}"), before=a_file),
     json_="--json",
 )
@@ -137,7 +144,13 @@ DRAFTED = effects(
     device="--device cuda",
     json_="--json",
 )
-PROMPTS = effects(dataset="--dataset {data}", samples="--samples 2", max_tokens="--max-tokens 4")
+PROMPTS = effects(
+    dataset="--dataset {data}",
+    samples="--samples 2",
+    max_tokens="--max-tokens 4",
+    contexts=Effect(line("--contexts 40"), base=line("check {url} --samples 3 --max-tokens 8")),
+    context_samples=Effect(line("--context-samples 2"), base=line("check {url} --samples 3 --contexts 40")),
+)
 
 MAKING: dict[str, dict[str, Situation]] = {
     "doctor": {"": Situation(("doctor",), effects(json_="--json"))},
@@ -375,8 +388,9 @@ MAKING: dict[str, dict[str, Situation]] = {
     "check": {
         "`check` without --against": Situation(
             CHECK,
-            CHECKED | PROMPTS | effects(url=Effect(instead=line("check {nowhere} --samples 3 --max-tokens 8"))),
+            CHECKED | PROMPTS | effects(url=Effect(instead=line("check {nowhere} --max-tokens 8 --contexts 0"))),
             cheap=line("check {nowhere}"),
+            floats=False,
         ),
         "--against URL": Situation(
             (*CHECK, "--against", "{url}"),
@@ -384,8 +398,12 @@ MAKING: dict[str, dict[str, Situation]] = {
                 url=Effect(instead=line("check {nowhere} --against {url}")),
                 against=Effect(instead=(*CHECK, "--against", "{nowhere}")),
                 near_tie="--near-tie 0",
+                task_fall=Effect(
+                    line("--task-fall 0.3"), base=(*CHECK, "--against", "{url}", "--tasks", "{tasks}")
+                ),
             ),
             cheap=line("check {nowhere} --against {url}"),
+            floats=False,
         ),
         "--against FILE": Situation(
             line("check {url} --against {recording}"),
@@ -393,11 +411,18 @@ MAKING: dict[str, dict[str, Situation]] = {
                 url=Effect(instead=line("check {nowhere} --against {recording}")),
                 against=Effect(instead=line("check {url} --against {shorter}")),
                 near_tie="--near-tie 0",
+                task_tokens=Effect(
+                    line("--task-tokens 3"), base=line("check {url} --against {recording} --tasks {tasks}")
+                ),
+                task_fall=Effect(
+                    line("--task-fall 0.3"), base=line("check {url} --against {recording} --tasks {tasks}")
+                ),
                 force=Effect(
                     line("--force"), base=line("check {url} --against {recording} --record {out}"), before=a_file
                 ),
             ),
             cheap=line("check {nowhere} --against {recording}"),
+            floats=False,
         ),
     },
 }  # fmt: skip

@@ -118,6 +118,10 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     for name, word in (("questions", "why"), ("others", "where")):
         places[name] = room / f"{name}.jsonl"
         places[name].write_text("".join(json.dumps({"prompt": f"{word} {n}", "id": n}) + "\n" for n in range(24)))
+    places["tasks"] = room / "tasks.jsonl"
+    places["tasks"].write_text(
+        "".join(json.dumps({"question": f"{n} + {n}?", "answer": 2 * n}) + "\n" for n in range(4))
+    )
     places |= captured_states(room, places["target"])
     places["recipe"] = room / "recipe.yaml"
     places["recipe"].write_text("seed: 11\n")
@@ -128,13 +132,14 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     places["front"].write_text(front.stdout)
     found = Stage({name: str(path) for name, path in places.items()}, room / "run" / "out", server)
     found.places |= {"nowhere": "http://127.0.0.1:9", "port": "47310", "taken": str(server.server_port)}
+    short = ["check", server.url, "--max-tokens", 8, "--contexts", 0]
     for words in (
         ["quantize", places["target"], "-o", places["nvfp4"]],
         ["quantize", places["target"], "-o", places["parts"], "--shard", "0/2"],
         ["quantize", places["target"], "-o", places["parts"], "--shard", "1/2"],
         ["bench", server.url, "--samples", 2, "--concurrency", 1, "--max-tokens", 8, "-o", room / "bench"],
-        ["check", server.url, "--samples", 3, "--max-tokens", 8, "--record", places["recording"]],
-        ["check", server.url, "--samples", 2, "--max-tokens", 8, "--record", places["shorter"]],
+        [*short, "--samples", 3, "--record", places["recording"], "--tasks", places["tasks"]],
+        [*short, "--samples", 2, "--record", places["shorter"]],
     ):
         done = trtspec(*words)
         assert done.status in (0, 3), done.stderr

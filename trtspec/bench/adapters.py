@@ -31,7 +31,8 @@ METRIC = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})?\s+(?
 class ServerKind:
     """One kind of server: its `owned_by` in /v1/models, the prefix of its names in /metrics, the prefix of its
     speculation counters there, and the paths at which it tells its mean acceptance length since its start. `dated`:
-    what it does with request parameters under speculation is known by release."""
+    what it does with request parameters under speculation is known by release. `survives_logprobs`: no release is known
+    that a request for log-probabilities ends under speculation (this repository's tests ask both)."""
 
     name: str
     owner: str
@@ -39,14 +40,15 @@ class ServerKind:
     counters: str = ""
     mean_paths: tuple[str, ...] = ()
     dated: bool = False
+    survives_logprobs: bool = False
 
 
 KINDS = {
     kind.name: kind
     for kind in (
-        ServerKind("reference", "trtspec"),
+        ServerKind("reference", "trtspec", survives_logprobs=True),
         ServerKind("trtllm", "tensorrt_llm", dated=True),
-        ServerKind("vllm", "vllm", metrics="vllm:", counters="vllm:spec_decode_num_"),
+        ServerKind("vllm", "vllm", "vllm:", "vllm:spec_decode_num_", survives_logprobs=True),
         ServerKind("sglang", "sglang", mean_paths=("/server_info", "/get_server_info")),  # the second is the older one
     )
 }
@@ -152,16 +154,17 @@ def counts_between(before: Counters, after: Counters, category: str, tokens: int
 def counts_of(answer: Answer) -> TurnCounts | None:
     """What one answer itself says about its speculation, or None when it says nothing."""
     spec = answer.spec_decode
-    if spec is not None:
+    if spec is not None and all(is_count(spec.get(key)) for key in ("steps", "accepted", "drafted")):
         histogram = spec.get("histogram")
+        known = isinstance(histogram, (list, tuple)) and histogram and all(is_count(entry) for entry in histogram)
         return TurnCounts(
             question=answer.question,
             category=answer.category,
             tokens=answer.completion_tokens,
-            steps=int(spec["steps"]),
-            accepted=int(spec["accepted"]),
-            drafted=int(spec["drafted"]),
-            histogram=tuple(histogram) if histogram else None,
+            steps=spec["steps"],
+            accepted=spec["accepted"],
+            drafted=spec["drafted"],
+            histogram=tuple(histogram) if known and histogram else None,
             source=FROM_CHOICE,
         )
     if answer.tokens_per_iteration and answer.completion_tokens:
@@ -178,6 +181,11 @@ def counts_of(answer: Answer) -> TurnCounts | None:
             prefill_in_steps=True,
         )
     return None
+
+
+def is_count(value: Any) -> bool:
+    """A whole number that is not negative; a server may say anything."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
 def all_counts(answers: Sequence[Answer]) -> list[TurnCounts]:

@@ -1,39 +1,23 @@
-"""The gate of `trtspec check`: each function judges one property of a recording and returns one result."""
+"""The gate of `trtspec check`: rows that each judge one property of a recording, put together to a verdict."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from trtspec.bench.acceptance import summarize
+from trtspec.bench import drafting, features, visible
+from trtspec.bench.gate import CheckResult, required, result
 from trtspec.bench.lossless import compare_transcripts
-from trtspec.bench.text_quality import RUN_SHARE, judge_run
-from trtspec.bench.transcript import TOOL, Recording, ToolReply
+from trtspec.bench.power import mcnemar, pairs_needed
+from trtspec.bench.quality import paired
+from trtspec.bench.text_quality import RUN_SHARE, degeneration, judge_run
+from trtspec.bench.transcript import Recording
+from trtspec.errors import UsageError
 
-Status = Literal["pass", "fail", "skipped"]
-TOOL_MARKERS = ("<|tool_call", "<tool_call", "[TOOL_CALLS]")
 SHOWN_DIVERGENCES = 20
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """One line of the verdict; `code` and `remedy` only where it failed."""
-
-    name: str
-    status: Status
-    message: str
-    code: str = ""
-    remedy: str = ""
-    detail: dict[str, Any] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        found = asdict(self)
-        return found if self.status == "fail" else {k: v for k, v in found.items() if k not in ("code", "remedy")}
-
-
-def result(name: str, status: Status, message: str, code: str = "", remedy: str = "", **detail: Any) -> CheckResult:
-    return CheckResult(name, status, message, code, remedy, detail)
+ALL = "all"
+ALPHA = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,36 +40,75 @@ class GateVerdict:
         return {"ok": not self.failed, **vars(self), "results": [found.to_dict() for found in self.results]}
 
 
-def run_checks(got: Recording, expected: Recording | None, min_acceptance: float | None, limit: float) -> GateVerdict:
-    """`expected` is the same model without speculation."""
+@dataclass(frozen=True, kw_only=True)
+class GateLimits:
+    """What must hold: the floor of acceptance, the ceiling of the rounding bound in nats, the rows that must be
+    measured, and the fall in task accuracy (a share) that must be found."""
+
+    min_acceptance: float | None = None
+    near_tie: float = 0.5
+    require: tuple[str, ...] = ()
+    task_fall: float = 0.1
+
+
+def run_checks(got: Recording, expected: Recording | None, limits: GateLimits) -> GateVerdict:
+    """`expected` is the same model without speculation. Raises UsageError for a required row that there is not."""
+    rows = [
+        visible.check_answers(got, expected),
+        visible.check_context(got, expected),
+        check_lossless(got, expected, limits.near_tie),
+        visible.check_visible_text(got),
+        *visible.check_stream(got, expected, limits.near_tie),
+        visible.check_usage(got, expected),
+        check_degenerate(got, expected),
+        features.check_tool_calls(got, expected),
+        features.check_follow_ups(got, expected),
+        features.check_forms(got, expected),
+        features.check_stops(got),
+        features.check_image(got),
+        drafting.check_acceptance(got, limits.min_acceptance),
+        drafting.check_claims(got),
+        drafting.check_forced(got),
+        *drafting.check_passes(got),
+        drafting.check_long(got),
+        visible.check_speed(got),
+        visible.check_streaming(got),
+        features.check_parameters(got, expected),
+        check_tasks(got, expected, limits.task_fall),
+    ]
     return GateVerdict(
         url=got.url,
         server=got.server,
         against={"url": expected.url, "server": expected.server} if expected else None,
         prompts=len(got.transcripts),
         max_tokens=got.max_tokens,
-        results=[
-            check_lossless(got, expected, limit),
-            check_degenerate(got, expected),
-            check_tool_call(got.tool, expected.tool if expected else None),
-            check_acceptance(got, min_acceptance),
-        ],
+        results=_with_required(rows, limits.require),
     )
 
 
+def _with_required(rows: Sequence[CheckResult], names: Sequence[str]) -> list[CheckResult]:
+    known = [row.name for row in rows]
+    unknown = [name for name in names if name not in (*known, ALL)]
+    if unknown:
+        raise UsageError(f"--require {unknown[0]} names no row of the gate", f"the rows are {', '.join(known)}, or all")
+    return [required(row) if ALL in names or row.name in names else row for row in rows]
+
+
 def check_lossless(got: Recording, expected: Recording | None, limit: float) -> CheckResult:
-    """Greedy answers equal those of the other server, up to near-ties."""
+    """Greedy answers read as those of the other server, up to near-ties."""
     if expected is None:
         return result("lossless", "skipped", "nothing to compare with: pass --against FILE or URL of the plain server")
-    found = compare_transcripts(expected.transcripts, got.transcripts, limit)
+    passes = [again.transcripts for again in expected.repeats]
+    found = compare_transcripts(expected.transcripts, got.transcripts, limit, passes)
     first = sorted(found.divergences, key=lambda d: d.verdict != "real")[:SHOWN_DIVERGENCES]
     detail = asdict(replace(found, divergences=first))
     summary = (
         f"{found.identical} of {found.compared} greedy answers identical, {found.near_ties} part at a "
-        f"near-tie (bound {found.bound:g} nats, measured over {found.rounding.positions} positions)"
+        f"near-tie (bound {found.bound:g} nats, measured over {found.rounding.positions} positions of "
+        f"{found.rounding.source})"
     )
     if not found.compared:
-        return result("lossless", "skipped", "the two recordings share no question", **detail)
+        return result("lossless", "skipped", "the two recordings share no question that both answered", **detail)
     if found.real:
         summary += f", {found.real} part where the target is sure of itself"
     if found.unjudged:
@@ -93,22 +116,24 @@ def check_lossless(got: Recording, expected: Recording | None, limit: float) -> 
         summary += f" (none were asked for: {got.withheld})" if got.withheld else ""
     bad = found.real or found.unjudged
     remedy = "compare the divergences in --json; serve without speculation until the cause is found"
-    return result("lossless", "fail" if bad else "pass", summary, "TS-CHECK-NOT-LOSSLESS", remedy, **detail)
+    row = result("lossless", "fail" if bad else "pass", summary, "TS-CHECK-NOT-LOSSLESS", remedy, **detail)
+    return replace(row, seen=found.compared)
 
 
 def check_degenerate(got: Recording, expected: Recording | None) -> CheckResult:
     """Answers are text that goes somewhere. A model that loops without speculation too is reported, not failed."""
-    mine = judge_run([transcript.text for transcript in got.transcripts])
-    theirs = judge_run([transcript.text for transcript in expected.transcripts]) if expected else None
+    everything = [item for item in [*got.answered, *got.streamed, *got.later] if item.error is None]
+    mine = judge_run([transcript.text for transcript in everything])
+    theirs = judge_run([transcript.text for transcript in expected.answered]) if expected else None
     summary = f"{mine.loop} loops, {mine.empty} empty, {mine.noise} noise in {mine.answers} answers"
     worse = mine.degenerate
-    if theirs:
-        summary += f"; without speculation {theirs.loop}, {theirs.empty}, {theirs.noise}"
+    if theirs and expected:
+        summary += f"; without speculation {theirs.loop}, {theirs.empty}, {theirs.noise} in {theirs.answers}"
         worse = mine.share > theirs.share + RUN_SHARE
         if mine.degenerate and not worse:
             summary += ": the target itself is like this"
     remedy = "read the answers; check chat template, quantization and the speculation settings"
-    return result(
+    row = result(
         "degenerate-output",
         "fail" if worse else "pass",
         summary,
@@ -116,82 +141,45 @@ def check_degenerate(got: Recording, expected: Recording | None) -> CheckResult:
         remedy,
         output=asdict(mine),
         without_speculation=asdict(theirs) if theirs else None,
+        questions=[item.question for item in everything if degeneration(item.text)][:SHOWN_DIVERGENCES],
+    )
+    return replace(row, seen=mine.answers)
+
+
+def check_tasks(got: Recording, expected: Recording | None, fall: float) -> CheckResult:
+    """As many tasks are solved as before, by McNemar's exact test over the tasks that both servers answered."""
+    name = "task-accuracy"
+    if not got.tasks:
+        return result(name, "skipped", "no tasks were asked (--tasks FILE)")
+    right = sum(task.correct for task in got.tasks)
+    alone = f"{right} of {len(got.tasks)} tasks solved"
+    if expected is None or not expected.tasks:
+        return result(
+            name, "skipped", f"{alone}; nothing to compare with: --against a server, or a recording with --tasks"
+        )
+    pairs, before, lost, won = paired(expected.tasks, got.tasks)
+    if not pairs:
+        return result(name, "skipped", f"{alone}; the two servers answered no common task")
+    now, p = before - lost + won, mcnemar(lost, won)
+    share = min(max(before / pairs, fall + 0.01), 0.99)
+    needed = pairs_needed(round(share, 2), round(share - fall, 2), ALPHA)
+    detail: dict[str, Any] = {"pairs": pairs, "before": before, "now": now, "lost": lost, "won": won, "p": round(p, 6),
+              "pairs_needed": needed, "fall": fall}  # fmt: skip
+    message = f"{now} of {pairs} tasks solved, {before} before ({lost} lost, {won} won, McNemar's exact p {p:.2g})"
+    if p < ALPHA:
+        remedy = (
+            "read the lost tasks in --json; a quantized target: try another policy or calibration (trtspec quantize)"
+        )
+        detail["lost_tasks"] = _lost(got, expected)[:SHOWN_DIVERGENCES]
+        return result(name, "fail", message, "TS-CHECK-TASKS", remedy, **detail)
+    if pairs < needed:
+        message += f"; a fall of {100 * fall:g} points needs {needed} tasks to be found 9 times in 10"
+        return result(name, "skipped", message, **detail)
+    return replace(
+        result(name, "pass", f"{message}; enough to find a fall of {100 * fall:g} points", **detail), seen=pairs
     )
 
 
-def check_tool_call(got: ToolReply, expected: ToolReply | None) -> CheckResult:
-    """A request with a tool yields a well-formed call, and the same one as without speculation."""
-    name, code = "tool-call", "TS-CHECK-TOOL-CALL"
-    remedy = "send the request by hand with speculation off; check --tool_parser and the chat template"
-    detail: dict[str, Any] = {
-        "got": got.calls,
-        "expected": expected.calls if expected else None,
-        "content": got.content[:200],
-    }
-    if got.error:
-        if expected and not expected.error:
-            return result(name, "fail", f"refused with speculation only: {got.error}", code, remedy, **detail)
-        return result(name, "skipped", f"not shown: the server refused a request with tools: {got.error}", **detail)
-    faults = [fault for call in got.calls if (fault := call_fault(call))]
-    if faults and not (expected and [f for call in expected.calls if (f := call_fault(call))]):
-        return result(name, "fail", f"malformed tool call: {faults[0]}", code, remedy, **detail)
-    if expected and expected.calls and not got.calls:
-        return result(
-            name, "fail", "the tool call of the plain server vanished with speculation", code, remedy, **detail
-        )
-    if expected and not expected.error and expected.content.strip() and not got.content.strip() and not got.calls:
-        return result(name, "fail", "empty answer where the plain server writes one", code, remedy, **detail)
-    if faults or not got.calls:
-        return result(name, "skipped", f"not shown: {why_not_shown(got)}", **detail)
-    if expected is None:
-        return result(name, "pass", f"well-formed call of {got.calls[0]['name']}", **detail)
-    if [call["name"] for call in got.calls] != [call["name"] for call in expected.calls]:
-        return result(name, "fail", "other tools are called with speculation than without", code, remedy, **detail)
-    same = [_arguments(c) for c in got.calls] == [_arguments(c) for c in expected.calls]
-    words = "the same call as without speculation" if same else "the same tool as without speculation, other arguments"
-    return result(name, "pass", words, **detail)
-
-
-def why_not_shown(reply: ToolReply) -> str:
-    if any(marker in reply.content for marker in TOOL_MARKERS):
-        return "tool-call markers appear in the text, so the server runs without the model's tool parser"
-    return "this model makes no well-formed tool call here, with or without speculation"
-
-
-def call_fault(call: dict[str, str]) -> str | None:
-    """What is wrong with a call of the tool that was offered, or None."""
-    offered: Any = TOOL["function"]
-    if call["name"] != offered["name"]:
-        return f"it names {call['name']!r}, the tool offered is {offered['name']!r}"
-    arguments = _arguments(call)
-    if not isinstance(arguments, dict):
-        return f"its arguments are not a JSON object: {call['arguments'][:80]!r}"
-    missing = [key for key in offered["parameters"]["required"] if not isinstance(arguments.get(key), str)]
-    return f"its arguments lack {', '.join(missing)}" if missing else None
-
-
-def check_acceptance(got: Recording, floor: float | None) -> CheckResult:
-    """Acceptance length at or above the floor; always with a word on the output it was measured on."""
-    found = summarize(got.counts)
-    length = found.acceptance_length
-    looping = judge_run([transcript.text for transcript in got.transcripts]).degenerate
-    told = ("acceptance_length", "steps", "drafted", "accepted", "histogram", "source")
-    detail = {key: getattr(found, key) for key in told}
-    if length is None or not (found.drafted or found.accepted):
-        status: Status = "fail" if floor is not None else "skipped"
-        message = "the server tells nothing about speculation, or runs without it"
-    else:
-        status = "skipped" if floor is None else "pass" if length >= floor else "fail"
-        against = "no floor given (--min-acceptance)" if floor is None else f"floor {floor:g}"
-        message = f"acceptance length {length:.3f} over {found.turns} greedy answers, {against}"
-        if looping:
-            message += "; the output is degenerate (see above), which flatters acceptance"
-    remedy = "trtspec bench URL for acceptance by category; trtspec inspect HEAD --against TARGET"
-    return result("acceptance", status, message, "TS-CHECK-ACCEPTANCE", remedy, **detail)
-
-
-def _arguments(call: dict[str, str]) -> Any:
-    try:
-        return json.loads(call["arguments"])
-    except ValueError:
-        return None
+def _lost(got: Recording, expected: Recording) -> list[str]:
+    before = {task.id: task.correct for task in expected.tasks if task.error is None}
+    return [task.id for task in got.tasks if task.error is None and before.get(task.id) and not task.correct]

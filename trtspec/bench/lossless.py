@@ -1,21 +1,27 @@
 """Is greedy output with speculation the output without it? Every first divergence is a near-tie or a defect.
 
 Rounding differs between one-token and several-token passes, so two correct servers may part where the two best tokens
-are as good as equal. How far rounding reaches is measured, not assumed: at the positions before a divergence both
-servers scored the same context, and the differences of their gaps (best minus second logprob) show the rounding.
-A divergence is a near-tie when its gaps stay under twice the largest difference seen there, and never above `limit`.
+are as good as equal. How far rounding reaches is measured, not assumed: the plain server answers everything at two
+concurrencies, and where both passes scored the same context, the differences of their gaps (best minus second logprob)
+show its rounding. A divergence is a near-tie when the token that came is the runner-up and the gaps stay under the
+bound of that place: twice the larger of two figures, the largest difference in this answer up to there (rounding in the
+cache adds up along an answer) and the 99th percentile of all differences, and never above `limit`.
+
+The visible text decides whether answers are equal; tokens only say where they part.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from trtspec.bench.transcript import Token, Transcript
 
 FLOOR = 1e-4  # nats; float32 logprobs printed with 6 digits carry at least this much
 MARGIN = 2.0  # the largest of a few thousand differences is not the largest there is
+TYPICAL = 0.99
 
 
 @dataclass(frozen=True)
@@ -30,37 +36,122 @@ class AnswerDivergence:
     gap_got: float | None
     same_pair: bool
     verdict: str = ""
+    bound: float = 0.0
 
 
 def first_divergence(expected: Transcript, got: Transcript) -> AnswerDivergence | None:
-    """None when the answers are the same. Positions are tokens when both have them, else characters."""
-    if expected.tokens is not None and got.tokens is not None:
-        a, b = expected.tokens, got.tokens
-        at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x.text != y.text), min(len(a), len(b)))
-        if at == len(a) == len(b):
-            return None
-        left, right = _at(a, at), _at(b, at)
-        return AnswerDivergence(
-            expected.question, at, _text(left), _text(right), _gap(left), _gap(right), _same_pair(left, right)
-        )
+    """None when the visible texts are the same. Positions are tokens where these spell the text, else characters."""
     if expected.text == got.text:
         return None
+    if _reads(expected) and _reads(got):
+        return _by_token(expected, got)
     at = _common_characters(expected.text, got.text)
-    known = _token_at_character(expected.tokens, at), _token_at_character(got.tokens, at)
-    texts = expected.text[at : at + 12], got.text[at : at + 12]
-    # without the other side's tokens the pair cannot be compared; the gap of the one side still tells
-    return AnswerDivergence(expected.question, at, *texts, _gap(known[0]), _gap(known[1]), any(known))
+    left, right = _pair(expected, got.text, at), _pair(got, expected.text, at)
+    known = [pair for pair in (left, right) if pair is not None]
+    return AnswerDivergence(
+        expected.question,
+        known[0][0] if known else at,
+        expected.text[at : at + 12] or "(end of the answer)",
+        got.text[at : at + 12] or "(end of the answer)",
+        left[1] if left else None,
+        right[1] if right else None,
+        bool(known) and all(pair[2] for pair in known),
+    )
 
 
-def rounding_differences(expected: Transcript, got: Transcript) -> Iterator[float]:
-    """|gap - gap| at each position of the common prefix where both servers see the same two best tokens."""
-    if expected.tokens is None or got.tokens is None:
+def _by_token(expected: Transcript, got: Transcript) -> AnswerDivergence | None:
+    a, b = expected.tokens or [], got.tokens or []
+    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x.text != y.text), min(len(a), len(b)))
+    left, right = _at(a, at), _at(b, at)
+    return AnswerDivergence(
+        expected.question, at, _text(left), _text(right), _gap(left), _gap(right), _same_pair(left, right)
+    )
+
+
+def _reads(transcript: Transcript) -> bool:
+    return transcript.tokens is not None and tokens_show(transcript) is not False
+
+
+def tokens_show(transcript: Transcript) -> bool | None:
+    """Whether the tokens spell the visible text. Markers that a server takes out (end of thinking, end of the answer)
+    and white space are not compared; None where the server told no tokens."""
+    if transcript.tokens is None:
+        return None
+    spelled = "".join(token.text for token in transcript.tokens) if transcript.spelled is None else transcript.spelled
+    markers = {token.text for token in transcript.tokens if is_marker(token.text)}
+    for marker in markers:
+        spelled = spelled.replace(marker, "")
+    text = transcript.text
+    for marker in markers:
+        text = text.replace(marker, "")
+    if "\ufffd" in spelled or "\ufffd" in text:  # pieces of characters: what is whole is compared
+        spelled, text = (part.encode("ascii", "ignore").decode() for part in (spelled, text))
+    return _squeezed(spelled) == _squeezed(text)
+
+
+def is_marker(token: str) -> bool:
+    """Names of special tokens: <|im_end|>, </think>, [EOS]."""
+    bare = token.strip()
+    return (
+        not token
+        or bare in ("<think>", "</think>", "[EOS]", "[EOT]", "</s>")
+        or (bare.startswith("<|") and bare.endswith("|>"))
+    )
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def rounding_differences(expected: Transcript, got: Transcript, swaps: bool) -> Iterator[tuple[int, float]]:
+    """(position, |gap - gap|) where both passes saw the same context and the same two best tokens. With `swaps` also
+    where they chose each the other's runner-up: between two passes of one server that is rounding too."""
+    if expected.tokens is None or got.tokens is None or not same_context(expected, got):
         return
-    for a, b in zip(expected.tokens, got.tokens, strict=False):
+    for index, (a, b) in enumerate(zip(expected.tokens, got.tokens, strict=False)):
+        known = a.gap is not None and b.gap is not None
+        if known and a.text == b.text and a.second == b.second:
+            yield index, abs((a.gap or 0.0) - (b.gap or 0.0))
+        elif known and swaps and (a.text, a.second) == (b.second, b.text):
+            yield index, (a.gap or 0.0) + (b.gap or 0.0)
         if a.text != b.text:
             return
-        if a.gap is not None and b.gap is not None and a.second == b.second:
-            yield abs(a.gap - b.gap)
+
+
+def same_context(a: Transcript, b: Transcript) -> bool:
+    """Whether both servers read prompts of one length; a server that does not tell is believed."""
+    return None in (a.prompt_tokens, b.prompt_tokens) or a.prompt_tokens == b.prompt_tokens
+
+
+@dataclass(frozen=True)
+class RoundingBound:
+    """How far rounding reaches: over all positions, and in each answer as a running maximum from its start."""
+
+    positions: int = 0
+    largest: float | None = None
+    typical: float = 0.0
+    running: Mapping[str, list[tuple[int, float]]] = field(default_factory=dict)
+
+    def at(self, question: str, position: int, limit: float) -> float:
+        here = max((largest for index, largest in self.running.get(question, []) if index <= position), default=0.0)
+        return min(limit, max(FLOOR, MARGIN * max(here, self.typical)))
+
+
+def measure_rounding(pairs: Sequence[tuple[Transcript, Transcript]], swaps: bool) -> RoundingBound:
+    """From pairs of answers to the same question by the same server, or by both where a recording has one pass."""
+    found: list[float] = []
+    running: dict[str, list[tuple[int, float]]] = {}
+    for a, b in pairs:
+        for index, difference in rounding_differences(a, b, swaps):
+            found.append(difference)
+            steps = running.setdefault(a.question, [])
+            if not steps or difference > steps[-1][1]:
+                steps.append((index, difference))
+    if not found:
+        return RoundingBound()
+    ordered = sorted(found)
+    typical = ordered[math.ceil(TYPICAL * len(ordered)) - 1]
+    return RoundingBound(len(found), max(found), typical, running)
 
 
 def judge(divergence: AnswerDivergence, bound: float) -> str:
@@ -73,15 +164,17 @@ def judge(divergence: AnswerDivergence, bound: float) -> str:
 
 @dataclass(frozen=True)
 class RoundingSpread:
-    """Over how many positions rounding was measured, and the largest difference in nats."""
+    """Over how many positions rounding was measured, the largest difference in nats, and between what."""
 
     positions: int
     largest: float | None
+    source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LosslessReport:
-    """Counts of answers, the measured bound below which a gap is a near-tie, and every divergence with its verdict."""
+    """Counts of answers, the bound that holds everywhere (places may have a larger one, see each divergence), and every
+    divergence with its verdict. `contexts` are questions of which the servers read prompts of different lengths."""
 
     compared: int
     identical: int
@@ -92,28 +185,54 @@ class LosslessReport:
     limit: float
     rounding: RoundingSpread
     divergences: list[AnswerDivergence]
+    contexts: list[str]
 
 
-def compare_transcripts(expected: Sequence[Transcript], got: Sequence[Transcript], limit: float) -> LosslessReport:
-    """Answers are matched by question."""
-    answers = {transcript.question: transcript for transcript in got}
-    pairs = [(transcript, answers[transcript.question]) for transcript in expected if transcript.question in answers]
-    noise = [difference for a, b in pairs for difference in rounding_differences(a, b)]
-    bound = min(limit, max(FLOOR, MARGIN * max(noise, default=0.0)))
-    found = [divergence for a, b in pairs if (divergence := first_divergence(a, b)) is not None]
-    judged = [replace(divergence, verdict=judge(divergence, bound)) for divergence in found]
+def compare_transcripts(
+    expected: Sequence[Transcript],
+    got: Sequence[Transcript],
+    limit: float,
+    repeats: Sequence[Sequence[Transcript]] = (),
+) -> LosslessReport:
+    """Answers are matched by question. `repeats` are further passes of the plain server: an answer that equals one of
+    them is the plain server's own."""
+    answers = {transcript.question: transcript for transcript in got if transcript.error is None}
+    pairs = [(item, answers[item.question]) for item in expected if item.question in answers and item.error is None]
+    contexts = [a.question for a, b in pairs if not same_context(a, b)]
+    pairs = [pair for pair in pairs if pair[0].question not in contexts]
+    again = [{item.question: item for item in one if item.error is None} for one in repeats]
+    own = [(a, one[a.question]) for a, _ in pairs for one in again if a.question in one]
+    source = "the plain server's own passes" if any(one for one in again) else "both servers"
+    rounding = measure_rounding(own, True) if again else measure_rounding(pairs, False)
+    judged = []
+    for a, b in pairs:
+        versions = [a, *(one[a.question] for one in again if a.question in one)]
+        found = [first_divergence(version, b) for version in versions]
+        if None not in found:
+            judged.append(_kindest([divergence for divergence in found if divergence], rounding, limit))
     counts = Counter(divergence.verdict for divergence in judged)
+    largest = None if rounding.largest is None else round(rounding.largest, 6)
     return LosslessReport(
         compared=len(pairs),
-        identical=len(pairs) - len(found),
+        identical=len(pairs) - len(judged),
         near_ties=counts["near-tie"],
         real=counts["real"],
         unjudged=counts["unjudged"],
-        bound=round(bound, 6),
+        bound=round(rounding.at("", 0, limit), 6),
         limit=limit,
-        rounding=RoundingSpread(len(noise), round(max(noise), 6) if noise else None),
+        rounding=RoundingSpread(rounding.positions, largest, source),
         divergences=judged,
+        contexts=contexts,
     )
+
+
+def _kindest(found: Sequence[AnswerDivergence], rounding: RoundingBound, limit: float) -> AnswerDivergence:
+    """The verdict against that pass of the plain server which the answer follows longest."""
+    judged = []
+    for divergence in found:
+        bound = rounding.at(divergence.question, divergence.position, limit)
+        judged.append(replace(divergence, verdict=judge(divergence, bound), bound=round(bound, 6)))
+    return max(judged, key=lambda divergence: divergence.position)
 
 
 def _at(tokens: Sequence[Token], index: int) -> Token | None:
@@ -131,7 +250,8 @@ def _gap(token: Token | None) -> float | None:
 def _same_pair(left: Token | None, right: Token | None) -> bool:
     """Whether each side's runner-up is the other side's choice; an ended answer has no token to compare with."""
     if left is None or right is None:
-        return True
+        token = left or right
+        return token is None or token.second is None or is_marker(token.second)
     return left.second in (None, right.text) and right.second in (None, left.text)
 
 
@@ -139,11 +259,43 @@ def _common_characters(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _token_at_character(tokens: Sequence[Token] | None, at: int) -> Token | None:
-    """The token that covers character `at` of the answer."""
-    seen = 0
-    for token in tokens or []:
-        seen += len(token.text)
-        if seen > at:
-            return token
-    return None
+def _pair(side: Transcript, other: str, at: int) -> tuple[int, float | None, bool] | None:
+    """(token, its gap, whether the other text goes on with its runner-up) where `side` has tokens; None without.
+
+    The token that covers character `at` may not be the one that differs: where one token is the beginning of another,
+    the texts part only behind it. So the token before is asked too.
+    """
+    starts = _starts(side)
+    if starts is None or side.tokens is None:
+        return None
+    covering = max((i for i, start in enumerate(starts) if start <= at), default=0)
+    candidates = [index for index in (covering, covering - 1) if 0 <= index < len(side.tokens)]
+    matching = [
+        index
+        for index in candidates
+        if (second := side.tokens[index].second)
+        and not is_marker(side.tokens[index].text)
+        and other[starts[index] :].startswith(second)
+    ]
+    if matching:  # where both could be meant, the text does not tell which: the closer one is believed
+        index = min(matching, key=lambda found: side.tokens[found].gap or 0.0)  # type: ignore[index]
+        return index, side.tokens[index].gap, True
+    index = candidates[0]
+    token = side.tokens[index]
+    ended = at >= len(other) and token.second is not None and is_marker(token.second)
+    return index, token.gap, ended
+
+
+def _starts(side: Transcript) -> list[int] | None:
+    """At which character of the visible text each token begins; None where the tokens do not spell it exactly."""
+    position, found = 0, []
+    for token in side.tokens or []:
+        found.append(position)
+        stripped = token.text.lstrip()  # servers take white space away behind the end of thinking
+        if side.text.startswith(token.text, position):
+            position += len(token.text)
+        elif side.text.startswith(stripped, position):
+            position += len(stripped)
+        elif not is_marker(token.text):
+            return None
+    return found if found and position == len(side.text) else None

@@ -1,35 +1,17 @@
-"""Greedy answers of one server with the gap between the two best tokens at every position: what the gate compares."""
+"""What one server answered, as its users see it: the records that the gate compares, and the file that holds them."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from trtspec import files
-from trtspec.bench import adapters
 from trtspec.bench.acceptance import TurnCounts
-from trtspec.bench.client import Answer, Endpoint, RequestSampling, complete, new_client, request_body
-from trtspec.bench.datasets import Question
-from trtspec.bench.findings import RequestLimits
 from trtspec.errors import TrtspecError, UsageError
-
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "lookup",
-        "description": "Finds a name in the documentation.",
-        "parameters": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
-    },
-}
-TOOL_QUESTION = "Look up `parse_args` in the documentation."
-TOOL_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -42,8 +24,36 @@ class Token:
 
 
 @dataclass(frozen=True)
+class AskedPrompt:
+    """One question as it is sent. `group` says what it is for; `extra` are request fields beside the messages."""
+
+    question: str
+    category: str
+    messages: list[dict[str, Any]]
+    group: str = "prompts"
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerTiming:
+    """Seconds from the request to the first and the last piece, and to the end; `started` since the check began, `lag`
+    how long this process itself was held up meanwhile."""
+
+    started: float
+    first: float | None
+    last: float | None
+    total: float
+    lag: float = 0.0
+
+
+@dataclass(frozen=True)
 class Transcript:
-    """One greedy answer. `tokens` is None where the server gives no logprobs; then only texts can be compared."""
+    """One greedy answer. `text` is all that a user sees, the first `reasoned` characters of it as reasoning.
+
+    `tokens` is None where the server gives no logprobs; `spelled` is the text of these tokens where it is known.
+    `average` and `spec_decode` are what the server claims about its steps, `counted` its tokens so far at each piece of
+    a stream. `error` says why there is no answer.
+    """
 
     question: str
     category: str
@@ -51,32 +61,122 @@ class Transcript:
     text: str
     finish_reason: str | None
     tokens: list[Token] | None
+    group: str = "prompts"
+    extra: dict[str, Any] = field(default_factory=dict)
+    reasoned: int = 0
+    spelled: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    average: float | None = None
+    spec_decode: dict[str, Any] | None = None
+    counted: list[int] = field(default_factory=list)
+    pieces: int | None = None
+    timing: AnswerTiming | None = None
+    error: str | None = None
+
+    @property
+    def content(self) -> str:
+        return self.text[self.reasoned :]
+
+    @property
+    def prompt(self) -> AskedPrompt:
+        return AskedPrompt(self.question, self.category, self.messages, self.group, self.extra)
 
 
 @dataclass(frozen=True)
 class ToolReply:
-    """What came back for a request with tools. `error` holds the server's refusal."""
+    """What came back for a request with tools, or for one that must have a form. `error` holds the server's refusal."""
 
     calls: list[dict[str, str]] = field(default_factory=list)
     content: str = ""
     error: str | None = None
+    question: str = ""
+    reasoning: str = ""
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class ParameterReply:
+    """What one request parameter did: `honoured`, `no effect`, `refused`, or `not sent` with the reason."""
+
+    name: str
+    outcome: str
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class RecordedPass:
+    """All prompts once more at another concurrency: how far the server's own rounding reaches."""
+
+    concurrency: int
+    transcripts: list[Transcript]
+
+
+@dataclass(frozen=True)
+class TaskReply:
+    """One graded task."""
+
+    id: str
+    correct: bool
+    text: str = ""
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class BurstReply:
+    """How a burst of short requests ended: a server may refuse some of it, and must answer the rest."""
+
+    asked: int
+    refused: int
+    failed: int
+    first_failure: str = ""
 
 
 @dataclass(frozen=True)
 class Recording:
     """All answers of one server at temperature 0; written by --record, read by --against. `withheld` says why no
-    log-probabilities were asked for."""
+    log-probabilities were asked for.
+
+    `repeats` are further passes of a baseline, `streamed` the same prompts as streams, `later` as streams after a
+    burst. `long_cold` and `long_warm` ask the long prompts twice. `confirmed` are unstreamed answers to those questions
+    whose streamed answer differs.
+    """
 
     url: str
     server: dict[str, Any]
     max_tokens: int
     transcripts: list[Transcript]
-    tool: ToolReply
+    tool: ToolReply | None = None
     counts: list[TurnCounts] = field(default_factory=list)
     withheld: str | None = None
+    concurrency: int = 1
+    repeats: list[RecordedPass] = field(default_factory=list)
+    streamed: list[Transcript] = field(default_factory=list)
+    confirmed: list[Transcript] = field(default_factory=list)
+    later: list[Transcript] = field(default_factory=list)
+    long_cold: list[Transcript] = field(default_factory=list)
+    long_warm: list[Transcript] = field(default_factory=list)
+    tools: list[ToolReply] = field(default_factory=list)
+    follow_ups: list[ToolReply] = field(default_factory=list)
+    forms: list[ToolReply] = field(default_factory=list)
+    stops: list[ToolReply] = field(default_factory=list)
+    image: ToolReply | None = None
+    burst: BurstReply | None = None
+    parameters: list[ParameterReply] = field(default_factory=list)
+    tasks: list[TaskReply] = field(default_factory=list)
+    stopped: str | None = None
+
+    @property
+    def answered(self) -> list[Transcript]:
+        return [transcript for transcript in self.transcripts if transcript.error is None]
+
+    @property
+    def streams(self) -> list[Transcript]:
+        """Every answer that came as a stream."""
+        return [*self.streamed, *self.later, *self.long_cold, *self.long_warm]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"schema": 1, **asdict(self)}
+        return {"schema": 2, **asdict(self)}
 
 
 def read_recording(path: Path) -> Recording:
@@ -84,9 +184,10 @@ def read_recording(path: Path) -> Recording:
     try:
         raw = files.read_object(path)
         read = TypeAdapter(Recording).validate_json(json.dumps(raw, allow_nan=False), strict=True)
-        if any({"name", "arguments"} - set(call) for call in read.tool.calls):
+        replies = [*([read.tool] if read.tool else []), *read.tools, *read.follow_ups]
+        if any({"name", "arguments"} - set(call) for reply in replies for call in reply.calls):
             raise ValueError("a tool call has no name or no arguments")
-        asked = [item.messages[-1]["content"] for item in read.transcripts]
+        asked = [item.messages[-1]["content"] for item in [*read.transcripts, *read.long_cold]]
         if not asked or not all(isinstance(text, str) for text in asked) or read.max_tokens < 1:
             raise ValueError("it holds no prompt that was answered")
     except ValidationError as error:
@@ -94,7 +195,7 @@ def read_recording(path: Path) -> Recording:
         raise _no_recording(path, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     except KeyError as error:
         raise _no_recording(path, f"{error} is missing") from None
-    except (OSError, TrtspecError, ValueError, IndexError) as error:
+    except (OSError, TrtspecError, ValueError, IndexError, RecursionError) as error:
         raise _no_recording(path, str(error)) from None
     return read
 
@@ -104,124 +205,3 @@ def _no_recording(path: Path, reason: str) -> UsageError:
         f"{path} is not a recording of `trtspec check --record`: {reason}",
         "record one on the server without speculation: trtspec check URL --record FILE",
     )
-
-
-PROBES = 4  # answers that show whether a server speculates
-
-
-async def record(
-    url: str,
-    questions: Sequence[Question],
-    max_tokens: int,
-    concurrency: int,
-    model: str | None = None,
-    limits: Callable[[adapters.DetectedServer], RequestLimits] = lambda server: {},
-    baseline: bool = False,
-) -> Recording:
-    """Asks the first turn of every question at temperature 0, then one question with a tool.
-
-    Log-probabilities are not asked for where `limits` says that they end a speculating engine of this release, save of
-    a server that shows by a few answers that it accepts no drafts; a `baseline` that does not tell is taken for plain.
-    """
-    async with new_client(url, concurrency) as client:
-        server = await adapters.detect_server(client, model)
-        endpoint = Endpoint(url, server.model)
-        before = await adapters.read_counters(client, server)
-        deadly = "logprobs" in limits(server).get("end_engine", ())
-        if deadly:
-            deadly = not await _runs_plain(client, endpoint, questions[:PROBES], max_tokens, baseline)
-        pairs = await ask_all(client, endpoint, questions, max_tokens, concurrency, logprobs=not deadly)
-        after = await adapters.read_counters(client, server)
-        counts = [found for _, answer in pairs if (found := adapters.counts_of(answer)) is not None]
-        if before and after and not counts:
-            tokens = sum(answer.completion_tokens for _, answer in pairs)
-            counts = [adapters.counts_between(before, after, "all", tokens)]
-        tool = await ask_tool(client, endpoint)
-    withheld = f"they can end a speculating engine of release {server.version}" if deadly else None
-    answers = [transcript for transcript, _ in pairs]
-    return Recording(url, server.to_dict(), max_tokens, answers, tool, counts, withheld)
-
-
-async def _runs_plain(
-    client: httpx.AsyncClient, endpoint: Endpoint, questions: Sequence[Question], max_tokens: int, untold: bool
-) -> bool:
-    """Whether a few answers, asked for without log-probabilities, came without accepted drafts; `untold` where none of
-    them says."""
-    pairs = await ask_all(client, endpoint, questions, max_tokens, 1, logprobs=False)
-    counts = [found for _, answer in pairs if (found := adapters.counts_of(answer)) is not None]
-    return not any(found.accepted for found in counts) if counts else untold
-
-
-async def ask_all(
-    client: httpx.AsyncClient,
-    endpoint: Endpoint,
-    questions: Sequence[Question],
-    max_tokens: int,
-    concurrency: int,
-    logprobs: bool = True,
-) -> list[tuple[Transcript, Answer]]:
-    """In order of the questions. The first refusal of logprobs turns them off for the rest."""
-    slots = asyncio.Semaphore(concurrency)
-    first = await ask(client, endpoint, questions[0], max_tokens, logprobs=logprobs)
-    with_logprobs = logprobs and first is not None
-
-    async def one(question: Question) -> tuple[Transcript, Answer]:
-        async with slots:
-            found = await ask(client, endpoint, question, max_tokens, logprobs=with_logprobs)
-            if found is None:
-                found = await ask(client, endpoint, question, max_tokens, logprobs=False)
-            assert found is not None
-            return found
-
-    rest = await asyncio.gather(*(one(question) for question in questions[1:]))
-    return [first or await one(questions[0]), *rest]
-
-
-async def ask(
-    client: httpx.AsyncClient, endpoint: Endpoint, question: Question, max_tokens: int, logprobs: bool
-) -> tuple[Transcript, Answer] | None:
-    """One greedy answer; None when the server refuses the request with logprobs."""
-    messages = [*question.opening, {"role": "user", "content": question.turns[0]}]
-    body = request_body(endpoint, messages, RequestSampling(max_tokens, 0.0), 0)
-    if logprobs:
-        body |= {"logprobs": True, "top_logprobs": 2}
-    try:
-        reply = await complete(client, endpoint, body)
-    except TrtspecError:
-        if logprobs:
-            return None
-        raise
-    choice = reply["choices"][0]
-    message = choice["message"]
-    text = (message.get("reasoning_content") or "") + (message.get("content") or "")
-    content = (choice.get("logprobs") or {}).get("content")
-    tokens = [read_token(entry) for entry in content] if content else None
-    answer = Answer(question.id, question.category, 0, started=0.0)
-    answer.completion_tokens = (reply.get("usage") or {}).get("completion_tokens") or 0
-    answer.tokens_per_iteration = choice.get("avg_decoded_tokens_per_iter")
-    answer.spec_decode = choice.get("spec_decode")
-    return Transcript(question.id, question.category, messages, text, choice.get("finish_reason"), tokens), answer
-
-
-def read_token(entry: dict[str, Any]) -> Token:
-    """One entry of choices[].logprobs.content. The runner-up is the best of top_logprobs that is not the token."""
-    top = sorted(entry.get("top_logprobs") or [], key=lambda item: -item["logprob"])
-    others = [item for item in top if item["token"] != entry["token"]]
-    gap = round(abs(top[0]["logprob"] - top[1]["logprob"]), 6) if len(top) > 1 else None
-    return Token(entry["token"], others[0]["token"] if others else None, gap)
-
-
-async def ask_tool(client: httpx.AsyncClient, endpoint: Endpoint) -> ToolReply:
-    """One greedy request with a tool; a refusal is kept as `error`."""
-    messages = [{"role": "user", "content": TOOL_QUESTION}]
-    body = request_body(endpoint, messages, RequestSampling(TOOL_TOKENS, 0.0), 0)
-    try:
-        reply = await complete(client, endpoint, {**body, "tools": [TOOL], "tool_choice": "auto"})
-    except TrtspecError as error:
-        return ToolReply(error=error.message)
-    message = reply["choices"][0]["message"]
-    calls = [
-        {"name": str(call["function"]["name"]), "arguments": str(call["function"]["arguments"])}
-        for call in message.get("tool_calls") or []
-    ]
-    return ToolReply(calls, message.get("content") or "")

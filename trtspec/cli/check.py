@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,14 +10,18 @@ import typer
 
 from trtspec import report
 from trtspec.cli.options import ForceOption, JsonOption
-from trtspec.cli.values import request_limits_of
+from trtspec.cli.values import numbers, request_limits_of
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.records import Mode, narrow, refuse_unused
 
 if TYPE_CHECKING:
+    from trtspec.bench.battery import Battery
     from trtspec.bench.check import GateVerdict
+    from trtspec.bench.quality import TaskSet
+    from trtspec.bench.transcript import Recording
 
 MARKS = {"pass": "pass   ", "fail": "FAIL   ", "skipped": "skipped"}
+NO_CONTEXTS = "0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +35,28 @@ class CheckOptions:
         typer.Option(help="Baseline, the same model without speculation: its URL, or a file written by --record."),
     ] = None
     min_acceptance: Annotated[float | None, typer.Option(help="Minimum acceptance length.")] = None
+    require: Annotated[
+        tuple[str, ...],
+        typer.Option(help="Row that fails where it cannot be measured; repeatable. `all` requires every row."),
+    ] = ()
     dataset: Annotated[str, typer.Option(help="Prompts, as for bench; a recording brings its own.")] = "nano"
-    samples: Annotated[int, typer.Option(min=1, help="Number of prompts; a recording brings its own.")] = 40
+    samples: Annotated[
+        int,
+        typer.Option(min=1, help="Number of prompts, and of tool requests; a recording brings its own."),
+    ] = 60
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer; a recording brings its own.")] = 128
+    contexts: Annotated[
+        str, typer.Option(help="Lengths, in tokens, of long prompts; 0 asks none. A recording brings its own.")
+    ] = "512,2048,8192"
+    context_samples: Annotated[int, typer.Option(min=1, help="Long prompts of each length.")] = 4
+    tasks: Annotated[
+        Path | None,
+        typer.Option(help="Questions with answers, graded and compared by task: rows, or a task file of lm-eval."),
+    ] = None
+    task_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a task's answer.")] = 512
+    task_fall: Annotated[
+        float, typer.Option(min=0.01, max=0.9, help="Fall in task accuracy, as a share, that must be found.")
+    ] = 0.1
     concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of requests in flight.")] = 4
     near_tie: Annotated[
         float,
@@ -43,44 +65,63 @@ class CheckOptions:
             help="Upper limit, in nats, of the measured rounding bound below which a divergence counts as a tie.",
         ),
     ] = 0.5
+    logprobs: Annotated[
+        bool,
+        typer.Option(
+            "--logprobs", help="Ask for log-probabilities even where they are not known to leave the engine alive."
+        ),
+    ] = False
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that one answer may take.")] = 120.0
     model: Annotated[str | None, typer.Option(help="Model name.", show_default="the first one the server lists")] = None
+    junit: Annotated[Path | None, typer.Option(help="Also write the verdict as JUnit XML to this file.")] = None
+    github: Annotated[bool, typer.Option("--github", help="Also print failures as GitHub annotations.")] = False
     force: ForceOption = False
     json_: JsonOption = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckAlone:
+class _AnyCheck:
+    """What every mode uses."""
+
     url: str
     record: Path | None
     min_acceptance: float | None
+    require: tuple[str, ...]
+    tasks: Path | None
+    task_tokens: int
+    concurrency: int
+    logprobs: bool
+    timeout: float
+    model: str | None
+    junit: Path | None
+    github: bool
+    force: bool
+    json_: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckAlone(_AnyCheck):
     dataset: str
     samples: int
     max_tokens: int
-    concurrency: int
-    model: str | None
-    force: bool
-    json_: bool
+    contexts: str
+    context_samples: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckAgainstServer(CheckAlone):
     against: str
     near_tie: float
+    task_fall: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckAgainstRecording:
+class CheckAgainstRecording(_AnyCheck):
     """Prompts and lengths are the recording's."""
 
-    url: str
-    record: Path | None
     against: str
-    min_acceptance: float | None
-    concurrency: int
     near_tie: float
-    model: str | None
-    force: bool
-    json_: bool
+    task_fall: float
 
 
 ALONE = Mode("`check` without --against", CheckAlone, "`check` without --against")
@@ -90,24 +131,33 @@ MODES = (ALONE, SERVER, RECORDING)
 
 
 def check(options: CheckOptions) -> None:
-    """Check that output matches the baseline, tool calls work, and acceptance meets the minimum.
+    """Check that users get what the model says: output matches the baseline, tool calls work, acceptance holds.
 
-    Record the plain server first, then check the speculating one against the recording. Exits with status 3 when a
-    check fails.
+    Record the plain server first, then check the speculating one against the recording. What cannot be measured is
+    skipped and named. Exits with status 3 when a check fails.
     """
-    from trtspec.bench.check import run_checks
+    from trtspec.bench.check import GateLimits, run_checks
 
     used = narrow(options, _mode(options), MODES)
-    if options.record is None:
-        refuse_unused(options, ["force"], "without --record")
-    else:
-        report.refuse_overwrite(options.record, options.force)
+    if options.record is None and options.junit is None:
+        refuse_unused(options, ["force"], "without --record or --junit")
+    for path in (options.record, options.junit):
+        if path is not None:
+            report.refuse_overwrite(path, options.force)
+    if options.tasks is None:
+        refuse_unused(options, ["task_tokens", "task_fall"], "without --tasks")
     got, expected = collect(used)
     if options.record is not None:
         report.write_json(options.record, {**got.to_dict(), **_stamp(options.url)})
         report.say(f"recorded {len(got.transcripts)} answers in {options.record}")
-    verdict = run_checks(got, expected, options.min_acceptance, options.near_tie)
-    show(verdict, options.json_)
+    limits = GateLimits(
+        min_acceptance=options.min_acceptance,
+        near_tie=options.near_tie,
+        require=options.require,
+        task_fall=options.task_fall,
+    )
+    verdict = run_checks(got, expected, limits)
+    show(verdict, options)
     if verdict.failed:
         message = f"{options.url} failed: {', '.join(verdict.failed)}"
         raise CheckFailed(message, "trtspec check ... --json shows every divergence")
@@ -126,47 +176,92 @@ def _mode(options: CheckOptions) -> Mode:
     return RECORDING
 
 
-def collect(options: CheckAlone | CheckAgainstServer | CheckAgainstRecording) -> tuple[Any, Any]:
+def collect(options: CheckAlone | CheckAgainstServer | CheckAgainstRecording) -> tuple[Recording, Recording | None]:
     """The recording of `url`, and the one it is compared with (read, or made now) or None."""
     import asyncio
+    from dataclasses import replace
 
+    from trtspec.bench.battery import battery_of
     from trtspec.bench.client import base_url
-    from trtspec.bench.datasets import Question, load_dataset
+    from trtspec.bench.recorder import RecorderOptions
+    from trtspec.bench.recorder import record as ask_server
     from trtspec.bench.transcript import read_recording
-    from trtspec.bench.transcript import record as ask_server
 
-    expected = None
-    if isinstance(options, CheckAgainstRecording):
-        expected = read_recording(Path(options.against))
-        max_tokens = expected.max_tokens
-        questions = [
-            Question(t.question, t.category, (t.messages[-1]["content"],), tuple(t.messages[:-1]))
-            for t in expected.transcripts
-        ]
-    else:
-        questions, max_tokens = list(load_dataset(options.dataset, options.samples).questions), options.max_tokens
-    report.say(f"asking {options.url} {len(questions)} prompts at temperature 0")
-    url = base_url(options.url)
-    asked = partial(ask_server, questions=questions, max_tokens=max_tokens, concurrency=options.concurrency)
+    expected = read_recording(Path(options.against)) if isinstance(options, CheckAgainstRecording) else None
+    asked = battery_of(expected) if expected else _battery(options)
     # a server that is recorded as the baseline, or named as it, should run without speculation
     baseline = isinstance(options, CheckAlone) and not isinstance(options, CheckAgainstServer) and bool(options.record)
-    got = asyncio.run(asked(url, model=options.model, limits=request_limits_of, baseline=baseline))
+    settings = RecorderOptions(
+        concurrency=options.concurrency,
+        model=options.model,
+        limits=request_limits_of,
+        baseline=baseline,
+        logprobs=options.logprobs,
+        timeout=options.timeout,
+        tasks=_tasks(options),
+    )
+    report.say(f"asking {options.url} {len(asked.prompts)} prompts at temperature 0")
+    got = asyncio.run(ask_server(base_url(options.url), asked, settings))
     if got.withheld:
         report.say(f"log-probabilities are not asked for: {got.withheld}")
     if isinstance(options, CheckAgainstServer):
         report.say(f"asking {options.against} the same")
-        expected = asyncio.run(asked(base_url(options.against), limits=request_limits_of, baseline=True))
+        plain = replace(settings, baseline=True, model=None)
+        expected = asyncio.run(ask_server(base_url(options.against), asked, plain))
     return got, expected
 
 
-def show(verdict: GateVerdict, json_output: bool) -> None:
-    if json_output:
+def _battery(options: CheckAlone | CheckAgainstServer | CheckAgainstRecording) -> Battery:
+    from trtspec.bench.battery import make_battery
+    from trtspec.bench.datasets import load_dataset
+
+    assert isinstance(options, CheckAlone)
+    questions = load_dataset(options.dataset, options.samples).questions
+    lengths = [] if options.contexts == NO_CONTEXTS else numbers(options.contexts, "--contexts")
+    return make_battery(questions, options.max_tokens, lengths, options.context_samples)
+
+
+def _tasks(options: _AnyCheck) -> TaskSet | None:
+    from trtspec.bench.quality import load_tasks
+
+    return None if options.tasks is None else load_tasks(options.tasks, options.task_tokens)
+
+
+def show(verdict: GateVerdict, options: CheckOptions) -> None:
+    """The verdict on stdout, as lines or as one JSON object, and wherever else it was asked for."""
+    from trtspec.bench import junit
+
+    if options.junit is not None:
+        report.write_atomic(options.junit, junit.check_xml(verdict))
+        report.say(f"wrote {options.junit}")
+    if options.json_:
         report.print_json(verdict.to_dict())
-        return
-    for found in verdict.results:
-        print(f"{MARKS[found.status]} {found.name}: {found.message}")
-        if found.status == "fail":
-            print(f"        {found.code} -> {found.remedy}")
+    else:
+        for line in lines(verdict):
+            print(line)
+    if options.github:
+        for line in junit.check_annotations(verdict):
+            report.announce(line)
+
+
+def lines(verdict: GateVerdict) -> list[str]:
+    """One line per row, remedies below, and at the end what a rare fault has to fear."""
+    from trtspec.bench.power import RARE, answers_needed
+
+    found = []
+    for row in verdict.results:
+        found.append(f"{MARKS[row.status]} {row.name}: {row.message}")
+        if row.status == "fail":
+            found.append(f"        {row.code} -> {row.remedy}")
+    powers = {row.name: row for row in verdict.results if row.seen is not None and row.power is not None}
+    weak = [
+        f"{name} {100 * (row.power or 0):.0f} % ({row.seen})" for name, row in powers.items() if (row.power or 0) < 0.95
+    ]
+    found.append(
+        f"a fault in {100 * RARE:g} % of the answers shows with 95 % or more in {len(powers) - len(weak)} of "
+        f"{len(powers)} rows (that needs {answers_needed()} answers)" + (f"; less in {', '.join(weak)}" if weak else "")
+    )
+    return found
 
 
 def _stamp(url: str) -> dict[str, Any]:

@@ -174,7 +174,7 @@ class Demo:
             self.expected("check"),
         )
         command = ["check", plain, "--record", self.recording, "--samples", str(self.sizes.record)]
-        command += ["--max-tokens", str(self.sizes.record_tokens)]
+        command += ["--max-tokens", str(self.sizes.record_tokens), "--contexts", "512"]
         verdict = self.chain.run_json(command, "check", self.expected("check"), allowed=(0, 3))
         self.data["checks"].append({"title": "Plain server", "gate": False, "verdict": verdict})
 

@@ -1,0 +1,83 @@
+"""Recordings and answers that somebody damaged: a verdict or an error that names the cause, never a crash."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.bench import cheats
+from tests.bench.cheating_server import fuzzed
+from tests.command_line import trtspec
+from trtspec.bench.check import GateLimits, run_checks
+from trtspec.bench.transcript import Recording, read_recording
+from trtspec.errors import UsageError
+
+
+def judge_damaged(whole: Recording, path: Path, seeds: range) -> tuple[int, int]:
+    """(read, refused) of recordings with one to three damaged places; those that are read are judged on both sides."""
+    text, read, refused = json.dumps(whole.to_dict()), 0, 0
+    for seed in seeds:
+        dice, value = random.Random(seed), json.loads(text)
+        for _ in range(1 + seed % 3):
+            value = fuzzed(value, dice)
+        written = json.dumps(value)
+        path.write_text(written if seed % 10 else written[: dice.randrange(len(written))])
+        try:
+            damaged = read_recording(path)
+        except UsageError as error:
+            assert str(path) in error.message
+            refused += 1
+            continue
+        read += 1
+        for got, expected in ((whole, damaged), (damaged, whole), (damaged, None)):
+            json.dumps(run_checks(got, expected, GateLimits()).to_dict())
+    return read, refused
+
+
+def ask_damaged(base: str, recording: Path, seeds: range) -> set[int]:
+    """Statuses of the command against servers that damage every second answer."""
+    found = set()
+    for seed in seeds:
+        kind = ("reference", "trtllm", "vllm", "unknown")[seed % 4]
+        url = cheats.at(base, kind, "honest", 1, "fuzz", f"seed={seed}")
+        done = trtspec("check", url, "--against", recording, "--timeout", 5, "--json")
+        assert "unexpected" not in done.stderr.lower() and done.stdout, done.stderr
+        assert done.status == (0 if json.loads(done.stdout)["ok"] else 3)
+        found.add(done.status)
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(cheating: str) -> Recording:
+    return cheats.recorded(cheats.at(cheating, "reference"), 3, True, (200,), per_context=1)
+
+
+@pytest.fixture(scope="module")
+def small(cheating: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recording of two questions."""
+    path = tmp_path_factory.mktemp("small") / "plain.json"
+    found = cheats.recorded(cheats.at(cheating, "plain"), 2, True)
+    path.write_text(json.dumps(found.to_dict()))
+    return path
+
+
+def test_damaged_recordings(whole: Recording, tmp_path: Path) -> None:
+    read, refused = judge_damaged(whole, tmp_path / "x.json", range(60))
+    assert read > 5 and refused > 20
+
+
+def test_damaged_answers(cheating: str, small: Path) -> None:
+    assert ask_damaged(cheating, small, range(4)) == {3}
+
+
+@pytest.mark.slow
+def test_many_damaged_recordings(whole: Recording, tmp_path: Path) -> None:
+    judge_damaged(whole, tmp_path / "x.json", range(100, 500))
+
+
+@pytest.mark.slow
+def test_many_damaged_answers(cheating: str, small: Path) -> None:
+    ask_damaged(cheating, small, range(100, 200))

@@ -1,0 +1,104 @@
+"""Graded tasks and the statistics of the gate: against scipy and simulated runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from trtspec.bench import power
+from trtspec.bench.check import check_tasks
+from trtspec.bench.quality import Task, final_answer, grade, load_tasks
+from trtspec.bench.transcript import Recording, TaskReply
+from trtspec.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "right"),
+    [
+        ("72", "He sells 48 + 24 = 72.\n#### 72", True),
+        ("72", "So the answer is 72 clips.", True),
+        ("1234", r"\boxed{1,234.00}", True),
+        ("72", "72 is wrong, the answer is 71", False),
+        ("-5", "#### -5", True),
+        ("0.5", "#### .50", True),
+        ("72", "", False),
+        ("72", "#### seventy-two", False),
+    ],
+)
+def test_numbers_are_graded(answer: str, text: str, right: bool) -> None:
+    assert grade(Task("1", "?", answer, "number"), text) is right
+
+
+def test_other_graders() -> None:
+    assert grade(Task("1", "?", "B", "choice"), "It cannot be A.\nAnswer: B")
+    assert not grade(Task("1", "?", "B", "choice"), "Answer: A, not B")
+    assert grade(Task("1", "?", "Paris", "exact"), "The answer is **Paris**.")
+    assert grade(Task("1", "?", "Paris", "contains"), "I think of paris in spring")
+    assert final_answer("a #### 1\nb #### 2") == "2"
+
+
+def test_tasks_of_gsm8k_and_of_lm_eval(tmp_path: Path) -> None:
+    rows = [{"question": "2 and 3?", "answer": "2+3=5\n#### 5"}, {"question": "A or B?", "answer": "B"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = load_tasks(tmp_path / "rows.jsonl", 64).tasks
+    assert [(task.answer, task.grader) for task in found] == [("5", "number"), ("B", "choice")]
+    task = tmp_path / "task.yaml"
+    task.write_text(
+        "task: sums\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: rows.jsonl\n"
+        'doc_to_text: "Q: {{question}}\\nA:"\ndoc_to_target: "{{answer.split(\'####\')[-1].strip()}}"\n'
+    )
+    assert load_tasks(task, 64).tasks[0].question == "Q: 2 and 3?\nA:"
+    for line in ("process_docs: !function x.y\n", "fewshot_split: train\n", "num_fewshot: 5\n"):
+        other = tmp_path / "other.yaml"
+        other.write_text(task.read_text() + line)
+        with pytest.raises(UsageError, match="task"):
+            load_tasks(other, 64)
+    for bad in ("[1]", '{"question": "x"}', '{"question": "x", "answer": "y", "grader": "oracle"}', ""):
+        (tmp_path / "bad.jsonl").write_text(bad)
+        with pytest.raises(UsageError):
+            load_tasks(tmp_path / "bad.jsonl", 64)
+
+
+def test_exact_tests_agree_with_scipy() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    for lost, won in ((0, 0), (5, 1), (10, 10), (30, 12)):
+        wanted = stats.binomtest(lost, lost + won, 0.5, "greater").pvalue if lost + won else 1.0
+        assert math.isclose(power.mcnemar(lost, won), wanted, rel_tol=1e-9)
+    for few, few_of, many, many_of in ((0, 60, 6, 120), (3, 20, 9, 20), (5, 5, 0, 7)):
+        table = [[many, many_of - many], [few, few_of - few]]
+        wanted = stats.fisher_exact(table, alternative="greater").pvalue
+        assert math.isclose(power.fisher(few, few_of, many, many_of), wanted, rel_tol=1e-9)
+    assert math.isclose(power.binomial_at_least(7, 20, 0.2), stats.binom.sf(6, 20, 0.2), rel_tol=1e-9)
+
+
+def test_60_answers_show_a_fault_in_5_percent_of_them() -> None:
+    assert power.answers_needed() == 59 and power.answers_needed(power=0.99) == 90
+    dice = random.Random(1)
+    seen = sum(any(dice.random() < 0.05 for _ in range(60)) for _ in range(4000)) / 4000
+    assert abs(seen - power.chance_to_see(60)) < 0.015
+
+
+def runs(pairs: int, before: float, now: float, seed: int) -> tuple[Recording, Recording]:
+    dice = random.Random(seed)
+    made = [[TaskReply(str(i), dice.random() < share) for i in range(pairs)] for share in (before, now)]
+    plain, got = (Recording("u", {}, 8, [], tasks=tasks) for tasks in made)
+    return plain, got
+
+
+def test_76_for_90_percent_is_found_with_the_proposed_number() -> None:
+    pairs = power.pairs_needed(0.90, 0.76)
+    assert pairs < 200
+    found = [check_tasks(*reversed(runs(pairs, 0.90, 0.76, seed)), 0.14).status for seed in range(1000)]
+    assert found.count("fail") / 1000 > 0.88, f"found in {found.count('fail')} of 1000 runs of {pairs} tasks"
+    equal = [check_tasks(*reversed(runs(pairs, 0.90, 0.90, seed)), 0.14).status for seed in range(1000)]
+    assert equal.count("fail") / 1000 < 0.06
+
+
+def test_too_few_tasks_are_no_pass() -> None:
+    plain, got = runs(20, 0.9, 0.9, 3)
+    verdict = check_tasks(got, plain, 0.14)
+    assert verdict.status == "skipped" and f"needs {verdict.detail['pairs_needed']} tasks" in verdict.message

@@ -1,0 +1,240 @@
+"""One question of the gate and its answer, which may be no answer: every failure is kept as what it was."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+
+from trtspec.bench.client import Answer, Endpoint, RequestSampling, complete, request_body, stream_answer
+from trtspec.bench.transcript import AnswerTiming, AskedPrompt, Token, ToolReply, Transcript
+from trtspec.errors import TrtspecError
+
+TOP = 2  # alternatives per position: the gap needs the best two
+TICK = 0.02  # seconds
+GIVE_UP = 8  # requests that failed one after another: the rest would fail as well
+NOT_ASKED = "not asked: the requests before it failed one after another"
+MISSHAPEN = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+
+
+@dataclass
+class Asker:
+    """Sends questions to one server. `timeout`: seconds that one answer may take. `stopped` says why it gave up."""
+
+    client: httpx.AsyncClient
+    endpoint: Endpoint
+    max_tokens: int
+    timeout: float
+    concurrency: int
+    logprobs: bool = False
+    per_chunk: bool = True  # whether usage is asked for in every chunk
+    began: float = field(default_factory=time.perf_counter)
+    stopped: str | None = None
+    lags: list[tuple[float, float]] = field(default_factory=list)
+    _failures: int = 0
+
+    async def all(
+        self, prompts: Sequence[AskedPrompt], streamed: bool, concurrency: int | None = None
+    ) -> list[Transcript]:
+        """Answers in order of the prompts."""
+        slots = asyncio.Semaphore(concurrency or self.concurrency)
+
+        async def one(prompt: AskedPrompt) -> Transcript:
+            async with slots:
+                return await (self.stream(prompt) if streamed else self.ask(prompt))
+
+        return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+
+    async def watch_clock(self) -> None:
+        """Notes when this process is held up: what arrives then seems to arrive at once, and late."""
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(TICK)
+            now = time.perf_counter()
+            if now - before > 3 * TICK:
+                self.lags.append((before, now))
+
+    def _timing(
+        self, started: float, finished: float, first: float | None = None, last: float | None = None
+    ) -> AnswerTiming:
+        lag = sum(max(0.0, min(end, finished) - max(start, started)) for start, end in self.lags)
+        return AnswerTiming(
+            started=started - self.began,
+            first=None if first is None else first - started,
+            last=None if last is None else last - started,
+            total=finished - started,
+            lag=lag,
+        )
+
+    def body(self, messages: list[dict[str, Any]], extra: dict[str, Any]) -> dict[str, Any]:
+        return {**request_body(self.endpoint, messages, RequestSampling(self.max_tokens, 0.0), 0), **extra}
+
+    async def reply(self, body: dict[str, Any]) -> dict[str, Any]:
+        """One response. Raises TrtspecError with what went wrong, the time limit included."""
+        if self.stopped:
+            raise TrtspecError(NOT_ASKED)
+        try:
+            async with asyncio.timeout(self.timeout):
+                return await complete(self.client, self.endpoint, body)
+        except TimeoutError:
+            raise TrtspecError(f"no answer within {self.timeout:g} s (--timeout)") from None
+
+    async def ask(self, prompt: AskedPrompt) -> Transcript:
+        """One answer that is not streamed, with log-probabilities where they are asked for."""
+        body, started = self.body(prompt.messages, prompt.extra), time.perf_counter()
+        if self.logprobs:
+            body |= {"logprobs": True, "top_logprobs": TOP}
+        try:
+            found = read_answer(prompt, await self.reply(body))
+        except TrtspecError as error:
+            return self._failed(prompt, error.message)
+        except MISSHAPEN as error:
+            return self._failed(prompt, f"the answer is no chat completion ({type(error).__name__}: {error})")
+        self._failures = 0
+        return replace(found, timing=self._timing(started, time.perf_counter()))
+
+    async def stream(self, prompt: AskedPrompt) -> Transcript:
+        """One streamed answer. Log-probabilities are left out, as users do."""
+        if self.stopped:
+            return self._failed(prompt, NOT_ASKED)
+        body = self.body(prompt.messages, prompt.extra)
+        if self.per_chunk:
+            body["stream_options"] = {"continuous_usage_stats": True}
+        started = time.perf_counter()
+        try:
+            async with asyncio.timeout(self.timeout):
+                answer = await stream_answer(self.client, self.endpoint, body, prompt.question, prompt.category, 0)
+        except TimeoutError:
+            return self._failed(prompt, f"the stream did not end within {self.timeout:g} s (--timeout)")
+        if answer.error:
+            return self._failed(prompt, answer.error)
+        try:
+            found = _of_stream(prompt, answer)
+        except MISSHAPEN as error:
+            return self._failed(prompt, f"the stream is no chat completion ({type(error).__name__}: {error})")
+        self._failures = 0
+        first, last = (answer.chunks[0][0], answer.chunks[-1][0]) if answer.chunks else (None, None)
+        return replace(found, timing=self._timing(started, answer.finished, first, last))
+
+    async def tool(self, messages: list[dict[str, Any]], extra: dict[str, Any], question: str) -> ToolReply:
+        """One answer to a request with tools or a form; a refusal is kept as `error`."""
+        try:
+            reply = await self.reply(self.body(messages, extra))
+            found = replace(read_tool_reply(reply), question=question)
+        except TrtspecError as error:
+            self._count(error.message)
+            return ToolReply(error=error.message, question=question)
+        except MISSHAPEN as error:
+            return ToolReply(error=f"no chat completion ({type(error).__name__}: {error})", question=question)
+        self._failures = 0
+        return found
+
+    def _failed(self, prompt: AskedPrompt, reason: str) -> Transcript:
+        self._count(reason)
+        return Transcript(
+            prompt.question, prompt.category, prompt.messages, "", None, None, prompt.group, prompt.extra, error=reason
+        )
+
+    def _count(self, reason: str) -> None:
+        if reason.startswith("HTTP 4") and not reason.startswith("HTTP 429"):
+            return  # a refusal of this request says nothing about the next one
+        self._failures += reason != NOT_ASKED
+        if self._failures >= GIVE_UP and self.stopped is None:
+            self.stopped = f"{GIVE_UP} requests failed one after another, the last one: {reason}"
+
+
+def read_answer(prompt: AskedPrompt, reply: dict[str, Any]) -> Transcript:
+    """A response that is not streamed. Raises one of MISSHAPEN where its fields are not those of the API."""
+    choice = reply["choices"][0]
+    message = choice["message"]
+    reasoning = _text(message.get("reasoning_content") or message.get("reasoning"))
+    content = (choice.get("logprobs") or {}).get("content")
+    usage = reply.get("usage") or {}
+    return Transcript(
+        question=prompt.question,
+        category=prompt.category,
+        messages=prompt.messages,
+        text=reasoning + _text(message.get("content")),
+        finish_reason=_optional(choice.get("finish_reason"), str),
+        tokens=[read_token(entry) for entry in content] if content else None,
+        group=prompt.group,
+        extra=prompt.extra,
+        reasoned=len(reasoning),
+        spelled=_spelled(content) if content else None,
+        prompt_tokens=_optional(usage.get("prompt_tokens"), int),
+        completion_tokens=_optional(usage.get("completion_tokens"), int),
+        average=_number(choice.get("avg_decoded_tokens_per_iter")),
+        spec_decode=_optional(choice.get("spec_decode"), dict),
+    )
+
+
+def _of_stream(prompt: AskedPrompt, answer: Answer) -> Transcript:
+    return Transcript(
+        question=prompt.question,
+        category=prompt.category,
+        messages=prompt.messages,
+        text=answer.reasoning + answer.text,
+        finish_reason=_optional(answer.finish_reason, str),
+        tokens=None,
+        group=prompt.group,
+        extra=prompt.extra,
+        reasoned=len(answer.reasoning),
+        prompt_tokens=_optional(answer.prompt_tokens, int) or None,
+        completion_tokens=_optional(answer.completion_tokens, int) or None,
+        average=_number(answer.tokens_per_iteration),
+        spec_decode=_optional(answer.spec_decode, dict),
+        counted=answer.counted,
+        pieces=len(answer.chunks),
+    )
+
+
+def read_token(entry: dict[str, Any]) -> Token:
+    """One entry of choices[].logprobs.content. The runner-up is the best of top_logprobs that is not the token."""
+    top = sorted(entry.get("top_logprobs") or [], key=lambda item: -item["logprob"])
+    others = [item for item in top if item["token"] != entry["token"]]
+    gap = round(abs(top[0]["logprob"] - top[1]["logprob"]), 6) if len(top) > 1 else None
+    return Token(_text(entry["token"]), _text(others[0]["token"]) if others else None, gap)
+
+
+def read_tool_reply(reply: dict[str, Any]) -> ToolReply:
+    choice = reply["choices"][0]
+    message = choice["message"]
+    calls = [
+        {"name": str(call["function"]["name"]), "arguments": str(call["function"]["arguments"])}
+        for call in message.get("tool_calls") or []
+    ]
+    return ToolReply(
+        calls,
+        _text(message.get("content")),
+        reasoning=_text(message.get("reasoning_content") or message.get("reasoning")),
+        finish_reason=_optional(choice.get("finish_reason"), str),
+    )
+
+
+def _spelled(content: list[dict[str, Any]]) -> str:
+    """The text of the tokens: a character may be spread over several, so their bytes are joined where they are told."""
+    if all(isinstance(entry.get("bytes"), list) for entry in content):
+        return b"".join(bytes(entry["bytes"]) for entry in content).decode("utf-8", "replace")
+    return "".join(_text(entry["token"]) for entry in content)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise TypeError(f"text expected, not {type(value).__name__}")
+    return value.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate could not be written to a file
+
+
+def _optional(value: Any, kind: type) -> Any:
+    """None for anything that is not of this kind: servers leave fields out, and cheats fill them with anything."""
+    return value if isinstance(value, kind) and not isinstance(value, bool) else None
+
+
+def _number(value: Any) -> float | None:
+    found = float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    return found if found is not None and 0 < found < float("inf") else None

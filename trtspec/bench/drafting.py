@@ -1,0 +1,193 @@
+"""Rows of the gate on acceptance: the floor, what is claimed, what is forced, and where it collapses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from trtspec.bench.acceptance import summarize
+from trtspec.bench.gate import CheckResult, Status, result
+from trtspec.bench.steps import (
+    ENOUGH_STEPS,
+    can_tell_forced,
+    claim_faults,
+    compare_passes,
+    fell_from,
+    forced,
+    hopeless,
+    mean_rate,
+    pooled_histogram,
+    steps_of,
+)  # fmt: skip
+from trtspec.bench.text_quality import judge_run
+from trtspec.bench.transcript import Recording, Transcript
+
+SHOWN = 20
+LITTLE = 0.1  # accepted drafts per step; below it there is nothing that could collapse
+LONG_SHARE = 0.25  # a length that accepts less than this share of what short prompts do
+UNTOLD = "neither the answers nor their streams tell how many steps they took"
+
+
+def check_acceptance(got: Recording, floor: float | None) -> CheckResult:
+    """Acceptance length at or above the floor; always with a word on the output it was measured on."""
+    found = summarize(got.counts)
+    length = found.acceptance_length
+    looping = judge_run([transcript.text for transcript in got.answered]).degenerate
+    told = ("acceptance_length", "steps", "drafted", "accepted", "histogram", "source")
+    detail = {key: getattr(found, key) for key in told}
+    if length is None or not (found.drafted or found.accepted):
+        status: Status = "fail" if floor is not None else "skipped"
+        message = "the server tells nothing about speculation, or runs without it"
+    else:
+        status = "skipped" if floor is None else "pass" if length >= floor else "fail"
+        against = "no floor given (--min-acceptance)" if floor is None else f"floor {floor:g}"
+        message = f"acceptance length {length:.3f} over {found.turns} greedy answers, {against}"
+        if looping:
+            message += "; the output is degenerate (see above), which flatters acceptance"
+    remedy = "trtspec bench URL for acceptance by category; trtspec inspect HEAD --against TARGET"
+    return result("acceptance", status, message, "TS-CHECK-ACCEPTANCE", remedy, **detail)
+
+
+def check_claims(got: Recording) -> CheckResult:
+    """What the server says about its steps agrees with itself, with the tokens and with the stream."""
+    told = [
+        i
+        for i in [*got.answered, *got.streams]
+        if i.error is None and (i.average is not None or i.spec_decode is not None)
+    ]
+    if not told:
+        return result("acceptance-claims", "skipped", "the answers claim nothing about speculation")
+    faults = claim_faults(told)
+    shown = [f"{question}: {fault}" for question, fault in faults]
+    streamed = sum(bool(item.counted) for item in told)
+    message = (
+        f"what {len(told)} answers say of their steps agrees with their tokens, {streamed} of them with their stream"
+    )
+    if faults:
+        message = f"{len(faults)} of {len(told)} answers claim what cannot be: {shown[0]}"
+    remedy = "believe no acceptance figure of this server; measure its speed against the plain one with trtspec bench"
+    found = result(
+        "acceptance-claims", "fail" if faults else "pass", message, "TS-CHECK-CLAIM", remedy, faults=shown[:SHOWN]
+    )
+    return replace(found, seen=len(told))
+
+
+def check_forced(got: Recording) -> CheckResult:
+    """Acceptance varies as that of a drafter does."""
+    name, code = "forced-acceptance", "TS-CHECK-FORCED-ACCEPTANCE"
+    remedy = "unset TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS (or the engine's equivalent) and start the server again"
+    everything = [item for item in [*got.answered, *got.streams] if item.error is None]
+    rate = mean_rate(everything)
+    if rate is None:
+        return result(name, "skipped", UNTOLD)
+    if rate[0] < LITTLE:
+        return result(name, "skipped", "next to nothing is accepted: the server runs without speculation")
+    reason = forced(everything)
+    risen = _risen(got)
+    if reason or risen:
+        reason = reason or f"{len(risen)} answers accepted far more at one time than at another, among them {risen[0]}"
+        return result(name, "fail", reason, code, remedy, risen=risen[:SHOWN], histogram=pooled_histogram(everything))
+    if not can_tell_forced(everything):
+        few = f"fewer than {ENOUGH_STEPS} steps of text that does not repeat itself, or only averages, below two tokens"
+        return result(name, "skipped", few, histogram=pooled_histogram(everything))
+    counted = [item for item in everything if steps_of(item) is not None]
+    histogram = pooled_histogram(everything)
+    message = f"acceptance varies over {len(counted)} answers as a drafter's does"
+    message += f" (steps by accepted drafts: {histogram})" if histogram else ""
+    return replace(result(name, "pass", message, histogram=histogram), seen=len(counted))
+
+
+def _risen(got: Recording) -> list[str]:
+    """Questions whose same text was accepted far more readily in one pass than in the two others: nothing honest makes
+    drafts better for once."""
+    passes = [{item.question: item for item in one} for one in (got.answered, got.streamed, got.later)]
+    found = []
+    for question in passes[0]:
+        each = [steps for one in passes if question in one and (steps := steps_of(one[question])) is not None]
+        each.sort(key=lambda steps: steps.steps)
+        same = len(each) == len(passes) and len({steps.text for steps in each}) == 1
+        if same and fell_from(each[0], each[1]):
+            found.append(question)
+    return found
+
+
+def check_passes(got: Recording) -> list[CheckResult]:
+    """Acceptance on prompts that were asked before, and after a burst."""
+    warm = _pass_row(
+        "acceptance-warm", "TS-CHECK-ACCEPTANCE-WARM", [(got.answered, got.streamed), (got.long_cold, got.long_warm)],
+        "on prompts asked before",
+        "serve with kv_cache_config.enable_block_reuse: false, or a release whose drafter reuses its cache as well",
+    )  # fmt: skip
+    burst = _pass_row(
+        "acceptance-after-burst", "TS-CHECK-ACCEPTANCE-BURST", [(got.streamed, got.later)], "after a burst",
+        "compare acceptance before and after load with trtspec bench; look for draft_len_schedule and max_concurrency",
+    )  # fmt: skip
+    return [warm, burst]
+
+
+def _pass_row(
+    name: str, code: str, passes: Sequence[tuple[Sequence[Transcript], Sequence[Transcript]]], where: str, remedy: str
+) -> CheckResult:
+    found = [compared for before, after in passes if (compared := compare_passes(before, after)) is not None]
+    if not found:
+        return result(name, "skipped", UNTOLD)
+    if max(compared.before for compared in found) < LITTLE:
+        return result(name, "skipped", "next to nothing is accepted, so nothing can collapse")
+    fallen = [question for compared in found for question in compared.fallen]
+    fell = [compared for compared in found if compared.fell]
+    worst = min(found, key=lambda compared: compared.after / max(compared.before, 1e-9))
+    count = sum(compared.answers for compared in found)
+    message = (
+        f"{worst.after:.3f} drafts accepted per step {where}, {worst.before:.3f} before, over {worst.answers} answers"
+    )
+    if fallen:
+        message += f"; {len(fallen)} of {count} answers collapse: {fallen[0]}"
+    status: Status = "fail" if fallen or fell else "pass"
+    found_row = result(
+        name, status, message, code, remedy, fallen=fallen[:SHOWN], before=worst.before, after=worst.after
+    )
+    return replace(found_row, seen=count)
+
+
+def check_long(got: Recording) -> CheckResult:
+    """Acceptance at each length of context, against that on short prompts."""
+    name = "acceptance-long-context"
+    lengths = list(dict.fromkeys(item.group for item in got.long_cold))
+    if not lengths:
+        return result(name, "skipped", "no long prompt was asked (--contexts)")
+    refused = [i for i in got.long_cold if i.error]
+    usual = mean_rate(got.streamed) or mean_rate(got.answered)
+    table, bad, count = [], [], 0
+    for length in lengths:
+        here = [item for item in [*got.long_cold, *got.long_warm] if item.group == length and item.error is None]
+        rate = mean_rate(here)
+        if rate is None or usual is None:
+            continue
+        count += len(here)
+        lost = hopeless(here, usual[0]) if usual[0] >= LITTLE else []
+        read = max((item.prompt_tokens or 0) for item in here)
+        table.append(
+            {"asked_for": int(length), "prompt_tokens": read, "accepted_per_step": round(rate[0], 4), "steps": rate[1]}
+        )
+        few = rate[1] >= ENOUGH_STEPS and rate[0] < LONG_SHARE * usual[0]
+        if lost or (few and usual[0] >= LITTLE):
+            bad.append(
+                f"{length} tokens: {rate[0]:.3f} drafts accepted per step" + (f", none for {lost[0]}" if lost else "")
+            )
+    said = (
+        f"refused: {', '.join(dict.fromkeys(i.group for i in refused))} tokens ({str(refused[0].error)[:100]})"
+        if refused
+        else ""
+    )
+    if not table or usual is None or usual[0] < LITTLE:
+        why = UNTOLD if not table and not refused else said or "next to nothing is accepted, so nothing can collapse"
+        return result(name, "skipped", why, lengths=table)
+    rates = ", ".join(f"{row['accepted_per_step']:g} at {row['prompt_tokens']}" for row in table)
+    message = f"{usual[0]:.3f} drafts accepted per step on short prompts; {rates} tokens" + (
+        f"; {said}" if said else ""
+    )
+    if bad:
+        message += f"; collapsed: {bad[0]}"
+    remedy = "train the head on longer contexts, or check its rope scaling: trtspec inspect HEAD --against TARGET"
+    found = result(name, "fail" if bad else "pass", message, "TS-CHECK-ACCEPTANCE-LONG", remedy, lengths=table)
+    return replace(found, seen=count)

@@ -1,0 +1,95 @@
+"""Verdicts for other programs: JUnit XML, as continuous integration reads it, and GitHub's annotations.
+
+JUnit as Jenkins and GitLab read it: one test case per row; a failure has the problem's code as its type, a row that
+could not be measured is skipped (https://github.com/testmoapp/junitxml).
+"""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as xml
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from trtspec.bench.check import GateVerdict
+from trtspec.errors import Problem
+
+# what XML 1.0 cannot hold at all, even escaped
+UNPRINTABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+LEVELS = {"error": "error", "warning": "warning", "info": "notice"}
+
+
+@dataclass(frozen=True)
+class JunitCase:
+    """One row: passed, failed with a code, or skipped with a reason."""
+
+    name: str
+    status: Literal["pass", "fail", "skipped"]
+    message: str
+    code: str = ""
+    remedy: str = ""
+
+
+def junit_xml(suite: str, cases: Sequence[JunitCase]) -> str:
+    """One test suite as a document."""
+    failures = sum(case.status == "fail" for case in cases)
+    skipped = sum(case.status == "skipped" for case in cases)
+    counts = {"tests": str(len(cases)), "failures": str(failures), "errors": "0", "skipped": str(skipped)}
+    root = xml.Element("testsuites", counts)
+    found = xml.SubElement(root, "testsuite", {"name": _clean(suite), **counts})
+    for case in cases:
+        item = xml.SubElement(found, "testcase", {"classname": _clean(suite), "name": _clean(case.name)})
+        message = _clean(case.message)
+        if case.status == "fail":
+            failure = xml.SubElement(item, "failure", {"type": case.code, "message": message})
+            failure.text = _clean(case.remedy)
+        elif case.status == "skipped":
+            xml.SubElement(item, "skipped", {"message": message})
+        else:
+            xml.SubElement(item, "system-out").text = message
+    xml.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + xml.tostring(root, encoding="unicode") + "\n"
+
+
+def annotation(level: str, title: str, message: str) -> str:
+    """A workflow command of GitHub Actions: `::error title=...::message`."""
+    return f"::{level} title={_escaped(title, properties=True)}::{_escaped(message)}"
+
+
+def check_xml(verdict: GateVerdict) -> str:
+    """The gate's rows as test cases."""
+    cases = [JunitCase(row.name, row.status, row.message, row.code, row.remedy) for row in verdict.results]
+    return junit_xml("trtspec check", cases)
+
+
+def check_annotations(verdict: GateVerdict) -> list[str]:
+    """Failures as errors, what was not measured as notices."""
+    return [
+        annotation("error", row.code, f"{row.name}: {row.message} -> {row.remedy}") if row.status == "fail"
+        else annotation("notice", f"check: {row.name} not measured", row.message)
+        for row in verdict.results if row.status != "pass"
+    ]  # fmt: skip
+
+
+def problem_cases(problems: Iterable[Problem]) -> list[JunitCase]:
+    """Problems of any command: errors fail, the rest is passed with its message; one case where there is none."""
+    found = [
+        JunitCase(f"{p.code} {p.where}", "fail" if p.severity == "error" else "pass", p.message, p.code, p.remedy)
+        for p in problems
+    ]
+    return found or [JunitCase("no problem", "pass", "nothing was found")]
+
+
+def problem_annotations(problems: Iterable[Problem]) -> list[str]:
+    return [annotation(LEVELS[p.severity], p.code, f"{p.where}: {p.message} -> {p.remedy}") for p in problems]
+
+
+def _clean(text: str) -> str:
+    return UNPRINTABLE.sub("\ufffd", text)
+
+
+def _escaped(text: str, properties: bool = False) -> str:
+    """https://github.com/actions/toolkit/blob/main/packages/core/src/command.ts"""
+    found = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return found.replace(":", "%3A").replace(",", "%2C") if properties else found

@@ -1,0 +1,241 @@
+"""Asks one server everything that the gate judges, in an order in which each part keeps its meaning.
+
+The prompts cold and not streamed; a baseline once more at another concurrency; the same prompts as streams (now warm);
+the long prompts twice; tools, follow-ups, forms, stop strings; a burst; and the prompts as streams again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trtspec.bench import adapters, battery
+from trtspec.bench.acceptance import TurnCounts
+from trtspec.bench.asking import Asker
+from trtspec.bench.battery import Battery
+from trtspec.bench.client import Answer, Endpoint, new_client
+from trtspec.bench.findings import RequestLimits
+from trtspec.bench.parameters import probe_parameters
+from trtspec.bench.quality import TaskSet, ask_tasks
+from trtspec.bench.transcript import (
+    AskedPrompt,
+    BurstReply,
+    ParameterReply,
+    RecordedPass,
+    Recording,
+    ToolReply,
+    Transcript,
+)  # fmt: skip
+from trtspec.errors import TrtspecError
+
+FATES = {
+    "end_engine": "they can end a speculating engine of release {}",
+    "ignored": "release {} leaves them out under speculation, and may hang over them",
+    "refused": "release {} refuses them under speculation",
+}
+PROBES = 4  # answers that show whether a server speculates
+FEW = 3  # tool requests without a call after which no more are sent
+REPEAT = 4  # a repeated pass has as many rows in a step as verification of three drafts
+BURST = 8  # requests at once, for each that is usually in flight
+BURST_TOKENS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecorderOptions:
+    """`baseline`: the server should run without speculation, and its own rounding is measured. `logprobs`: ask for
+    log-probabilities whatever is known of the release. `timeout`: seconds for one answer."""
+
+    concurrency: int = 4
+    model: str | None = None
+    limits: Callable[[adapters.DetectedServer], RequestLimits] = lambda server: {}
+    baseline: bool = False
+    logprobs: bool = False
+    timeout: float = 120.0
+    tasks: TaskSet | None = None
+
+
+async def record(url: str, asked: Battery, options: RecorderOptions) -> Recording:
+    """Raises TrtspecError where the server lists no model; every later failure is part of the recording."""
+    async with new_client(url, options.concurrency * max(REPEAT, BURST), options.timeout) as client:
+        server = await adapters.detect_server(client, options.model)
+        asker = Asker(client, Endpoint(url, server.model), asked.max_tokens, options.timeout, options.concurrency)
+        watching = asyncio.create_task(asker.watch_clock())
+        try:
+            return await _record(asker, server, asked, options)
+        finally:
+            watching.cancel()
+
+
+async def _record(asker: Asker, server: adapters.DetectedServer, asked: Battery, options: RecorderOptions) -> Recording:
+    limits, client = options.limits(server), asker.client
+    withheld = None if options.logprobs else await _reason_to_withhold(asker, server, limits, asked, options)
+    asker.logprobs = withheld is None
+    before = await adapters.read_counters(client, server)
+    cold = await _cold(asker, asked)
+    after = await adapters.read_counters(client, server)
+    counts = counts_of_transcripts(cold)
+    if before and after and not counts:
+        tokens = sum(transcript.completion_tokens or 0 for transcript in cold)
+        counts = [adapters.counts_between(before, after, "all", tokens)]
+    if withheld is None and not any(transcript.tokens for transcript in cold):
+        withheld = "the server gives none"
+    found = Recording(asker.endpoint.base_url, server.to_dict(), asked.max_tokens, cold, counts=counts,
+                  withheld=withheld, concurrency=options.concurrency)  # fmt: skip
+    if options.baseline:
+        repeated = await asker.all(asked.prompts, False, REPEAT * options.concurrency)
+        found = replace(found, repeats=[RecordedPass(REPEAT * options.concurrency, repeated)])
+    found = await _streams(asker, asked, found)
+    found = await _features(asker, asked, found, limits)
+    if options.tasks is not None:
+        found = replace(found, tasks=await ask_tasks(asker, options.tasks))
+    return replace(found, stopped=asker.stopped)
+
+
+async def _reason_to_withhold(
+    asker: Asker, server: adapters.DetectedServer, limits: RequestLimits, asked: Battery, options: RecorderOptions
+) -> str | None:
+    """Why log-probabilities are not asked for, or None where the release is known to survive it, or where a few answers
+    show that it accepts no drafts; a baseline that does not tell is taken for plain."""
+    fate = next((kind for kind in FATES if "logprobs" in limits.get(kind, ())), None)
+    if server.row.survives_logprobs or (limits and fate is None):
+        return None
+    few = await asker.all(asked.prompts[:PROBES], streamed=False)
+    counts = counts_of_transcripts(few)
+    plain = not any(found.accepted for found in counts) if counts else options.baseline
+    if plain and (options.baseline or counts):
+        return None
+    if fate is not None:
+        return FATES[fate].format(server.version)
+    return f"it is not known whether a speculating server of this kind ({server.kind}) survives them (--logprobs)"
+
+
+def counts_of_transcripts(transcripts: Sequence[Transcript]) -> list[TurnCounts]:
+    """What the answers themselves say about speculation; nothing of those that say nothing or nonsense."""
+    found = []
+    for transcript in transcripts:
+        answer = Answer(transcript.question, transcript.category, 0, started=0.0)
+        answer.completion_tokens = transcript.completion_tokens or 0
+        answer.tokens_per_iteration, answer.spec_decode = transcript.average, transcript.spec_decode
+        counts = adapters.counts_of(answer)
+        if counts is not None and transcript.error is None:
+            found.append(counts)
+    return found
+
+
+async def _cold(asker: Asker, asked: Battery) -> list[Transcript]:
+    """The first pass. A server that refuses log-probabilities with a plain error is asked without them."""
+    first = await asker.ask(asked.prompts[0])
+    if first.error and asker.logprobs:
+        asker.logprobs = False
+        again = await asker.ask(asked.prompts[0])
+        asker.logprobs = again.error is not None  # it was not for them
+        first = again
+    rest = await asker.all(asked.prompts[1:], streamed=False)
+    return [first, *rest]
+
+
+async def _streams(asker: Asker, asked: Battery, found: Recording) -> Recording:
+    """The prompts as streams, the long ones twice, and the prompts again behind a burst."""
+    prompts = [transcript.prompt for transcript in found.answered]
+    if prompts:
+        first = await asker.stream(prompts[0])
+        if first.error:  # some servers refuse options of streams that they do not know
+            asker.per_chunk = False
+    streamed = await asker.all(prompts, streamed=True)
+    confirmed = await asker.all(differing(found.answered, streamed), streamed=False)
+    cold, warm = await _long(asker, asked.long)
+    burst = await _burst(asker, prompts)
+    later = await asker.all([prompt for prompt in prompts if prompt.group == "prompts"], streamed=True)
+    return replace(
+        found, streamed=streamed, confirmed=confirmed, long_cold=cold, long_warm=warm, burst=burst, later=later
+    )
+
+
+async def _long(asker: Asker, prompts: Sequence[AskedPrompt]) -> tuple[list[Transcript], list[Transcript]]:
+    """Each length first cold, then warm; a length whose first prompt is refused is not asked again."""
+    cold: list[Transcript] = []
+    warm: list[Transcript] = []
+    for length in dict.fromkeys(prompt.group for prompt in prompts):
+        group = [prompt for prompt in prompts if prompt.group == length]
+        first = await asker.stream(group[0])
+        cold.append(first)
+        if first.error:
+            continue
+        cold += await asker.all(group[1:], streamed=True)
+        warm += await asker.all(group, streamed=True)
+    return cold, warm
+
+
+def differing(expected: Sequence[Transcript], got: Sequence[Transcript]) -> list[AskedPrompt]:
+    """The prompts whose answers are not the same."""
+    texts = {transcript.question: transcript.text for transcript in got if transcript.error is None}
+    return [item.prompt for item in expected if texts.get(item.question, item.text) != item.text]
+
+
+async def _burst(asker: Asker, prompts: Sequence[AskedPrompt]) -> BurstReply | None:
+    """Many short requests at once. A server may refuse some of them (429, 503), and must live on."""
+    size = BURST * asker.concurrency
+    if not prompts or asker.stopped:
+        return None
+    bodies = [asker.body(prompts[i % len(prompts)].messages, {"max_tokens": BURST_TOKENS}) for i in range(size)]
+    replies = await asyncio.gather(*(asker.reply(body) for body in bodies), return_exceptions=True)
+    failures = [str(reply) for reply in replies if isinstance(reply, TrtspecError)]
+    unforeseen = [
+        reply for reply in replies if isinstance(reply, BaseException) and not isinstance(reply, TrtspecError)
+    ]
+    if unforeseen:
+        raise unforeseen[0]
+    refused = [text for text in failures if text.startswith(("HTTP 429", "HTTP 503"))]
+    failed = [text for text in failures if text not in refused]
+    return BurstReply(size, len(refused), len(failed), failed[0] if failed else "")
+
+
+async def _features(asker: Asker, asked: Battery, found: Recording, limits: RequestLimits) -> Recording:
+    """Tools, follow-ups, forms, stop strings, an image, and request parameters one at a time."""
+    tools = await _tools(asker, asked.each)
+    follow_ups = await _replies(
+        asker, [(battery.follow_up(i), {"tools": [battery.TOOL]}, battery.tool_name(i)) for i in range(asked.each)]
+    )
+    form = {"type": "json_schema", "json_schema": {"name": "described", "schema": battery.FORM_SCHEMA}}
+    few = min(battery.FEW, asked.each)
+    forms = await _replies(
+        asker, [(battery.form_question(i), {"response_format": form}, battery.tool_name(i)) for i in range(few)]
+    )
+    stops = await _replies(asker, [
+        (transcript.messages, {**transcript.extra, "stop": [word]}, transcript.question)
+        for transcript in found.answered if (word := battery.stop_word(transcript.content))
+    ][:few])  # fmt: skip
+    image = await asker.tool(battery.image_question(), {"max_tokens": BURST_TOKENS}, "image")
+    parameters: list[ParameterReply] = []
+    if found.answered and not asker.stopped:
+        parameters = await probe_parameters(asker, found.answered, limits)
+    return replace(
+        found, tools=tools, follow_ups=follow_ups, forms=forms, stops=stops, image=image, parameters=parameters
+    )
+
+
+async def _tools(asker: Asker, count: int) -> list[ToolReply]:
+    """Requests with a tool; only a few where the first ones bring no call."""
+    offered: dict[str, Any] = {"tools": [battery.TOOL], "tool_choice": "auto"}
+    asks = [
+        ([{"role": "user", "content": battery.tool_question(i)}], offered, battery.tool_name(i)) for i in range(count)
+    ]
+    found = await _replies(asker, asks[:FEW])
+    if any(reply.calls for reply in found):
+        found += await _replies(asker, asks[FEW:])
+    return found
+
+
+async def _replies(asker: Asker, asks: Sequence[tuple[list[dict[str, Any]], dict[str, Any], str]]) -> list[ToolReply]:
+    slots = asyncio.Semaphore(asker.concurrency)
+
+    async def one(messages: list[dict[str, Any]], extra: dict[str, Any], question: str) -> ToolReply:
+        async with slots:
+            return await asker.tool(messages, extra, question)
+
+    first = [await one(*asks[0])] if asks else []
+    if first and first[0].error:
+        return first  # refused: so would be the others
+    return first + list(await asyncio.gather(*(one(*ask) for ask in asks[1:])))

@@ -1,0 +1,293 @@
+"""Verification steps of single answers, from what a server claims and from what its stream shows: do the two agree, is
+acceptance forced, and did it collapse between two passes over the same questions?
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trtspec.bench.adapters import is_count
+from trtspec.bench.text_quality import degeneration
+from trtspec.bench.transcript import Transcript
+
+ENOUGH_STEPS = 50
+ENOUGH_ANSWERS = 10
+LONG_ANSWER = 12  # steps from which a single answer says something
+SAME_SHARE = 0.98  # the last step of an answer may be cut short
+FEW_DECIMALS = 3  # an average printed with fewer digits does not show whether it belongs to a whole number of steps
+LONGEST_DRAFT = 64
+IMPOSSIBLE = 1e-6
+COLLAPSED = 0.5  # an answer that accepts less than this share of what it accepted before
+COLLAPSE_STEPS = 8  # ... and takes this many steps more
+FALL = 0.8  # a pass that accepts less than this share of what the other pass did over the same answers
+
+
+@dataclass(frozen=True)
+class AnswerSteps:
+    """One answer: its tokens, its verification steps (the prefill is none), and the sizes of steps less one where they
+    are known, the last step left out."""
+
+    question: str
+    tokens: int
+    steps: int
+    accepted: tuple[int, ...] | None = None
+    text: str = ""
+
+    @property
+    def rate(self) -> float:
+        """Accepted drafts per step."""
+        return max(0, self.tokens - 1 - self.steps) / self.steps if self.steps else 0.0
+
+
+def steps_of(transcript: Transcript) -> AnswerSteps | None:
+    """The steps that an answer took at least: what is claimed, or the pieces of the stream where these are more."""
+    tokens = transcript.completion_tokens or 0
+    claimed, seen = claimed_steps(transcript), increments(transcript)
+    if transcript.error or tokens < 2 or (claimed is None and len(seen) < 2):
+        return None
+    steps = max(claimed or 0, len(seen) - 1)
+    accepted = tuple(size - 1 for size in seen[1:-1])
+    whole = len(seen) > 1 and (claimed is None or abs(claimed - len(seen) + 1) <= 1)
+    return AnswerSteps(transcript.question, tokens, max(1, steps), accepted if whole else None, transcript.text)
+
+
+def claimed_steps(transcript: Transcript) -> int | None:
+    spec = transcript.spec_decode or {}
+    if is_count(spec.get("steps")) and (spec["steps"] or not spec.get("accepted")):
+        return int(spec["steps"])
+    if transcript.average and transcript.completion_tokens:
+        return max(1, round(transcript.completion_tokens / transcript.average)) - 1
+    return None
+
+
+def increments(transcript: Transcript) -> list[int]:
+    """Tokens that each piece of the stream added, by the usage in it; the first are those of the prefill."""
+    added = [b - a for a, b in itertools.pairwise([0, *transcript.counted])]
+    return [size for size in added if size > 0]
+
+
+def claim_faults(transcripts: Sequence[Transcript]) -> list[tuple[str, str]]:
+    """(question, what is wrong) for every answer whose claims contradict each other, its tokens or its stream."""
+    decimals = max((_decimals(t.average) for t in transcripts if t.average), default=0)
+    found = [
+        (transcript.question, fault)
+        for transcript in transcripts
+        if transcript.error is None
+        for fault in itertools.islice(_faults(transcript, decimals), 1)
+    ]
+    return found or _one_average(transcripts)
+
+
+def _faults(transcript: Transcript, decimals: int) -> Iterator[str]:
+    tokens, average, spec = transcript.completion_tokens or 0, transcript.average, transcript.spec_decode
+    if spec is not None:
+        yield from _spec_faults(spec, tokens)
+    if average is not None and average < 0.99:
+        yield f"{average:g} tokens per iteration are fewer than one"
+    if average is not None and tokens and decimals >= FEW_DECIMALS and not _whole(tokens, average, decimals):
+        yield f"{average:g} tokens per iteration of {tokens} tokens are no whole number of iterations"
+    if average is not None and average > tokens > 0:
+        yield f"{average:g} tokens per iteration are more than the {tokens} tokens of the answer"
+    claimed, seen = claimed_steps(transcript), increments(transcript)
+    if claimed is not None and len(seen) > 1.05 * (claimed + 1) + 1:
+        yield f"{claimed} steps are claimed and the stream brought tokens {len(seen)} times"
+    elif claimed is not None and not seen and (transcript.pieces or 0) > 1.2 * (claimed + 1) + 4:
+        yield f"{claimed} steps are claimed and the stream came in {transcript.pieces} pieces"
+    if spec is not None and average is not None and is_count(spec.get("steps")) and tokens:
+        told = tokens / (spec["steps"] + 1)
+        if not 0.9 * told <= average <= 1.1 * told + 0.1:
+            yield f"{average:g} tokens per iteration are claimed, and {spec['steps']} steps for {tokens} tokens"
+
+
+def _spec_faults(spec: dict[str, Any], tokens: int) -> Iterator[str]:
+    named = {key: spec.get(key) for key in ("steps", "drafted", "accepted")}
+    if not all(is_count(value) for value in named.values()):
+        wrong = ", ".join(key for key, value in named.items() if not is_count(value))
+        yield f"of spec_decode, {wrong} are no counts"
+        return
+    steps, drafted, accepted = (int(value or 0) for value in named.values())
+    if accepted and not steps:
+        yield f"{accepted} drafts are accepted without a step"
+    if accepted > drafted:
+        yield f"{accepted} drafts are accepted of {drafted}"
+    histogram = spec.get("histogram")
+    longest = LONGEST_DRAFT
+    if isinstance(histogram, (list, tuple)) and histogram and all(is_count(entry) for entry in histogram):
+        longest = len(histogram) - 1
+        if sum(histogram) != steps or sum(j * count for j, count in enumerate(histogram)) != accepted:
+            yield "the histogram does not add up to its own steps and accepted drafts"
+    if tokens > 1 + steps + accepted:
+        yield f"{tokens} tokens are more than {steps} steps and {accepted} accepted drafts make"
+    elif tokens and 1 + steps + accepted - tokens > longest + 1:
+        yield f"{steps} steps and {accepted} accepted drafts make more than the {tokens} tokens that came"
+
+
+def _decimals(value: float) -> int:
+    return len(repr(round(value, 6)).rpartition(".")[2])
+
+
+def _whole(tokens: int, average: float, decimals: int) -> bool:
+    """Whether some whole number of iterations gives this average; an engine may count the end of the answer or not."""
+    slack = 0.5 * 10.0 ** -min(decimals, 5)
+    for counted in (tokens - 1, tokens, tokens + 1):
+        iterations = counted / average
+        if abs(iterations - round(iterations)) <= 1e-3 + slack * iterations / average:
+            return True
+    return False
+
+
+def _one_average(transcripts: Sequence[Transcript]) -> list[tuple[str, str]]:
+    """Answers of different lengths that all claim one average, though it makes no whole number of iterations."""
+    told = [t for t in transcripts if t.error is None and t.average and t.completion_tokens]
+    averages = {round(t.average or 0.0, 4) for t in told}
+    if len(told) < ENOUGH_ANSWERS or len(averages) != 1 or averages == {1.0}:
+        return []
+    average = averages.pop()
+    broken = [t for t in told if not _whole(t.completion_tokens or 0, average, FEW_DECIMALS + 1)]
+    said = f"all {len(told)} answers claim {average:g} tokens per iteration, whatever their length"
+    return [(t.question, said) for t in broken] if len(broken) > len(told) / 4 else []
+
+
+def histogram_of(spec: dict[str, Any] | None) -> list[int] | None:
+    found = (spec or {}).get("histogram")
+    known = isinstance(found, (list, tuple)) and found and all(is_count(entry) for entry in found)
+    return list(found) if known and found else None
+
+
+def pooled_histogram(transcripts: Sequence[Transcript]) -> list[int]:
+    """How many steps accepted 0, 1, 2 ... drafts, by the streams, and by the server's own word where there are none."""
+    total = [0] * (LONGEST_DRAFT + 1)
+    for accepted in (sizes for _, sizes in step_sizes(transcripts)):
+        for size in accepted:
+            total[min(size, LONGEST_DRAFT)] += 1
+    while total and not total[-1]:
+        total.pop()
+    return total
+
+
+def step_sizes(transcripts: Sequence[Transcript]) -> list[tuple[Transcript, list[int]]]:
+    """Accepted drafts of each step, per answer, the cut last step left out where the order is known."""
+    found = []
+    for transcript in transcripts:
+        steps = steps_of(transcript)
+        histogram = histogram_of(transcript.spec_decode)
+        if steps is not None and steps.accepted:
+            found.append((transcript, list(steps.accepted)))
+        elif steps is not None and histogram is not None and sum(histogram) == steps.steps:
+            found.append((transcript, [j for j, count in enumerate(histogram) for _ in range(count)]))
+    return found
+
+
+def forced(transcripts: Sequence[Transcript]) -> str | None:
+    """Why acceptance looks forced, or None. No drafter accepts the same number of drafts in every step, or one of two
+    neighbouring numbers and never none at all; a text that repeats itself does that honestly and is left out."""
+    lively = [item for item in transcripts if item.error is None and degeneration(item.text) is None]
+    known = step_sizes(lively)
+    pooled = [size for _, sizes in known for size in sizes]
+    if len(pooled) < ENOUGH_STEPS:
+        return _narrow_averages(lively)
+    counts = [pooled.count(size) for size in range(max(pooled) + 1)]
+    most = max(range(len(counts)), key=counts.__getitem__)
+    drafts = max((len(h) - 1 for t in lively if (h := histogram_of(t.spec_decode))), default=0)
+    if most and counts[most] >= SAME_SHARE * len(pooled):
+        return f"every one of {len(pooled)} steps accepted {most} drafts"
+    pairs = [(counts[j] + counts[j + 1], j) for j in range(1, len(counts) - 1)]
+    if pairs and max(pairs)[0] >= SAME_SHARE * len(pooled):
+        low = max(pairs)[1]
+        return f"each of {len(pooled)} steps accepted {low} or {low + 1} drafts, and none was refused whole"
+    if drafts > 1 and len(counts) == 2 and counts[1] > 0.3 * len(pooled):
+        return f"no step of {len(pooled)} accepted more than 1 of {drafts} drafts, though {counts[1]} accepted one"
+    return _forced_answer(known, counts, max(len(counts) - 1, drafts))
+
+
+def _forced_answer(known: Sequence[tuple[Transcript, list[int]]], counts: Sequence[int], drafts: int) -> str | None:
+    """A single answer that accepts the same number, or one of two neighbours, in every step, and never none or all:
+    by the shares of all steps that is next to impossible, and no easy or hard text leads a drafter to it."""
+    total = sum(counts)
+    for transcript, sizes in known:
+        low, high = min(sizes), max(sizes)
+        share = sum(counts[low : high + 1]) / total
+        if len(sizes) < LONG_ANSWER or not 0 < low <= high < drafts or high > low + 1:
+            continue
+        if share ** len(sizes) * len(known) < IMPOSSIBLE:
+            said = f"{low} drafts" if low == high else f"{low} or {high} drafts"
+            return f"the answer to {transcript.question} accepted {said} in each of its {len(sizes)} steps"
+    return None
+
+
+def _narrow_averages(transcripts: Sequence[Transcript]) -> str | None:
+    """Forced acceptance that only averages show: they differ less than any drafter's. With a mean between two whole
+    numbers, steps that are always one of these two have the least variance there is."""
+    found = [s for t in transcripts if (s := steps_of(t)) is not None and s.steps >= LONG_ANSWER]
+    if len(found) < 2 * ENOUGH_ANSWERS:
+        return None
+    mean = sum(s.rate * s.steps for s in found) / sum(s.steps for s in found)
+    fraction = mean - int(mean)
+    least = max(fraction * (1 - fraction), 0.01)
+    ratio = sum(s.steps * (s.rate - mean) ** 2 for s in found) / (len(found) - 1) / least
+    if mean < 1.0 or ratio >= 2.0:  # below one accepted draft, a drafter of one token is as narrow
+        return None
+    return f"{len(found)} answers all accept {mean:.2f} drafts per step: less spread than drafts of any kind have"
+
+
+def can_tell_forced(transcripts: Sequence[Transcript]) -> bool:
+    known = [item for item in transcripts if item.error is None and degeneration(item.text) is None]
+    if sum(len(sizes) for _, sizes in step_sizes(known)) >= ENOUGH_STEPS:
+        return True
+    found = [s for t in known if (s := steps_of(t)) is not None and s.steps >= LONG_ANSWER]
+    return len(found) >= 2 * ENOUGH_ANSWERS and sum(s.rate for s in found) >= len(found)
+
+
+@dataclass(frozen=True)
+class PassComparison:
+    """Accepted drafts per step of two passes over the same questions, and the answers that fell on their own."""
+
+    answers: int
+    before: float
+    after: float
+    fallen: list[str]
+    steps: int
+
+    @property
+    def fell(self) -> bool:
+        return self.steps >= ENOUGH_STEPS and self.before > 0.1 and self.after < FALL * self.before
+
+
+def compare_passes(before: Sequence[Transcript], after: Sequence[Transcript]) -> PassComparison | None:
+    """None where one of the passes tells no steps. The same text is drafted the same way, up to rounding: an answer
+    with another text is compared in the mean only."""
+    earlier = {item.question: steps for item in before if (steps := steps_of(item)) is not None}
+    pairs = [(earlier[i.question], s) for i in after if i.question in earlier and (s := steps_of(i)) is not None]
+    if not pairs:
+        return None
+    fallen = [new.question for old, new in pairs if old.text == new.text and fell_from(old, new)]
+    old_steps, new_steps = sum(old.steps for old, _ in pairs), sum(new.steps for _, new in pairs)
+    old_rate = sum(max(0, old.tokens - 1 - old.steps) for old, _ in pairs) / old_steps
+    new_rate = sum(max(0, new.tokens - 1 - new.steps) for _, new in pairs) / new_steps
+    return PassComparison(len(pairs), old_rate, new_rate, fallen, new_steps)
+
+
+def fell_from(old: AnswerSteps, new: AnswerSteps) -> bool:
+    """Whether the same text took far more steps than before."""
+    return new.steps - old.steps >= COLLAPSE_STEPS and new.rate < COLLAPSED * old.rate
+
+
+def hopeless(transcripts: Sequence[Transcript], usual: float) -> list[str]:
+    """Answers that accept next to nothing, where `usual` drafts per step are accepted elsewhere."""
+    found = [steps for item in transcripts if (steps := steps_of(item)) is not None]
+    return [s.question for s in found if s.steps >= LONG_ANSWER and s.rate < 0.05 * usual]
+
+
+def mean_rate(transcripts: Sequence[Transcript]) -> tuple[float, int] | None:
+    """Accepted drafts per step, and over how many steps; None where nothing tells."""
+    found = [steps for item in transcripts if (steps := steps_of(item)) is not None]
+    total = sum(steps.steps for steps in found)
+    return (sum(max(0, s.tokens - 1 - s.steps) for s in found) / total, total) if total else None
+
+
+def typical(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0

@@ -1,0 +1,315 @@
+"""Rows of the gate on what reaches a user: answers at all, their text, their stream, their token counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from trtspec.bench.asking import NOT_ASKED
+from trtspec.bench.gate import CheckResult, result
+from trtspec.bench.lossless import RoundingBound, first_divergence, judge, measure_rounding, tokens_show
+from trtspec.bench.power import binomial_at_least
+from trtspec.bench.steps import typical
+from trtspec.bench.transcript import Recording, Transcript
+
+SHOWN = 20
+COUNT_SLACK = 1  # tokens: some servers count the end of the answer, some do not
+HIDDEN_TOKENS = 8  # markers that stand in no text
+BUFFERED_SPAN = 0.05  # all pieces of a stream within this share of its time came at once
+SHORTEST_STREAM = 0.1  # seconds; below it nothing can be said about how an answer arrives
+MANY_TOKENS = 24
+SLOW_ALL, SLOW_ONE, SLOW_EXTRA = 4.0, 8.0, 0.5  # times; times; seconds
+
+
+def check_answers(got: Recording, expected: Recording | None) -> CheckResult:
+    """Every question is answered, and the server lives through a burst. What the plain server refused as well is named
+    and does not count."""
+    refused = {t.question for t in expected.transcripts if t.error} if expected else set()
+    everything = [*got.transcripts, *got.confirmed, *got.streamed, *got.later, *got.long_warm]
+    asked = [item for item in everything if item.question not in refused]
+    failed = [item for item in asked if item.error]
+    harmless = [item for item in failed if _optional(item)]
+    failed = [item for item in failed if not _optional(item) and item.error != NOT_ASKED]
+    burst = got.burst
+    kinds = Counter(str(item.error)[:120] for item in failed)
+    detail = {
+        "asked": len(asked),
+        "failed": len(failed),
+        "kinds": dict(kinds),
+        "refused_by_the_plain_server": sorted(refused),
+    }
+    message = f"{len(asked) - len(failed)} of {len(asked)} requests answered"
+    if burst and burst.refused:
+        message += f"; {burst.refused} of {burst.asked} at once refused, as a full server may"
+    if harmless:
+        message += f"; {len(harmless)} variants refused ({str(harmless[0].error)[:80]})"
+    bad = bool(failed) or bool(burst and burst.failed) or got.stopped is not None
+    if failed:
+        message += f"; the commonest failure ({kinds.most_common(1)[0][1]}): {kinds.most_common(1)[0][0]}"
+    if burst and burst.failed:
+        message += f"; {burst.failed} of {burst.asked} at once failed: {burst.first_failure[:120]}"
+    if got.stopped:
+        message += f"; the rest was not asked: {got.stopped}"
+    remedy = "look at the server's log, and at what stands in front of it; --timeout sets how long an answer may take"
+    found = result("answers", "fail" if bad else "pass", message, "TS-CHECK-ANSWERS", remedy, **detail)
+    return replace(found, seen=len(asked))
+
+
+def _optional(item: Transcript) -> bool:
+    """Variants that a server may refuse by name, such as fields of a template that it does not have."""
+    return (
+        item.group in ("thinking", "system")
+        and str(item.error).startswith("HTTP 4")
+        and "429" not in str(item.error)[:8]
+    )
+
+
+def check_context(got: Recording, expected: Recording | None) -> CheckResult:
+    """Both servers read the same prompt: a template, a tokenizer or a thinking mode that differs changes its length."""
+    if expected is None:
+        return result("context", "skipped", "nothing to compare with")
+    theirs = {item.question: item.prompt_tokens for item in expected.transcripts if item.prompt_tokens}
+    pairs = [
+        (i.question, theirs[i.question], i.prompt_tokens)
+        for i in got.answered
+        if i.prompt_tokens and i.question in theirs
+    ]
+    if not pairs:
+        return result("context", "skipped", "a server does not tell prompt_tokens")
+    other = [
+        f"{question}: {before} tokens without speculation, {now} with"
+        for question, before, now in pairs
+        if before != now
+    ]
+    message = f"{len(pairs) - len(other)} of {len(pairs)} prompts have the same length on both servers"
+    if other:
+        message += f"; left out of the comparison: {other[0]}"
+    remedy = "serve both with the same chat template, tokenizer and thinking mode, and record the plain server again"
+    found = result("context", "fail" if other else "pass", message, "TS-CHECK-CONTEXT", remedy, different=other[:SHOWN])
+    return replace(found, seen=len(pairs))
+
+
+def check_visible_text(got: Recording) -> CheckResult:
+    """The text says what the tokens say, and is not shorter than its count of tokens allows."""
+    told = [item for item in got.answered if item.tokens is not None]
+    wrong = [item.question for item in told if tokens_show(item) is False]
+    everything = [item for item in [*got.answered, *got.streams] if not item.error and item.completion_tokens]
+    empty = [item.question for item in everything if _too_short(item)]
+    shown = list(dict.fromkeys([*wrong, *empty]))
+    detail: dict[str, Any] = {"not_what_the_tokens_say": wrong[:SHOWN], "fewer_bytes_than_tokens": empty[:SHOWN]}
+    remedy = "compare text and logprobs of one answer; look at what stands between engine and user (parsers, proxies)"
+    if shown:
+        message = f"{len(wrong)} answers read otherwise than their tokens, {len(empty)} are too short for their counts"
+        message += f": {shown[0]}"
+        return result("visible-text", "fail", message, "TS-CHECK-TEXT", remedy, **detail)
+    if not told:
+        message = (
+            f"no token texts to compare with ({got.withheld}); {len(everything)} answers are as long as their counts"
+        )
+        return result("visible-text", "skipped", message, **detail)
+    message = f"{len(told)} of {len(told)} answers read as their tokens do"
+    return replace(result("visible-text", "pass", message, **detail), seen=len(told))
+
+
+def _too_short(item: Transcript) -> bool:
+    """Each token writes at least a byte, save for markers."""
+    return (item.completion_tokens or 0) > len(item.text.encode()) + HIDDEN_TOKENS
+
+
+def check_stream(got: Recording, expected: Recording | None, limit: float) -> list[CheckResult]:
+    """Streamed answers equal unstreamed ones, and the same question has the same answer each time."""
+    if not got.streamed:
+        reason = "no answer was streamed"
+        return [result("stream", "skipped", reason), result("repeatable", "skipped", reason)]
+    bounds = own_rounding(expected), limit
+    streamed = _parted(got.streamed, got, expected, bounds)
+    later = _parted(got.later, got, expected, bounds)
+    again = {item.question: item.text for item in got.confirmed if item.error is None}
+    texts = {item.question: item.text for item in got.streamed}
+    alone = [q for q, verdict in streamed if verdict == "real" and again.get(q) != texts[q]]
+    moved = [q for q, verdict in streamed if verdict == "real" and again.get(q) == texts[q]]
+    moved += [q for q, verdict in later if verdict == "real"]
+    unjudged = [q for q, verdict in [*streamed, *later] if verdict == "unjudged"]
+    cold = {item.question: item.text for item in got.answered}
+    open_ = [q for q, verdict in streamed if verdict == "unjudged" and q in again]
+    only = [q for q in open_ if again[q] == cold.get(q)]
+    if open_ and binomial_at_least(len(only), len(open_), 0.5) < 0.01:  # asked again unstreamed, all as they were
+        alone, unjudged = alone + only, [q for q in unjudged if q not in only]
+    count = sum(item.error is None for item in got.streamed)
+    return [_stream_row(alone, count), _repeatable_row(moved, unjudged, count + len(got.later), got)]
+
+
+def own_rounding(expected: Recording | None) -> RoundingBound | None:
+    """How far the plain server's rounding reaches, by its own passes; None where it was recorded once."""
+    if expected is None or not expected.repeats:
+        return None
+    again = [{item.question: item for item in one.transcripts if item.error is None} for one in expected.repeats]
+    return measure_rounding(
+        [(a, one[a.question]) for a in expected.answered for one in again if a.question in one], True
+    )
+
+
+def _stream_row(alone: Sequence[str], count: int) -> CheckResult:
+    message = f"{count - len(alone)} of {count} streamed answers are those that came unstreamed, up to near-ties"
+    if alone:
+        message += f"; another text only as a stream: {alone[0]}"
+    remedy = "look at the chunks of one answer (curl -N); a parser or proxy that rewrites chunks is the usual cause"
+    found = result(
+        "stream", "fail" if alone else "pass", message, "TS-CHECK-STREAM", remedy, questions=list(alone)[:SHOWN]
+    )
+    return replace(found, seen=count)
+
+
+def _repeatable_row(moved: Sequence[str], unjudged: Sequence[str], count: int, got: Recording) -> CheckResult:
+    message = f"{count - len(moved) - len(unjudged)} of {count} greedy answers are repeated, up to near-ties"
+    detail: dict[str, Any] = {"questions": list(moved)[:SHOWN], "unjudged": list(unjudged)[:SHOWN]}
+    if moved:
+        message += f"; {len(moved)} part where the target is sure of itself: {moved[0]}"
+        remedy = "check that temperature 0 is greedy, and that prefix reuse restores the cache; ask once with reuse off"
+        return result("repeatable", "fail", message, "TS-CHECK-NOT-REPEATABLE", remedy, **detail)
+    if unjudged:
+        why = got.withheld or "no answer of that text has log-probabilities"
+        message += f"; {len(unjudged)} differ and cannot be judged without log-probabilities ({why})"
+        return result("repeatable", "skipped", message, **detail)
+    return replace(result("repeatable", "pass", message, **detail), seen=count)
+
+
+def _parted(
+    items: Sequence[Transcript], got: Recording, expected: Recording | None, bounds: tuple[RoundingBound | None, float]
+) -> list[tuple[str, str]]:
+    """(question, verdict) for those answers that equal none that this server or the plain one gave before."""
+    rounding, limit = bounds
+    own = {item.question: item for item in got.answered}
+    plain: dict[str, list[Transcript]] = {}
+    for one in [expected.transcripts, *(again.transcripts for again in expected.repeats)] if expected else []:
+        for item in one:
+            if item.error is None:
+                plain.setdefault(item.question, []).append(item)
+    found: list[tuple[str, str]] = []
+    for item in items:
+        before = [own[item.question]] if item.question in own else []
+        before += plain.get(item.question, [])
+        if item.error is not None or not before or any(item.text == other.text for other in before):
+            continue
+        divergences = [d for other in before if (d := first_divergence(other, item)) is not None]
+        verdicts = {judge(d, rounding.at(d.question, d.position, limit) if rounding else limit) for d in divergences}
+        found.append((item.question, next(v for v in ("near-tie", "real", "unjudged") if v in verdicts)))
+    return found
+
+
+def check_usage(got: Recording, expected: Recording | None) -> CheckResult:
+    """Token counts agree with the tokens, with the limit asked for, with the stream, and between equal texts."""
+    counted = [item for item in [*got.answered, *got.streams] if not item.error and item.completion_tokens is not None]
+    if not counted:
+        return result("usage", "skipped", "the server tells no completion_tokens")
+    first: dict[tuple[str, str], tuple[int, int | None]] = {}
+    for item in [*(expected.answered if expected else []), *got.answered, *got.streamed, *got.later]:
+        if item.error is None and item.completion_tokens is not None:
+            first.setdefault((item.question, item.text), (item.completion_tokens, item.prompt_tokens))
+    wrong = [f"{item.question}: {fault}" for item in counted for fault in _usage_faults(item, got.max_tokens, first)]
+    message = f"token counts of {len(counted)} answers agree with tokens, text and stream"
+    if wrong:
+        message = f"{len(wrong)} token counts of {len(counted)} answers contradict what came: {wrong[0]}"
+    remedy = "bills and acceptance figures rest on usage: compare it with the tokens of one answer"
+    found = result("usage", "fail" if wrong else "pass", message, "TS-CHECK-USAGE", remedy, faults=wrong[:SHOWN])
+    return replace(found, seen=len(counted))
+
+
+def _usage_faults(
+    item: Transcript, max_tokens: int, first: dict[tuple[str, str], tuple[int, int | None]]
+) -> Iterable[str]:
+    count = item.completion_tokens or 0
+    if count > max_tokens:
+        yield f"{count} tokens counted, at most {max_tokens} were asked for"
+    elif item.tokens is not None and abs(len(item.tokens) - count) > COUNT_SLACK:
+        yield f"{count} tokens counted, {len(item.tokens)} came"
+    elif item.counted and any(b < a for a, b in zip(item.counted, item.counted[1:], strict=False)):
+        yield "the count of tokens falls within the stream"
+    else:
+        known, prompt = first.get((item.question, item.text), (count, item.prompt_tokens))
+        if abs(known - count) > COUNT_SLACK:
+            yield f"{count} tokens counted, and {known} for the same text before"
+        elif prompt and item.prompt_tokens and prompt != item.prompt_tokens and not item.group.isdigit():
+            yield f"{item.prompt_tokens} prompt tokens counted, and {prompt} for the same prompt before"
+
+
+def check_streaming(got: Recording) -> CheckResult:
+    """Pieces arrive as they are made, not all at the end."""
+    streams = [item for item in got.streams if _judgeable(item)]
+    if not streams:
+        return result("streaming", "skipped", "no stream is long enough in tokens and time to say how it arrives")
+    late = [item for item in streams if _span(item) < BUFFERED_SPAN * (item.timing.total if item.timing else 0)]
+    at_once = [item.question for item in late]
+    bad = _episodes(late) >= 2 or len(late) == len(streams)
+    message = f"{len(streams) - len(late)} of {len(streams)} streams arrive piece by piece"
+    if bad:
+        message += f"; all at once: {at_once[0]}"
+    remedy = "turn buffering off in proxies (nginx: proxy_buffering off), and lower the server's stream_interval"
+    found = result(
+        "streaming", "fail" if bad else "pass", message, "TS-CHECK-BUFFERED", remedy, questions=at_once[:SHOWN]
+    )
+    return replace(found, seen=len(streams))
+
+
+def _judgeable(item: Transcript) -> bool:
+    timing = item.timing
+    long = (item.completion_tokens or len(item.text) // 4) >= MANY_TOKENS
+    if item.error is not None or timing is None or not long or not item.text:
+        return False
+    return timing.total >= SHORTEST_STREAM and timing.lag < 0.25 * timing.total
+
+
+def _span(item: Transcript) -> float:
+    timing = item.timing
+    return 0.0 if timing is None or timing.first is None or timing.last is None else timing.last - timing.first
+
+
+def check_speed(got: Recording) -> CheckResult:
+    """Answers do not take longer and longer: the last pass against the first one, question by question."""
+    before = {item.question: _pace(item) for item in got.transcripts if _pace(item)}
+    after = [item for item in [*got.streamed, *got.later] if item.question in before and _pace(item)]
+    if len(after) < 4:
+        return result("steady-speed", "skipped", "too few answers were asked twice")
+    usual = typical([_pace(item) for item in after])
+    slow = [item for item in after if _slow(item, before[item.question], usual)]
+    episodes = _episodes(slow)
+    last = [item for item in got.later if item.question in before and _pace(item)]
+    ratios = sorted(_pace(item) / before[item.question] for item in last)
+    extra = typical([item.timing.total for item in last if item.timing])
+    everywhere = bool(ratios) and ratios[len(ratios) // 10] > SLOW_ALL and extra > SLOW_EXTRA / 2
+    message = f"the last pass takes {typical(ratios):.2f} times as long per token as the first"
+    if episodes:
+        message += f"; {len(slow)} of {len(after)} answers stall, {episodes} times: {slow[0].question}"
+    bad = everywhere or episodes >= 2
+    remedy = (
+        "watch the server's memory, cache and clocks while it is asked for longer; trtspec bench shows the latencies"
+    )
+    detail = {"questions": [item.question for item in slow][:SHOWN]}
+    found = result("steady-speed", "fail" if bad else "pass", message, "TS-CHECK-SLOWER", remedy, **detail)
+    return replace(found, seen=len(after))
+
+
+def _pace(item: Transcript) -> float:
+    """Seconds per token; 0 where it is not known."""
+    timing, tokens = item.timing, item.completion_tokens or len(item.text) // 4
+    if timing is None or not tokens or item.error is not None:
+        return 0.0
+    return max(timing.total - timing.lag, 1e-6) / tokens
+
+
+def _slow(item: Transcript, before: float, usual: float) -> bool:
+    tokens = item.completion_tokens or len(item.text) // 4
+    least = max(before, usual)
+    return _pace(item) > SLOW_ONE * least and (_pace(item) - least) * tokens > SLOW_EXTRA
+
+
+def _episodes(slow: Sequence[Transcript]) -> int:
+    """How many separate times answers stalled: those that overlap in time may have one cause outside the server."""
+    times = sorted((item.timing.started, item.timing.started + item.timing.total) for item in slow if item.timing)
+    found, end = 0, float("-inf")
+    for start, stop in times:
+        found += start > end
+        end = max(end, stop)
+    return found
