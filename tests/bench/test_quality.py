@@ -11,7 +11,8 @@ import pytest
 
 from trtspec.bench import power
 from trtspec.bench.check import check_tasks
-from trtspec.bench.quality import Task, final_answer, grade, load_tasks
+from trtspec.bench.graders import GradedTask, final_answer, grade
+from trtspec.bench.quality import load_tasks
 from trtspec.bench.transcript import Recording, TaskReply
 from trtspec.errors import UsageError
 
@@ -30,14 +31,14 @@ from trtspec.errors import UsageError
     ],
 )
 def test_numbers_are_graded(answer: str, text: str, right: bool) -> None:
-    assert grade(Task("1", "?", answer, "number"), text) is right
+    assert grade(GradedTask("1", "?", answer, "number"), text) is right
 
 
 def test_other_graders() -> None:
-    assert grade(Task("1", "?", "B", "choice"), "It cannot be A.\nAnswer: B")
-    assert not grade(Task("1", "?", "B", "choice"), "Answer: A, not B")
-    assert grade(Task("1", "?", "Paris", "exact"), "The answer is **Paris**.")
-    assert grade(Task("1", "?", "Paris", "contains"), "I think of paris in spring")
+    assert grade(GradedTask("1", "?", "B", "choice"), "It cannot be A.\nAnswer: B")
+    assert not grade(GradedTask("1", "?", "B", "choice"), "Answer: A, not B")
+    assert grade(GradedTask("1", "?", "Paris", "exact"), "The answer is **Paris**.")
+    assert grade(GradedTask("1", "?", "Paris", "contains"), "I think of paris in spring")
     assert final_answer("a #### 1\nb #### 2") == "2"
 
 

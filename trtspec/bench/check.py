@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from trtspec.bench import drafting, features, visible
+from trtspec.bench import drafting, features, pace, visible
 from trtspec.bench.gate import CheckResult, required, result
 from trtspec.bench.lossless import compare_transcripts
 from trtspec.bench.power import mcnemar, pairs_needed
@@ -71,8 +71,8 @@ def run_checks(got: Recording, expected: Recording | None, limits: GateLimits) -
         drafting.check_forced(got),
         *drafting.check_passes(got),
         drafting.check_long(got),
-        visible.check_speed(got),
-        visible.check_streaming(got),
+        pace.check_speed(got),
+        pace.check_streaming(got),
         features.check_parameters(got, expected),
         check_tasks(got, expected, limits.task_fall),
     ]

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trtspec.bench.acceptance import summarize
+from trtspec.bench.claims import claim_faults
 from trtspec.bench.gate import CheckResult, Status, result
 from trtspec.bench.steps import (
     ENOUGH_STEPS,
     can_tell_forced,
-    claim_faults,
     compare_passes,
     fell_from,
     forced,

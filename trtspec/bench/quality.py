@@ -10,24 +10,17 @@ import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from trtspec import files
 from trtspec.bench.asking import Asker
+from trtspec.bench.graders import GRADERS, MARKED, GradedTask, Grader, grade, number
 from trtspec.bench.transcript import AskedPrompt, TaskReply
 from trtspec.checkpoint.rows import read_rows
 from trtspec.errors import UsageError
 
-Grader = Literal["number", "choice", "exact", "contains"]
-GRADERS: tuple[Grader, ...] = ("number", "choice", "exact", "contains")
 QUESTION_FIELDS, ANSWER_FIELDS = ("question", "prompt", "problem", "input"), ("answer", "target", "solution")
-NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
-MARKED = re.compile(r"####\s*(.+)")  # where GSM8K writes the answer of a row
-BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
-SAID = re.compile(r"(?:final answer|answer)\s*(?:is|:|=)\s*\**\s*([^\n]+)", re.IGNORECASE)
-LETTER = re.compile(r"\b([A-J])\b")
 HINTS = {
     "number": "\n\nThink step by step. End with a line that reads: #### and the number.",
     "choice": "\n\nEnd with a line that reads: Answer: and the letter.",
@@ -44,21 +37,11 @@ REMEDY = 'rows read {"question": "...", "answer": "...", "grader": "number|choic
 
 
 @dataclass(frozen=True)
-class Task:
-    """One question with the answer that is right."""
-
-    id: str
-    question: str
-    answer: str
-    grader: Grader
-
-
-@dataclass(frozen=True)
 class TaskSet:
     """The tasks of a file and how long an answer may be."""
 
     name: str
-    tasks: list[Task]
+    tasks: list[GradedTask]
     max_tokens: int
 
 
@@ -73,11 +56,11 @@ def load_tasks(path: Path, max_tokens: int, samples: int | None = None) -> TaskS
     return TaskSet(path.name, found[:samples], max_tokens)
 
 
-def _rows(path: Path) -> list[Task]:
+def _rows(path: Path) -> list[GradedTask]:
     return [_task_of(row.value, str(row.line), f"{row.file}:{row.line}") for row in read_rows(str(path))]
 
 
-def _task_of(row: Any, place: str, where: str) -> Task:
+def _task_of(row: Any, place: str, where: str) -> GradedTask:
     if not isinstance(row, dict):
         raise UsageError(f"{where} is no object", REMEDY)
     question = next((row[key] for key in QUESTION_FIELDS if isinstance(row.get(key), str)), None)
@@ -91,7 +74,7 @@ def _task_of(row: Any, place: str, where: str) -> Task:
     right = marked[1].strip() if marked else str(answer).strip()
     if grader == "number" and number(right) is None:
         raise UsageError(f"{where}: the answer {right[:40]!r} is no number", REMEDY)
-    return Task(str(row.get("id", place)), question + HINTS[grader], right, grader)
+    return GradedTask(str(row.get("id", place)), question + HINTS[grader], right, grader)
 
 
 def _grader_for(answer: str) -> Grader:
@@ -102,7 +85,7 @@ def _grader_for(answer: str) -> Grader:
     return "number" if number(text) is not None and not re.search(r"[^\W\d]", text) else "exact"
 
 
-def _lm_eval(path: Path) -> list[Task]:
+def _lm_eval(path: Path) -> list[GradedTask]:
     """The tasks of an lm-eval YAML with `dataset_path: json`, templates in place of code, and no shots."""
     from jinja2 import StrictUndefined
     from jinja2.exceptions import TemplateError
@@ -145,49 +128,12 @@ def _lm_eval(path: Path) -> list[Task]:
     return found
 
 
-def grade(task: Task, text: str) -> bool:
-    """Whether an answer is right; the last thing that it calls its answer counts."""
-    if task.grader == "contains":
-        return _plain(task.answer) in _plain(text)
-    said = final_answer(text)
-    if task.grader == "number":
-        return number(said, last=True) == number(task.answer) is not None
-    if task.grader == "choice":
-        letters = LETTER.findall(said)
-        return bool(letters) and letters[0] == task.answer
-    return _plain(said) == _plain(task.answer)
-
-
-def final_answer(text: str) -> str:
-    """Behind the last ####, in the last \\boxed{}, behind the last `answer is`; else the whole text."""
-    for pattern in (MARKED, BOXED, SAID):
-        found = pattern.findall(text)
-        if found:
-            return str(found[-1]).strip()
-    return text.strip()
-
-
-def number(text: str, last: bool = False) -> Decimal | None:
-    """The only number in a text, or its last one; thousands may be separated by commas."""
-    found = NUMBER.findall(text)
-    if not found or (len(found) > 1 and not last):
-        return None
-    try:
-        return Decimal(found[-1].replace(",", "").rstrip(".")).normalize()
-    except InvalidOperation:
-        return None
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.casefold().split()).strip(" .*`\"'")
-
-
 async def ask_tasks(asker: Asker, asked: TaskSet) -> list[TaskReply]:
     """Each task once, at temperature 0. What was cut off or failed is graded as what came."""
     slots = asyncio.Semaphore(asker.concurrency)
     plain = replace(asker, logprobs=False, max_tokens=asked.max_tokens)
 
-    async def one(task: Task) -> TaskReply:
+    async def one(task: GradedTask) -> TaskReply:
         async with slots:
             found = await plain.ask(
                 AskedPrompt(task.id, "tasks", [{"role": "user", "content": task.question}], "tasks")
