@@ -63,31 +63,31 @@ def bench(url: str, dataset: Path, *more: str) -> list[str]:
     return [*TRTSPEC, "bench", url, "--dataset", str(dataset), "--concurrency", "2", "--max-tokens", "48", *more]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_run_that_is_stopped_goes_on_where_it_was(
-    stand_in: Start, dataset: Path, tmp_path: Path, number: signal.Signals
-) -> None:
-    url, out, whole = stand_in(step_s=0.01), tmp_path / "out", tmp_path / "whole"
-    process = subprocess.Popen(bench(url, dataset, "-o", str(out)), stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: len(answered(out)) >= 6)
-    process.send_signal(number)
-    errors = process.communicate(timeout=PATIENCE)[1]
-    assert process.returncode == (-9 if number is signal.SIGKILL else 130), errors
-    if number is not signal.SIGKILL:
-        assert "--resume" in errors and str(out) in errors
-    before = {(entry["answer"]["question"], entry["answer"]["turn"]) for entry in answered(out)}
-    assert 6 <= len(before) < 39 and not (out / "results.json").exists()
-    refused = subprocess.run(bench(url, dataset, "-o", str(out)), capture_output=True, text=True)
-    assert refused.returncode == 2 and "--resume" in refused.stderr
-    other = subprocess.run(
-        bench(url, dataset, "-o", str(out), "--resume", "--seed", "5"), capture_output=True, text=True
-    )
-    assert other.returncode == 2 and "begun with something else" in other.stderr
+@pytest.mark.timeout(900)
+def test_a_run_that_is_stopped_again_and_again_loses_nothing(stand_in: Start, dataset: Path, tmp_path: Path) -> None:
+    """Ctrl-C, SIGTERM and a kill, each followed by --resume; in the end the figures are those of one whole run."""
+    url, out, whole = stand_in(step_s=0.02), tmp_path / "out", tmp_path / "whole"
+    resume: tuple[str, ...] = ()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        before = len(answered(out))
+        command = bench(url, dataset, "-o", str(out), *resume)
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        wait_for(lambda enough=before + 4: len(answered(out)) >= enough)
+        process.send_signal(number)
+        errors = process.communicate(timeout=PATIENCE)[1]
+        assert process.returncode == (-9 if number is signal.SIGKILL else 130), errors
+        if number is not signal.SIGKILL:
+            assert "--resume" in errors and str(out) in errors
+        assert before + 4 <= len(answered(out)) < 39 + before and not (out / "results.json").exists()
+        resume = ("--resume",)
+    for wrong, says in (((), "--resume"), (("--resume", "--seed", "5"), "begun with something else")):
+        refused = subprocess.run(bench(url, dataset, "-o", str(out), *wrong), capture_output=True, text=True)
+        assert refused.returncode == 2 and says in refused.stderr
     again = subprocess.run(bench(url, dataset, "-o", str(out), "--resume"), capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
     asked = [(entry["answer"]["question"], entry["answer"]["turn"]) for entry in answered(out)]
     twice = {key for key in asked if asked.count(key) > 1}
-    assert len(set(asked)) == 39 and len(twice) <= 2, "only conversations of which a turn was missing are held again"
+    assert len(set(asked)) == 39 and len(twice) <= 6, "only conversations of which a turn was missing are held again"
     uninterrupted = subprocess.run(bench(url, dataset, "-o", str(whole)), capture_output=True, text=True)
     assert uninterrupted.returncode == 0
     results, expected = read_whole(out), read_whole(whole)
@@ -96,6 +96,7 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(
     assert results.concurrency[0].throughput.requests == 39 and results.concurrency[0].throughput.errors == 0
 
 
+@pytest.mark.timeout(900)
 def test_a_server_that_dies_halfway(dataset: Path, tmp_path: Path) -> None:
     port, out = free_port(), tmp_path / "out"
     command = [sys.executable, str(STAND_IN), str(port), '{"step_s": 0.01}']
@@ -119,6 +120,7 @@ def test_a_server_that_dies_halfway(dataset: Path, tmp_path: Path) -> None:
     assert read_whole(out).concurrency[0].throughput.errors == 0 and read_whole(out).turns == 39
 
 
+@pytest.mark.timeout(600)
 def test_every_kind_of_failure_is_recorded_with_its_reason(
     paced: Callable[..., str], dataset: Path, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+WIDE = 6.0  # inches; on a phone such a plot is scrolled, not shrunk
 INK, GRID = "#010101", "#020202"
 SERIES = ("#030301", "#030302", "#030303", "#030304", "#030305", "#030306")
 CSS = {INK: "currentColor", GRID: "var(--rule)"} | {color: f"var(--series-{i})" for i, color in enumerate(SERIES, 1)}
@@ -104,5 +105,5 @@ def _svg(figure: Any, axes: Any, legend: bool) -> str:
     for placeholder, variable in CSS.items():
         text = text.replace(placeholder, variable)
     return re.sub(r'<svg ([^>]*?)width="[^"]*" ([^>]*?)height="[^"]*"', r"<svg \1\2", text, count=1).replace(
-        "<svg ", '<svg role="img" ', 1
+        "<svg ", '<svg role="img" class="wide" ' if figure.get_figwidth() > WIDE else '<svg role="img" ', 1
     )
