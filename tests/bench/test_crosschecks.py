@@ -1,0 +1,138 @@
+"""Answers that contradict themselves are named, honest ones never; what CI reads of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from trtspec.bench import arrivals, crosschecks, exports
+from trtspec.bench.acceptance import TurnCounts, summarize, without_surplus
+from trtspec.bench.client import Answer
+from trtspec.bench.load import Round
+from trtspec.errors import Problem
+from trtspec.report import Table
+
+WORDS = "the report says that the river rose again after the storm and the bridge was closed for a week "
+
+
+def answer(steps: int = 30, accepted: int = 45, **more: Any) -> Answer:
+    """An honest answer of 1 + steps + accepted tokens, a chunk per step, as an engine writes it."""
+    tokens = 1 + steps + accepted
+    text = (WORDS * (1 + tokens // 18))[: 5 * tokens]
+    chunks = [(0.1 + 0.01 * place, len(text) // (steps + 1)) for place in range(steps + 1)]
+    histogram = [steps - accepted // 3 - (accepted % 3 > 0), 0, 0, accepted // 3]
+    histogram[accepted % 3] += accepted % 3 > 0
+    spec = {"steps": steps, "drafted": 3 * steps, "accepted": accepted, "histogram": histogram}
+    found = Answer("q", "c", 0, started=0.0, finished=0.1 + 0.01 * steps, chunks=chunks, text=text,
+                   completion_tokens=tokens, finish_reason="stop", spec_decode=spec,
+                   tokens_per_iteration=tokens / (steps + 1))  # fmt: skip
+    return replace(found, **more)
+
+
+def codes(found: list[Problem]) -> list[str]:
+    return [problem.code for problem in found]
+
+
+def test_honest_answers_pass() -> None:
+    honest = [answer(steps, accepted) for steps in range(1, 60) for accepted in range(0, 3 * steps, 7)]
+    assert crosschecks.contradictions("e", honest, 1000) == []
+    averages = [replace(one, spec_decode=None) for one in honest]
+    assert crosschecks.contradictions("e", averages, 1000) == [] and not arrivals.buffered("e", averages)
+    cut = [replace(one, completion_tokens=one.completion_tokens - 2) for one in honest if one.completion_tokens > 60]
+    assert crosschecks.contradictions("e", cut, 1000) == [], "the last step of an answer may be cut short"
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"completion_tokens": 1200}, "TS-BENCH-USAGE"),
+        ({"completion_tokens": 3 * 76}, "TS-BENCH-USAGE"),
+        ({"completion_tokens": 0}, "TS-BENCH-USAGE"),
+        ({"completion_tokens": 76, "text": "short", "spec_decode": None}, "TS-BENCH-USAGE"),
+        ({"counted": [200]}, "TS-BENCH-USAGE"),
+        ({"spec_decode": {"steps": 30, "drafted": 30, "accepted": 45, "histogram": None}},
+         "TS-BENCH-CLAIMED-ACCEPTANCE"),
+        ({"spec_decode": {"steps": 30, "drafted": 90, "accepted": 45, "histogram": [0, 0, 0, 30]}},
+         "TS-BENCH-CLAIMED-ACCEPTANCE"),
+        ({"spec_decode": {"steps": 19, "drafted": 57, "accepted": 57, "histogram": [0, 0, 0, 19]}},
+         "TS-BENCH-CLAIMED-ACCEPTANCE"),
+        ({"spec_decode": None, "tokens_per_iteration": 4.0}, "TS-BENCH-CLAIMED-ACCEPTANCE"),
+        ({"spec_decode": None, "tokens_per_iteration": 80.0}, "TS-BENCH-CLAIMED-ACCEPTANCE"),
+    ],
+)  # fmt: skip
+def test_a_lie_in_5_percent_of_answers_is_named(change: dict[str, Any], code: str) -> None:
+    lies = [answer() for _ in range(95)] + [answer(**change) for _ in range(5)]
+    found = crosschecks.contradictions("e", lies, 1000)
+    assert code in codes(found) and "5 of 100 answers" in found[0].message
+
+
+def counters(tokens: int, steps: int, accepted: int, answers: int) -> TurnCounts:
+    return without_surplus(TurnCounts("all", "all", tokens, steps, accepted, 3 * steps, None, "c"), answers, answers)
+
+
+def test_drafts_accepted_past_the_end_are_taken_out() -> None:
+    """474 steps, 1024 accepted: vLLM tells 3.16, and 1,487 tokens in 24 answers make it 3.09."""
+    found = counters(1487, 474, 1024, 24)
+    assert found.surplus == 1024 - 989 and 1 + found.accepted / found.steps == pytest.approx(3.087, abs=0.001)
+    summary = summarize([found])
+    assert summary.acceptance_length == pytest.approx(3.0865, abs=1e-3) and summary.turns == summary.questions == 24
+    assert summary.per_turn_mean is None and summary.per_question_mean is None
+    assert counters(1600, 474, 1024, 24).surplus == 0, "tokens without drafts: the counter stands"
+
+
+def test_counters_of_somebody_else_are_named() -> None:
+    answers = [answer() for _ in range(24)]
+    assert not crosschecks.counters_disagree("e", [counters(1487, 474, 1024, 24)], answers)
+    others = [counters(24 * 76, 3000, 4000, 24), counters(24 * 76, 24 * 30, 24 * 45 + 500, 24)]
+    tripled = counters(3 * 24 * 76, 24 * 30, 24 * 45, 24)
+    inflated = [replace(one, completion_tokens=3 * one.completion_tokens) for one in answers]
+    assert all(codes(crosschecks.counters_disagree("e", [one], answers)) == ["TS-BENCH-COUNTERS"] for one in others)
+    assert codes(crosschecks.counters_disagree("e", [tripled], inflated)) == ["TS-BENCH-COUNTERS"]
+
+
+def test_too_few_steps_are_said_with_how_many_would_do() -> None:
+    turns = [TurnCounts(str(i), "c", 40, 10, 3 + 9 * (i % 3), 30, None, "s") for i in range(6)]
+    found = crosschecks.too_few("e", summarize(turns), turns)
+    assert codes(found) == ["TS-BENCH-FEW-STEPS"] and "questions give" in found[0].remedy
+    many = [TurnCounts(str(i), "c", 40, 10, 14 + i % 3, 30, None, "s") for i in range(60)]
+    assert not crosschecks.too_few("e", summarize(many), many)
+
+
+def test_a_rate_that_the_server_cannot_keep_is_named() -> None:
+    def run(growth: float) -> Round:
+        answers = [
+            Answer(
+                str(i),
+                "c",
+                0,
+                started=0.1 * i,
+                finished=0.1 * i + 1 + growth * i,
+                chunks=[(0.1 * i + 0.2 + growth * i, 5)],
+            )
+            for i in range(40)
+        ]
+        return Round(10, answers, 0.0, 9.0, 0.0, 4.0, rate=10.0)
+
+    assert codes(arrivals.overloaded("e", [run(0.1)])) == ["TS-BENCH-OVERLOAD"]
+    assert not arrivals.overloaded("e", [run(0.0)])
+
+
+def test_markdown_and_annotations(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("t", ["name", "a|b"], [["x", "1"], ["y", "2"]], "note")
+    assert exports.markdown_table(table)[:3] == ["| name | a\\|b |", "| :-- | --: |", "| x | 1 |"]
+    problem = Problem("TS-BENCH-ERRORS", "error", "e", "100 % failed\nall", "look")
+    exports.annotate([problem])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    exports.annotate([problem])
+    assert capsys.readouterr().err == "::error title=TS-BENCH-ERRORS::e: 100 %25 failed%0Aall. look\n"
+
+
+def test_junit_is_xml_with_a_failure_per_error() -> None:
+    suite = ElementTree.Element("testsuite")
+    exports._case(suite, "e", "measured", [Problem("TS-BENCH-ERRORS", "error", "e", "bad \x00 byte", "look")])
+    text = ElementTree.tostring(suite, encoding="unicode")
+    assert ElementTree.fromstring(text).find("testcase/failure").get("message") == "TS-BENCH-ERRORS"  # type: ignore[union-attr]
