@@ -1,0 +1,130 @@
+"""bench against the real reference server: its counters, the best draft length, the tables of model cards, the CI
+workflow. Minutes, so all of it is slow."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.bench.conftest import free_port
+from trtspec import data_files
+from trtspec.bench import assembly, card_tables, measure
+from trtspec.bench.choose_draft import choose
+from trtspec.bench.client import RequestSampling
+from trtspec.bench.conditions import parse
+from trtspec.bench.datasets import load_dataset
+from trtspec.bench.results import BenchResults, EndpointResult
+
+NANO, HEAD = str(data_files.kimi_nano_dir()), str(data_files.DATA / "kimi-nano-eagle3")
+ROOT = Path(__file__).resolve().parents[2]
+TRTSPEC = [sys.executable, "-m", "trtspec"]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture
+def reference() -> Iterator[Callable[..., str]]:
+    """reference("--head", HEAD) -> base URL of a running reference server on kimi-nano."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start(*options: str) -> str:
+        port = free_port()
+        running.append(
+            subprocess.Popen([*TRTSPEC, "serve", NANO, "--backend", "reference", "--port", str(port), *options])
+        )
+        url = f"http://127.0.0.1:{port}"
+        asyncio.run(measure.wait_ready(url, 300))
+        return url
+
+    yield start
+    for process in running:
+        process.terminate()
+    for process in running:
+        process.wait(timeout=60)
+
+
+def run(urls: dict[str, str], **options: Any) -> BenchResults:
+    settings: dict[str, Any] = {"concurrency": (4,), "samples": (24,), **options}
+    sampling = RequestSampling(settings.pop("max_tokens", 64), settings.pop("temperature", 1.0))
+    work = measure.BenchWorkload(load_dataset("nano"), sampling, **settings)
+    return assembly.assemble(*asyncio.run(measure.measure(urls, work)))
+
+
+def counters(url: str) -> dict[str, float]:
+    lines = httpx.get(f"{url}/prometheus/metrics", trust_env=False)
+    text = lines.text if lines.status_code == 200 else httpx.get(f"{url}/metrics", trust_env=False).text
+    found = [line.split(" ") for line in text.splitlines() if line.startswith("trtspec_") and "{" not in line]
+    return {name.removesuffix("_total").removeprefix("trtspec_"): float(value) for name, value in found}
+
+
+def test_steps_drafts_and_tokens_are_the_engines_own(reference: Callable[..., str]) -> None:
+    url = reference("--head", HEAD)
+    before = counters(url)
+    results = run({"e": url}, warmup=0)
+    gone = {name: value - before[name] for name, value in counters(url).items()}
+    print({key: (getattr(results, key), gone[f"spec_decode_{name}"]) for key, name in
+           (("steps", "steps"), ("drafted", "draft_tokens"), ("accepted", "accepted_tokens"))})  # fmt: skip
+    assert results.steps == gone["spec_decode_steps"] and results.drafted == gone["spec_decode_draft_tokens"]
+    assert results.accepted == gone["spec_decode_accepted_tokens"] and results.tokens == gone["generation_tokens"]
+    assert not [problem for problem in results.problems if problem.severity == "error"]
+
+
+def test_the_chosen_draft_length_is_within_3_percent_of_the_best_measured(reference: Callable[..., str]) -> None:
+    """All lengths are measured in alternating rounds; the choice sees lengths 1 and 5 alone."""
+    urls = {f"draft-{k}": reference("--head", HEAD, "--draft-len", str(k)) for k in (1, 2, 3, 5)}
+    results = run(urls, concurrency=(1, 4, 16), samples=(12, 24, 48), rounds=3)
+    measured: dict[int, EndpointResult] = {int(e.name.removeprefix("draft-")): e for e in results.all}
+    best = choose(measured)
+    for told, truth in zip(choose({1: measured[1], 5: measured[5]}), best, strict=True):
+        speed = {figure.draft_len: figure.tokens_per_s for figure in truth.lengths}
+        chosen = min(speed, key=lambda k, wanted=told.best: abs(k - wanted))
+        share = speed[chosen] / max(speed.values())
+        print(f"concurrency {told.concurrency}: {told.best} chosen of {speed}, {100 * share:.1f} % of the best")
+        assert share >= 0.97
+
+
+def test_tables_of_cards_from_held_out_prompts(reference: Callable[..., str]) -> None:
+    """Heads and a plain server under conditions, in the layouts of the published tables, under kimi-nano's own names."""
+    urls = {"eagle3": reference("--head", HEAD), "shorter": reference("--head", HEAD, "--draft-len", "2")}
+    urls["plain"] = reference()
+    conditions = tuple(parse(["context=256", "template=none", "system=Answer in Python."]))
+    results = run(urls, conditions=conditions, samples=(5,), max_tokens=48)
+    tables = {table.title: table for table in card_tables.of_run(results)}
+    for table in tables.values():
+        print(table.title, list(table.columns), *table.rows, sep="\n")
+    assert any(title.startswith("Output per user") for title in tables)
+    by_condition = next(table for title, table in tables.items() if title.startswith("Acceptance by condition"))
+    assert [row[0] for row in by_condition.rows] == [condition.label for condition in conditions]
+
+
+def test_the_ci_workflow_runs_as_it_is_written(tmp_path: Path) -> None:
+    """Every `run` step of configs/ci/endpoint.yml but the installation, in its order and with its environment."""
+    job = yaml.safe_load((ROOT / "configs/ci/endpoint.yml").read_text())["jobs"]["endpoint"]
+    shim = tmp_path / "bin" / "trtspec"
+    shim.parent.mkdir()
+    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m trtspec "$@"\n')
+    shim.chmod(0o755)
+    env = {**os.environ, **job["env"], "PATH": f"{shim.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    env |= {"ENDPOINT": f"http://127.0.0.1:{free_port()}", "MODEL": NANO, "HEAD_DIR": HEAD}
+    steps = {step["name"]: step["run"] for step in job["steps"] if "run" in step and step["name"] != "install"}
+    assert list(steps) == ["serve", "bench", "check", "stop"]
+    failed = {}
+    for name, script in steps.items():
+        done = subprocess.run(
+            ["bash", "-eo", "pipefail", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
+        print(name, done.returncode, done.stdout[-2000:], done.stderr[-2000:])
+        failed[name] = done.returncode
+    assert failed["serve"] == failed["bench"] == failed["stop"] == 0
+    kept = job["steps"][-1]["with"]["path"].split()
+    assert all((tmp_path / path).exists() for path in kept), kept
+    assert json.loads((tmp_path / "check.json").read_text())["results"]
