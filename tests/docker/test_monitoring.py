@@ -1,0 +1,149 @@
+"""Alert rules and dashboard: promtool accepts and plays them, and every metric that they name exists in a scrape."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from trtspec.bench.watch import ProbeAnswer, Watch, WatchSettings, WatchState
+from trtspec.bench.watch_metrics import CODES, WatchCollector, start_exporter
+from trtspec.bench.watch_sources import NAMES, Increment
+
+MONITORING = Path(__file__).parents[2] / "docker" / "monitoring"
+METRIC = re.compile(r"\b(?:trtspec|vllm|trtllm)[_:][a-zA-Z0-9_:]+")
+SUFFIXES = ("_total", "_sum", "_count", "_bucket")
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """(title, PromQL) of every panel, with Grafana's variables filled in."""
+    for panel in json.loads((MONITORING / "dashboard.json").read_text())["panels"]:
+        for target in panel["targets"]:
+            filled = target["expr"].replace("$__rate_interval", "5m").replace("$instance", ".*")
+            yield panel["title"], filled
+
+
+def rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def promtool(*words: str | Path) -> str:
+    found = os.environ.get("TRTSPEC_PROMTOOL") or shutil.which("promtool")
+    if not found:
+        pytest.skip("promtool is neither on PATH nor named by TRTSPEC_PROMTOOL")
+    done = subprocess.run([found, *map(str, words)], capture_output=True, text=True, cwd=MONITORING, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_promtool_takes_the_rules_and_the_scrape_configuration() -> None:
+    assert f"{len(rules())} rules found" in promtool("check", "rules", "alerts.yml")
+    assert "SUCCESS" in promtool("check", "config", "prometheus.yml")
+
+
+def test_every_alert_fires_and_stays_silent_as_played_by_promtool() -> None:
+    assert "SUCCESS" in promtool("test", "rules", "alerts_test.yml")
+    played = (MONITORING / "alerts_test.yml").read_text()
+    assert {rule["alert"] for rule in rules() if "alert" in rule} == set(re.findall(r"alertname: (\w+)", played))
+
+
+def test_promtool_parses_every_query_of_the_dashboard(tmp_path: Path) -> None:
+    made = [{"record": f"panel:{n}", "expr": query} for n, (_, query) in enumerate(queries())]
+    file = tmp_path / "queries.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": made}]}))
+    assert f"{len(made)} rules found" in promtool("check", "rules", file)
+
+
+def names_in(text: str) -> set[str]:
+    return {re.sub(f"({'|'.join(SUFFIXES)})$", "", name) for name in METRIC.findall(text)}
+
+
+def named() -> set[str]:
+    """Every metric that a rule or a panel names, less the rules' own records."""
+    return names_in(" ".join([*(rule["expr"] for rule in rules()), *(query for _, query in queries())]))
+
+
+def scraped(text: str) -> set[str]:
+    return {family.name for family in text_string_to_metric_families(text) if family.samples}
+
+
+def test_the_watchs_own_metrics_are_all_exported() -> None:
+    """By a watch that has seen traffic, through its own HTTP server."""
+    settings = WatchSettings(1.0, 50, learn_days=0.0)
+    watch = Watch(WatchState("http://x", time.time(), settings), settings, None)
+    for n in range(40):
+        watch.scraped(time.time() + 2 * n, Increment(100, 300, 150 + n % 3, {1: 80.0}, 250, 2.5 + n % 2, 100))
+    watch.probed(time.time(), ProbeAnswer("code", 10, None, None, None, 0.1, 0.01), alone=False)
+    watch.state.contexts["<=1024"] = (10.0, 15.0)
+    collector = WatchCollector()
+    collector.update(watch, watch.alerts(time.time()))
+    address, end = start_exporter("127.0.0.1:0", collector)
+    try:
+        text = httpx.get(address, trust_env=False).text
+    finally:
+        end()
+    own = {name for name in named() if name.startswith("trtspec_watch_")}
+    assert len(own) > 10 and own <= scraped(text), own - scraped(text)
+    assert {code for code in CODES if f'code="{code}"' in text} == set(CODES)
+
+
+def test_the_reference_servers_metrics_are_all_exported(tmp_path: Path) -> None:
+    from tests.tiny import make_target
+    from trtspec.engine.engine import Engine, GenerationRequest
+    from trtspec.engine.metrics import prometheus_text
+    from trtspec.models.weights import load_target
+
+    engine = Engine(load_target(make_target(tmp_path / "target")))
+    engine.generate([GenerationRequest("a", [5, 6, 7], 4)])
+    found = scraped(prometheus_text(engine).decode())
+    wanted = {name for name in named() if name.startswith("trtspec_") and not name.startswith("trtspec_watch_")}
+    assert len(wanted) >= 5 and wanted <= found, wanted - found
+
+
+def test_the_other_servers_metrics_are_those_that_watch_reads() -> None:
+    known = {value for row in NAMES for value in vars(row).values() if isinstance(value, str)}
+    other = {name for name in named() if name.startswith(("vllm", "trtllm"))}
+    assert len(other) >= 8 and other <= known, other - known
+
+
+def test_the_names_are_in_the_installed_vllm() -> None:
+    python = os.environ.get("TRTSPEC_VLLM_PYTHON")
+    if not python:
+        pytest.skip("TRTSPEC_VLLM_PYTHON does not name an interpreter with vLLM")
+    find = "import importlib.util; print(importlib.util.find_spec('vllm').submodule_search_locations[0])"
+    place = Path(subprocess.run([python, "-c", find], capture_output=True, text=True, check=True).stdout.strip())
+    source = "".join(path.read_text() for path in place.glob("v1/**/*.py"))
+    wanted = {value for row in NAMES if row.kind == "vllm" for value in vars(row).values() if "vllm:" in str(value)}
+    missing = {name for name in wanted if isinstance(name, str) and name != "vllm:" and name not in source}
+    assert not missing, missing
+
+
+def test_the_dashboard_can_be_imported() -> None:
+    """What Grafana's import refuses or shows as an empty panel: ids twice, panels without a source, overlaps."""
+    board = json.loads((MONITORING / "dashboard.json").read_text())
+    variables = {variable["name"] for variable in board["templating"]["list"]}
+    assert board["uid"] and variables == {"source", "instance"}
+    cells: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        mine = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not mine & cells and place["x"] + place["w"] <= 24, panel["title"]
+        cells |= mine
+        assert panel["targets"] and all(t["datasource"]["uid"] == "${source}" for t in panel["targets"])
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
