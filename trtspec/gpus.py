@@ -52,3 +52,15 @@ def visible(gpus: Sequence[InstalledGpu], environ: Mapping[str, str]) -> list[In
     if all(word.isdigit() for word in words):
         return [gpus[int(word)] for word in words if int(word) < len(gpus)]
     return list(gpus[: len(words)])
+
+
+def used_memory() -> list[int] | None:
+    """Bytes in use on each GPU, by all processes; None where nvidia-smi does not tell."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return [_bytes(line.strip()) for line in answer.stdout.splitlines() if line.strip()] or None

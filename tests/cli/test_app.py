@@ -18,7 +18,7 @@ from trtspec.cli import app as application
 
 COMMANDS = (
     "demo", "doctor", "inspect", "quantize", "calibrate", "synthesize", "train", "convert", "plan", "build-config",
-    "lint", "serve", "bench", "check", "watch",
+    "lint", "serve", "bench", "check", "prove", "watch",
 )  # fmt: skip
 
 

@@ -145,11 +145,11 @@ def noted_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that lives no longer than the block. `options` are Popen's."""
+    """A process that lives no longer than the block. `options` are Popen's; `env` is `environment()` unless given."""
     process = None
     try:
         with noted_signals():
-            process = subprocess.Popen(command, env=environment(), **options)
+            process = subprocess.Popen(command, **({"env": environment()} | options))
         yield process
     finally:
         if process is not None:

@@ -30,6 +30,7 @@ NEEDS = {
     "serve --backend vllm": ("vllm",),
     "bench": ("report",),
     "check": (),
+    "prove": (),
     "watch": (),
 }
 # engines are programs in an installation of their own

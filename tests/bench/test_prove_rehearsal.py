@@ -1,0 +1,156 @@
+"""Whole proofs with real processes: the stand-in engine as three releases, the reference backend, vLLM where it is
+installed; killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.tiny import make_head, make_target
+
+ROOT = Path(__file__).parents[2]
+STANDIN = ROOT / "tests" / "trtllm" / "standin" / "trtllm-serve"
+RELEASES = ROOT / "tests" / "trtllm" / "standin_releases"
+SECRETS = {"HF_TOKEN": "hf_notarealtoken1234", "OPENAI_API_KEY": "sk-notarealkey5678", "USER": "marguerite",
+           "MY_DB_PASSWORD": "correct-horse-9", "HOSTNAME": "b200-rack7-node3"}  # fmt: skip
+SMALL = ("--samples", "4", "--max-tokens", "24", "--concurrency", "1,2", "--contexts", "64,128")
+STEPS = {"doctor", "inspect-target", "inspect-head", "record", "bench-plain", "check", "bench-sampled", "bench-warm",
+         "bench-long", "serve-plain"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    room = tmp_path_factory.mktemp("home-of-marguerite")
+    target = make_target(room / "Kimi-K2.5")
+    return target, make_head(room / "head", target, attention="mla")
+
+
+def engine(directory: Path, release: str, **more: str) -> dict[str, str]:
+    """An environment in which the stand-in plays this release, with a package of the same one."""
+    place = directory / "bin"
+    place.mkdir(exist_ok=True)
+    script = place / "trtllm-serve"
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{STANDIN}" "$@"\n')
+    script.chmod(0o755)
+    return {
+        **os.environ, **SECRETS, "PATH": f"{place}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{RELEASES}", "STANDIN_VERSION": release, "STANDIN_BACKEND": "light",
+        "STANDIN_LOAD": "0", "HF_HUB_OFFLINE": "1", **more,
+    }  # fmt: skip
+
+
+def proved(pair: tuple[Path, Path], out: Path, env: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trtspec", "prove", str(pair[0]), "--head", str(pair[1]), "-o", str(out)]
+    return subprocess.run(
+        [*command, *SMALL, "--json", *words], capture_output=True, text=True, env=env, cwd=out.parent, timeout=1700
+    )
+
+
+def bundle_of(out: Path) -> dict[str, str]:
+    with tarfile.open(out / "proof.tar.gz") as archive:
+        return {m.name.partition("/")[2]: archive.extractfile(m).read().decode() for m in archive}  # type: ignore[union-attr]
+
+
+def assert_nothing_private(files: dict[str, str], pair: tuple[Path, Path], out: Path) -> None:
+    import socket
+
+    private = [*SECRETS.values(), str(pair[0]), str(out), str(Path.home()), "127.0.0.1"]
+    private += [socket.gethostname()] if len(socket.gethostname()) > 2 else []
+    for name, text in files.items():
+        for word in private:
+            assert word in ("/", "/root") or word.lower() not in text.lower(), (name, word)
+        assert "/home/" not in text and "/tmp/" not in text, name
+
+
+def assert_whole(done: subprocess.CompletedProcess[str], out: Path, steps: set[str]) -> dict[str, Any]:
+    assert done.returncode in (0, 3), done.stderr[-3000:]
+    said, files = json.loads(done.stdout), bundle_of(out)
+    evidence = json.loads(files["evidence.json"])
+    assert {entry["step"] for entry in evidence["journal"]} >= steps, done.stdout
+    assert not [r for r in said["results"] if r["name"].startswith("serve-")], said["results"]
+    assert files["report.html"].count("<table") >= 5 and set(evidence["speed"]) >= {"plain", "k1"}
+    return evidence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", ["1.2.1", "1.3.0rc20", "1.4.0rc1"])
+def test_the_stand_in_as_a_release(release: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    env, out = engine(tmp_path, release), tmp_path / "proof"
+    done = proved(pair, out, env, "--draft-len", "2", "--gpus", "1", "--", "--max-seq-len", "512")
+    evidence = assert_whole(done, out, STEPS | {"schema", "lint-plain", "lint-head", "bench-k1", "bench-k2"})
+    assert evidence["engine"] == release
+    assert_nothing_private(bundle_of(out), pair, out)
+    imported = subprocess.run(
+        [sys.executable, "-m", "trtspec", "prove", "--import", str(out / "proof.tar.gz"), "--json"],
+        capture_output=True, text=True, env=env, timeout=300,
+    )  # fmt: skip
+    assert imported.returncode == 0, imported.stderr
+    weights = [finding["weight"] for finding in json.loads(imported.stdout)["schemas"]]
+    assert weights.count("refuted") == 0 and len(weights) > 50
+
+
+@pytest.mark.slow
+def test_killed_at_ten_points_and_resumed(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kill comes when the journal has its n-th entry, and a while later the next step is under way."""
+    env, out = engine(tmp_path, "1.3.0rc20"), tmp_path / "proof"
+    words = [sys.executable, "-m", "trtspec", "prove", str(pair[0]), "--head", str(pair[1]), "-o", str(out), *SMALL,
+             "--draft-len", "1", "--gpus", "1", "--", "--max-seq-len", "512"]  # fmt: skip
+    journal, kills, seen = out / "journal.jsonl", [], ""
+    for entries in range(0, 15):
+        if len(kills) == 10:
+            break
+        process = subprocess.Popen(words, env=env, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and _entries(journal) < entries + 1:
+            time.sleep(0.02)
+        time.sleep(0.3 * (entries % 4))
+        if process.poll() is not None:
+            break
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        gone, alive = psutil.wait_procs(family, timeout=90)
+        assert not alive, "what it started outlives it"
+        text = journal.read_text()
+        assert text.startswith(seen), "what was done was done again"
+        seen = text[: text.rfind("\n") + 1]
+        kills.append(_entries(journal))
+    done = proved(pair, out, env, "--draft-len", "1", "--gpus", "1", "--", "--max-seq-len", "512")
+    evidence = assert_whole(done, out, STEPS | {"schema", "lint-plain", "bench-k1"})
+    steps = [entry["step"] for entry in evidence["journal"]]
+    with capsys.disabled():
+        print(f"\nkilled with {kills} steps done, then whole: {len(steps)} steps, each once")
+    assert len(kills) == 10 and len(steps) == len(set(steps)) and (out / "journal.jsonl").read_text().startswith(seen)
+    assert_nothing_private(bundle_of(out), pair, out)
+
+
+def _entries(journal: Path) -> int:
+    return journal.read_text().count("\n") if journal.exists() else 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["reference", "vllm"])
+def test_a_real_engine(backend: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    env, out = {**os.environ, **SECRETS, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}, tmp_path / "proof"
+    more = ()
+    if backend == "vllm":
+        python = os.environ.get("TRTSPEC_VLLM_PYTHON")
+        if not python:
+            pytest.skip("TRTSPEC_VLLM_PYTHON does not name an interpreter with vLLM")
+        env["PATH"] = f"{Path(python).parent}{os.pathsep}{env['PATH']}"
+        more = ("--trust-remote-code", "--dtype", "float32", "--max-seq-len", "1024")
+    passed = ("--", *more) if more else ()
+    done = proved(pair, out, env, "--backend", backend, "--draft-len", "2", "--gpus", "1", *passed)
+    assert_whole(done, out, STEPS | {"bench-k1", "bench-k2"})
+    assert_nothing_private(bundle_of(out), pair, out)

@@ -1,0 +1,170 @@
+"""The bundle of a proof: one archive that can be given away.
+
+What names a person, a machine or a secret is replaced, and the finished files are searched for it again; a bundle that
+still holds it is not written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import gzip
+import hashlib
+import io
+import json
+import os
+import platform
+import re
+import socket
+import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtspec.errors import TrtspecError, UsageError
+from trtspec.report import write_atomic
+
+SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|PRIVATE", re.IGNORECASE)
+PATTERNS = (
+    (re.compile(r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|nvapi-|xox[abp]-|AKIA)[A-Za-z0-9_\-]{8,}"), "<secret>"),
+    (re.compile(r"(?i)\bBearer\s+[A-Za-z0-9._\-]{6,}"), "Bearer <secret>"),
+    (re.compile(r"\b\w+://[^\s/\"'@]+@[^\s\"'<>]+"), "<url>"),
+    (re.compile(r"\b(?:GPU|MIG)-[0-9a-f]{8}-[0-9a-f-]{20,}"), "<gpu>"),
+    (re.compile(r"\b(?:[0-9a-f]{2}:){5}[0-9a-f]{2}\b", re.IGNORECASE), "<mac>"),
+    (re.compile(r"\bhttps?://(?!(?:huggingface\.co|github\.com|pypi\.org|docs\.)\b)[^\s\"'<>,;)]+"), "<url>"),
+    (re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.]*\d)"), "<ip>"),
+    (re.compile(r"(?<![\w.])[\w.+-]+@[\w-]+\.[\w.]+\b"), "<mail>"),
+)
+PATH = re.compile(r"(?<![\w.:/<>~-])(?:~|\.{1,2})?/(?:[\w.@+~:=-]+/)+[\w.@+~=-]*|(?<![\w.:/<>-])~/[\w.@+~=-]+")
+API = re.compile(r"/(?:v1|health|metrics|prometheus|version|server_info|get_server_info)\b")
+COMMON = {"", "root", "user", "admin", "ubuntu", "nobody", "localhost", "local", "runner", "test", "home", "main"}
+MOST_BYTES = 64 * 2**20
+DROPPED = ("turns_detail", "text", "reasoning", "transcripts")  # answers and prompts are the user's
+
+
+@dataclass(frozen=True)
+class Redactor:
+    """`names` maps what must not leave (host names, user names, directories, values of secret variables) to what stands
+    for it."""
+
+    names: Mapping[str, str]
+
+    def text(self, text: str) -> str:
+        for name in sorted(self.names, key=len, reverse=True):
+            stand_in = self.names[name]
+            if re.fullmatch(r"[\w-]+", name):
+                text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", stand_in, text, flags=re.IGNORECASE)
+            else:
+                text = text.replace(name, stand_in)
+        for pattern, stand_in in PATTERNS:
+            text = pattern.sub(stand_in, text)
+        return PATH.sub(lambda found: found[0] if API.match(found[0]) else "<path>", text)
+
+    def value(self, value: Any) -> Any:
+        """A JSON value with every string of it redacted, keys too; keys in DROPPED go with what they hold."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {self.text(str(k)): self.value(v) for k, v in value.items() if k not in DROPPED}
+        if isinstance(value, (list, tuple)):
+            return [self.value(item) for item in value]
+        return value
+
+    def left_in(self, text: str) -> list[str]:
+        """What of the names stands in a text nevertheless, by its stand-in."""
+        lowered = text.lower()
+        return sorted({stand_in for name, stand_in in self.names.items() if name.lower() in lowered})
+
+
+def redactor(places: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> Redactor:
+    """Of this machine, this user and this environment. `places` maps paths of the proof to their stand-ins."""
+    names: dict[str, str] = {}
+    host = socket.gethostname()
+    names |= dict.fromkeys((host, host.split(".")[0], platform.node(), environ.get("HOSTNAME", "")), "<host>")
+    users = {environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER", "USERNAME")}
+    with contextlib.suppress(KeyError, OSError):  # a container's user may have no entry in passwd
+        users.add(getpass.getuser())
+    names |= dict.fromkeys(users, "<user>")
+    names = {name: stand_in for name, stand_in in names.items() if name.lower() not in COMMON and len(name) > 2}
+    secrets = (value for name, value in environ.items() if SECRET_NAME.search(name) and len(value) >= 6)
+    names |= {value: "<secret>" for value in secrets if not value.isdigit() and not value.startswith("/")}
+    names |= {str(Path.home()): "<home>", os.getcwd(): "<path>"} if len(str(Path.home())) > 3 else {}
+    for place, stand_in in places.items():
+        if place.startswith(("/", "~", ".")):
+            names |= {place: stand_in, str(Path(place).expanduser().resolve()): stand_in}
+    return Redactor({name: stand_in for name, stand_in in names.items() if name not in ("/", ".", "")})
+
+
+def write_bundle(path: Path, files: Mapping[str, str], redact: Redactor) -> str:
+    """Writes the redacted files as one archive, the same bytes for the same files. Returns its SHA-256.
+
+    Raises TrtspecError, and writes nothing, where a name is still in them.
+    """
+    left = {name: redact.left_in(text) for name, text in files.items()}
+    first = next(((name, found) for name, found in left.items() if found), None)
+    if first:
+        message = f"{first[0]} of the bundle still holds {', '.join(first[1])}"
+        raise TrtspecError(message, "report this as a bug; the outputs in work/ stay on this machine")
+    listed = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sorted(files.items())}
+    whole = {**files, "manifest.json": json.dumps({"schema": 1, "sha256": listed}, indent=2) + "\n"}
+    packed = io.BytesIO()
+    with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as archive:
+        for name, text in sorted(whole.items()):
+            data = text.encode()
+            entry = tarfile.TarInfo(f"trtspec-proof/{name}")
+            entry.size, entry.mode = len(data), 0o644
+            archive.addfile(entry, io.BytesIO(data))
+    write_atomic(path, packed.getvalue())
+    return hashlib.sha256(packed.getvalue()).hexdigest()
+
+
+@dataclass(frozen=True)
+class ProofBundle:
+    """A bundle as read: who it is (the SHA-256 of the archive), what was measured, and the engine's schema if any."""
+
+    name: str
+    sha256: str
+    evidence: dict[str, Any]
+    verdict: dict[str, Any]
+    schema: str
+
+
+def read_bundle(path: Path) -> ProofBundle:
+    """Raises UsageError for what is no bundle, and for one whose files are not those of its manifest."""
+    from trtspec.files import parse_json, read_bytes
+
+    try:
+        data = read_bytes(path, MOST_BYTES)
+        files = _unpacked(data)
+        listed = parse_json(files["manifest.json"])["sha256"]
+        for name, digest in listed.items():
+            if hashlib.sha256(files[name].encode()).hexdigest() != digest:
+                raise UsageError(f"{path}: {name} was changed after the proof", "ask for the bundle again")
+        evidence, verdict = (parse_json(files[name]) for name in ("evidence.json", "verdict.json"))
+        for key in ("backend", "engine", "gpus", "outputs", "speed", "memory"):
+            evidence[key]
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist", "pass the proof.tar.gz that `trtspec prove` wrote") from None
+    except (tarfile.TarError, EOFError, OSError, ValueError, KeyError, TypeError) as error:
+        remedy = "pass the proof.tar.gz that `trtspec prove` wrote"
+        raise UsageError(f"{path} is not a bundle of `trtspec prove`: {error}", remedy) from None
+    return ProofBundle(path.name, hashlib.sha256(data).hexdigest(), evidence, verdict, files.get("schema.yaml", ""))
+
+
+def _unpacked(data: bytes) -> dict[str, str]:
+    """Regular files by name, never written anywhere, together at most MOST_BYTES."""
+    found: dict[str, str] = {}
+    left = MOST_BYTES
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
+        for entry in archive:
+            stream = archive.extractfile(entry) if entry.isreg() else None
+            if stream is None or entry.size > left:
+                raise ValueError(f"{entry.name[:80]!r} is no plain file of a bundle")
+            left -= entry.size
+            found[entry.name.removeprefix("trtspec-proof/")] = stream.read().decode("utf-8")
+    return found
+
+
+def json_text(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

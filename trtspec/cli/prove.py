@@ -1,0 +1,207 @@
+"""`trtspec prove`: the proof run on a user's own GPUs, in one bundle; `--import` weighs bundles from elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from trtspec import report
+from trtspec.cli.options import DryRunOption, Gpu, HeadOption, JsonOption, RestartOption
+from trtspec.cli.values import numbers
+from trtspec.errors import CheckFailed, UsageError
+from trtspec.records import Mode, narrow, without
+
+if TYPE_CHECKING:
+    from trtspec.bench.prove import ProveSetup
+    from trtspec.cli.prove_run import Proof
+
+MARKS = {"pass": "pass   ", "fail": "FAIL   ", "skipped": "skipped"}
+CONTEXTS = "1000,4000,16000"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProveOptions:
+    target: Annotated[
+        str | None, typer.Argument(help="Target model: a checkpoint directory or a hub id.", show_default=False)
+    ] = None
+    passed: Annotated[
+        tuple[str, ...],
+        typer.Argument(metavar="[-- OPTIONS]", help="After `--`: options of `trtspec serve` for every launch."),
+    ] = ()
+    head: HeadOption = None
+    output: Annotated[
+        Path | None, typer.Option("--output", "--output-dir", "-o", help="Directory of the proof; run again to resume.")
+    ] = None
+    backend: Annotated[
+        Literal["trtllm", "vllm", "reference"], typer.Option(help="What serves; reference rehearses a proof on a CPU.")
+    ] = "trtllm"
+    gpu: Annotated[
+        Gpu | None, typer.Option(help="GPU type to plan for.", show_default="the one that is installed, where known")
+    ] = None
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of one server.")] = 4
+    draft_len: Annotated[int, typer.Option(min=1, help="Longest draft; every shorter one is measured too.")] = 3
+    dataset: Annotated[str, typer.Option(help="Questions, as for bench.")] = "nano"
+    samples: Annotated[int, typer.Option(min=2, help="Questions of each measurement.")] = 80
+    max_tokens: Annotated[int, typer.Option(min=16, help="Maximum tokens per answer.")] = 256
+    concurrency: Annotated[str, typer.Option(help="Numbers of parallel conversations.")] = "1,4,16"
+    contexts: Annotated[str, typer.Option(help="Prompt tokens of the long-context measurement.")] = CONTEXTS
+    startup_timeout: Annotated[float, typer.Option(min=1, help="Seconds until a server must be ready.")] = 7200.0
+    import_: Annotated[
+        tuple[Path, ...],
+        typer.Option("--import", help="Bundle of a proof: show what it verifies or refutes; repeatable."),
+    ] = ()
+    restart: RestartOption = False
+    dry_run: DryRunOption = False
+    json_: JsonOption = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProveImport:
+    """What `--import` uses; `output` gets findings.json and the patch."""
+
+    import_: tuple[Path, ...]
+    output: Path | None
+    json_: bool
+
+
+RUN = Mode("a proof run", without(ProveOptions, "import_"), "leaving --import out")
+IMPORT = Mode("--import", ProveImport, "--import BUNDLE")
+MODES = (RUN, IMPORT)
+
+
+def prove(options: ProveOptions) -> None:
+    """Prove a target and its head on your own GPUs, in one bundle that can be given away.
+
+    Runs doctor, lint --installed, a plain and a speculating launch, bench and check, and compares memory and step times
+    with the plan. A killed run resumes. With --import, shows what bundles from elsewhere verify or refute.
+    """
+    if options.import_:
+        _import(narrow(options, IMPORT, MODES, selecting=("import_",)))
+        return
+    narrow(options, RUN, MODES, selecting=("import_",))
+    setup = _setup(options)
+    if options.dry_run:
+        _show_steps(setup, options.json_)
+        return
+    if options.output is None:
+        raise UsageError("a proof needs a directory for its outputs", "pass -o DIR")
+    from trtspec.cli.prove_run import run_proof
+
+    proof = run_proof(setup, options.output, options.startup_timeout, options.restart)
+    _show(proof, options.json_)
+    if proof.failed:
+        raise CheckFailed(f"not proved: {', '.join(proof.failed)}", f"see {options.output / 'report.html'}")
+
+
+def _setup(options: ProveOptions) -> ProveSetup:
+    """What the options ask for. Raises UsageError for the first that cannot be."""
+    from trtspec.bench.datasets import load_dataset
+    from trtspec.bench.prove import ProveSetup
+
+    if options.target is None or options.head is None:
+        missing = "a target" if options.target is None else "a head"
+        raise UsageError(f"a proof needs {missing}", "trtspec prove TARGET --head HEAD -o DIR")
+    load_dataset(options.dataset, 2)
+    return ProveSetup(
+        target=options.target,
+        head=options.head,
+        backend=options.backend,
+        draft_len=options.draft_len,
+        gpu=options.gpu or _installed_gpu(),
+        gpus=options.gpus,
+        dataset=options.dataset,
+        samples=options.samples,
+        max_tokens=options.max_tokens,
+        concurrency=tuple(numbers(options.concurrency, "--concurrency")),
+        contexts=tuple(sorted(numbers(options.contexts, "--contexts"))),
+        serve_words=options.passed,
+    )
+
+
+def _installed_gpu() -> str | None:
+    """The row of gpus.yaml that the first GPU of this machine is, where its name says so."""
+    from trtspec.data_files import gpu_names
+    from trtspec.gpus import read_gpus
+
+    found = read_gpus() or []
+    words = found[0].name.lower().replace("-", " ").split() if found else []
+    return next((name for name in gpu_names() if name in words), None)
+
+
+def _show_steps(setup: ProveSetup, json_output: bool) -> None:
+    import shlex
+
+    from trtspec.bench.prove import STARTS, launches, serve_words, steps_of
+    from trtspec.cli.demo_process import duration
+
+    steps = steps_of(setup)
+    rows: list[dict[str, Any]] = []
+    for launch in ("", *launches(setup)):
+        if launch:
+            words = ("serve", *serve_words(setup, launch))
+            rows.append({"step": f"serve-{launch}", "command": f"trtspec {shlex.join(words)}",
+                         "seconds": STARTS[setup.backend]})  # fmt: skip
+        for step in (step for step in steps if step.launch == launch):
+            name = "trtspec" if step.module == "trtspec" else f"python -m {step.module}"
+            command = f"{name} {shlex.join(step.words)}"
+            rows.append({"step": step.name, "command": command, "seconds": round(step.seconds)})
+    total = sum(row["seconds"] for row in rows)
+    if json_output:
+        report.print_json({"steps": rows, "seconds": round(total)})
+        return
+    for row in rows:
+        print(f"{duration(row['seconds']):>14}  {row['step']:16} {row['command']}")
+    print(f"{duration(total):>14}  altogether, by estimate")
+
+
+def _show(proof: Proof, json_output: bool) -> None:
+    if json_output:
+        report.print_json(proof.to_dict())
+        return
+    for line in proof.lines:
+        print(f"{MARKS[line.status]} {line.name}: {line.message}")
+    print(f"bundle: {proof.bundle} (sha256 {proof.sha256[:16]})")
+
+
+def _import(options: ProveImport) -> None:
+    from dataclasses import asdict
+
+    from trtspec.bench.prove import plan_findings
+    from trtspec.bench.prove_bundle import read_bundle
+    from trtspec.trtllm.schema_evidence import observation, patch, weigh
+
+    bundles = [read_bundle(path) for path in options.import_]
+    seen = [observation(b.schema, f"{b.name} {b.sha256[:12]}") for b in bundles if b.schema]
+    schemas, diff = weigh(seen), ""
+    diff = patch(schemas)
+    plans = [(bundle, finding) for bundle in bundles for finding in plan_findings(bundle.evidence)]
+    told = {
+        "bundles": [{"name": b.name, "sha256": b.sha256, "backend": b.evidence["backend"],
+                     "engine": b.evidence["engine"], "verdict": b.verdict} for b in bundles],
+        "schemas": [asdict(finding) for finding in schemas],
+        "plan": [{"bundle": b.name, **asdict(f), "ratio": round(f.ratio, 4)} for b, f in plans],
+        "patch": diff,
+    }  # fmt: skip
+    if options.output is not None:
+        report.write_json(options.output / "findings.json", told)
+        report.write_atomic(options.output / "schemas.patch", diff)
+    if options.json_:
+        report.print_json(told)
+        return
+    _show_import(told)
+
+
+def _show_import(told: dict[str, Any]) -> None:
+    for bundle in told["bundles"]:
+        verdict = "proved" if bundle["verdict"]["ok"] else "not proved"
+        print(f"{bundle['name']} {bundle['sha256'][:12]}: {bundle['backend']} {bundle['engine'] or ''}, {verdict}")
+    for finding in told["schemas"]:
+        print(f"{finding['weight']:9} {finding['line']}.yaml {finding['entry']}: {finding['message']}")
+    for finding in told["plan"]:
+        print(f"{finding['status']:9} plan {finding['what']}: planned {finding['planned']:.4g}, "
+              f"measured {finding['measured']:.4g}")  # fmt: skip
+    sys.stdout.write(told["patch"])
