@@ -1,5 +1,5 @@
-"""The stand-in server of these tests under the name of a TensorRT-LLM launch: `python light_server.py PORT JSON`. It also
-answers the raw completion by which a launch knows that it is ready."""
+"""The stand-in server of these tests as an engine that is launched: `python light_server.py PORT JSON`. It also answers
+the raw completion by which a launch knows that it is ready."""
 
 from __future__ import annotations
 

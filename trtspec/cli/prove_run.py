@@ -172,7 +172,6 @@ def die_with_parent() -> None:
 
 
 LIBC = ctypes.CDLL(None)
-LIBC = ctypes.CDLL(None)
 
 
 def tied() -> dict[str, Any]:
