@@ -145,7 +145,44 @@ def watched(base: tuple[str, ...], **more: Effect | str) -> dict[str, Effect]:
     )
 
 
+PROVE = line("prove {target} --head {head} --backend reference -o {out}")
+
+
+def a_bundle(out: Path) -> None:
+    from trtspec.bench.prove_bundle import Redactor, write_bundle
+
+    evidence = {"backend": "reference", "engine": None, "gpus": [], "outputs": {}, "speed": {}, "memory": {}}
+    files = {"evidence.json": json.dumps(evidence), "verdict.json": json.dumps({"ok": True, "results": []})}
+    write_bundle(out.with_suffix(".gz"), files, Redactor({}))
+
+
 SERVING: dict[str, dict[str, Situation]] = {
+    "prove": {
+        "a proof run": Situation(
+            PROVE,
+            effects(
+                passed=Effect(line("-- --dtype float32")),
+                head="--head {mla}",
+                output="--output {out}.2",
+                backend="--backend vllm",
+                gpu="--gpu b300",
+                gpus="--gpus 8",
+                draft_len="--draft-len 5",
+                dataset="--dataset {questions}",
+                samples="--samples 4",
+                max_tokens="--max-tokens 32",
+                concurrency="--concurrency 2",
+                contexts="--contexts 100",
+                startup_timeout="--startup-timeout 5",
+                restart="--restart",
+                dry_run="--dry-run",
+                json_="--json",
+            ),
+        ),
+        "--import": Situation(
+            line("prove --import {out}.gz"), effects(output="-o {out}", json_="--json"), before=a_bundle
+        ),
+    },
     "watch": {
         "--once": Situation(ONCE, watched(ONCE), floats=False),
         "a watch that goes on": Situation(

@@ -51,15 +51,19 @@ class Redactor:
     names: Mapping[str, str]
 
     def text(self, text: str) -> str:
-        for name in sorted(self.names, key=len, reverse=True):
-            stand_in = self.names[name]
-            if re.fullmatch(r"[\w-]+", name):
-                text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", stand_in, text, flags=re.IGNORECASE)
-            else:
-                text = text.replace(name, stand_in)
+        """Known paths and secrets first, then what looks like one, then names, which may be parts of the former."""
+        ordered = sorted(self.names, key=len, reverse=True)
+        words = [name for name in ordered if re.fullmatch(r"[\w-]+", name)]
+        for name in ordered:
+            if name not in words:
+                text = text.replace(name, self.names[name])
         for pattern, stand_in in PATTERNS:
             text = pattern.sub(stand_in, text)
-        return PATH.sub(lambda found: found[0] if API.match(found[0]) else "<path>", text)
+        text = PATH.sub(lambda found: found[0] if API.match(found[0]) else "<path>", text)
+        for name in words:
+            whole = rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])"
+            text = re.sub(whole, self.names[name], text, flags=re.IGNORECASE)
+        return text
 
     def value(self, value: Any) -> Any:
         """A JSON value with every string of it redacted, keys too; keys in DROPPED go with what they hold."""

@@ -1,0 +1,265 @@
+"""Proofs without servers: what leaves the machine, what a bundle must be, what verdict and plan say of figures."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command_line import trtspec
+from trtspec.bench.prove import ProveSetup, judge, launches, plan_findings, prompts_of, steps_of
+from trtspec.bench.prove_bundle import Redactor, json_text, read_bundle, redactor, write_bundle
+from trtspec.bench.prove_page import prove_html
+from trtspec.cli.prove_run import Journal
+from trtspec.errors import TrtspecError, UsageError
+
+PAIR = ("nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3")
+SETUP = ProveSetup(*PAIR, "trtllm", 2, "b200", 4, "nano", 8, 64, (1, 4), (100, 300))
+
+
+def level(concurrency: int, rate: float, gap: float, length: float | None) -> dict[str, Any]:
+    through = {"steady_tokens_per_s": rate, "tokens_per_s": rate, "inter_token_s": {"mean": gap}}
+    return {"concurrency": concurrency, "throughput": through, "acceptance_length": length, "drafted": 300}
+
+
+def results(length: float | None, **categories: float) -> dict[str, Any]:
+    return {
+        "acceptance_length": length,
+        "steps": 400,
+        "server": {"version": "1.3.0rc20"},
+        "problems": [],
+        "categories": {name: {"acceptance_length": value, "steps": 100} for name, value in categories.items()},
+    }
+
+
+@pytest.fixture
+def evidence() -> dict[str, Any]:
+    """Four B200 that do what their plan says."""
+    points = [{"concurrency": c, "draft_len": k, "step_ms": 5.0 + k + 0.1 * c} for c in (1, 4) for k in (0, 1, 2)]
+    per_gpu = {"weights": 150e9, "head": 1e9, "kv": 29e9, "reserve": 9e9}
+    speed = {
+        launch: {str(c): {"tokens_per_s": 100.0 * c * (1 + k / 2), "acceptance_length": 1 + k / 2,
+                          "step_ms": 5.0 + k + 0.1 * c} for c in (1, 4)}
+        for k, launch in enumerate(("plain", "k1", "k2"))
+    }  # fmt: skip
+    memory = {launch: {"seconds": 500.0, "per_gpu": [int(180e9)] * 4, "resident": 10**9} for launch in speed}
+    ok: dict[str, Any] = {"problems": []}
+    outputs = {
+        "doctor": ok, "inspect-target": ok, "inspect-head": ok, "lint-plain": ok | {"version": "1.3.0rc20"},
+        "lint-head": ok | {"version": "1.3.0rc20"}, "plan": {"gpu": "b200", "points": points, "per_gpu": per_gpu},
+        "check": {"results": [{"name": "lossless", "status": "pass", "message": "equal"}]},
+        "bench-plain": results(None), "bench-k1": results(1.5, code=1.6, docs=1.4),
+        "bench-k2": results(2.0, code=2.2, docs=1.8), "bench-sampled": results(1.6, code=1.6),
+        "bench-warm": results(2.0, cold=2.0, warm=1.98),
+        "bench-long": results(1.9, **{"100 tokens": 2.0, "300 tokens": 1.8}),
+    }  # fmt: skip
+    gpus = [{"name": "NVIDIA B200", "memory": "183359 MiB", "driver": "580.1", "compute_capability": "10.0"}] * 4
+    setup = {"target": PAIR[0], "head": PAIR[1], "dataset": "nano", "samples": 8, "max_tokens": 64}
+    return {"schema": 1, "setup": setup, "backend": "trtllm", "engine": "1.3.0rc20", "gpus": gpus, "speed": speed,
+            "memory": memory, "journal": [], "outputs": outputs, "versions": {"trtspec": "0.1.0"}}  # fmt: skip
+
+
+def test_the_steps_are_the_commands_that_a_person_would_type() -> None:
+    steps = {step.name: step for step in steps_of(SETUP)}
+    assert launches(SETUP) == ["plain", "k2", "k1"]
+    assert {"doctor", "plan", "schema", "lint-plain", "lint-head", "record", "bench-plain", "check", "bench-sampled",
+            "bench-warm", "bench-long", "bench-k1", "bench-k2"} <= set(steps)  # fmt: skip
+    assert "--installed" in steps["lint-head"].words and steps["record"].launch == "plain"
+    assert steps["check"].launch == "k2" and "--against" in steps["check"].words
+    done = trtspec("prove", PAIR[0], "--head", PAIR[1], "--dry-run", "--json", "--gpu", "b200")
+    told = json.loads(done.stdout)
+    assert done.status == 0 and told["seconds"] == round(sum(row["seconds"] for row in told["steps"]))
+    assert [row["step"] for row in told["steps"]].index("serve-plain") < [row["step"] for row in told["steps"]].index(
+        "check"
+    )
+    for words in ((), (PAIR[0],), (PAIR[0], "--head", PAIR[1]), ("--import", "nowhere.tar.gz")):
+        assert trtspec("prove", *words).status == 2, words
+
+
+def test_made_prompts_have_their_lengths_and_repeat_where_they_should() -> None:
+    rows = prompts_of(SETUP, [f"Explain item {n} of the list in a few words" for n in range(5)])
+    warm = rows["warm"]
+    assert [row["category"] for row in warm[:2]] == ["cold", "warm"] and warm[0]["prompt"] == warm[1]["prompt"]
+    assert len({row["prompt"] for row in warm}) == 5
+    long = {row["category"]: len(row["prompt"]) for row in rows["long"]}
+    assert 400 <= long["100 tokens"] < 500 and 1200 <= long["300 tokens"] < 1300
+
+
+SECRET = {
+    "HF_TOKEN": "hf_abcdefghijklmnop",
+    "DB_PASSWORD": "correct-horse",
+    "LOGNAME": "marguerite",
+    "HOSTNAME": "rack7-node3",
+    "OPENAI_API_KEY": "sk-abcdefgh12345678",
+    "SHELL": "/bin/bash",
+}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "401 for token hf_abcdefghijklmnop",
+        "hf_other1234567890 is not ours",
+        "Authorization: Bearer abc.def.ghi",
+        "password correct-horse",
+        "/home/marguerite/models/k2/config.json",
+        "~/models/k2",
+        "see ../secret/place.txt",
+        "http://10.1.2.3:8000/v1/models",
+        "connect to 192.168.0.7 failed",
+        "https://marguerite:pw@example.org/x",
+        "written by marguerite@corp.example",
+        "node rack7-node3 of RACK7-NODE3.cluster",
+        "GPU-12345678-90ab-cdef-1234-567890abcdef",
+        "de:ad:be:ef:00:01",
+        "http://rack7-node3.internal:9000/metrics",
+        "/mnt/nfs/team/rack7-node3/log",
+        "sk-abcdefgh12345678",
+        "nvapi-ABCDEFGHIJKL",
+        '{"argv": ["/opt/venv/bin/python", "--ckpt=/scratch/marguerite/x"]}',
+    ],
+)
+def test_what_names_a_person_a_machine_or_a_secret_is_replaced(text: str) -> None:
+    redact = redactor({"/scratch/marguerite/x": "<target>"}, SECRET)
+    cleaned = redact.text(text)
+    for word in (
+        "hf_",
+        "correct-horse",
+        "marguerite",
+        "rack7",
+        "10.1.2.3",
+        "192.168",
+        "sk-abc",
+        "12345678-90ab",
+        "be:ef",
+        "/home",
+        "/mnt",
+        "/opt",
+        "secret/place",
+        "abc.def",
+        "nvapi-A",
+        "models/k2",
+    ):
+        assert word.lower() not in cleaned.lower(), cleaned
+    assert not redact.left_in(cleaned)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "TensorRT-LLM 1.3.0rc20, torch 2.8.0+cpu",
+        "nvidia/Kimi-K2.5-NVFP4",
+        "lightseekorg/kimi-k2.5-eagle3",
+        "GET /v1/models",
+        "tokens/s",
+        "https://github.com/NVIDIA/TensorRT-LLM/pull/1",
+        "3.14 of 2/3 passed",
+        "TS-CHECK-TOOL-CALL",
+        "12:30:05",
+    ],
+)
+def test_what_a_reader_needs_stays(text: str) -> None:
+    assert redactor({}, SECRET).text(text) == text
+
+
+def test_answers_and_prompts_never_leave() -> None:
+    value = {"turns_detail": [1], "transcripts": [{"text": "x"}], "kept": [{"text": "private"}, {"steps": 3}]}
+    assert redactor({}, {}).value(value) == {"kept": [{}, {"steps": 3}]}
+
+
+def test_a_bundle_is_the_same_for_the_same_files_and_is_not_written_with_a_name_in_it(tmp_path: Path) -> None:
+    redact = Redactor({"marguerite": "<user>"})
+    files = {"evidence.json": "{}", "verdict.json": "{}"}
+    assert write_bundle(tmp_path / "a", files, redact) == write_bundle(tmp_path / "b", files, redact)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    with pytest.raises(TrtspecError, match="still holds <user>"):
+        write_bundle(tmp_path / "c", files | {"report.html": "xMargueritex"}, redact)
+    assert not (tmp_path / "c").exists()
+
+
+def bundle(path: Path, evidence: dict[str, Any], **more: str) -> Path:
+    files = {"evidence.json": json_text(evidence), "verdict.json": json_text({"ok": True, "results": []})}
+    write_bundle(path, files | more, Redactor({}))
+    return path
+
+
+def test_a_bundle_that_was_changed_and_what_is_none_are_refused(tmp_path: Path, evidence: dict[str, Any]) -> None:
+    good = bundle(tmp_path / "proof.tar.gz", evidence)
+    assert read_bundle(good).evidence == evidence
+    with tarfile.open(good) as archive:
+        archive.extractall(tmp_path, filter="data")
+    inner = tmp_path / "trtspec-proof" / "evidence.json"
+    inner.write_text(inner.read_text().replace("5.1", "4.1"))
+    with tarfile.open(tmp_path / "changed.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "trtspec-proof", "trtspec-proof")
+    (tmp_path / "text.tar.gz").write_text("no archive")
+    (tmp_path / "cut.tar.gz").write_bytes(good.read_bytes()[:200])
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("changed.tar.gz", "text.tar.gz", "cut.tar.gz", "pipe", "nowhere"):
+        with pytest.raises(UsageError):
+            read_bundle(tmp_path / name)
+
+
+def test_figures_that_hold_are_verified_and_a_planted_difference_is_found(
+    tmp_path: Path, evidence: dict[str, Any]
+) -> None:
+    assert {finding.status for finding in plan_findings(evidence)} == {"verified"}
+    assert len(plan_findings(evidence)) == 9
+    planted = copy.deepcopy(evidence)
+    point = next(p for p in planted["outputs"]["plan"]["points"] if (p["concurrency"], p["draft_len"]) == (4, 2))
+    point["step_ms"] *= 1.4
+    done = trtspec("prove", "--import", bundle(tmp_path / "proof.tar.gz", planted), "--json", "-o", tmp_path / "out")
+    refuted = [f for f in json.loads(done.stdout)["plan"] if f["status"] == "refuted"]
+    assert [f["what"] for f in refuted] == ["step time, k2, concurrency 4 (ms)"]
+    assert refuted[0]["ratio"] == pytest.approx(1 / 1.4, abs=1e-3)
+    assert json.loads((tmp_path / "out" / "findings.json").read_text()) == json.loads(done.stdout)
+    other = copy.deepcopy(evidence)
+    other["gpus"][0] = {**other["gpus"][0], "name": "NVIDIA H200"}
+    assert plan_findings(other) == [], "figures of other GPUs say nothing about this plan"
+
+
+def test_the_verdict_names_what_fails_and_what_was_not_looked_at(evidence: dict[str, Any]) -> None:
+    good = {line.name: line for line in judge(evidence)}
+    assert not [line for line in good.values() if line.status != "pass"], good
+    evidence["outputs"]["bench-warm"] = results(1.5, cold=2.0, warm=1.2)
+    evidence["outputs"]["check"]["results"][0] = {"name": "lossless", "status": "fail", "message": "departs"}
+    evidence["outputs"]["inspect-head"] = {"problems": [{"severity": "error", "code": "TS-X", "message": "wrong"}]}
+    evidence["speed"]["k1"]["4"]["tokens_per_s"] = evidence["speed"]["k2"]["4"]["tokens_per_s"] = 90.0
+    del evidence["outputs"]["bench-long"], evidence["outputs"]["lint-head"]
+    bad = {line.name: line.status for line in judge(evidence) if line.status != "pass"}
+    assert bad == {
+        "head and pair": "fail", "lint --installed: head": "skipped", "check: lossless": "fail",
+        "acceptance: warm": "fail", "acceptance: long": "skipped", "speed at concurrency 4": "fail",
+    }  # fmt: skip
+
+
+def test_the_page_has_the_cards_tables(evidence: dict[str, Any]) -> None:
+    page = prove_html(evidence, judge(evidence))
+    for words in (
+        "by category, greedy",
+        "tokens per second by concurrency",
+        "other workloads",
+        "Launches",
+        "Against the plan",
+        "proved",
+        "NVIDIA B200",
+        "2.200",
+    ):
+        assert words in page, words
+
+
+def test_a_line_that_a_kill_cut_short_does_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.add("doctor", status=0)
+    journal.add("record", status=3)
+    path.write_bytes(path.read_bytes()[:-9])
+    again = Journal(path)
+    assert set(again.done) == {"doctor"} and path.read_text().endswith("}\n")
+    again.add("record", status=0)
+    assert set(Journal(path).done) == {"doctor", "record"}

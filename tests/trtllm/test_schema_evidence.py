@@ -1,0 +1,76 @@
+"""Bundles against the schemas: a stand-in package that says what the schema says bears it out, and what is planted in it
+is found, with a patch that applies."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.command_line import trtspec
+from trtspec.bench.prove_bundle import Redactor, write_bundle
+from trtspec.trtllm.schema import SCHEMAS
+from trtspec.trtllm.schema_evidence import observation, patch, weigh
+
+ROOT = Path(__file__).parents[2]
+RELEASES = Path(__file__).parent / "standin_releases"
+
+
+def installed(release: str, planted: dict[str, Any] | None = None) -> str:
+    """The schema file that `from-installed` writes of the stand-in package."""
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{RELEASES}", "STANDIN_VERSION": release,
+           "STANDIN_PLANTED": json.dumps(planted or {}), "PYTHONWARNINGS": "ignore"}  # fmt: skip
+    command = [sys.executable, "-m", "trtspec.trtllm.schema_tools", "from-installed"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+PLANTED = {
+    "sleep_config": None,  # since 1.3, inferred: the release has it not
+    "stream_interval": {"default": 7},
+    "kv_cache_config.tokens_per_block": {"type": "str"},
+    "moe_config.use_magic": {"type": "bool", "default": False},
+}
+
+
+def test_a_planted_difference_from_the_schema_is_found_with_a_patch(tmp_path: Path) -> None:
+    evidence = {"backend": "trtllm", "engine": "1.3.0rc20", "gpus": [], "outputs": {}, "speed": {}, "memory": {}}
+    files = {"evidence.json": json.dumps(evidence), "verdict.json": json.dumps({"ok": True, "results": []}),
+             "schema.yaml": installed("1.3.0rc20", PLANTED)}  # fmt: skip
+    write_bundle(tmp_path / "proof.tar.gz", files, Redactor({}))
+    done = trtspec("prove", "--import", tmp_path / "proof.tar.gz", "--json", "-o", tmp_path / "out")
+    told = json.loads(done.stdout)
+    refuted = {finding["entry"]: finding["message"] for finding in told["schemas"] if finding["weight"] == "refuted"}
+    assert set(refuted) == set(PLANTED), refuted
+    assert "absent in 1.3.0rc20" in refuted["sleep_config"] and "is 7" in refuted["stream_interval"]
+    assert "unknown to the schema" in refuted["moe_config.use_magic"]
+    copy = tmp_path / "trtspec" / "trtllm" / "schemas"
+    copy.mkdir(parents=True)
+    for path in SCHEMAS.glob("*.yaml"):
+        (copy / path.name).write_text(path.read_text())
+    applied = subprocess.run(
+        ["git", "apply", str(tmp_path / "out" / "schemas.patch")], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert applied.returncode == 0, applied.stderr
+    fields = {path.stem: yaml.safe_load(path.read_text())["fields"] for path in copy.glob("*.yaml")}
+    assert "sleep_config" not in fields["1.3"] and fields["1.3"]["moe_config.use_magic"]["type"] == "bool"
+    assert any(part.get("stream_interval", {}).get("default") == 7 for part in fields.values())
+
+
+@pytest.mark.slow
+def test_three_honest_releases_refute_nothing_and_verify_what_was_inferred(capsys: pytest.CaptureFixture[str]) -> None:
+    releases = ("1.2.1", "1.3.0rc20", "1.4.0rc1")
+    findings = weigh([observation(installed(release), release) for release in releases])
+    weights = [finding.weight for finding in findings]
+    with capsys.disabled():
+        print(f"\n{', '.join(f'{weights.count(w)} {w}' for w in ('verified', 'narrowed', 'supported', 'refuted'))}")  # type: ignore[arg-type]
+    assert weights.count("refuted") == 0 and weights.count("verified") > 90
+    changed = [row for row in patch(findings).splitlines() if row.startswith("+") and not row.startswith("+++")]
+    assert len(changed) == sum(finding.replacement is not None for finding in findings)
