@@ -38,7 +38,7 @@ SELECTING = {
     "check": {"against"},
     "inspect": {"against", "run", "states"},
     "watch": {"once"},
-    "prove": {"import_", "target"},
+    "prove": {"import_", "target", "passed"},
 }
 
 

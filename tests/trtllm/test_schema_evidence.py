@@ -1,5 +1,5 @@
-"""Bundles against the schemas: a stand-in package that says what the schema says bears it out, and what is planted in it
-is found, with a patch that applies."""
+"""Bundles against the schemas: a stand-in package that says what the schema says bears it out; what is planted in it is
+found, with a patch that applies."""
 
 from __future__ import annotations
 

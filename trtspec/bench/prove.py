@@ -15,6 +15,7 @@ PLAN_TOLERANCE = 0.20  # relative; what docs/plan-model.md states for held-out f
 MEMORY_TOLERANCE = 0.10
 WARM_LOSS = 0.15  # acceptance on a repeated prompt may be this much lower
 LONG_LOSS = 0.50  # and on the longest prompts this much, against the shortest
+FEWEST_STEPS = 50  # of a part that is compared with another
 URL = "{url}"  # in a step's words: where its server answers
 WORK = "{work}"  # the directory of the whole proof's outputs
 
@@ -279,10 +280,14 @@ def _acceptance(evidence: Mapping[str, Any]) -> Iterator[ProveLine]:
             yield ProveLine(f"acceptance: {name}", "skipped", "not measured, or the server does not tell it")
             continue
         parts = {c: r.get("acceptance_length") for c, r in results["categories"].items()}
+        fewest = min((r.get("steps") or 0 for r in results["categories"].values()), default=0)
         known = {c: value for c, value in parts.items() if value}
         shown = f"{length:.3f} tokens per step" + "".join(f"; {c} {v:.3f}" for c, v in known.items())
-        if name == "sampled" or len(known) < 2:
-            yield ProveLine(f"acceptance: {name}", "pass" if name == "sampled" else "skipped", shown)
+        if name == "sampled":
+            yield ProveLine(f"acceptance: {name}", "pass", shown)
+            continue
+        if len(known) < 2 or fewest < FEWEST_STEPS:
+            yield ProveLine(f"acceptance: {name}", "skipped", f"{shown}; too few steps to compare ({fewest})")
             continue
         first = known["cold"] if name == "warm" else next(iter(known.values()))
         last = known["warm"] if name == "warm" else min(known.values())
