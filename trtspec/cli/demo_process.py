@@ -149,7 +149,7 @@ def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[b
     process = None
     try:
         with noted_signals():
-            process = subprocess.Popen(command, **({"env": environment()} | options))
+            process = subprocess.Popen(command, env=options.pop("env", None) or environment(), **options)
         yield process
     finally:
         if process is not None:
