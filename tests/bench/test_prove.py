@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.command_line import trtspec
-from trtspec.bench.prove import ProveSetup, judge, launches, plan_findings, prompts_of, steps_of
+from trtspec.bench.prove import ProveSetup, launches, prompts_of, steps_of
 from trtspec.bench.prove_bundle import Redactor, json_text, read_bundle, redactor, write_bundle
 from trtspec.bench.prove_page import prove_html
-from trtspec.cli.prove_run import Journal
+from trtspec.bench.prove_verdict import judge, plan_findings
 from trtspec.errors import TrtspecError, UsageError
 
 PAIR = ("nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3")
@@ -104,7 +104,7 @@ SECRET = {
     "text",
     [
         "401 for token hf_abcdefghijklmnop",
-        "hf_other1234567890 is not ours",
+        "hf_other1234567890abcdef, hf_revision aside, is not ours",
         "Authorization: Bearer abc.def.ghi",
         "password correct-horse",
         "/home/marguerite/models/k2/config.json",
@@ -152,6 +152,7 @@ def test_what_names_a_person_a_machine_or_a_secret_is_replaced(text: str) -> Non
 @pytest.mark.parametrize(
     "text",
     [
+        "hf_revision: {type: str}",
         "TensorRT-LLM 1.3.0rc20, torch 2.8.0+cpu",
         "nvidia/Kimi-K2.5-NVFP4",
         "lightseekorg/kimi-k2.5-eagle3",
@@ -251,15 +252,3 @@ def test_the_page_has_the_cards_tables(evidence: dict[str, Any]) -> None:
         "2.200",
     ):
         assert words in page, words
-
-
-def test_a_line_that_a_kill_cut_short_does_not_count(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    journal = Journal(path)
-    journal.add("doctor", status=0)
-    journal.add("record", status=3)
-    path.write_bytes(path.read_bytes()[:-9])
-    again = Journal(path)
-    assert set(again.done) == {"doctor"} and path.read_text().endswith("}\n")
-    again.add("record", status=0)
-    assert set(Journal(path).done) == {"doctor", "record"}

@@ -76,7 +76,7 @@ def assert_whole(done: subprocess.CompletedProcess[str], out: Path, steps: set[s
     assert done.returncode in (0, 3), done.stderr[-3000:]
     said, files = json.loads(done.stdout), bundle_of(out)
     evidence = json.loads(files["evidence.json"])
-    assert {entry["step"] for entry in evidence["journal"]} >= steps, done.stdout
+    assert {entry["key"] for entry in evidence["journal"]} >= steps, done.stdout
     assert not [r for r in said["results"] if r["name"].startswith("serve-")], said["results"]
     assert files["report.html"].count("<table") >= 5 and set(evidence["speed"]) >= {"plain", "k1"}
     return evidence
@@ -108,11 +108,11 @@ def test_killed_at_ten_points_and_resumed(
     words = [sys.executable, "-m", "trtspec", "prove", str(pair[0]), "--head", str(pair[1]), "-o", str(out), *SMALL,
              "--draft-len", "1", "--gpus", "1", "--", "--max-seq-len", "512"]  # fmt: skip
     journal, kills, seen = out / "journal.jsonl", [], ""
-    for entries in range(0, 15):
+    for entries in range(0, 14):
         if len(kills) == 10:
             break
         process = subprocess.Popen(words, env=env, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and _entries(journal) < entries + 1:
+        while process.poll() is None and _entries(journal) < entries + 2:
             time.sleep(0.02)
         time.sleep(0.3 * (entries % 4))
         if process.poll() is not None:
@@ -128,7 +128,7 @@ def test_killed_at_ten_points_and_resumed(
         kills.append(_entries(journal))
     done = proved(pair, out, env, "--draft-len", "1", "--gpus", "1", "--", "--max-seq-len", "512")
     evidence = assert_whole(done, out, STEPS | {"schema", "lint-plain", "bench-k1"})
-    steps = [entry["step"] for entry in evidence["journal"]]
+    steps = [entry["key"] for entry in evidence["journal"]]
     with capsys.disabled():
         print(f"\nkilled with {kills} steps done, then whole: {len(steps)} steps, each once")
     assert len(kills) == 10 and len(steps) == len(set(steps)) and (out / "journal.jsonl").read_text().startswith(seen)

@@ -21,7 +21,7 @@ from tests.cli.matrix_serving import SERVING, an_engine_file
 from tests.command_line import trtspec
 from tests.tiny import make_head, make_target
 from trtspec.cli.app import COMMANDS
-from trtspec.cli.prove_run import Proof
+from trtspec.cli.prove_evidence import Proof
 from trtspec.records import Mode, click_command, flag_of, variable
 
 NAMES = [name for names in COMMANDS.values() for name in names]
@@ -204,11 +204,11 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
             lambda found, *more: stage.handed.append(repr((found.settings, found.baseline, more))) or [],
         )
 
-    def run_proof(*given: Any) -> Proof:
+    def prove_all(*given: Any) -> Proof:
         stage.handed.append(repr(given))
         return Proof([], "proof.tar.gz", "0")
 
-    monkeypatch.setattr("trtspec.cli.prove_run.run_proof", run_proof)
+    monkeypatch.setattr("trtspec.cli.prove_evidence.prove_all", prove_all)
     monkeypatch.setattr("trtspec.cli.demo_stages.run_stages", lambda demo: stage.handed.append(repr(demo.sizes)))
     monkeypatch.setattr("trtspec.cli.demo.finish", lambda output, data: None)
     for name, size in {"WHOLE": 1024, "PIECE": 16, "PIECES": 8}.items():  # so that values of a tiny head are sampled

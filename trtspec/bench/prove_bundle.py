@@ -27,7 +27,12 @@ from trtspec.report import write_atomic
 
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|PRIVATE", re.IGNORECASE)
 PATTERNS = (
-    (re.compile(r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|nvapi-|xox[abp]-|AKIA)[A-Za-z0-9_\-]{8,}"), "<secret>"),
+    (
+        re.compile(
+            r"\b(?:hf_(?=[A-Za-z0-9]{15})|sk-|ghp_|gho_|github_pat_|glpat-|nvapi-|xox[abp]-|AKIA)[A-Za-z0-9_\-]{8,}"
+        ),
+        "<secret>",
+    ),
     (re.compile(r"(?i)\bBearer\s+[A-Za-z0-9._\-]{6,}"), "Bearer <secret>"),
     (re.compile(r"\b\w+://[^\s/\"'@]+@[^\s\"'<>]+"), "<url>"),
     (re.compile(r"\b(?:GPU|MIG)-[0-9a-f]{8}-[0-9a-f-]{20,}"), "<gpu>"),

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trtspec.bench import report
-from trtspec.bench.prove import PLAIN, ProveLine, plan_findings
+from trtspec.bench.prove import PLAIN
+from trtspec.bench.prove_verdict import ProveLine, plan_findings
 from trtspec.report import Table
 
 

@@ -23,6 +23,7 @@ import numpy as np
 
 SCALES = (1, 2, 4, 8, 16)  # batches per mean; the longest that leaves FEWEST means is the last one looked at
 FEWEST = 8
+WIDER = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # times the change that is asked for
 REFINE = 7  # times the first learning: with the default of a day, a week
 UPPER = 1.2816  # standard normal quantile of 90 %: how pessimistic estimates are taken
 FOUND = 1.6449  # and of 95 %: the share of falls that are found within the stated samples
@@ -170,6 +171,7 @@ class WatchedSeries:
     waiting: list[float] = field(default_factory=list)
     reference: SeriesReference | None = None
     test: DriftTest | None = None
+    finds: float | None = None  # the change that `test` finds
     statistic: float = 0.0
     alarming: bool = False
     alarms: int = 0
@@ -206,6 +208,9 @@ class WatchedSeries:
 
     def _set(self, reference: SeriesReference) -> None:
         change = self.change if self.absolute else self.change * reference.mean
-        test = drift_test(reference, change, self.batches_per_day, self.false_alarms_per_day)
-        if test is not None:
-            self.reference, self.test = reference, test
+        # a small baseline is not known well enough for a small fall, and still finds a large one
+        for factor in WIDER if self.recorded is not None else WIDER[:1]:
+            test = drift_test(reference, factor * change, self.batches_per_day, self.false_alarms_per_day)
+            if test is not None:
+                self.reference, self.test, self.finds = reference, test, factor * self.change
+                return

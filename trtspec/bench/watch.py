@@ -402,6 +402,7 @@ class Watch:
             "normal": shown(reference.mean) if reference else None,
             "statistic": round(series.statistic, 6),
             "threshold": round(test.threshold, 6) if test else None,
+            "finds": math.expm1(series.finds) if seconds and series.finds else series.finds,
             "false_alarms_per_day": series.false_alarms_per_day if test else None,
             "found_within_batches": test.detect_within if test else None,
             "found_within_steps": round(test.detect_within * steps) if test else None,

@@ -17,7 +17,7 @@ from trtspec.records import Mode, narrow, without
 
 if TYPE_CHECKING:
     from trtspec.bench.prove import ProveSetup
-    from trtspec.cli.prove_run import Proof
+    from trtspec.cli.prove_evidence import Proof
 
 MARKS = {"pass": "pass   ", "fail": "FAIL   ", "skipped": "skipped"}
 CONTEXTS = "1000,4000,16000"
@@ -89,9 +89,9 @@ def prove(options: ProveOptions) -> None:
         return
     if options.output is None:
         raise UsageError("a proof needs a directory for its outputs", "pass -o DIR")
-    from trtspec.cli.prove_run import run_proof
+    from trtspec.cli.prove_evidence import prove_all
 
-    proof = run_proof(setup, options.output, options.startup_timeout, options.restart)
+    proof = prove_all(setup, options.output, options.startup_timeout, options.restart)
     _show(proof, options.json_)
     if proof.failed:
         raise CheckFailed(f"not proved: {', '.join(proof.failed)}", f"see {options.output / 'report.html'}")
@@ -170,8 +170,8 @@ def _show(proof: Proof, json_output: bool) -> None:
 def _import(options: ProveImport) -> None:
     from dataclasses import asdict
 
-    from trtspec.bench.prove import plan_findings
     from trtspec.bench.prove_bundle import read_bundle
+    from trtspec.bench.prove_verdict import plan_findings
     from trtspec.trtllm.schema_evidence import observation, patch, weigh
 
     bundles = [read_bundle(path) for path in options.import_]

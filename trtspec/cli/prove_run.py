@@ -3,81 +3,18 @@ resumes with the first command that has none. Nothing that it started outlives i
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from trtspec import files, report
-from trtspec.bench.prove import (
-    URL,
-    WORK,
-    ProveLine,
-    ProveSetup,
-    ProveStep,
-    judge,
-    launches,
-    prompts_of,
-    serve_words,
-    speed_of,
-    steps_of,
-)
-from trtspec.bench.prove_bundle import Redactor, json_text, redactor, write_bundle
-from trtspec.cli.demo_process import child, duration, noted_signals, stop, tail, wait
+from trtspec import report
+from trtspec.bench.prove import URL, WORK, ProveSetup, ProveStep, launches, prompts_of, steps_of
+from trtspec.checkpoint.journal import Journal
+from trtspec.cli.demo_process import child, duration, tail, wait
+from trtspec.cli.prove_servers import end_left_over, memory_of, served, tied
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.gpus import used_memory
-from trtspec.launch.readiness import generation_failure, is_healthy
-
-POLL = 0.1
-LEFT_OVER = 180.0  # seconds that the server of a killed run gets to end
-NEVER = 2.0  # seconds of silence before a first look at a server's health
-
-
-@dataclass
-class Proof:
-    """What a run made: the verdict, and the bundle with its digest. `broken`: steps and launches without an output."""
-
-    lines: list[ProveLine]
-    bundle: str
-    sha256: str
-    broken: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def failed(self) -> list[str]:
-        return [line.name for line in self.lines if line.status == "fail"]
-
-    def to_dict(self) -> dict[str, Any]:
-        shown = [asdict(line) for line in self.lines]
-        return {"ok": not self.failed, "results": shown, "bundle": self.bundle, "sha256": self.sha256}
-
-
-class Journal:
-    """Steps that are done, one JSON line each; a line that a kill cut short does not count."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.done = path, {}
-        text = files.read_text(path) if path.exists() else ""
-        for line in text.split("\n")[:-1]:
-            entry = files.parse_json(line)
-            self.done[entry["step"]] = entry
-        if text and not text.endswith("\n"):
-            report.write_atomic(path, text[: text.rfind("\n") + 1])
-
-    def add(self, step: str, **more: Any) -> None:
-        self.done[step] = {"step": step, **more}
-        with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(self.done[step]) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
 
 
 @dataclass
@@ -110,7 +47,7 @@ class ProofRun:
         ):
             wait(process)
         if process.returncode in step.statuses:
-            self.journal.add(step.name, status=process.returncode, seconds=round(time.monotonic() - began, 3))
+            self.journal.record(step.name, status=process.returncode, seconds=round(time.monotonic() - began, 3))
         else:
             self.broken[step.name] = f"status {process.returncode}: {tail(errors.read_bytes())[-600:]}"
             report.say(f"{step.name} failed: {self.broken[step.name]}")
@@ -122,9 +59,9 @@ class ProofRun:
         if not left and self.done(name):
             return
         try:
-            with self._server(launch) as (process, url, seconds):
+            with served(self.setup, launch, self.work, self.startup) as (process, url, seconds):
                 if not self.done(name):
-                    self.journal.add(name, seconds=round(seconds, 3), **memory_of(process.pid))
+                    self.journal.record(name, seconds=round(seconds, 3), **memory_of(process.pid))
                 for step in left:
                     if process.poll() is not None:
                         raise TrtspecError(f"the server ended with status {process.returncode} while it was measured")
@@ -133,192 +70,34 @@ class ProofRun:
             self.broken[name] = error.message
             report.say(f"{name} failed: {error.message}")
 
-    @contextmanager
-    def _server(self, launch: str) -> Iterator[tuple[subprocess.Popen[bytes], str, float]]:
-        """`trtspec serve` until the block ends: the process, its URL, and the seconds until it was ready."""
-        port = free_port()
-        words = ["serve", *serve_words(self.setup, launch), "--host", "127.0.0.1", "--port", str(port)]
-        log = self.work / f"serve-{launch}.log"
-        report.say(f"trtspec serve, {launch}")
-        began = time.monotonic()
-        with (
-            log.open("wb") as stream,
-            child([sys.executable, "-m", "trtspec", *words], stdout=stream, stderr=stream, **tied()) as process,
-        ):
-            note = {"pid": process.pid, "started": start_time(process.pid)}
-            report.write_json(self.work / "server.json", note)
-            url = f"http://127.0.0.1:{port}"
-            self._wait_ready(process, url, log)
-            yield process, url, time.monotonic() - began
-            stop(process)
-        (self.work / "server.json").unlink(missing_ok=True)
 
-    def _wait_ready(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-        deadline = time.monotonic() + self.startup
-        with noted_signals() as noted:
-            while time.monotonic() < deadline and not noted:
-                if process.poll() is not None:
-                    said = tail(log.read_bytes())[-1500:]
-                    raise TrtspecError(f"the server ended with status {process.returncode}; its log says:\n{said}")
-                if is_healthy(url, NEVER) and generation_failure(url, 300.0) is None:
-                    return
-                time.sleep(POLL)
-        raise TrtspecError(f"the server was not ready after {self.startup:.0f} s; see {log.name}")
+def run_proof(setup: ProveSetup, directory: Path, startup: float, restart: bool) -> ProofRun:
+    """Runs the steps that are not done yet. Raises UsageError where `directory` holds anything but this proof."""
+    journal = directory / "journal.jsonl"
+    if not journal.exists() and directory.exists() and any(directory.iterdir()):
+        raise UsageError(f"{directory} holds something else", "choose another -o")
+    header = {"proof": json.loads(json.dumps(asdict(setup)))}
+    with Journal(journal, header, restart=restart) as kept:
+        run = ProofRun(setup, directory, startup, kept)
+        prepare(run, restart)
+        for step in steps_of(setup):
+            if not step.launch and not run.done(step.name):
+                run.run(step)
+        for launch in launches(setup):
+            run.serve(launch)
+    return run
 
 
-def die_with_parent() -> None:
-    """In a child between fork and exec: SIGTERM when its parent dies, even by SIGKILL (Linux's PR_SET_PDEATHSIG)."""
-    LIBC.prctl(1, signal.SIGTERM)
-
-
-LIBC = ctypes.CDLL(None)
-
-
-def tied() -> dict[str, Any]:
-    """Popen's options of every child; unlike the demo's commands, these may fetch a target from the hub."""
-    found: dict[str, Any] = {"env": {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}}
-    return found | ({"preexec_fn": die_with_parent} if sys.platform == "linux" else {})
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def start_time(pid: int) -> float | None:
-    import psutil
-
-    try:
-        return psutil.Process(pid).create_time()
-    except psutil.Error:
-        return None
-
-
-def end_left_over(work: Path) -> None:
-    """The server of a run that was killed holds the GPUs until it has ended. Raises TrtspecError when it does not."""
-    path = work / "server.json"
-    if not path.exists():
-        return
-    try:
-        noted = files.read_object(path)
-    except TrtspecError:
-        noted = {}
-    pid, started = noted.get("pid"), noted.get("started")
-    deadline = time.monotonic() + LEFT_OVER
-    while isinstance(pid, int) and started is not None and start_time(pid) == started:
-        if time.monotonic() > deadline:
-            raise TrtspecError(f"the server of an earlier run (process {pid}) does not end", f"kill {pid}")
-        os.kill(pid, signal.SIGTERM)
-        time.sleep(1.0)
-    path.unlink(missing_ok=True)
-
-
-def memory_of(pid: int) -> dict[str, Any]:
-    """Bytes in use: of each GPU where nvidia-smi tells, and of the server's processes in the host's memory."""
-    import psutil
-
-    try:
-        first = psutil.Process(pid)
-        family = [first, *first.children(recursive=True)]
-        resident = sum(process.memory_info().rss for process in family)
-    except psutil.Error:
-        resident = 0
-    return {"per_gpu": used_memory(), "resident": resident}
-
-
-def run_proof(setup: ProveSetup, directory: Path, startup: float, restart: bool) -> Proof:
-    """Runs what is not done yet, then writes verdict, page and bundle. Raises UsageError where `directory` holds
-    anything but this proof."""
-    run = begin(setup, directory, startup, restart)
-    for step in steps_of(setup):
-        if not step.launch and not run.done(step.name):
-            run.run(step)
-    for launch in launches(setup):
-        run.serve(launch)
-    return finish(run)
-
-
-def begin(setup: ProveSetup, directory: Path, startup: float, restart: bool) -> ProofRun:
-    """The run with what earlier ones have done."""
+def prepare(run: ProofRun, restart: bool) -> None:
+    """The work directory with the prompts that the proof makes; the server of a killed run is ended."""
     import shutil
 
     from trtspec.bench.datasets import load_dataset
 
-    noted, wanted = directory / "prove.json", json.loads(json.dumps(asdict(setup)))
-    if noted.exists() and not restart and files.read_object(noted) != wanted:
-        raise UsageError(f"{directory} holds a proof with other options", "pass --restart, or another -o")
-    if not noted.exists() and directory.exists() and any(directory.iterdir()):
-        raise UsageError(f"{directory} holds something else", "choose another -o")
-    end_left_over(directory / "work")
+    end_left_over(run.work)
     if restart:
-        noted.unlink(missing_ok=True)
-        (directory / "journal.jsonl").unlink(missing_ok=True)
-        shutil.rmtree(directory / "work", ignore_errors=True)
-    report.write_json(noted, wanted)
-    (directory / "work").mkdir(parents=True, exist_ok=True)
-    questions = [question.turns[0] for question in load_dataset(setup.dataset).questions]
-    for name, rows in prompts_of(setup, questions).items():
-        report.write_atomic(directory / "work" / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    return ProofRun(setup, directory, startup, Journal(directory / "journal.jsonl"))
-
-
-def finish(run: ProofRun) -> Proof:
-    """Verdict, page and bundle from what the work directory holds."""
-    from trtspec.bench.prove_page import prove_html
-
-    setup = run.setup
-    redact = redactor(
-        {setup.target: "<target>", setup.head: "<head>", str(run.directory): "<proof>", setup.dataset: "<dataset>"}
-    )
-    evidence = redact.value(evidence_of(run))
-    lines = [
-        *(ProveLine(name, "fail", redact.text(why)) for name, why in run.broken.items()),
-        *judge(evidence),
-    ]
-    verdict = {"ok": not any(line.status == "fail" for line in lines), "results": [asdict(line) for line in lines]}
-    page = prove_html(evidence, lines)
-    report.write_json(run.directory / "verdict.json", verdict)
-    report.write_atomic(run.directory / "report.html", page)
-    kept = {"evidence.json": json_text(evidence), "verdict.json": json_text(verdict), "report.html": page}
-    bundle = run.directory / "proof.tar.gz"
-    digest = write_bundle(bundle, kept | _texts(run, redact), redact)
-    return Proof(lines, str(bundle), digest, run.broken)
-
-
-def _texts(run: ProofRun, redact: Redactor) -> dict[str, str]:
-    """Files of the work directory that belong in a bundle as they are."""
-    names = ("schema.yaml", "engine-plain.yml", "engine-head.yml")
-    return {name: redact.text((run.work / name).read_text()) for name in names if (run.work / name).exists()}
-
-
-def evidence_of(run: ProofRun) -> dict[str, Any]:
-    """evidence.json before it is redacted: the outputs of the steps, and the figures that are compared."""
-    outputs = {step.name: found for step in steps_of(run.setup) if (found := _output(run, step)) is not None}
-    benches = {name.removeprefix("bench-"): found for name, found in outputs.items() if name.startswith("bench-")}
-    served = launches(run.setup)
-    version = (outputs.get("lint-plain") or {}).get("version") if run.setup.dated else None
-    return {
-        "schema": 1,
-        "setup": asdict(run.setup),
-        "backend": run.setup.backend,
-        "engine": version or (benches.get("plain") or {}).get("server", {}).get("version"),
-        "gpus": (outputs.get("doctor") or {}).get("gpus", []),
-        "speed": {launch: speed_of(benches[launch]) for launch in served if launch in benches},
-        "memory": {name: run.journal.done[f"serve-{name}"] for name in served if run.done(f"serve-{name}")},
-        "journal": list(run.journal.done.values()),
-        "outputs": outputs,
-        "versions": report.package_versions(),
-    }
-
-
-def _output(run: ProofRun, step: ProveStep) -> Any:
-    """What a step that is done left: its results.json, else the object on its stdout."""
-    if not run.done(step.name):
-        return None
-    results = run.work / step.name / "results.json"
-    path = results if results.exists() else run.work / f"{step.name}.out"
-    try:
-        return files.read_object(path)
-    except (TrtspecError, OSError):
-        return None
+        shutil.rmtree(run.work, ignore_errors=True)
+    run.work.mkdir(parents=True, exist_ok=True)
+    questions = [question.turns[0] for question in load_dataset(run.setup.dataset).questions]
+    for name, rows in prompts_of(run.setup, questions).items():
+        report.write_atomic(run.work / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))

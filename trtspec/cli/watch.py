@@ -86,6 +86,10 @@ def watch(options: WatchOptions) -> None:
     path = options.state or default_state(source.url)
     state = read_state(path, source.url, settings, baseline, options.restart)
     found = Watch(state, settings, baseline)
+    if baseline is not None and found.state.series["baseline"].test is None:
+        raise UsageError(
+            f"{options.baseline} holds too few answers to judge by", "trtspec bench URL --samples 80 -o DIR"
+        )
     if options.once:
         alerts = _look_once(found, source, path)
         _show(found, alerts, options.json_)
@@ -226,7 +230,7 @@ def _show(found: Watch, alerts: list[Problem], json_output: bool) -> None:
     if json_output:
         report.print_json(told)
         return
-    columns = ("series", "last", "normal", "statistic / threshold", "a fall is found within", "state")
+    columns = ("series", "last", "normal", "statistic / threshold", "finds", "within", "state")
     rows = [_row(name, series) for name, series in told["series"].items()]
     note = f"false alarms: at most {found.settings.false_alarms:g} a day for each series"
     lines = [f"source: {told['source'] or 'nothing read yet'}; restarts {told['restarts']}, "
@@ -245,4 +249,5 @@ def _row(name: str, series: dict[str, Any]) -> list[str]:
     within = f"{series['found_within_batches']} batches, {series['found_within_steps']} steps" if tested else "-"
     ratio = f"{series['statistic'] / series['threshold']:.2f}" if tested else "-"
     state = "ALERT" if series["alarming"] else "normal" if tested else f"learning: {series['learned']}"
-    return [name, number(series["last"]), number(series["normal"]), ratio, within, state]
+    finds = f"{series['finds']:.0%}" if series["finds"] else "-"
+    return [name, number(series["last"]), number(series["normal"]), ratio, finds, within, state]
