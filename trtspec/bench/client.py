@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -147,11 +148,10 @@ async def stream_answer(
     """Sends one request and reads its stream. A failure is a result too: it is returned in `error`, never raised."""
     answer = Answer(question, category, turn, started=time.perf_counter())
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True, **body.get("stream_options", {})}}
+    request = client.build_request("POST", endpoint.path(), json=streamed)
+    answer.started = time.perf_counter()  # what it takes to write the request down is no waiting for the server
     try:
-        async with (
-            asyncio.timeout(endpoint.limit_s),
-            client.stream("POST", endpoint.path(), json=streamed) as response,
-        ):
+        async with asyncio.timeout(endpoint.limit_s), sent(client, request) as response:
             if response.status_code != 200:
                 answer.error = error_message(response.status_code, (await response.aread()).decode("utf-8", "replace"))
             else:
@@ -167,6 +167,16 @@ async def stream_answer(
     if answer.error is None and answer.finish_reason is None:
         answer.error = "the stream ended without a finish_reason"
     return answer
+
+
+@asynccontextmanager
+async def sent(client: httpx.AsyncClient, request: httpx.Request) -> AsyncIterator[httpx.Response]:
+    """The response to a request, open for reading."""
+    response = await client.send(request, stream=True)
+    try:
+        yield response
+    finally:
+        await response.aclose()
 
 
 async def events(response: httpx.Response) -> AsyncIterator[tuple[float, dict[str, Any]]]:
