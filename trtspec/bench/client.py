@@ -148,9 +148,9 @@ async def stream_answer(
     """Sends one request and reads its stream. A failure is a result too: it is returned in `error`, never raised."""
     answer = Answer(question, category, turn, started=time.perf_counter())
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True, **body.get("stream_options", {})}}
-    request = client.build_request("POST", endpoint.path(), json=streamed)
-    answer.started = time.perf_counter()  # what it takes to write the request down is no waiting for the server
     try:
+        request = client.build_request("POST", endpoint.path(), json=streamed)
+        answer.started = time.perf_counter()  # what it takes to write the request down is no waiting for the server
         async with asyncio.timeout(endpoint.limit_s), sent(client, request) as response:
             if response.status_code != 200:
                 answer.error = error_message(response.status_code, (await response.aread()).decode("utf-8", "replace"))
