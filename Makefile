@@ -23,14 +23,17 @@ test-all: lint .oracles/.made  ## also the tests that take minutes each, and tho
 		$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow" --timeout=1800
 
 # TRTSPEC_ORACLE_SOURCES=DIR: checkouts of TorchSpec, SpecForge and EAGLE, which are no packages; skipped without
-test-oracles: .oracles/.made  ## against code that others wrote: vLLM, speculators, ModelOpt 0.47 and 0.48 and more in environments of their own
+test-oracles: .oracles/.made  ## against code that others wrote: vLLM, speculators, ModelOpt 0.47 and 0.48, clients and more in environments of their own
 	@TRTSPEC_ORACLE_PYTHON=.oracles/transformers4/bin/python TRTSPEC_VLLM_PYTHON=.oracles/vllm/bin/python \
 		TRTSPEC_VLLM_STARTS=30 TRTSPEC_SPECULATORS_PYTHON=.oracles/vllm/bin/python \
 		TRTSPEC_MODELOPT_048_PYTHON=.oracles/modelopt048/bin/python \
-		$(BIN)/python -m pytest tests/oracles tests/quant/test_modelopt_export.py -m "slow or not slow" --timeout=1800 -s
+		TRTSPEC_SCHEMATHESIS_PYTHON=.oracles/schemathesis/bin/python TRTSPEC_LITELLM_PYTHON=.oracles/litellm/bin/python \
+		TRTSPEC_LANGCHAIN_PYTHON=.oracles/langchain/bin/python TRTSPEC_LM_EVAL_PYTHON=.oracles/lm_eval/bin/python \
+		TRTSPEC_GUIDELLM_PYTHON=.oracles/guidellm/bin/python TRTSPEC_AIPERF_PYTHON=.oracles/aiperf/bin/python \
+		$(BIN)/python -m pytest tests/oracles tests/hostile/test_server_requests.py tests/quant/test_modelopt_export.py -m "slow or not slow" --timeout=1800 -s
 
 .oracles/.made: $(STAMP) tests/oracles/environments.sh
-	@echo "== installing what others publish into .oracles (3 GB, some minutes)"
+	@echo "== installing what others publish into .oracles (10 GB, a quarter of an hour)"
 	@rm -rf .oracles
 	@bash tests/oracles/environments.sh .oracles .venv
 	@touch $@

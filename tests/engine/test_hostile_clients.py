@@ -50,6 +50,13 @@ BAD_BODIES = [
     b'{"prompt": "x", "stop": ["' + b"a" * 1001 + b'"]}',
     b'{"prompt": "x", "stop": [' + b",".join([b'"a"'] * 65) + b"]}",
     b'{"prompt": "x", "stop_token_ids": [-1]}',
+    b'{"prompt": "x", "stop_token_ids": [99999], "min_tokens": 3}',
+    b'{"prompt": "x", "repetition_penalty": 1e-300}',
+    b'{"prompt": "x", "guided_json": "' + b"[" * 50_000 + b'"}',
+    b'{"prompt": "x", "guided_json": {"$ref": "#"}}',
+    b'{"prompt": "x", "guided_regex": "(a{1000}){1000}"}',  # one token of it took two minutes
+    b'{"prompt": "x", "guided_regex": "a", "bad": "a"}',  # nothing is left
+    b'{"prompt": "x", "guided_regex": "a", "min_tokens": 7}',
     b'{"prompt": "x", "max_tokens": "8"}',
     b'{"prompt": "x", "max_tokens": true}',
     b'{"prompt": "\\ud800"}',
@@ -75,6 +82,14 @@ def test_a_bad_body_is_refused(server: Running, body: bytes) -> None:
     answer = httpx.post(f"{server.url}/v1/completions", content=body, timeout=30)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"]
+
+
+def test_a_stream_without_a_way_on_says_so(server: Running) -> None:
+    body = {"prompt": "x", "guided_regex": "ab", "bad": "b", "stream": True, "temperature": 0}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as stream:
+        last = [line for line in stream.iter_lines() if line][-1]
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert error["type"] == "invalid_request_error" and "no answer can continue here" in error["message"]
 
 
 NESTED = json.loads('{"a":' * 700 + "1" + "}" * 700)

@@ -70,6 +70,7 @@ def test_completion(client: openai.OpenAI) -> None:
     choice = answer.choices[0]
     assert choice.finish_reason in ("length", "stop")
     assert answer.usage is not None and answer.usage.prompt_tokens == 9
+    assert answer.usage.prompt_tokens_details is not None and answer.usage.prompt_tokens_details.cached_tokens == 0
     extra = choice.model_extra or {}
     speculation = extra["spec_decode"]
     assert speculation["steps"] == sum(speculation["histogram"]) > 0
@@ -136,8 +137,10 @@ def test_several_choices(client: openai.OpenAI) -> None:
         ({"prompt": "x", "temperature": -1}, "temperature"),
         ({"prompt": "x", "no_such_option": 1}, "no_such_option"),
         ({"prompt": "x", "length_penalty": 0.5}, "length_penalty"),
-        ({"prompt": ""}, None),
-        ({"prompt": "x" * 300}, None),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": "x" * 300}, "prompt"),
+        ({"prompt": "x", "best_of": True}, "best_of"),
+        ({"prompt": "x", "add_special_tokens": 1}, "add_special_tokens"),
         ({}, "prompt"),
     ],
 )
@@ -171,11 +174,19 @@ def test_status_endpoints(server: Running, client: openai.OpenAI) -> None:
     assert httpx.get(f"{server.url}/health_generate").status_code == 200
     assert httpx.get(f"{server.url}/version").json()["version"]
     httpx.get(f"{server.url}/metrics")
+    httpx.get(f"{server.url}/perf_metrics")
     client.completions.create(model="tiny-kimi", prompt="count", max_tokens=9, extra_body={"ignore_eos": True})
     iterations = httpx.get(f"{server.url}/metrics").json()
     assert iterations and iterations[-1]["iter"] > iterations[0]["iter"]
     assert sum(entry["specDecodingStats"]["numDraftTokens"] for entry in iterations) > 0
     assert httpx.get(f"{server.url}/metrics").json() == []
+    (timed,) = httpx.get(f"{server.url}/perf_metrics").json()
+    assert list(timed["perf_metrics"]["timing_metrics"].values()) == sorted(
+        timed["perf_metrics"]["timing_metrics"].values()
+    )
+    assert timed["perf_metrics"]["first_iter"] < timed["perf_metrics"]["last_iter"]
+    assert timed["perf_metrics"]["speculative_decoding"]["total_draft_tokens"] > 0
+    assert httpx.get(f"{server.url}/server_info").json()["max_seq_len"] == 256
     text = httpx.get(f"{server.url}/prometheus/metrics").text
     assert 'trtspec_spec_decode_accepted_tokens_per_position_total{position="3"}' in text
 
@@ -244,6 +255,19 @@ def test_signals_end_it_after_finishing(number: int, status: int, target_dir: Pa
     assert rest[-1] == "data: [DONE]"
     assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
     assert running.process.wait(30) == status
+
+
+def test_a_stop_does_not_wait_for_ever(target_dir: Path) -> None:
+    running = launch(target_dir, "-", "max_batch_size=4", "max_seq_len=4096", "grace=1")
+    body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True, "n": 4}
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        running.process.send_signal(signal.SIGTERM)
+        last = [line for line in lines if line][-1]
+    assert "the server was stopped" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    assert running.process.wait(30) == 0
+    assert "Traceback" not in "".join(running.log), "".join(running.log)
 
 
 def test_what_does_not_fit_is_refused_before_it_is_loaded(target_dir: Path) -> None:

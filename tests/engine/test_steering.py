@@ -196,6 +196,10 @@ def test_structured_output(client: openai.OpenAI) -> None:
     for fields in ({"response_format": form}, {"extra_body": {"guided_json": SCHEMA}}):
         answer = client.chat.completions.create(model="tiny-kimi", messages=ASK, max_tokens=300, n=2, **fields)
         assert all(set(json.loads(choice.message.content)) == {"name", "n"} for choice in answer.choices)
+    ended = client.completions.create(
+        model="tiny-kimi", prompt="x", n=8, max_tokens=9, extra_body={"guided_regex": "[ab]c"}
+    )
+    assert all(choice.text in ("ac", "bc") and choice.finish_reason == "stop" for choice in ended.choices)
     free = client.chat.completions.create(
         model="tiny-kimi", messages=ASK, max_tokens=300, temperature=0, response_format={"type": "json_object"}
     )

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the environments of `make test-oracles` below the directory $1, beside the one of the project ($2): what others
-# publish on PyPI and what does not go together with it. About 3 GB and five minutes of one core.
+# publish on PyPI and what does not go together with it. About 10 GB and fifteen minutes of one core.
 set -euo pipefail
 place=$1 project=$(realpath "$2")
 site=$("$project/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
@@ -27,3 +27,15 @@ python3 -m venv "$engine"
 named=$("$engine/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/vllm-0.32.0+cpu.dist-info
 mkdir -p "$named"
 printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$named/METADATA"
+
+# clients of the reference server, and a fuzzer that reads its OpenAPI document; each brings an openai or pydantic of its own
+client() {
+    python3 -m venv "$place/$1"
+    "$place/$1/bin/pip" install --quiet --no-compile "${@:2}"
+}
+client schemathesis schemathesis==4.32.5
+client litellm litellm==1.106.2
+client langchain langchain-openai==1.7.3
+client lm_eval "lm_eval[api]==0.4.13" transformers==5.23.0
+client guidellm guidellm==0.8.1
+client aiperf aiperf==0.13.0

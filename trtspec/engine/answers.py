@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.reply import Delta, ReplyParser, parse_reply
-from trtspec.engine.sequence import Completion, Output, TokenLogprobs
+from trtspec.engine.sequence import Completion, Output, Stats, TokenLogprobs
 
 DONE = "data: [DONE]\n\n"
 
@@ -21,11 +21,12 @@ DONE = "data: [DONE]\n\n"
 class CompletionAnswer:
     """What all parts of one response share. `top` is how many alternatives a logprobs entry lists; `usage` says in
     which chunks of a stream the token counts stand; `echo` gives the prompt back before the answer, which is left out
-    where it is not `shown`."""
+    where it is not `shown`; every prompt has `n` choices."""
 
     tokenizer: KimiTokenizer
     model: str
     chat: bool
+    n: int = 1
     logprobs: bool = False
     top: int = 0
     usage: Literal["no", "last", "each"] = "no"
@@ -50,9 +51,17 @@ def speculation(completion: Completion) -> dict[str, Any]:
     }
 
 
-def usage(prompt_tokens: int, completions: list[Completion]) -> dict[str, int]:
+def usage(prompt_tokens: int, completions: list[Completion], n: int = 1) -> dict[str, Any]:
+    """Token counts of an answer of `n` choices per prompt, each prompt counted once. Cached are those tokens of the
+    prompts that the first choice did not have to compute."""
     made = sum(len(completion.token_ids) for completion in completions)
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": made, "total_tokens": prompt_tokens + made}
+    cached = sum(completion.cached_tokens for completion in completions[::n])
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": made,
+        "total_tokens": prompt_tokens + made,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
 def body(
@@ -67,7 +76,7 @@ def body(
     for index, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
         choice: dict[str, Any] = {"index": index}
         if not answer.shown:
-            completion = Completion(completion.id, finish_reason="length", prompt_logprobs=completion.prompt_logprobs)
+            completion = replace(completion, token_ids=[], text="", finish_reason="length", logprobs=[], stats=Stats())
             completions[index] = completion
         reason: str | None = completion.finish_reason
         if answer.chat:
@@ -79,7 +88,7 @@ def body(
         scores = [*completion.prompt_logprobs, *completion.logprobs]
         choice["logprobs"] = logprobs(answer, scores, echoed) if answer.logprobs else None
         choices.append(choice | {"finish_reason": reason} | speculation(completion))
-    return answer.head(streaming=False) | {"choices": choices, "usage": usage(prompt_tokens, completions)}
+    return answer.head(streaming=False) | {"choices": choices, "usage": usage(prompt_tokens, completions, answer.n)}
 
 
 def logprobs(answer: CompletionAnswer, entries: list[TokenLogprobs], echoed: list[int]) -> dict[str, Any]:
@@ -99,7 +108,11 @@ def logprobs(answer: CompletionAnswer, entries: list[TokenLogprobs], echoed: lis
     tokens = [*echoed[:1], *(entry.token for entry in entries)]
     names = [raw[token].decode("utf-8", "replace") for token in tokens]
     none = [None] * len(echoed[:1])
-    top = [{raw[token].decode("utf-8", "replace"): value for token, value in e.top[: answer.top]} for e in entries]
+    # several tokens may have one name, as parts of characters do: the likeliest keeps it
+    top = [
+        {raw[token].decode("utf-8", "replace"): value for token, value in reversed(e.top[: answer.top])}
+        for e in entries
+    ]
     return {
         "tokens": names,
         "token_logprobs": [*none, *(entry.logprob for entry in entries)],
@@ -189,5 +202,5 @@ class ChoiceStream:
 
 def usage_chunk(answer: CompletionAnswer, prompt_tokens: int, completions: list[Completion]) -> str:
     """The last chunk of a stream with `stream_options.include_usage`."""
-    value = answer.head(streaming=True) | {"choices": [], "usage": usage(prompt_tokens, completions)}
+    value = answer.head(streaming=True) | {"choices": [], "usage": usage(prompt_tokens, completions, answer.n)}
     return f"data: {json.dumps(value)}\n\n"

@@ -10,6 +10,7 @@ import re
 import sys
 import traceback
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,15 +59,18 @@ class Boundary:
             await self.app(scope, receive, send_named)
         except ClientDisconnect:
             return
+        except asyncio.CancelledError:  # a stop whose grace is over; raised on, it would be logged as a fault
+            if not started:
+                await error_response(ApiError("the server was stopped", status=503))(scope, receive, send_named)
         except Exception as error:
             log_exception(f"request {name}", error)
             if not started:
                 await error_response(ApiError("internal error", status=500))(scope, receive, send_named)
 
 
-def error_response(error: ApiError) -> JSONResponse:
+def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """The answer to a request that is refused. What may be tried again says when."""
-    headers = {"Retry-After": str(error.retry_after)} if error.retry_after else None
+    headers = {**(headers or {}), **({"Retry-After": str(error.retry_after)} if error.retry_after else {})}
     return JSONResponse(error.to_dict(), status_code=error.status, headers=headers)
 
 

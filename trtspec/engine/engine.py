@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.engine.admission import EngineLimits, check_request
 from trtspec.engine.batch import DecodeBatch
 from trtspec.engine.drafters import DrafterName, DraftSampling, Verified, make_drafter
 from trtspec.engine.prefix import BLOCK_TOKENS, PREFIX_BYTES, PrefixCache, PrefixReuse, PrefixStats
@@ -23,7 +24,6 @@ from trtspec.engine.sampling import draw, probabilities, token_logprobs
 from trtspec.engine.sequence import Completion, GenerationRequest, Output, Sequence
 from trtspec.engine.stats import Iteration, Totals
 from trtspec.engine.verify import accept_greedy, accept_sampled, on_host
-from trtspec.errors import UsageError
 from trtspec.models.decoding import prepare_for_decoding
 
 if TYPE_CHECKING:
@@ -115,13 +115,19 @@ class Engine:
         if self.prefix is not None:
             self.prefix.stats = PrefixStats()
 
-    def check(self, request: GenerationRequest) -> None:
-        """Raises UsageError for a request that can never run here."""
-        check_request(request, self.options, self.target.spec.vocab_size, self.tokenizer is not None)
-
     def submit(self, request: GenerationRequest) -> None:
-        """Queues a request. Raises UsageError for one that can never run."""
+        """Checks and queues a request. Raises RequestRefused for one that can never run."""
         self.check(request)
+        self.enqueue(request)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises RequestRefused for a request that can never run; reads nothing that a step changes."""
+        has_tokenizer = self.tokenizer is not None
+        longest = None if self.options.chunked_prefill else self.options.max_num_tokens
+        check_request(request, EngineLimits(self.max_seq_len, self.target.spec.vocab_size, has_tokenizer, longest))
+
+    def enqueue(self, request: GenerationRequest) -> None:
+        """Queues a request that `check` took."""
         self.submitted += 1
         sequence = Sequence(
             request,
@@ -269,6 +275,7 @@ class Engine:
             return False
         sequence = self.prefilling = self.waiting.popleft()
         self.prefill_row = len(self.batch)
+        sequence.scheduled = time.monotonic()
         if self.prefix is not None and not sequence.request.prompt_logprobs:
             sequence.prefilled = sequence.cached_tokens = self.prefix.load(prompt, self.prefill_row)
         return True
@@ -300,6 +307,7 @@ class Engine:
             self.prefix.save(prompt, row)
         output = sequence.emit([first])
         output.prompt_logprobs, output.cached_tokens = sequence.prompt_logprobs, sequence.cached_tokens
+        output.scheduled = sequence.scheduled
         self._annotate(output, sequence, logits)
         if output.finish_reason is None:
             if row != len(self.batch):
@@ -327,7 +335,10 @@ class Engine:
         for row in steered:
             steering = self.batch.sequences[row].steering
             assert steering is not None
-            steering.apply(logits[row], drafts[row].tolist())
+            try:
+                steering.apply(logits[row], drafts[row].tolist())
+            except Exception as error:
+                self.batch.sequences[row].failure = error  # told when it takes its tokens
         return logits
 
     def _annotate(self, output: Output, sequence: Sequence, logits: Tensor) -> None:
@@ -368,30 +379,3 @@ class Engine:
                 dropped.append(self.batch.sequences[row])
                 self._remove(row)
         return [Output(s.id, [], s.text.finish(), "cancelled", stats=s.stats) for s in dropped]
-
-
-def check_request(request: GenerationRequest, options: EngineOptions, vocab_size: int, has_tokenizer: bool) -> None:
-    """Raises UsageError for a request that cannot run in an engine of this size."""
-    length, max_seq_len = len(request.prompt_ids), options.max_seq_len
-    if not length:
-        raise UsageError(f"request {request.id}: the prompt has no tokens", "send at least one token")
-    if length >= max_seq_len:
-        raise UsageError(
-            f"request {request.id}: {length} prompt tokens leave no room in a context of {max_seq_len} tokens",
-            "shorten the prompt or raise --max-seq-len",
-        )
-    if not options.chunked_prefill and options.max_num_tokens is not None and length > options.max_num_tokens:
-        raise UsageError(
-            f"request {request.id}: {length} prompt tokens do not fit in a step of {options.max_num_tokens}",
-            "shorten the prompt, raise --max-num-tokens, or switch chunked prefill on",
-        )
-    if request.max_tokens < 1:
-        raise UsageError(f"request {request.id}: max_tokens is {request.max_tokens}", "ask for at least one token")
-    if not all(0 <= token < vocab_size for token in request.prompt_ids):
-        raise UsageError(
-            f"request {request.id}: a prompt token is outside the vocabulary of {vocab_size}", "check the tokenizer"
-        )
-    if request.stop and not has_tokenizer:
-        raise UsageError(
-            f"request {request.id}: stop strings need an engine with a tokenizer", "pass tokenizer= to the engine"
-        )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from trtspec.engine.ranges import MAX_INT32, MAX_STOPS, Bias, SamplingRanges, StopString, TokenId, TokenName, WishRanges
 
 
 class ApiError(Exception):
@@ -37,40 +39,11 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool = False
 
 
-ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {"error": {"type": "object", "required": ["message", "type", "param", "code"]}},
-}
-MESSAGE_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "required": ["role"],
-    "properties": {
-        "role": {"type": "string"},
-        "content": {
-            "anyOf": [
-                {"type": ["string", "null"]},
-                {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "required": ["type", "text"],
-                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                    },
-                },
-            ]
-        },
-    },
-}
-MAX_INT32, MAX_INT64 = 2**31 - 1, 2**63 - 1
-MAX_STOPS = 64
-StopString = Annotated[str, Field(max_length=1000)]
-TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,7}$")]  # a token id as a JSON key
-
 # Fields of the API without effect on what is generated; accepted so that ordinary clients work.
-INERT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "add_special_tokens")
+INERT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 # Fields this server cannot honour, with the only values that change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (None, False, True),  # Kimi's tokenizer adds none
     "best_of": (None, 1),
     "suffix": (None, ""),
     "use_beam_search": (None, False),
@@ -78,7 +51,35 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "early_stopping": (None, False),
     "no_repeat_ngram_size": (None, 0),
 }
-Penalty = Annotated[float, Field(ge=-2, le=2)]
+TEXT_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+MESSAGE_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"type": "string"},
+        "content": {"anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": TEXT_PART}]},
+    },
+}
+FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
+TOOL_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "pattern": FUNCTION_NAME},
+                "parameters": {"type": ["object", "null"]},
+            },
+        },
+    },
+}
 
 
 class JsonSchema(BaseModel):
@@ -98,27 +99,17 @@ class ResponseFormat(BaseModel):
     regex: str | None = Field(None, max_length=10_000)
 
 
-class GenerationBody(BaseModel):
+class GenerationBody(SamplingRanges, WishRanges):
     """What both endpoints share. `top_k` (0 and -1: off), `ignore_eos` and `stop_token_ids` are extensions."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, le=MAX_INT32)
-    seed: int | None = Field(None, ge=-MAX_INT64 - 1, le=MAX_INT64)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_INT32)]] = []
+    stop_token_ids: list[TokenId] = Field([], max_length=MAX_STOPS)
     ignore_eos: bool = False
     n: int = Field(1, ge=1, le=16)
-    frequency_penalty: Penalty = 0.0
-    presence_penalty: Penalty = 0.0
-    repetition_penalty: float = Field(1.0, gt=0, le=10)
-    min_p: float = Field(0.0, ge=0, le=1)
-    min_tokens: int = Field(0, ge=0, le=MAX_INT32)
-    logit_bias: dict[TokenName, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
+    logit_bias: dict[TokenName, Bias] = Field({}, max_length=1024)
     bad: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     include_stop_str_in_output: bool = False
@@ -133,11 +124,28 @@ class GenerationBody(BaseModel):
         if not isinstance(body, dict):
             return body
         for name, neutral in NEUTRAL.items():
-            if name in body and body[name] not in neutral:
+            if name in body and not any(_same(body[name], value) for value in neutral):
                 raise ApiError(f"{name} is not supported by this server", param=name, code="unsupported_parameter")
         dropped = {*NEUTRAL, *INERT}
         # null means "not given" in the API, whatever the field's default is
         return {key: value for key, value in body.items() if key not in dropped and value is not None}
+
+    @model_validator(mode="after")
+    def _streams_only(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ApiError("stream_options are for streams", param="stream_options")
+        return self
+
+    @property
+    def usage_wanted(self) -> Literal["no", "last", "each"]:
+        """In which chunks of a stream the token counts stand."""
+        options = self.stream_options or StreamOptions()
+        return "each" if options.continuous_usage_stats else "last" if options.include_usage else "no"
+
+    @property
+    def choices(self) -> int:
+        """How many generations the request asks for."""
+        return self.n
 
     @property
     def stops(self) -> list[str]:
@@ -179,9 +187,18 @@ class GenerationBody(BaseModel):
         return found[0] if found else None
 
 
+def _same(given: Any, value: Any) -> bool:
+    """Equal as JSON has it, where true is not 1."""
+    return given is value or isinstance(given, bool) == isinstance(value, bool) and bool(given == value)
+
+
 def _words(given: str | list[str] | None) -> list[str]:
     found = [given] if isinstance(given, str) else given or []
     return [word for word in found if word]
+
+
+Item = TypeVar("Item")
+Prompts = Annotated[list[Item], Field(min_length=1)]
 
 
 class CompletionBody(GenerationBody):
@@ -189,20 +206,39 @@ class CompletionBody(GenerationBody):
     them only with `allow_special_tokens`, an extension; in a chat only the template writes special tokens."""
 
     allow_special_tokens: bool = False
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Prompts[TokenId] | Prompts[str] | Prompts[Prompts[TokenId]]
     max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
+
+    @model_validator(mode="after")
+    def _answers_something(self) -> Self:
+        if not self.max_tokens and not self.echo:
+            raise ApiError("max_tokens is 0 and echo is off: nothing would be answered", param="max_tokens")
+        return self
+
+    @property
+    def choices(self) -> int:
+        return self.n * len(self.prompts)
 
     @property
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if not self.prompt:
-            raise ApiError("prompt is empty", param="prompt")
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
+
+
+class FunctionChoice(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str
+
+
+class NamedTool(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["function"]
+    function: FunctionChoice
 
 
 class ChatBody(GenerationBody):
@@ -213,30 +249,35 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    tools: list[dict[str, Any]] = []
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
+    tools: list[dict[str, Any]] = Field([], json_schema_extra={"items": TOOL_SCHEMA})
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
 
-    @property
-    def plain_messages(self) -> list[dict[str, Any]]:
-        """The messages with text parts joined, as templates expect them. Raises ApiError for images."""
-        return [_plain(message, index) for index, message in enumerate(self.messages)]
+    @field_validator("messages")
+    @classmethod
+    def _joined(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with text parts joined, as templates expect them."""
+        return [_plain(message, index) for index, message in enumerate(messages)]
 
-    @property
-    def offered_tools(self) -> list[dict[str, Any]] | None:
-        """Tools to show to the model. Raises ApiError for one that is no function."""
-        if self.tool_choice == "none" or not self.tools:
-            return None
-        for index, tool in enumerate(self.tools):
+    @field_validator("tools")
+    @classmethod
+    def _functions(cls, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for index, tool in enumerate(tools):
             function = tool.get("function")
             if tool.get("type") != "function" or not isinstance(function, dict):
                 raise ApiError(f"tools[{index}] is no function", param=f"tools[{index}]")
-            if not re.fullmatch(r"[\w.-]{1,128}", str(function.get("name"))):
+            name = function.get("name")
+            if not isinstance(name, str) or not re.fullmatch(FUNCTION_NAME, name):
                 raise ApiError(f"tools[{index}] has no name a call could have", param=f"tools[{index}].function.name")
-            if not isinstance(function.get("parameters") or {}, dict):
+            if not isinstance(function.get("parameters", {}), dict | None):
                 raise ApiError(f"tools[{index}]: parameters are no schema", param=f"tools[{index}].function.parameters")
-        return self.tools
+        return tools
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """Tools to show to the model."""
+        return None if self.tool_choice == "none" or not self.tools else self.tools
 
     @property
     def demanded_tools(self) -> list[dict[str, Any]]:
@@ -245,11 +286,10 @@ class ChatBody(GenerationBody):
             if not self.tools:
                 raise ApiError("tool_choice is required and there are no tools", param="tool_choice")
             return self.tools
-        if not isinstance(self.tool_choice, dict):
+        if not isinstance(self.tool_choice, NamedTool):
             return []
-        function = self.tool_choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        named = [tool for tool in self.offered_tools or [] if tool["function"]["name"] == name]
+        name = self.tool_choice.function.name
+        named = [tool for tool in self.tools if tool["function"]["name"] == name]
         if not named:
             raise ApiError(f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
         return named[:1]
@@ -286,42 +326,3 @@ def parse_body(kind: type[GenerationBody], body: Any) -> Any:
         if first["type"] == "extra_forbidden":
             raise ApiError(f"Unrecognized request argument supplied: {param}", param=param) from None
         raise ApiError(f"{param}: {first['msg']}", param=param) from None
-
-
-def described(kind: type[GenerationBody]) -> dict[str, Any]:
-    """What the OpenAPI document says about an endpoint: the schema of its body, and every status it answers with."""
-    schema = _body_schema(kind)
-    statuses = {
-        400: "The request is wrong; `param` names the field.",
-        401: "The API key is missing or wrong.",
-        404: "The server does not serve that model.",
-        408: "The body did not arrive in time.",
-        413: "The body is too large.",
-        429: "Too many requests wait; `Retry-After` says when to try again.",
-        500: "The generation failed.",
-        503: "The engine stopped.",
-    }
-    answers: dict[int | str, dict[str, Any]] = {
-        status: {"description": text, "content": {"application/json": {"schema": ERROR_SCHEMA}}}
-        for status, text in statuses.items()
-    }
-    content = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}}}
-    answers[200] = {"description": "The answer, or with `stream` its events.", "content": content}
-    body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    return {"responses": answers, "openapi_extra": {"requestBody": body}}
-
-
-def _body_schema(kind: type[GenerationBody]) -> dict[str, Any]:
-    """JSON schema of a body: the fields of its class, those that are taken since they change nothing, null for all."""
-    schema = kind.model_json_schema()
-    definitions = schema.pop("$defs", {})
-    text = json.dumps(schema)
-    while "#/$defs/" in text:  # definitions use one another
-        for name, definition in definitions.items():
-            text = text.replace(json.dumps({"$ref": f"#/$defs/{name}"}), json.dumps(definition))
-    schema = json.loads(text)
-    fields = {name: {"anyOf": [field, {"type": "null"}]} for name, field in schema["properties"].items()}
-    for name in schema.get("required", []):
-        fields[name] = schema["properties"][name]
-    neutral = {name: {"enum": list(values)} for name, values in NEUTRAL.items()}
-    return {**schema, "properties": {**fields, **neutral, **{name: {} for name in INERT}}}

@@ -81,7 +81,7 @@ class Output:
     """What one engine step added to one request. The last one of a request has a finish reason and the statistics.
 
     `round` is (drafts offered, drafts accepted) of this step, None for a prefill. `cached_tokens` of the prompt needed
-    no computation; the first output says so.
+    no computation, and the first chunk of it was taken up at `scheduled` (monotonic seconds); the first output says so.
     """
 
     id: str
@@ -95,6 +95,7 @@ class Output:
     error: Exception | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached_tokens: int = 0
+    scheduled: float = 0.0
 
 
 @dataclass
@@ -160,6 +161,8 @@ class Sequence:
         self.sampled = request.temperature >= COLDEST
         self.generator = torch.Generator().manual_seed(request.seed if request.seed is not None else seed)
         self.prefilled = 0
+        self.failure: Exception | None = None
+        self.scheduled = 0.0
         self.cached_tokens = 0
         self.finish_reason: FinishReason | None = None
 
@@ -191,6 +194,8 @@ class Sequence:
         There are at most `remaining` tokens, as no more drafts are offered. `offered` is None for the token that comes
         out of the prefill, which is no speculation step.
         """
+        if self.failure is not None:
+            raise self.failure
         accepted = len(tokens) - 1
         reason: FinishReason | None = None
         if not self.ends.isdisjoint(tokens):

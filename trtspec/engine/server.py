@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,8 +47,9 @@ MIN_LENGTH = 64  # a context below it is not worth proposing
 class ServerOptions:
     """`dtype` auto is bfloat16 where the device computes it natively, else float32; the ready line names the choice.
     `drafter` None is eagle3 with a head. `max_seq_len` None: the target's own maximum, at most 4096. `max_queue`
-    requests wait beside those that run; further ones get status 429. With an `api_key`, requests below /v1 must carry
-    it. `draft_schedule` to `block_tokens` are the engine's (EngineOptions); `kv_cache_dtype` auto is the checkpoint's
+    requests wait beside those that run; further ones get status 429. A stop gives requests in
+    flight `grace` seconds. With an `api_key`, requests below /v1 must carry it. `draft_schedule` to `block_tokens` are
+    the engine's (EngineOptions); `kv_cache_dtype` auto is the checkpoint's
     own."""
 
     host: str = "localhost"
@@ -61,6 +63,7 @@ class ServerOptions:
     max_seq_len: int | None = None
     served_model_name: str | None = None
     max_queue: int = 512
+    grace: int = GRACE_SECONDS
     api_key: str | None = field(default=None, repr=False)
     draft_schedule: tuple[tuple[int, int], ...] = ()
     max_num_tokens: int | None = None
@@ -91,10 +94,13 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
     allow_many_connections()
     app = create_app(engine, tokenizer, AppOptions(name, options.api_key, options.max_queue, lambda: server.end()))
     config = uvicorn.Config(
-        app, http=ClientConnection, log_level="error", timeout_graceful_shutdown=GRACE_SECONDS, lifespan="on"
+        app, http=ClientConnection, log_level="error", timeout_graceful_shutdown=options.grace + 5, lifespan="on"
     )
     server = AnnouncingServer(
-        config, f"trtspec: serving {name} on http://{options.host}:{listener.getsockname()[1]} ({how})"
+        config,
+        f"trtspec: serving {name} on http://{options.host}:{listener.getsockname()[1]} ({how})",
+        lambda: app.state.worker.give_up(f"the server was stopped, and the answer took more than {options.grace} s"),
+        options.grace,
     )
     server.run(sockets=[listener])
     failure = app.state.worker.failure
@@ -213,9 +219,9 @@ def bind(host: str, port: int) -> socket.socket:
 class AnnouncingServer(uvicorn.Server):
     """uvicorn, announcing itself when ready, and remembering which signal ended it instead of raising it again."""
 
-    def __init__(self, config: uvicorn.Config, ready: str) -> None:
+    def __init__(self, config: uvicorn.Config, ready: str, give_up: Callable[[], None], grace: int) -> None:
         super().__init__(config)
-        self.ready = ready
+        self.ready, self.give_up, self.grace = ready, give_up, grace
         self.ended_by: int | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -223,6 +229,12 @@ class AnnouncingServer(uvicorn.Server):
         if self.started:
             sys.stderr.write(self.ready + "\n")
             sys.stderr.flush()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Waits for what runs; what has not ended after the grace is told so, which ends it."""
+        late = asyncio.get_running_loop().call_later(self.grace, self.give_up)
+        await super().shutdown(sockets)
+        late.cancel()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +17,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trtspec.engine.ranges import RequestRefused
 from trtspec.errors import MissingDependency
 
 if TYPE_CHECKING:
     from trtspec.checkpoint.tokenizer import KimiTokenizer
+
+# Work of one grammar, in llguidance's own units (about 20 and 4 ms) and in seconds of the processor: a grammar that
+# takes longer would hold up everybody else's tokens. (a{1000}){1000} took 124 s for one token without.
+LEXER_FUEL = 50_000
+GRAMMAR_SECONDS, GRAMMAR_SECONDS_PER_TOKEN = 1.0, 0.02
 
 
 @dataclass(frozen=True)
@@ -50,15 +57,25 @@ class Steering:
         self.temperature = temperature
         self.ends = sorted(ends)
         self.counts: Counter[int] = Counter()
+        self.biased = torch.tensor(list(wishes.logit_bias), dtype=torch.int64)
+        self.biases = torch.tensor(list(wishes.logit_bias.values()), dtype=torch.float32)
         self.prompt = torch.tensor(sorted(set(prompt_ids)), dtype=torch.int64)
         self.produced: list[int] = []
         self.guided = wishes.grammar is not None and wishes.grammar_after is None
+        self.grammar_seconds = 0.0
+        self.dead_end: tuple[int, str] | None = None  # after so many tokens of the step nothing is allowed, and why
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Takes the tokens that were emitted."""
+        """Takes the tokens that were emitted. Raises RequestRefused where the wishes leave no token to go on with, or
+        where the grammar takes too long."""
+        if self.dead_end is not None and len(tokens) > self.dead_end[0]:
+            raise RequestRefused(f"no answer can continue here: {self.dead_end[1]}")
+        allowed = GRAMMAR_SECONDS + GRAMMAR_SECONDS_PER_TOKEN * len(self.produced)
+        if self.grammar_seconds > allowed:
+            raise RequestRefused("the form of the answer takes too long to follow: simplify it")
         for token in tokens:
-            if self.guided and token not in self.ends and not self.wishes.grammar.try_consume_tokens([token]):
-                raise ValueError("the grammar does not take a token that it allowed")
+            if self.guided and token not in self.ends and not self._consume(token):
+                raise RequestRefused(f"the form of the answer cannot be followed: {self._grammar_error()}")
             self.guided = self.guided or token == self.wishes.grammar_after
         self.produced += tokens
         self.counts.update(tokens)
@@ -66,12 +83,13 @@ class Steering:
     def apply(self, logits: Tensor, drafts: Sequence[int]) -> Tensor:
         """Steers logits [T, V], float32, after the last token and after each of the T-1 drafts, in place; returns them.
 
-        Rows behind a draft that the grammar forbids are left as they are: that draft is rejected.
+        Rows behind a draft that is forbidden are left as they are: that draft is rejected.
         """
         wishes = self.wishes
         counts, produced = Counter(self.counts), list(self.produced)
         guided, consumed = self.guided, 0
-        for row, draft in zip(logits, [*drafts, None], strict=True):
+        self.dead_end = None
+        for index, (row, draft) in enumerate(zip(logits, [*drafts, None], strict=True)):
             if guided:
                 self._keep_allowed(row)
             for *before, last in wishes.bad_words:
@@ -79,15 +97,18 @@ class Steering:
                     row[last] = -math.inf
             if len(produced) < wishes.min_tokens:
                 row[self.ends] = -math.inf
-            for token, bias in wishes.logit_bias.items():
-                row[token] += bias
+            if wishes.logit_bias:
+                row[self.biased] += self.biases.to(row.device)
             self._penalize(row, counts)
             if wishes.min_p and self.temperature:
                 row[row < row.max() + self.temperature * math.log(wishes.min_p)] = -math.inf
-            if draft is None:
+            if row.max() == -math.inf:
+                self.dead_end = index, self._grammar_error() or "every token is forbidden"
+                break
+            if draft is None or row[draft] == -math.inf:
                 break
             if guided:
-                if draft in self.ends or not wishes.grammar.try_consume_tokens([draft]):
+                if draft in self.ends or not self._consume(draft):
                     break
                 consumed += 1
             guided = guided or draft == wishes.grammar_after
@@ -109,9 +130,22 @@ class Steering:
             times = torch.tensor([counts[token] for token in sorted(counts)], dtype=row.dtype)
             row[seen] -= (wishes.frequency_penalty * times + wishes.presence_penalty).to(row.device)
 
+    def _grammar_error(self) -> str:
+        """The first line of what is wrong with the grammar, "" where nothing is."""
+        return "" if self.wishes.grammar is None else self.wishes.grammar.get_error().partition("\n")[0]
+
+    def _consume(self, token: int) -> bool:
+        began = time.thread_time()
+        taken = self.wishes.grammar.try_consume_tokens([token])
+        self.grammar_seconds += time.thread_time() - began
+        return bool(taken)
+
     def _keep_allowed(self, row: Tensor) -> None:
         """Sets every token that the grammar forbids here to -inf."""
-        bits = torch.frombuffer(bytearray(self.wishes.grammar.compute_bitmask()), dtype=torch.uint8)
+        began = time.thread_time()
+        mask = self.wishes.grammar.compute_bitmask()
+        self.grammar_seconds += time.thread_time() - began
+        bits = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
         allowed = (bits.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)).bitwise_and(1).flatten().bool()
         size = min(len(allowed), len(row))
         row[:size][~allowed[:size].to(row.device)] = -math.inf
@@ -143,9 +177,17 @@ class Grammars:
             grammar = _compact(grammar)
         from_text = {"json": "grammar_from_json_schema", "regex": "grammar_from_regex", "lark": "grammar_from_lark"}
         made = getattr(llguidance.LLMatcher, from_text[kind])(grammar)
-        if error := llguidance.LLMatcher.validate_grammar(made, self._vocabulary):
-            raise ValueError(error.splitlines()[0])
-        return llguidance.LLMatcher(self._vocabulary, made, log_level=0)
+        limits = llguidance.LLParserLimits(
+            initial_lexer_fuel=LEXER_FUEL, step_lexer_fuel=LEXER_FUEL, verbose_errors=False
+        )
+        matcher = llguidance.LLMatcher(self._vocabulary, made, log_level=0, limits=limits)
+        began = time.thread_time()
+        matcher.compute_bitmask()  # the first is the dearest, and shows what compiling does not
+        if matcher.is_error():
+            raise ValueError(matcher.get_error().splitlines()[0])
+        if time.thread_time() - began > GRAMMAR_SECONDS:
+            raise ValueError("it takes too long to follow: simplify it")
+        return matcher
 
 
 def _compact(schema: str) -> str:
@@ -153,7 +195,10 @@ def _compact(schema: str) -> str:
 
     Raises ValueError for what is no JSON object.
     """
-    value = json.loads(schema)
+    try:
+        value = json.loads(schema)
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError("the schema is not a JSON object")
     return json.dumps({**value, "x-guidance": {"whitespace_flexible": False}})

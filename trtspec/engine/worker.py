@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from trtspec.engine.boundary import log_exception
 from trtspec.engine.engine import Engine
-from trtspec.engine.sequence import GenerationRequest, Output
+from trtspec.engine.metrics import RequestTimes
+from trtspec.engine.ranges import RequestRefused
+from trtspec.engine.sequence import Completion, GenerationRequest, Output
 
-ITERATIONS_KEPT = 1000
+ITERATIONS_KEPT = REQUESTS_KEPT = 1000
 
 
 class EngineThreadDied(Exception):
@@ -22,6 +25,14 @@ class EngineThreadDied(Exception):
 
 class GenerationFailed(Exception):
     """One request met an exception of its own; the others are not concerned."""
+
+
+class EngineStep(NamedTuple):
+    """What a step of the engine made for one request, when (monotonic seconds), and the number of the step."""
+
+    output: Output
+    made: float
+    iteration: int
 
 
 class Worker:
@@ -37,8 +48,10 @@ class Worker:
         self.on_death = on_death
         self.iterations: deque[dict[str, Any]] = deque(maxlen=ITERATIONS_KEPT)
         self.failure: BaseException | None = None
+        self._ending = "the engine stopped"
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._outputs: dict[str, asyncio.Queue[Output | None]] = {}
+        self.timings: deque[RequestTimes] = deque(maxlen=REQUESTS_KEPT)
+        self._outputs: dict[str, asyncio.Queue[EngineStep | None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -53,6 +66,11 @@ class Worker:
         if self._thread.is_alive():
             self._thread.join(timeout=60)
 
+    def give_up(self, reason: str) -> None:
+        """Ends every request that still runs or waits, and tells it why."""
+        self._ending = reason
+        self._distribute(None)
+
     @property
     def healthy(self) -> bool:
         return self.failure is None and self._thread.is_alive()
@@ -62,35 +80,54 @@ class Worker:
         """How many further requests are taken now."""
         return self.capacity - len(self._outputs)
 
-    def check(self, request: GenerationRequest) -> None:
-        """Raises UsageError for a request that the engine would refuse."""
-        self.engine.check(request)
+    async def run(self, request: GenerationRequest, arrived: float | None = None) -> AsyncIterator[Output]:
+        """Outputs of a checked request as they come. Leaving the loop early cancels it. `arrived` is when the server
+        got it, in seconds of the monotonic clock.
 
-    async def run(self, request: GenerationRequest) -> AsyncIterator[Output]:
-        """Outputs of a checked request as they come. Leaving the loop early cancels it.
-
-        Raises GenerationFailed for an exception of this request, EngineThreadDied where no request goes on.
+        Raises RequestRefused for what shows to be impossible on the way, GenerationFailed for another exception of this
+        request, EngineThreadDied where no request goes on.
         """
-        outputs: asyncio.Queue[Output | None] = asyncio.Queue()
-        self._outputs[request.id] = outputs
+        times = RequestTimes(request.id, arrived or time.monotonic(), time.monotonic())
+        outputs: asyncio.Queue[EngineStep | None] = asyncio.Queue()
         if not self.healthy:
-            raise EngineThreadDied("the engine stopped")
+            raise EngineThreadDied(self._ending)
+        self._outputs[request.id] = outputs
         self._commands.put(lambda: self._submit(request))
         finished = False
         try:
             while not finished:
-                output = await outputs.get()
-                if output is None:
-                    raise EngineThreadDied("the engine stopped")
+                step = await outputs.get()
+                if step is None:
+                    raise EngineThreadDied(self._ending)
+                output = step.output
                 finished = output.finish_reason is not None
+                if isinstance(output.error, RequestRefused):
+                    raise output.error
                 if output.error is not None:
                     log_exception(f"generation {request.id}", output.error)
                     raise GenerationFailed("the generation failed")
+                times.add(output, step.made, step.iteration)
+                if finished:
+                    self.timings.append(times)
                 yield output
         finally:
             del self._outputs[request.id]
             if not finished:
                 self._commands.put(lambda: self.engine.cancel(request.id))
+
+    async def collect(self, request: GenerationRequest, arrived: float | None = None) -> Completion:
+        """The whole answer; raises what `run` raises."""
+        completion = Completion(request.id)
+        async for output in self.run(request, arrived):
+            completion.add(output)
+        return completion
+
+    def drain_timings(self) -> list[dict[str, Any]]:
+        """Times of the requests that ended since the last call, oldest first; at most the last REQUESTS_KEPT."""
+        drained = []
+        while self.timings:
+            drained.append(self.timings.popleft().to_dict())
+        return drained
 
     def drain_iterations(self) -> list[dict[str, Any]]:
         """Iteration records since the last call, oldest first; at most the last ITERATIONS_KEPT."""
@@ -101,7 +138,7 @@ class Worker:
 
     def _submit(self, request: GenerationRequest) -> None:
         try:
-            self.engine.submit(request)
+            self.engine.enqueue(request)
         except Exception as error:
             self._deliver([Output(request.id, [], "", "error", error=error)])
 
@@ -132,15 +169,17 @@ class Worker:
         assert self._loop is not None
         if outputs == [] or self._loop.is_closed():
             return
-        self._loop.call_soon_threadsafe(self._distribute, outputs)
+        made, iteration = time.monotonic(), self.engine.totals.iterations
+        steps = None if outputs is None else [EngineStep(output, made, iteration) for output in outputs]
+        self._loop.call_soon_threadsafe(self._distribute, steps)
 
-    def _distribute(self, outputs: list[Output] | None) -> None:
-        if outputs is None:
+    def _distribute(self, steps: list[EngineStep] | None) -> None:
+        if steps is None:
             for queue in self._outputs.values():
                 queue.put_nowait(None)
             if self.failure is not None:
                 self.on_death()
             return
-        for output in outputs:
-            if output.id in self._outputs:  # a cancelled request has nobody waiting
-                self._outputs[output.id].put_nowait(output)
+        for step in steps:
+            if step.output.id in self._outputs:  # a cancelled request has nobody waiting
+                self._outputs[step.output.id].put_nowait(step)
