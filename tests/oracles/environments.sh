@@ -34,7 +34,7 @@ client() {
     "$place/$1/bin/pip" install --quiet --no-compile "${@:2}"
 }
 client schemathesis schemathesis==4.32.5
-client litellm litellm==1.106.2
+client litellm litellm==1.106.2 mcp  # its tools import mcp, which it does not ask for
 client langchain langchain-openai==1.7.3
 client lm_eval "lm_eval[api]==0.4.13" transformers==5.23.0
 client guidellm guidellm==0.8.1
