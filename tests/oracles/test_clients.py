@@ -90,10 +90,11 @@ def right_call(name: str, arguments: str) -> bool:
     return name in ("get_weather", "get_news") and given["city"] in ("Paris", "Rome") and 0 <= given["days"] <= 9
 
 
-def command(python: str, name: str, folder: Path, *arguments: str) -> None:
+def command(python: str, name: str, folder: Path, *arguments: str, offline: str = "1") -> None:
     """Runs a command-line client that stands beside its Python."""
     words = [str(Path(python).with_name(name)), *arguments]
     environment = {**{key: value for key, value in os.environ.items() if key != "PYTHONPATH"}, **QUIET}
+    environment["HF_HUB_OFFLINE"] = offline
     done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=folder, timeout=1200)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
@@ -166,7 +167,8 @@ def test_aiperf(server: Running, tokenizer_dir: Path, tmp_path: Path) -> None:
     counts = ["--request-count", str(REQUESTS), "--concurrency", "4", "--isl", "32", "--osl", "16"]
     place = ["--tokenizer", str(tokenizer_dir), "--artifact-dir", str(tmp_path / "found"), "--ui", "none"]
     shape = ["--endpoint-type", "chat", "--streaming", "--url", server.url, "--model", "tiny-kimi"]
-    command(python, "aiperf", tmp_path, "profile", *shape, *counts, *place)
+    # offline it looks for a tokenizer in the hub's cache only, not in a folder
+    command(python, "aiperf", tmp_path, "profile", *shape, *counts, *place, offline="")
     (exported,) = (tmp_path / "found").rglob("profile_export_aiperf.json")
     found = json.loads(exported.read_text(encoding="utf-8"))
     print(f"\naiperf: {found['request_count']}, {found['output_sequence_length']}")
