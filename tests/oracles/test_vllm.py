@@ -297,7 +297,7 @@ def test_a_pruned_head_takes_as_many_steps(
     assert not other and steps == pruned.steps
 
 
-@pytest.mark.xfail(reason="this launch answers with log-probabilities that are not finite; see docs/LOG.md", strict=True)
+@pytest.mark.xfail(reason="log-probabilities of this launch are not finite; see docs/LOG.md", strict=True)
 def test_nvfp4_differs_at_near_ties_only(
     environment: dict[str, str], prompts: list[GenerationRequest], tmp_path: Path
 ) -> None:
