@@ -157,17 +157,20 @@ def test_a_server_that_is_silent_as_the_plain_one_is_passes(cheating: str) -> No
     assert "the target itself is like this" in next(r.message for r in verdict.results if r.name == "degenerate-output")
 
 
-def test_the_command_against_a_recording(cheating: str, recording: Path, tmp_path: Path) -> None:
+def test_the_command_against_a_recording(
+    cheating: str, recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     junit = tmp_path / "check.xml"
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
     url = cheats.at(cheating, "reference")
-    done, verdict = check(url, "--against", recording, "--min-acceptance", 2.0, "--junit", junit, "--github")
+    done, verdict = check(url, "--against", recording, "--min-acceptance", 2.0, "--junit", junit)
     assert done.status == 0 and verdict["ok"], done.stderr
     power = row(verdict, "lossless")["power"]
     assert power["answers_for_95_percent"] == 59 and power["chance_to_see_it"] == round(1 - 0.95 ** power["answers"], 4)
     suite = xml.parse(junit).getroot()
     assert suite.get("failures") == "0" and len(suite.findall(".//testcase")) == len(verdict["results"])
     assert "::notice title=check%3A image not measured::" in done.stderr and "::error" not in done.stderr
-    done, verdict = check(url, "--against", recording, "--min-acceptance", 3.9, "--junit", junit, "--github", "--force")
+    done, verdict = check(url, "--against", recording, "--min-acceptance", 3.9, "--junit", junit, "--force")
     assert done.status == 3 and row(verdict, "acceptance")["code"] == "TS-CHECK-ACCEPTANCE"
     assert xml.parse(junit).find(".//failure").get("type") == "TS-CHECK-ACCEPTANCE"  # type: ignore[union-attr]
     assert "::error title=TS-CHECK-ACCEPTANCE::acceptance" in done.stderr

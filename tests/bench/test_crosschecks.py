@@ -8,10 +8,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from trtspec.bench import arrivals, crosschecks, exports
+from trtspec.bench import arrivals, crosschecks, junit
 from trtspec.bench.acceptance import TurnCounts, summarize, without_surplus
 from trtspec.bench.client import Answer
 from trtspec.bench.load import Round
+from trtspec.bench.markdown import markdown_table
 from trtspec.errors import Problem
 from trtspec.report import Table
 
@@ -122,17 +123,17 @@ def test_a_rate_that_the_server_cannot_keep_is_named() -> None:
 
 def test_markdown_and_annotations(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     table = Table("t", ["name", "a|b"], [["x", "1"], ["y", "2"]], "note")
-    assert exports.markdown_table(table)[:3] == ["| name | a\\|b |", "| :-- | --: |", "| x | 1 |"]
-    problem = Problem("TS-BENCH-ERRORS", "error", "e", "100 % failed\nall", "look")
-    exports.annotate([problem])
+    assert markdown_table(table)[:3] == ["| name | a\\|b |", "| :-- | --: |", "| x | 1 |"]
+    lines = junit.problem_annotations([Problem("TS-BENCH-ERRORS", "error", "e", "100 % failed\nall", "look")])
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    junit.annotate(lines)
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    exports.annotate([problem])
-    assert capsys.readouterr().err == "::error title=TS-BENCH-ERRORS::e: 100 %25 failed%0Aall. look\n"
+    junit.annotate(lines)
+    assert capsys.readouterr().err == "::error title=TS-BENCH-ERRORS::e: 100 %25 failed%0Aall -> look\n"
 
 
 def test_junit_is_xml_with_a_failure_per_error() -> None:
-    suite = ElementTree.Element("testsuite")
-    exports._case(suite, "e", "measured", [Problem("TS-BENCH-ERRORS", "error", "e", "bad \x00 byte", "look")])
-    text = ElementTree.tostring(suite, encoding="unicode")
-    assert ElementTree.fromstring(text).find("testcase/failure").get("message") == "TS-BENCH-ERRORS"  # type: ignore[union-attr]
+    case = junit.JunitCase("e", "fail", "bad \x00 byte", "TS-BENCH-ERRORS", "look")
+    root = ElementTree.fromstring(junit.junit_xml("trtspec bench", [case]).encode())
+    assert root.find(".//failure").get("type") == "TS-BENCH-ERRORS"  # type: ignore[union-attr]

@@ -130,7 +130,6 @@ CHECKED = effects(
     timeout="--timeout 0.001",
     model="--model other",
     junit="--junit {out}",
-    github="--github",
     force=Effect(line("--force"), base=(*CHECK, "--record", "{out}"), before=a_file),
     json_="--json",
 )

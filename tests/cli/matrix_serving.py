@@ -185,7 +185,7 @@ SERVING: dict[str, dict[str, Situation]] = {
     },
     "watch": {
         "--once": Situation(ONCE, watched(ONCE), floats=False),
-        "a watch that goes on": Situation(
+        "a continuous watch": Situation(
             WATCH, watched(WATCH, interval="--interval 30", listen="--listen 9777"), floats=False
         ),
     },

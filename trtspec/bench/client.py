@@ -227,7 +227,7 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
 def _count(value: Any) -> int:
     """A number of tokens. Raises ValueError for anything else, so that what a server says is never taken for one."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**53 or value != int(value):
-        raise ValueError(f"{str(value)[:40]!r} is no number of tokens")
+        raise ValueError(f"{str(value)[:40]!r} is not a number of tokens")
     return int(value)
 
 
@@ -241,7 +241,7 @@ def _ratio(value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{str(value)[:40]!r} is no number of tokens per iteration")
+        raise ValueError(f"{str(value)[:40]!r} is not a number of tokens per iteration")
     return float(value)
 
 

@@ -204,7 +204,7 @@ def _stop_fault(reply: ToolReply, whole: Transcript) -> str | None:
     if reply.content.rstrip() == wanted.rstrip() or reply.content == wanted + word:
         return ""
     if word in reply.content:
-        return f"the stop string {word!r} stands in the text"
+        return f"the stop string {word!r} is in the text"
     return "the answer ends before its stop string" if wanted.startswith(reply.content) else None
 
 

@@ -6,6 +6,7 @@ could not be measured is skipped (https://github.com/testmoapp/junitxml).
 
 from __future__ import annotations
 
+import os
 import re
 import xml.etree.ElementTree as xml
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trtspec.bench.check import GateVerdict
+from trtspec.bench.results import BenchResults
 from trtspec.errors import Problem
+from trtspec.report import write_stderr
 
 # what XML 1.0 cannot hold at all, even escaped
 UNPRINTABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -72,13 +75,21 @@ def check_annotations(verdict: GateVerdict) -> list[str]:
     ]  # fmt: skip
 
 
-def problem_cases(problems: Iterable[Problem]) -> list[JunitCase]:
-    """Problems of any command: errors fail, the rest is passed with its message; one case where there is none."""
+def bench_xml(results: BenchResults) -> str:
+    """Each endpoint that was measured as a test case, and each finding as one: errors fail, the rest passes."""
+    measured = [JunitCase(endpoint.name, "pass", "measured") for endpoint in results.all]
     found = [
         JunitCase(f"{p.code} {p.where}", "fail" if p.severity == "error" else "pass", p.message, p.code, p.remedy)
-        for p in problems
+        for p in results.problems
     ]
-    return found or [JunitCase("no problem", "pass", "nothing was found")]
+    return junit_xml("trtspec bench", measured + found)
+
+
+def annotate(lines: Iterable[str]) -> None:
+    """Annotations go to stderr where GitHub Actions runs the command, and nowhere else."""
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        for line in lines:
+            write_stderr(f"{line}\n")
 
 
 def problem_annotations(problems: Iterable[Problem]) -> list[str]:

@@ -73,7 +73,7 @@ def _task_of(row: Any, place: str, where: str) -> GradedTask:
     marked = MARKED.search(str(answer))
     right = marked[1].strip() if marked else str(answer).strip()
     if grader == "number" and number(right) is None:
-        raise UsageError(f"{where}: the answer {right[:40]!r} is no number", REMEDY)
+        raise UsageError(f"{where}: the answer {right[:40]!r} is not a number", REMEDY)
     return GradedTask(str(row.get("id", place)), question + HINTS[grader], right, grader)
 
 

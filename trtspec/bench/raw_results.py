@@ -19,7 +19,7 @@ from trtspec.checkpoint.journal import Journal
 from trtspec.errors import TrtspecError
 
 NAME = "raw.jsonl"
-REMEDY = "give the options that it was begun with, or begin anew with --force"
+REMEDY = "give the options that it was started with, or start over with --force"
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def check_answers(got: Recording, expected: Recording | None) -> CheckResult:
         message += f"; {burst.failed} of {burst.asked} at once failed: {burst.first_failure[:120]}"
     if got.stopped:
         message += f"; the rest was not asked: {got.stopped}"
-    remedy = "look at the server's log, and at what stands in front of it; --timeout sets how long an answer may take"
+    remedy = "look at the server's log, and at any proxy in front of it; --timeout sets how long an answer may take"
     found = result("answers", "fail" if bad else "pass", message, "TS-CHECK-ANSWERS", remedy, **detail)
     return replace(found, seen=len(asked))
 

@@ -211,7 +211,7 @@ class Watch:
         state.last_look, state.missed_in_row, state.last_failure, state.per = now, 0, "", increment.per
         if increment.resets:
             state.totals.resets += 1
-            self._note(now, "the server's counters began anew: it was restarted")
+            self._note(now, "the server's counters started again: it was restarted")
         if increment.missed:
             state.totals.missed_iterations += increment.missed
             self._note(now, f"{increment.missed} iterations were given to another reader of /metrics")

@@ -38,7 +38,7 @@ def _counters(watch: Watch) -> Iterator[Metric]:
     looks.add_metric(["missed"], totals.missed_scrapes)
     yield looks
     for name, text, value in (
-        ("restarts", "Times that the endpoint's counters began anew.", totals.resets),
+        ("restarts", "Times that the endpoint's counters started again.", totals.resets),
         ("steps", "Verification steps in ended batches.", totals.steps),
         ("accepted_tokens", "Accepted draft tokens in ended batches.", totals.accepted),
         ("batches", "Ended batches.", totals.batches),

@@ -22,7 +22,7 @@ from trtspec.bench.watch_sources import NoMetrics, SpeculationGone, look
 from trtspec.errors import TrtspecError, UsageError
 
 MOST_PROBES = 8  # of one --once
-RESTART = "pass --restart to begin anew, or another --state"
+RESTART = "pass --restart to start over, or another --state"
 
 
 @dataclass(frozen=True)

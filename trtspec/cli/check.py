@@ -74,7 +74,6 @@ class CheckOptions:
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that one answer may take.")] = 120.0
     model: Annotated[str | None, typer.Option(help="Model name.", show_default="the first one the server lists")] = None
     junit: Annotated[Path | None, typer.Option(help="Also write the verdict as JUnit XML to this file.")] = None
-    github: Annotated[bool, typer.Option("--github", help="Also print failures as GitHub annotations.")] = False
     force: ForceOption = False
     json_: JsonOption = False
 
@@ -94,7 +93,6 @@ class _AnyCheck:
     timeout: float
     model: str | None
     junit: Path | None
-    github: bool
     force: bool
     json_: bool
 
@@ -239,9 +237,7 @@ def show(verdict: GateVerdict, options: CheckOptions) -> None:
     else:
         for line in lines(verdict):
             print(line)
-    if options.github:
-        for line in junit.check_annotations(verdict):
-            report.announce(line)
+    junit.annotate(junit.check_annotations(verdict))
 
 
 def lines(verdict: GateVerdict) -> list[str]:

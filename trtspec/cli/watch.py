@@ -65,7 +65,7 @@ class WatchOptions:
 
 
 ONCE = Mode("--once", without(WatchOptions, "interval", "listen"), "--once")
-ON = Mode("a watch that goes on", WatchOptions, "leaving --once out")
+ON = Mode("a continuous watch", WatchOptions, "leaving --once out")
 MODES = (ONCE, ON)
 PROBE_TOKENS = 64  # of one answer, where no baseline says how long its answers were
 
