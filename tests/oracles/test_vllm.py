@@ -297,13 +297,13 @@ def test_a_pruned_head_takes_as_many_steps(
     assert not other and steps == pruned.steps
 
 
-@pytest.mark.xfail(reason="log-probabilities of this launch are not finite; see docs/LOG.md", strict=True)
 def test_nvfp4_differs_at_near_ties_only(
     environment: dict[str, str], prompts: list[GenerationRequest], tmp_path: Path
 ) -> None:
-    """Quantized by the published policy of Kimi-K2.5; both round activations to NVFP4."""
+    """Quantized by the published policy of Kimi-K2.5; both round activations to NVFP4. Without its FP8 cache, which the
+    plug-in's latent attention does not read."""
     target = tmp_path / "nvfp4"
-    made = command(environment, "quantize", NANO, "-o", target, "--policy", "k2.5")
+    made = command(environment, "quantize", NANO, "-o", target, "--policy", "k2.5", "--kv-cache", "none")
     assert made.returncode == 0, made.stderr
     ours = reference(target, None, prompts)
     with serving(environment, target, None, TRTSPEC_ORACLE_NVFP4="1") as url:
