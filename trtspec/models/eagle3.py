@@ -16,7 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trtspec.models.cache import LatentCache
-from trtspec.models.layers import MLP, AttentionStep, LatentAttention, Linear, RMSNorm, cached_rows, rope_tables
+from trtspec.models.layers import (
+    MLP,
+    AttentionStep,
+    LatentAttention,
+    Linear,
+    RMSNorm,
+    cached_rows,
+    rope_tables,
+    vocabulary_linear,
+)
+from trtspec.models.sharding import WHOLE, Sharding, embedding
 from trtspec.specs import HeadSpec
 
 HeadCache = LatentCache  # one layer; the width is the latent's (MLA) or that of K and V together (MHA)
@@ -25,11 +35,13 @@ HeadCache = LatentCache  # one layer; the width is the latent's (MLA) or that of
 class LlamaAttention(nn.Module):
     """Multi-head attention with grouped keys and values; q, k and v are one matrix, rope pairs are (i, i + d/2)."""
 
-    def __init__(self, input_size: int, hidden_size: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    def __init__(self, spec: HeadSpec, input_size: int, sharding: Sharding = WHOLE) -> None:
         super().__init__()
+        heads = sharding.part(spec.num_attention_heads, "attention heads of the head")
+        kv_heads, head_dim = sharding.part(spec.num_key_value_heads, "key-value heads of the head"), spec.head_dim
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.qkv_proj = Linear(input_size, (heads + 2 * kv_heads) * head_dim)
-        self.o_proj = Linear(heads * head_dim, hidden_size)
+        self.o_proj = Linear(heads * head_dim, spec.hidden_size)
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
         """x [B, T, input] -> [B, T, H]. Cached per token: rotated keys, then values, [2 * kv_heads * head_dim]."""
@@ -53,9 +65,9 @@ class Eagle3Head(nn.Module):
 
     target_ids: Tensor | None
 
-    def __init__(self, spec: HeadSpec) -> None:
+    def __init__(self, spec: HeadSpec, sharding: Sharding = WHOLE) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.sharding = spec, sharding
         hidden, captured = spec.hidden_size, spec.num_aux * spec.target_hidden_size
         self.fc = Linear(captured, hidden)
         if spec.fc_norm:
@@ -64,12 +76,16 @@ class Eagle3Head(nn.Module):
             self.input_norm = RMSNorm(captured, spec.rms_norm_eps)
         self.input_layernorm = RMSNorm(hidden, spec.rms_norm_eps)
         self.hidden_norm = RMSNorm(hidden, spec.rms_norm_eps)
-        self.self_attn: nn.Module = _latent_attention(spec) if spec.attention == "mla" else _llama_attention(spec)
+        self.self_attn: nn.Module = (
+            _latent_attention(spec, sharding)
+            if spec.attention == "mla"
+            else LlamaAttention(spec, 2 * hidden, sharding)
+        )
         self.post_attention_layernorm = RMSNorm(hidden, spec.rms_norm_eps)
-        self.mlp = MLP(hidden, spec.intermediate_size)
+        self.mlp = MLP(hidden, spec.intermediate_size, sharding)
         self.norm = RMSNorm(hidden, spec.rms_norm_eps)
-        self.lm_head: nn.Module = Linear(hidden, spec.draft_vocab_size)
-        self.embed: nn.Module = nn.Embedding(spec.vocab_size, hidden)
+        self.lm_head: nn.Module = vocabulary_linear(hidden, spec.draft_vocab_size, sharding)
+        self.embed: nn.Module = embedding(spec.vocab_size, hidden, sharding)
         self.register_buffer("target_ids", None, persistent=False)
         self.tables: tuple[Tensor, Tensor] | None = None
 
@@ -92,8 +108,10 @@ class Eagle3Head(nn.Module):
 
     def new_cache(self, rows: int, max_len: int) -> HeadCache:
         """A cache for `rows` drafts of up to `max_len` tokens, in the head's dtype."""
-        weight = self.fc.weight
-        return HeadCache(1, rows, max_len, self.spec.kv_elements_per_token, weight.dtype, weight.device)
+        weight, width = self.fc.weight, self.spec.kv_elements_per_token
+        if self.spec.attention != "mla":
+            width //= self.sharding.size
+        return HeadCache(1, rows, max_len, width, weight.dtype, weight.device)
 
     def fuse(self, aux: Tensor) -> Tensor:
         """aux [B, T, n_aux * Ht], low layer to high -> x [B, T, H]. Once per row that has a true target state."""
@@ -130,8 +148,8 @@ class Eagle3Head(nn.Module):
             cached_rows(cache, row, start, count, length),
         )
         inputs = torch.cat((self.input_layernorm(self.embed(tokens)), self.hidden_norm(x)), -1)
-        y = x + self.self_attn(inputs, step)
-        y = y + self.mlp(self.post_attention_layernorm(y))
+        y = x + self.sharding.sum(self.self_attn(inputs, step))
+        y = y + self.sharding.sum(self.mlp(self.post_attention_layernorm(y)))
         normed = self.norm(y)
         return (normed if self.spec.norm_output else y), normed
 
@@ -152,14 +170,8 @@ class Eagle3Head(nn.Module):
         return self.tables
 
 
-def _latent_attention(spec: HeadSpec) -> LatentAttention:
-    attention = LatentAttention(spec, 2 * spec.hidden_size)
+def _latent_attention(spec: HeadSpec, sharding: Sharding) -> LatentAttention:
+    attention = LatentAttention(spec, 2 * spec.hidden_size, sharding)
     # A head is what servers compute: TensorRT-LLM and vLLM give the latent norms the config's eps, not the class's.
     attention.q_a_layernorm.eps = attention.kv_a_layernorm.eps = spec.rms_norm_eps
     return attention
-
-
-def _llama_attention(spec: HeadSpec) -> LlamaAttention:
-    return LlamaAttention(
-        2 * spec.hidden_size, spec.hidden_size, spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
-    )

@@ -16,7 +16,7 @@ from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import Problem, TrtspecError
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
-from trtspec.models.layers import Linear
+from trtspec.models.layers import vocabulary_linear
 from trtspec.specs import HeadSpec, ModelSpec
 
 
@@ -87,9 +87,9 @@ def assemble(
 ) -> Eagle3Head:
     """The head of shape `spec` from tensors by their checkpoint names (a dict, or LazyTensors)."""
     with torch.device("meta"):
-        head = Eagle3Head(spec)
+        head = Eagle3Head(spec, target.sharding)
     for parameter, names in layout(spec).items():
-        parts = [tensors[name] for name in names]
+        parts = [target.sharding.cut(tensors[name], name) for name in names]
         owner, _, leaf = parameter.rpartition(".")
         value = torch.stack(parts) if parameter == "fc_norm" else torch.cat(parts) if len(parts) > 1 else parts[0]
         setattr(head.get_submodule(owner), leaf, nn.Parameter(value.to(device=device, dtype=dtype), False))
@@ -127,7 +127,9 @@ def _attach(head: Eagle3Head, tensors: Tensors, target: KimiModel, dtype: torch.
         return tensors[name].to(device=device, dtype=dtype) if name in tensors else None
 
     if (weight := own("lm_head.weight")) is not None:
-        head.set_lm_head(_linear(weight))
+        linear = vocabulary_linear(spec.hidden_size, spec.draft_vocab_size, target.sharding)
+        linear.weight = nn.Parameter(target.sharding.cut(weight, "lm_head.weight").contiguous(), False)
+        head.set_lm_head(linear)
     elif spec.draft_vocab_size == target.spec.vocab_size and spec.hidden_size == target.spec.hidden_size:
         head.set_lm_head(target.lm_head)
     else:
@@ -142,12 +144,6 @@ def _attach(head: Eagle3Head, tensors: Tensors, target: KimiModel, dtype: torch.
     if "d2t" in tensors and spec.draft_vocab_size != spec.vocab_size:
         _check_vocabulary(tensors["d2t"], spec)
         head.set_draft_vocabulary(tensors["d2t"].to(device))
-
-
-def _linear(weight: Tensor) -> Linear:
-    linear = Linear(*reversed(weight.shape))
-    linear.weight = nn.Parameter(weight, False)
-    return linear
 
 
 def _check_vocabulary(d2t: Tensor, spec: HeadSpec) -> None:

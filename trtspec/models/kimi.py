@@ -8,8 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from trtspec.models.cache import LatentCache
-from trtspec.models.layers import MLP, AttentionStep, LatentAttention, Linear, RMSNorm, cached_rows, rope_tables
+from trtspec.models.layers import (
+    MLP,
+    AttentionStep,
+    LatentAttention,
+    RMSNorm,
+    cached_rows,
+    rope_tables,
+    vocabulary_linear,
+)
 from trtspec.models.moe import MoE
+from trtspec.models.sharding import WHOLE, Sharding, embedding
 from trtspec.specs import ModelSpec
 
 
@@ -23,32 +32,43 @@ class TargetOutput:
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, spec: ModelSpec, index: int) -> None:
+    def __init__(self, spec: ModelSpec, index: int, sharding: Sharding = WHOLE) -> None:
         super().__init__()
+        self.sharding = sharding
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.self_attn = LatentAttention(spec, spec.hidden_size)
+        self.self_attn = LatentAttention(spec, spec.hidden_size, sharding)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         dense = index < spec.first_k_dense_replace
-        self.mlp: nn.Module = MLP(spec.hidden_size, spec.intermediate_size) if dense else MoE(spec)
+        self.mlp: nn.Module = (
+            MLP(spec.hidden_size, spec.intermediate_size, sharding) if dense else MoE(spec, sharding)
+        )
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), step)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.sharding.sum(self.self_attn(self.input_layernorm(x), step))
+        return x + self.sharding.sum(self.mlp(self.post_attention_layernorm(x)))
 
 
 class KimiModel(nn.Module):
     """Logits, final hidden states and, on request, the outputs of given decoder layers (an Eagle3 head's input)."""
 
-    def __init__(self, spec: ModelSpec, kv_dtype: torch.dtype | None = None, *, layers: int | None = None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        kv_dtype: torch.dtype | None = None,
+        *,
+        layers: int | None = None,
+        sharding: Sharding = WHOLE,
+    ) -> None:
         """`layers=0` leaves the decoder layers out: embeddings, final norm and lm_head alone (see stream.py)."""
         super().__init__()
+        self.sharding = sharding
         self.spec = spec
         self.kv_dtype = kv_dtype
-        self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.embed: nn.Module = embedding(spec.vocab_size, spec.hidden_size, sharding)
         count = spec.num_hidden_layers if layers is None else layers
-        self.layers = nn.ModuleList(DecoderLayer(spec, index) for index in range(count))
+        self.layers = nn.ModuleList(DecoderLayer(spec, index, sharding) for index in range(count))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.lm_head = Linear(spec.hidden_size, spec.vocab_size)
+        self.lm_head = vocabulary_linear(spec.hidden_size, spec.vocab_size, sharding)
         self.tables: tuple[Tensor, Tensor] | None = None
 
     @property

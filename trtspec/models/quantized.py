@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError
 from trtspec.models.moe import dispatch
+from trtspec.models.sharding import WHOLE, Sharding
 from trtspec.quant import nvfp4
 
 
@@ -56,27 +58,28 @@ class NVFP4Experts(nn.Module):
         return self.down[expert](F.silu(gate) * up)
 
 
-def install(
-    model: nn.Module,
-    parameter: str,
-    names: tuple[str, ...],
-    tensors: LazyTensors,
-    activation: str,
-    dtype: torch.dtype,
-    device: str,
-) -> None:
+class How(NamedTuple):
+    """How NVFP4 modules are made: `activation` as of `NVFP4Linear`, type, device, and the part that a rank holds."""
+
+    activation: str
+    dtype: torch.dtype
+    device: str
+    sharding: Sharding = WHOLE
+
+
+def install(model: nn.Module, parameter: str, names: tuple[str, ...], tensors: LazyTensors, how: How) -> None:
     """Replaces the linear (or the stacked experts) that owns `parameter` by NVFP4 modules read from the checkpoint."""
     if parameter.endswith(".experts.gate_up"):
-        pairs = [linear(names[i : i + 2], tensors, activation, dtype).to(device) for i in range(0, len(names), 2)]
+        pairs = [linear(names[i : i + 2], tensors, how) for i in range(0, len(names), 2)]
         model.set_submodule(parameter.removesuffix(".gate_up"), NVFP4Experts(pairs, []))
     elif parameter.endswith(".experts.down"):
         experts = model.get_submodule(parameter.removesuffix(".down"))
-        experts.down = nn.ModuleList(linear((name,), tensors, activation, dtype).to(device) for name in names)
+        experts.down = nn.ModuleList(linear((name,), tensors, how) for name in names)
     else:
-        model.set_submodule(parameter.removesuffix(".weight"), linear(names, tensors, activation, dtype).to(device))
+        model.set_submodule(parameter.removesuffix(".weight"), linear(names, tensors, how))
 
 
-def linear(names: tuple[str, ...], tensors: LazyTensors, activation: str, dtype: torch.dtype) -> NVFP4Linear:
+def linear(names: tuple[str, ...], tensors: LazyTensors, how: How) -> NVFP4Linear:
     """One NVFP4 linear out of one weight, or of gate and up stacked; stacked weights must share both tensor scales."""
     stems = [name.removesuffix("weight") for name in names]
     scales = [(tensors[f"{stem}weight_scale_2"], tensors[f"{stem}input_scale"]) for stem in stems]
@@ -86,7 +89,9 @@ def linear(names: tuple[str, ...], tensors: LazyTensors, activation: str, dtype:
                 f"{stem}weight_scale_2 or input_scale differs from that of {stems[0]}; fused kernels share one scale",
                 "requantize the checkpoint: trtspec quantize SRC -o OUT",
             )
-    packed = torch.cat([tensors[f"{stem}weight"] for stem in stems])
-    scale = torch.cat([tensors[f"{stem}weight_scale"].view(torch.uint8) for stem in stems]).view(torch.float8_e4m3fn)
+    cut = how.sharding.cut  # codes, two in a byte, and scales, one for 16, in the same parts
+    packed = torch.cat([cut(tensors[f"{stem}weight"], f"{stem}weight") for stem in stems])
+    scales_of = [cut(tensors[f"{stem}weight_scale"].view(torch.uint8), f"{stem}weight") for stem in stems]
+    scale = torch.cat(scales_of).view(torch.float8_e4m3fn)
     weight = nvfp4.NVFP4Tensor(packed, scale, scales[0][0])
-    return NVFP4Linear(weight, scales[0][1], activation, dtype)
+    return NVFP4Linear(weight, scales[0][1], how.activation, how.dtype).to(how.device)

@@ -92,8 +92,8 @@ class LayerStream:
         with ThreadPoolExecutor(self.threads) as pool:
             for source in layer_layout(self.spec, index):
                 if self.activation != "decoded" and is_nvfp4(self._tensors, source.names[0]):
-                    how = (self._tensors, self.activation, self.dtype, "cpu")
-                    quantized.install(layer, source.parameter, source.names, *how)
+                    how = quantized.How(self.activation, self.dtype, "cpu")
+                    quantized.install(layer, source.parameter, source.names, self._tensors, how)
                 else:
                     install(layer, source, self._tensors, self.spec, dtype=self.dtype, pool=pool)
         return layer.eval().requires_grad_(False)
