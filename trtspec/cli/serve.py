@@ -52,7 +52,10 @@ class ServeOptions:
         typer.Option(help="What the default sizes are chosen for, as in build-config. Default: latency."),
     ] = None
     tp_size: Annotated[
-        int | None, typer.Option(min=1, help="Tensor-parallel size. Default: the file's, else 4; with vLLM 8.")
+        int | None,
+        typer.Option(
+            min=1, help="Tensor-parallel size. Default: the file's, else 4; with vLLM 8; with the reference backend 1."
+        ),
     ] = None
     max_batch_size: Annotated[int | None, typer.Option(min=1, help="Requests per step.")] = None
     max_num_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step.")] = None
@@ -88,7 +91,7 @@ class ServeOptions:
         ),
     ] = None
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
+        Literal["auto", "float32", "bfloat16", "float16"],
         typer.Option(
             help="vLLM and reference backend: data type of the computation. auto: bfloat16 where it is native."
         ),

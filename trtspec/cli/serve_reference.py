@@ -41,6 +41,7 @@ class ReferenceStart:
     served_model_name: str | None = None
     max_queue: int | None = None
     api_key: str | None = field(default=None, repr=False)
+    tp_size: int | None = None
 
     @property
     def drafter(self) -> Literal["eagle3", "prompt-lookup"] | None:
@@ -191,7 +192,15 @@ def _run(start: ReferenceStart, executed: Executed | None) -> None:
     head = _local(start.head, require_head) if start.head else None
     sizes: dict[str, Any] = {
         key: getattr(start, key)
-        for key in ("draft_len", "draft_sampling", "max_batch_size", "max_num_tokens", "max_seq_len", "max_queue")
+        for key in (
+            "draft_len",
+            "draft_sampling",
+            "max_batch_size",
+            "max_num_tokens",
+            "max_seq_len",
+            "max_queue",
+            "tp_size",
+        )
     }
     if start.prefix_reuse is not None:
         sizes["prefix_reuse"] = start.prefix_reuse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import resource
 import signal
@@ -10,7 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -25,16 +26,18 @@ from trtspec.engine.app import AppOptions, create_app
 from trtspec.engine.connection import ClientConnection
 from trtspec.engine.drafters import DrafterName, DraftSampling
 from trtspec.engine.engine import Engine, EngineOptions
+from trtspec.engine.parallel import ParallelEngine, Ranks, device_of, follow
 from trtspec.engine.prefix import BLOCK_TOKENS, PREFIX_BYTES, PrefixReuse
 from trtspec.engine.sequence import GenerationRequest
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.models.head_weights import load_head, open_head
 from trtspec.models.memory import cache_token_bytes, check_device, free_bytes, head_bytes, target_bytes
-from trtspec.models.precision import default_dtype, dtype_name
+from trtspec.models.precision import serving_dtype, dtype_name
+from trtspec.models.sharding import WHOLE, Sharding
 from trtspec.models.weights import load_target
 from trtspec.specs import ModelSpec
 
-DTYPES = ("auto", "bfloat16", "float32")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEFAULT_MAX_SEQ_LEN = 4096
 SHARED_PRODUCTS_HIDDEN = 1024  # below, a step on one thread is faster than on two (docs/LOG.md)
 GRACE_SECONDS = 30
@@ -50,7 +53,7 @@ class ServerOptions:
     requests wait beside those that run; further ones get status 429. A stop gives requests in
     flight `grace` seconds. With an `api_key`, requests below /v1 must carry it. `draft_schedule` to `block_tokens` are
     the engine's (EngineOptions); `kv_cache_dtype` auto is the checkpoint's
-    own."""
+    own. `tp_size` processes share the target and the head, each on a GPU of its own or all on the CPU."""
 
     host: str = "localhost"
     port: int = 8000
@@ -72,6 +75,7 @@ class ServerOptions:
     prefix_bytes: int = PREFIX_BYTES
     block_tokens: int = BLOCK_TOKENS
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    tp_size: int = 1
 
 
 def run(target: Path, head: Path | None, options: ServerOptions) -> None:
@@ -80,8 +84,32 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
     Raises TrtspecError when something does not load, the port is taken, or the engine dies.
     """
     listener = bind(options.host, options.port)  # before the weights: a taken port should not cost a load
-    engine, tokenizer = build_engine(target, head, options)
-    torch.set_num_threads(thread_count(engine.target.spec.hidden_size))
+    if options.tp_size == 1:
+        engine, tokenizer = build_engine(target, head, options)
+        serve(listener, target, engine, tokenizer, options)
+        return
+    options = replace(options, dtype=dtype_name(compute_dtype(options)))  # the same in every rank
+    require_memory(target, head, options, compute_dtype(options))
+    ranks = Ranks(options.tp_size, options.device, follow, build_part, target, head, options)
+    try:
+        engine = build_part(ranks.sharding, target, head, options)
+        engine.ranks = ranks
+        assert engine.tokenizer is not None
+        serve(listener, target, engine, engine.tokenizer, options, ranks)
+    finally:
+        ranks.close()
+
+
+def serve(
+    listener: socket.socket,
+    target: Path,
+    engine: Engine,
+    tokenizer: KimiTokenizer,
+    options: ServerOptions,
+    ranks: Ranks | None = None,
+) -> None:
+    """Serves with a loaded engine, as `run` does; with `ranks` until one of them ends, too."""
+    torch.set_num_threads(threads_of(engine))
     warm_up(engine)
     name = options.served_model_name or target.resolve().name
     how = (
@@ -91,6 +119,8 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
     )
     reuse = f"prefix reuse {options.prefix_reuse}" if options.prefix_reuse else "no prefix reuse"
     how = f"{dtype_name(engine.target.dtype)}, {how}, {reuse}"
+    if ranks is not None:
+        how += f", {ranks.sharding.size} ranks"
     allow_many_connections()
     app = create_app(engine, tokenizer, AppOptions(name, options.api_key, options.max_queue, lambda: server.end()))
     config = uvicorn.Config(
@@ -102,7 +132,11 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
         lambda: app.state.worker.give_up(f"the server was stopped, and the answer took more than {options.grace} s"),
         options.grace,
     )
+    if ranks is not None:
+        ranks.on_loss = server.end
     server.run(sockets=[listener])
+    if ranks is not None and ranks.lost:
+        raise TrtspecError(f"the engine stopped: {ranks.lost}", "start the server again")
     failure = app.state.worker.failure
     if failure is not None:
         raise TrtspecError(
@@ -119,16 +153,31 @@ def allow_many_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def build_engine(target: Path, head: Path | None, options: ServerOptions) -> tuple[Engine, KimiTokenizer]:
+def compute_dtype(options: ServerOptions) -> torch.dtype:
+    """The type to compute in. Raises UsageError or MissingDependency for types and devices that are not."""
+    if options.dtype not in DTYPES:
+        raise UsageError(f"dtype {options.dtype!r} is not one of {', '.join(DTYPES)}", "use --dtype auto")
+    check_device(options.device, options.tp_size)
+    return serving_dtype(options.device) if options.dtype == "auto" else getattr(torch, options.dtype)
+
+
+def build_part(sharding: Sharding, target: Path, head: Path | None, options: ServerOptions) -> ParallelEngine:
+    """A rank's engine: the whole of it, over the rank's part of the weights."""
+    engine, _ = build_engine(target, head, options, sharding)
+    assert isinstance(engine, ParallelEngine)
+    torch.set_num_threads(threads_of(engine))
+    return engine
+
+
+def build_engine(
+    target: Path, head: Path | None, options: ServerOptions, sharding: Sharding = WHOLE
+) -> tuple[Engine, KimiTokenizer]:
     """Loads checkpoint directories into an engine with its tokenizer. Raises MissingDependency where memory lacks."""
-    dtype, device = options.dtype, options.device
-    if dtype not in DTYPES:
-        raise UsageError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", "use --dtype auto")
-    check_device(device)
-    compute: torch.dtype = default_dtype(device) if dtype == "auto" else getattr(torch, dtype)
-    require_memory(target, head, options, compute)
+    compute, device = compute_dtype(options), device_of(options.device, sharding)
+    if sharding.size == 1:
+        require_memory(target, head, options, compute)
     tokenizer = KimiTokenizer(target)
-    model = load_target(target, dtype=compute, device=device)
+    model = load_target(target, dtype=compute, device=device, sharding=sharding)
     if options.kv_cache_dtype == "fp8":
         model.kv_dtype = torch.float8_e4m3fn
     draft_head = None if head is None else load_head(head, model, dtype=compute, device=device)
@@ -145,7 +194,8 @@ def build_engine(target: Path, head: Path | None, options: ServerOptions) -> tup
         prefix_bytes=options.prefix_bytes,
         block_tokens=options.block_tokens,
     )
-    return Engine(model, draft_head, sizes, tokenizer), tokenizer
+    kind = Engine if sharding.size == 1 else ParallelEngine
+    return kind(model, draft_head, sizes, tokenizer), tokenizer
 
 
 def require_memory(target: Path, head: Path | None, options: ServerOptions, dtype: torch.dtype) -> None:
@@ -153,11 +203,12 @@ def require_memory(target: Path, head: Path | None, options: ServerOptions, dtyp
     spec = require_target(target).spec
     checkpoint, head_spec = (None, None) if head is None else open_head(head, spec)
     rows, length = options.max_batch_size, sequence_length(spec, options)
-    weights = target_bytes(target, spec, dtype, options.device)
-    weights += head_bytes(checkpoint, dtype) if checkpoint else 0
+    ranks = options.tp_size if options.device == "cpu" else 1  # one after the other, or in one memory
+    weights = target_bytes(target, spec, dtype, options.device, Sharding(0, options.tp_size))
+    weights = ranks * (weights + (head_bytes(checkpoint, dtype) if checkpoint else 0))
     logits = LOGITS_COPIES * (1 + options.draft_len) * spec.vocab_size * 4
     fp8 = options.kv_cache_dtype == "fp8"
-    row = cache_token_bytes(spec, head_spec, dtype, fp8=fp8) * (length + options.draft_len) + logits
+    row = ranks * (cache_token_bytes(spec, head_spec, dtype, fp8=fp8) * (length + options.draft_len) + logits)
     kept = int(SPARE * weights) + (options.prefix_bytes if options.prefix_reuse else 0)
     needed, free = kept + rows * row, free_bytes(options.device)
     if needed <= free:
@@ -184,8 +235,19 @@ def sequence_length(spec: ModelSpec, options: ServerOptions) -> int:
 
 def warm_up(engine: Engine) -> None:
     """One short generation, so that the first request does not pay for tables and lazy initialisation."""
-    engine.generate([GenerationRequest("warm-up", [0] * 8, max_tokens=2 + engine.draft_len, ignore_eos=True)])
+    made = engine.generate(
+        [GenerationRequest("warm-up", [0] * 8, max_tokens=2 + engine.draft_len, ignore_eos=True, logprobs=1)]
+    )
+    if not all(math.isfinite(token.logprob) for token in made["warm-up"].logprobs):
+        raise TrtspecError(
+            f"the target computes NaN or infinity in {dtype_name(engine.target.dtype)}", "use --dtype float32"
+        )
     engine.reset_counters()
+
+
+def threads_of(engine: Engine) -> int:
+    """CPU threads of a rank."""
+    return max(1, thread_count(engine.target.spec.hidden_size) // engine.target.sharding.size)
 
 
 def thread_count(hidden_size: int) -> int:

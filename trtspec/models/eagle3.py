@@ -77,9 +77,7 @@ class Eagle3Head(nn.Module):
         self.input_layernorm = RMSNorm(hidden, spec.rms_norm_eps)
         self.hidden_norm = RMSNorm(hidden, spec.rms_norm_eps)
         self.self_attn: nn.Module = (
-            _latent_attention(spec, sharding)
-            if spec.attention == "mla"
-            else LlamaAttention(spec, 2 * hidden, sharding)
+            _latent_attention(spec, sharding) if spec.attention == "mla" else LlamaAttention(spec, 2 * hidden, sharding)
         )
         self.post_attention_layernorm = RMSNorm(hidden, spec.rms_norm_eps)
         self.mlp = MLP(hidden, spec.intermediate_size, sharding)

@@ -39,9 +39,7 @@ class DecoderLayer(nn.Module):
         self.self_attn = LatentAttention(spec, spec.hidden_size, sharding)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         dense = index < spec.first_k_dense_replace
-        self.mlp: nn.Module = (
-            MLP(spec.hidden_size, spec.intermediate_size, sharding) if dense else MoE(spec, sharding)
-        )
+        self.mlp: nn.Module = MLP(spec.hidden_size, spec.intermediate_size, sharding) if dense else MoE(spec, sharding)
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
         x = x + self.sharding.sum(self.self_attn(self.input_layernorm(x), step))

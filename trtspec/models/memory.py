@@ -10,14 +10,15 @@ from trtspec.checkpoint.headers import Checkpoint
 from trtspec.errors import MissingDependency, UsageError
 from trtspec.models.kimi import KimiModel
 from trtspec.models.packed import through_float32
+from trtspec.models.sharding import WHOLE, Sharding
 from trtspec.quant.workers import usable_memory
 from trtspec.specs import HeadSpec, ModelSpec
 
 PACKED_SHARE = 0.5  # of a float32 weight on a CPU: its copy for products of few rows (models/packed.py)
 
 
-def check_device(device: str) -> None:
-    """Raises MissingDependency for a device that is not here, UsageError for one that does not exist."""
+def check_device(device: str, ranks: int = 1) -> None:
+    """Raises MissingDependency for devices that are not here, UsageError for one that does not exist."""
     try:
         kind = torch.device(device).type
     except RuntimeError:
@@ -26,6 +27,13 @@ def check_device(device: str) -> None:
         raise UsageError(f"--device {device} is neither cpu nor cuda", "use cpu, cuda or cuda:1")
     if kind == "cuda" and not torch.cuda.is_available():
         raise MissingDependency(f"--device {device}: torch sees no GPU", "use --device cpu, or install CUDA")
+    if ranks > 1 and kind == "cuda":
+        if device != "cuda":
+            raise UsageError(f"--tp-size {ranks} takes the first {ranks} GPUs, not {device}", "use --device cuda")
+        if ranks > torch.cuda.device_count():
+            raise MissingDependency(
+                f"--tp-size {ranks}: torch sees {torch.cuda.device_count()} GPUs", "use a smaller --tp-size"
+            )
 
 
 def free_bytes(device: str) -> int:
@@ -35,12 +43,12 @@ def free_bytes(device: str) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
-def target_bytes(path: Path, spec: ModelSpec, dtype: torch.dtype, device: str) -> int:
-    """Of a loaded target: NVFP4 weights stay as they are stored, every other format becomes `dtype`."""
+def target_bytes(path: Path, spec: ModelSpec, dtype: torch.dtype, device: str, sharding: Sharding = WHOLE) -> int:
+    """Of a rank's part of a loaded target: NVFP4 weights stay as they are stored, all others become `dtype`."""
     if spec.quant.format.is_fp4:
-        return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        return sum(file.stat().st_size for file in path.glob("*.safetensors")) // sharding.size
     with torch.device("meta"):
-        model = KimiModel(spec)
+        model = KimiModel(spec, sharding=sharding)
     elements = sum(parameter.numel() for parameter in model.parameters())
     packed = device == "cpu" and (dtype == torch.float32 or through_float32(dtype))
     return int(elements * (dtype.itemsize + (4 * PACKED_SHARE if packed else 0)))

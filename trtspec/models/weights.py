@@ -90,9 +90,7 @@ def install(
     setattr(place, leaf, nn.Parameter(value.to(device), requires_grad=False))
 
 
-def _decode_into(
-    target: torch.Tensor, name: str, tensors: LazyTensors, spec: ModelSpec, sharding: Sharding
-) -> None:
+def _decode_into(target: torch.Tensor, name: str, tensors: LazyTensors, spec: ModelSpec, sharding: Sharding) -> None:
     from trtspec.quant.decode import decoded
 
     value = sharding.cut(decoded(tensors, spec, name), name)

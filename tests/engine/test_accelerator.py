@@ -1,0 +1,93 @@
+"""The engine and the training step on a CUDA device that computes nothing (tests/fake_cuda.py): no tensor strays to the
+CPU, nothing reads a number back, but for the one transfer of a round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.fake_cuda import Transfers, fake_cuda
+from trtspec import data_files
+from trtspec.checkpoint.detect import target_spec
+from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.heads.read import read_head
+from trtspec.engine import engine as engine_module
+from trtspec.engine.engine import Engine, EngineOptions
+from trtspec.engine.sequence import GenerationRequest
+from trtspec.models.eagle3 import Eagle3Head
+from trtspec.models.kimi import KimiModel
+from trtspec.models.precision import dtype_of_capability
+from trtspec.specs import HeadSpec, ModelSpec
+
+CARDS = {"Pascal": (6, 1), "Turing": (7, 5), "Ampere": (8, 6), "Hopper": (9, 0)}
+SAMPLING = [(0.0, 0, 1.0), (0.9, 5, 0.9), (1.0, 0, 1.0), (0.7, 9, 1.0)]
+
+
+@pytest.fixture(scope="module")
+def specs() -> tuple[ModelSpec, HeadSpec]:
+    head, _ = read_head(Checkpoint.open(data_files.DATA / "kimi-nano-eagle3"))
+    return target_spec(Checkpoint.open(data_files.kimi_nano_dir())), head
+
+
+@contextmanager
+def modules_on_cuda(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("cuda"):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def models(specs: tuple[ModelSpec, HeadSpec], dtype: torch.dtype) -> tuple[KimiModel, Eagle3Head]:
+    with modules_on_cuda(dtype):
+        target, head = KimiModel(specs[0]), Eagle3Head(specs[1])
+    head.set_embedding(target.embed)
+    return target.eval().requires_grad_(False), head.eval().requires_grad_(False)
+
+
+class Rounds:
+    """Stands for the transfer of a round: says which tokens stand, and counts. Every third row accepts all drafts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, tokens: Tensor, accepted: Tensor) -> list[list[int]]:
+        assert tokens.is_cuda and accepted.is_cuda
+        self.calls += 1
+        width = tokens.shape[1]
+        return [[7] * (width if (row + self.calls) % 3 == 0 else 1) for row in range(len(tokens))]
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("drafter", ["eagle3", None])
+def test_a_round_reads_the_device_once(
+    specs: tuple[ModelSpec, HeadSpec], card: str, drafter: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = Rounds()
+    monkeypatch.setattr(engine_module, "on_host", rounds)
+    with fake_cuda(CARDS[card]) as transfers:
+        target, head = models(specs, dtype_of_capability(CARDS[card]))
+        options = EngineOptions(
+            drafter=drafter, max_batch_size=3, max_seq_len=128, prefill_tokens=40, draft_sampling="probabilistic"
+        )
+        engine = Engine(target, head if drafter else None, options)
+        for number, (temperature, top_k, top_p) in enumerate(SAMPLING):
+            prompt = list(range(10 + 30 * number))
+            engine.submit(GenerationRequest(str(number), prompt, 9, temperature, top_p, top_k, 1, ignore_eos=True))
+        computed = finished = 0
+        while engine.has_work:
+            outputs = engine.step()
+            for output in outputs:
+                if output.error is not None:
+                    raise output.error
+            finished += sum(output.finish_reason is not None for output in outputs)
+            computed += engine.iteration is not None and engine.iteration.decoding > 0
+    assert finished == 4
+    assert rounds.calls == computed + 4  # one in each round, and one for the first token of each prompt
+    assert transfers.found["read"] == 0
