@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.fake_cuda import Transfers, fake_cuda
+from tests.fake_cuda import fake_cuda
 from trtspec import data_files
 from trtspec.checkpoint.detect import target_spec
 from trtspec.checkpoint.headers import Checkpoint
@@ -24,14 +24,16 @@ from trtspec.models.kimi import KimiModel
 from trtspec.models.precision import dtype_of_capability
 from trtspec.specs import HeadSpec, ModelSpec
 
-CARDS = {"Pascal": (6, 1), "Turing": (7, 5), "Ampere": (8, 6), "Hopper": (9, 0)}
+CARDS = {"Pascal": (6, 1), "Turing": (7, 5), "Hopper": (9, 0)}
 SAMPLING = [(0.0, 0, 1.0), (0.9, 5, 0.9), (1.0, 0, 1.0), (0.7, 9, 1.0)]
 
 
 @pytest.fixture(scope="module")
 def specs() -> tuple[ModelSpec, HeadSpec]:
+    """kimi-nano and its head with fewer layers: fake operators cost as much as real ones."""
     head, _ = read_head(Checkpoint.open(data_files.DATA / "kimi-nano-eagle3"))
-    return target_spec(Checkpoint.open(data_files.kimi_nano_dir())), head
+    target = target_spec(Checkpoint.open(data_files.kimi_nano_dir()))
+    return replace(target, num_hidden_layers=3), replace(head, aux_layers=(0, 1, 2))
 
 
 @contextmanager
@@ -64,8 +66,7 @@ class Rounds:
         return [[7] * (width if (row + self.calls) % 3 == 0 else 1) for row in range(len(tokens))]
 
 
-@pytest.mark.parametrize("card", CARDS)
-@pytest.mark.parametrize("drafter", ["eagle3", None])
+@pytest.mark.parametrize(("card", "drafter"), [("Pascal", None), ("Turing", "eagle3"), ("Hopper", "eagle3")])
 def test_a_round_reads_the_device_once(
     specs: tuple[ModelSpec, HeadSpec], card: str, drafter: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,8 +79,8 @@ def test_a_round_reads_the_device_once(
         )
         engine = Engine(target, head if drafter else None, options)
         for number, (temperature, top_k, top_p) in enumerate(SAMPLING):
-            prompt = list(range(10 + 30 * number))
-            engine.submit(GenerationRequest(str(number), prompt, 9, temperature, top_p, top_k, 1, ignore_eos=True))
+            prompt = list(range(10 + 20 * number))
+            engine.submit(GenerationRequest(str(number), prompt, 6, temperature, top_p, top_k, 1, ignore_eos=True))
         computed = finished = 0
         while engine.has_work:
             outputs = engine.step()

@@ -7,17 +7,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trtspec.engine.sampling import probabilities
 from trtspec.engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
 class BatchSampling:
-    """Parameters of the sampled rows of a batch. `rows` int64 [S]; temperature, top_p float32 [S]; top_k int64 [S]."""
+    """Parameters of the sampled rows of a batch. `rows` int64 [S]; temperature, top_p float32 [S]; top_k int64 [S], of
+    which `most` is the largest, with 0 for the whole vocabulary."""
 
     rows: Tensor
     temperature: Tensor
     top_p: Tensor | None
     top_k: Tensor | None
+    most: int = 0
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The sampling distribution, float32 [S, ..., V], of these rows' logits [S, ..., V]."""
+        return probabilities(logits, self.temperature, self.top_p, self.top_k, self.most)
 
     @staticmethod
     def of(sequences: list[Sequence], device: torch.device) -> BatchSampling | None:
@@ -33,6 +40,7 @@ class BatchSampling:
             torch.tensor([r.temperature for r in requests], dtype=torch.float32, device=device),
             top_p,
             top_k,
+            max(r.top_k for r in requests) if all(r.top_k > 0 for r in requests) else 0,
         )
 
 
@@ -97,9 +105,8 @@ class DecodeBatch:
         self.start[:rows] += accepted + 1
         if self.sampling is None:
             return
-        for row, sequence in enumerate(self.sequences):
-            if sequence.sampled:
-                self.uniform[row] = sequence.uniform(self.uniform.shape[1])
+        drawn = [sequence.uniform(self.uniform.shape[1]) for sequence in self.sequences if sequence.sampled]
+        self.uniform[self.sampling.rows] = torch.stack(drawn).to(self.device)
 
     def store_draft_probs(self, step: int, rows: Tensor, probs: Tensor) -> None:
         """Keeps the distribution [S, Vd] that draft `step` of these rows was drawn from."""

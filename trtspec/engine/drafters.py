@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trtspec.engine.batch import DecodeBatch
-from trtspec.engine.sampling import draw, probabilities
+from trtspec.engine.sampling import draw
 from trtspec.engine.sequence import Sequence
 from trtspec.errors import MissingDependency, UsageError
 from trtspec.models.cache import LatentCache
@@ -168,7 +168,7 @@ class Eagle3Drafter:
         """Draft `step` of each row in target ids, from logits [B, Vd]: the likeliest, or drawn where the row draws."""
         ids, sampling = logits.argmax(-1), batch.sampling
         if sampling is not None and self.draws:
-            probs = probabilities(logits[sampling.rows], sampling.temperature, sampling.top_p, sampling.top_k)
+            probs = sampling.probabilities(logits[sampling.rows])
             ids[sampling.rows] = draw(probs, batch.uniform[sampling.rows, step])
             batch.store_draft_probs(step, sampling.rows, probs)
         return self.head.to_target_ids(ids)
@@ -184,7 +184,7 @@ class Eagle3Drafter:
         x = self.head.fuse(backlog.aux[:rows, :longest])
         tokens, start, end = backlog.tokens[:rows, :longest], batch.start[:rows] - count, batch.reach - 1 + longest
         feedback, normed = self.head(x, tokens, start, self.cache, length=end)
-        behind = count.nonzero().squeeze(1)
+        behind = torch.tensor([row for row in range(rows) if counts[row]], device=batch.device)
         last = count[behind] - 1
         self.feedback[behind, 0], self.normed[behind] = feedback[behind, last], normed[behind, last]
         backlog.counts[:rows] = [0] * rows

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.admission import EngineLimits, check_request
-from trtspec.engine.batch import DecodeBatch
+from trtspec.engine.batch import BatchSampling, DecodeBatch
 from trtspec.engine.drafters import DrafterName, DraftSampling, Verified, make_drafter
 from trtspec.engine.prefix import BLOCK_TOKENS, PREFIX_BYTES, PrefixCache, PrefixReuse, PrefixStats
-from trtspec.engine.sampling import draw, probabilities, token_logprobs
+from trtspec.engine.sampling import draw, token_logprobs
 from trtspec.engine.sequence import Completion, GenerationRequest, Output, Sequence
 from trtspec.engine.stats import Iteration, Totals
 from trtspec.engine.verify import accept_greedy, accept_sampled, on_host
@@ -178,11 +178,13 @@ class Engine:
 
         # Verify: one pass of the target over each row's last token and its drafts.
         block = batch.block[:rows, : 1 + max(offered)]
+        self.target.sharding.follow_first(block)
         end = batch.reach + max(offered)
         out = self.target(block, batch.start[:rows], self.cache, 0, drafter.aux_layers, length=end)
 
         # Accept: the drafts that the target would have chosen itself, then one token of its own.
         tokens, accepted = self._accept(out.logits, block[:, 1:], offered)
+        self.target.sharding.follow_first(tokens, accepted)
         emitted = on_host(tokens, accepted)  # the round's one wait for the device
 
         # Learn: the drafter sees the target's states of what stands.
@@ -205,7 +207,7 @@ class Engine:
             rows = sampling.rows
             uniform = batch.uniform[rows][:, batch.draft_len :]
             tokens[rows], accepted[rows] = accept_sampled(
-                probabilities(logits[rows], sampling.temperature, sampling.top_p, sampling.top_k),
+                sampling.probabilities(logits[rows]),
                 drafts[rows],
                 None if batch.draft_probs is None else batch.draft_probs[rows, :width],
                 torch.cat((uniform[:, :width], uniform[:, -1:]), 1),
@@ -319,12 +321,12 @@ class Engine:
         """The token after the prompt, from logits [1, V]."""
         if sequence.steering is not None:
             logits = sequence.steering.apply(logits.float().clone(), [])
-        if not sequence.sampled:
-            return int(logits.argmax(-1))
-        request = sequence.request
-        temperature, top_p = torch.tensor([[request.temperature], [request.top_p]], device=self.device)
-        top_k = torch.tensor([request.top_k], device=self.device)
-        return int(draw(probabilities(logits, temperature, top_p, top_k), sequence.uniform(1).to(self.device)))
+        sampling = BatchSampling.of([sequence], self.device)
+        if sampling is None:
+            token = logits.argmax(-1)
+        else:
+            token = draw(sampling.probabilities(logits), sequence.uniform(1).to(self.device))
+        return on_host(token[:, None], torch.zeros_like(token))[0][0]
 
     def _steered(self, logits: Tensor, drafts: Tensor) -> Tensor:
         """Logits [B, T, V] as the rows with wishes of their own want them; the same tensor where there are none."""

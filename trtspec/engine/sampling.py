@@ -9,28 +9,32 @@ from trtspec.engine.sequence import TokenLogprobs
 
 
 def probabilities(
-    logits: Tensor, temperature: Tensor, top_p: Tensor | None = None, top_k: Tensor | None = None
+    logits: Tensor, temperature: Tensor, top_p: Tensor | None = None, top_k: Tensor | None = None, most: int = 0
 ) -> Tensor:
     """The sampling distribution, float32 [N, ..., V], of logits [N, ..., V].
 
     `temperature` float32 [N] is > 0; `top_k` int64 [N] (0 = off) keeps the k likeliest tokens, then `top_p` float32 [N]
-    (1 = off) keeps the smallest set whose mass reaches top_p. None for either means that no row asks for it.
+    (1 = off) keeps the smallest set whose mass reaches top_p. None for either means that no row asks for it. `most` is
+    at least the largest top_k; 0: it is not known, or a row has top_k off.
     """
     shape = (-1, *([1] * (logits.dim() - 1)))
     logits = logits.float()
     # the best logit becomes 0 first: a tiny temperature then gives -inf to all others, never inf to the best
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.view(shape)
     if top_k is not None:
-        scaled = keep_top_k(scaled, top_k.view(shape))
+        scaled = keep_top_k(scaled, top_k.view(shape), most)
     probs = scaled.softmax(-1)
     return probs if top_p is None else keep_top_p(probs, top_p.view(shape))
 
 
-def keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
-    """Sets all but the `top_k` largest logits (and those equal to the last of them) to -inf; 0 keeps all."""
+def keep_top_k(logits: Tensor, top_k: Tensor, most: int = 0) -> Tensor:
+    """Sets all but the `top_k` largest logits (and those equal to the last of them) to -inf; 0 keeps all.
+
+    No top_k is above `most`, unless that is 0.
+    """
     size = logits.shape[-1]
     kept = torch.where(top_k > 0, top_k, size).clamp(max=size)
-    ordered = logits.topk(int(kept.max()), dim=-1).values
+    ordered = logits.topk(min(most, size) or size, dim=-1).values
     threshold = ordered.gather(-1, (kept - 1).expand(*logits.shape[:-1], 1))
     return logits.masked_fill(logits < threshold, float("-inf"))
 

@@ -32,7 +32,7 @@ from trtspec.engine.sequence import GenerationRequest
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.models.head_weights import load_head, open_head
 from trtspec.models.memory import cache_token_bytes, check_device, free_bytes, head_bytes, target_bytes
-from trtspec.models.precision import serving_dtype, dtype_name
+from trtspec.models.precision import dtype_name, serving_dtype
 from trtspec.models.sharding import WHOLE, Sharding
 from trtspec.models.weights import load_target
 from trtspec.specs import ModelSpec
