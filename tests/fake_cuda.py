@@ -36,9 +36,9 @@ class Transfers(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         copies = function.overloadpacket is torch.ops.aten.copy_
         source, made = (args[1], args[0]) if copies else (args[0] if args else None, out)
-        if isinstance(source, torch.Tensor) and isinstance(made, torch.Tensor):
-            if source.device.type != made.device.type:
-                self.found["read" if source.is_cuda else "written"] += 1
+        both = isinstance(source, torch.Tensor) and isinstance(made, torch.Tensor)
+        if both and source.device.type != made.device.type:
+            self.found["read" if source.is_cuda else "written"] += 1
         return out
 
 

@@ -62,7 +62,7 @@ class KimiModel(nn.Module):
         self.sharding = sharding
         self.spec = spec
         self.kv_dtype = kv_dtype
-        self.embed: nn.Module = embedding(spec.vocab_size, spec.hidden_size, sharding)
+        self.embed = embedding(spec.vocab_size, spec.hidden_size, sharding)
         count = spec.num_hidden_layers if layers is None else layers
         self.layers = nn.ModuleList(DecoderLayer(spec, index, sharding) for index in range(count))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)

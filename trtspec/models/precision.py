@@ -34,8 +34,8 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def dtype_of_capability(capability: tuple[int, int]) -> torch.dtype:
-    """bfloat16 from Ampere (8.0) on; float16 from Volta (7.0) on and on a P100 (6.0), which multiply it fast; float32 on
-    older GPUs, which compute float16 at 1/64 of its speed (CUDA C++ programming guide, arithmetic throughput)."""
+    """bfloat16 from Ampere (8.0) on; float16 from Volta (7.0) on and on a P100 (6.0), which multiply it fast; float32
+    on older GPUs, which compute float16 at 1/64 of its speed (CUDA C++ programming guide, arithmetic throughput)."""
     if capability >= (8, 0):
         return torch.bfloat16
     return torch.float16 if capability >= (7, 0) or capability == (6, 0) else torch.float32

@@ -91,7 +91,7 @@ class SplitEmbedding(nn.Module):
         return self.sharding.sum(found.masked_fill(~mine.unsqueeze(-1), 0.0))
 
 
-def embedding(vocab_size: int, hidden_size: int, sharding: Sharding) -> nn.Module:
+def embedding(vocab_size: int, hidden_size: int, sharding: Sharding) -> nn.Embedding | SplitEmbedding:
     """The whole embedding in one process, else this rank's part."""
     if sharding.size == 1:
         return nn.Embedding(vocab_size, hidden_size)
