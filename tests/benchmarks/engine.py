@@ -27,6 +27,7 @@ from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.sequence import GenerationRequest
 from trtspec.engine.server import thread_count
 from trtspec.models.decoding import prepare_for_decoding
+from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.precision import default_dtype
@@ -80,7 +81,7 @@ def main() -> None:
     for rows in options.concurrency:
         draft_cost(target, options.head, rows)
     if not options.no_transformers:
-        transformers_speed(options, dtype, read_requests(options, 0.0))
+        transformers_speed(options, head, target, read_requests(options, 0.0))
 
 
 def step(text: str) -> tuple[int, int]:
@@ -167,42 +168,54 @@ def draft_cost(target: KimiModel, head_dir: Path, rows: int) -> None:
         print(f"  {name:14} {1000 * value:6.2f} ms   {value / medians['target step']:.3f} target steps")
 
 
-def transformers_speed(options: argparse.Namespace, dtype: torch.dtype, requests: list[GenerationRequest]) -> None:
-    """transformers' own greedy generate and prompt lookup on the same prompts, batch 1, beside the plain engine."""
+def transformers_speed(
+    options: argparse.Namespace, head: Eagle3Head, target: KimiModel, requests: list[GenerationRequest]
+) -> None:
+    """transformers' own greedy generate and prompt lookup, and both engines, in turn on the same prompts, batch 1."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     config = json.loads((options.target / "config.json").read_text())
     kind = transformers.AutoModelForImageTextToText if "text_config" in config else transformers.AutoModelForCausalLM
-    model = kind.from_pretrained(options.target, dtype=dtype).eval()
-    target = load_target(options.target, dtype=dtype)
+    model = kind.from_pretrained(options.target, dtype=target.dtype).eval()
     ends = list(KimiTokenizer(options.target).eos_ids)
-    speeds: dict[str, list[float]] = {"plain engine": [], "generate": [], "generate, prompt lookup": []}
-    for request in requests[: 2 * options.rounds]:
-        began = time.perf_counter()
-        tokens = Engine(target, options=EngineOptions(max_batch_size=1)).generate([request])[request.id].token_ids
-        speeds["plain engine"].append(len(tokens) / (time.perf_counter() - began))
-        for name, lookup in (
-            ("generate", {}),
-            ("generate, prompt lookup", {"prompt_lookup_num_tokens": options.draft_len}),
-        ):
-            prompt = torch.tensor([request.prompt_ids])
+
+    def generate(request: GenerationRequest, **lookup: int) -> int:
+        prompt = torch.tensor([request.prompt_ids])
+        with torch.inference_mode():
+            made = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=request.max_tokens,
+                do_sample=False,
+                eos_token_id=ends,
+                pad_token_id=0,
+                **lookup,
+            )
+        return made.shape[1] - prompt.shape[1]
+
+    def ours(request: GenerationRequest, drafter: DrafterName | None) -> int:
+        sizes = EngineOptions(drafter=drafter, draft_len=options.draft_len, max_batch_size=1)
+        engine = Engine(target, head if drafter else None, sizes)
+        return len(engine.generate([request])[request.id].token_ids)
+
+    variants: dict[str, Callable[[GenerationRequest], int]] = {
+        "generate": generate,
+        "generate, prompt lookup": partial(generate, prompt_lookup_num_tokens=options.draft_len),
+        "plain engine": partial(ours, drafter=None),
+        "engine with the head": partial(ours, drafter="eagle3"),
+    }
+    speeds: dict[str, list[float]] = {name: [] for name in variants}
+    for turn, request in enumerate(requests[: 1 + 2 * options.rounds]):
+        for name, run in variants.items():
             began = time.perf_counter()
-            with torch.inference_mode():
-                made = model.generate(
-                    prompt,
-                    attention_mask=torch.ones_like(prompt),
-                    max_new_tokens=request.max_tokens,
-                    do_sample=False,
-                    eos_token_id=ends,
-                    pad_token_id=0,
-                    **lookup,
-                )
-            speeds[name].append((made.shape[1] - prompt.shape[1]) / (time.perf_counter() - began))
-    print("\ntransformers, batch 1")
+            made = run(request)
+            if turn:  # the first one warms up
+                speeds[name].append(made / (time.perf_counter() - began))
+    print(f"\ntransformers, batch 1, {2 * options.rounds} prompts")
     for name, values in speeds.items():
-        ratios = [value / plain for value, plain in zip(values, speeds["plain engine"], strict=True)]
-        print(f"  {name:24} {statistics.median(values):8.1f} tok/s   {statistics.median(ratios):5.2f}x plain engine")
+        ratios = [value / theirs for value, theirs in zip(values, speeds["generate"], strict=True)]
+        print(f"  {name:24} {statistics.median(values):8.1f} tok/s   {statistics.median(ratios):5.2f}x generate")
 
 
 if __name__ == "__main__":
