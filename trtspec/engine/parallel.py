@@ -115,8 +115,7 @@ class ParallelEngine(Engine):
     ranks: Ranks | None = None  # set in rank 0
     pending: tuple[Command, ...] = ()
 
-    def submit(self, request: GenerationRequest) -> None:
-        self.check(request)
+    def enqueue(self, request: GenerationRequest) -> None:
         self.pending = (*self.pending, request)
 
     def cancel(self, request_id: str) -> None:
@@ -140,7 +139,7 @@ class ParallelEngine(Engine):
             if isinstance(command, str):
                 super().cancel(command)
             else:
-                super().submit(command)
+                super().enqueue(command)
         return super().step()
 
     def running(self) -> list[str]:
