@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli.matrix import Effect, Situation, effects
+from trtspec.models.precision import has_native_bf16
 
+UNUSUAL_DTYPE = "float32" if has_native_bf16() else "bfloat16"  # not the one that `auto` takes on this machine
 
 def journal(name: str) -> Any:
     """An interrupted run of this kind lies beside, or in, the output."""
@@ -275,7 +277,7 @@ MAKING: dict[str, dict[str, Situation]] = {
                 seq_len="--seq-len 4",
                 policy="--policy k2.6",
                 device="--device cuda",
-                dtype="--dtype float32",
+                dtype=f"--dtype {UNUSUAL_DTYPE}",
                 states_memory="--states-memory 0",
                 load_ahead="--one-layer",
                 dry_run=Effect(line("--dry-run"), base=line("calibrate {target} {data} -o {out}"), slow=True),

@@ -81,7 +81,7 @@ def test_the_other_commands_on_a_small_pair(tmp_path, target_dir, monkeypatch):
     load = datasets.load_dataset
     monkeypatch.setattr(  # the hub's set lies here
         datasets, "load_dataset",
-        lambda name, config, split, streaming: load("json", data_files={split: str(tmp_path / "split.jsonl")},
+        lambda name, config, split, revision, streaming: load("json", data_files={split: str(tmp_path / "split.jsonl")},
                                                     split=split, streaming=streaming),
     )  # fmt: skip
     for line in of("synthesize"):

@@ -160,7 +160,7 @@ def test_accelerates_settings_are_read_or_refused(monkeypatch):
     with pytest.raises(UsageError, match="fsdp_offload_params"):
         place()
     monkeypatch.setenv("RANK", "first")
-    with pytest.raises(UsageError, match="no number"):
+    with pytest.raises(UsageError, match="is not a number"):
         place()
 
 
