@@ -97,6 +97,7 @@ def test_a_run_that_is_stopped_again_and_again_loses_nothing(stand_in: Start, da
     assert results.concurrency[0].throughput.requests == 39 and results.concurrency[0].throughput.errors == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_server_that_dies_halfway(dataset: Path, tmp_path: Path) -> None:
     port, out = free_port(), tmp_path / "out"
@@ -121,6 +122,7 @@ def test_a_server_that_dies_halfway(dataset: Path, tmp_path: Path) -> None:
     assert read_whole(out).concurrency[0].throughput.errors == 0 and read_whole(out).turns == 39
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_kind_of_failure_is_recorded_with_its_reason(
     paced: Callable[..., str], dataset: Path, tmp_path: Path
@@ -145,6 +147,7 @@ def test_every_kind_of_failure_is_recorded_with_its_reason(
     assert errors.count("") >= 2
 
 
+@pytest.mark.slow
 def test_all_failing_and_nobody_there(paced: Callable[..., str], dataset: Path) -> None:
     failing = subprocess.run(bench(paced(faults=["503"]), dataset), capture_output=True, text=True)
     assert failing.returncode == 1 and "busy" in failing.stderr

@@ -280,6 +280,7 @@ def test_each_engine_of_a_server_restarts_by_itself_and_garbage_is_named() -> No
         read_body("vllm:generation_tokens_total 3\n", MetricsMemory())
 
 
+@pytest.mark.slow
 def test_probes_judge_the_text_and_make_the_series_where_there_are_no_metrics(
     stand_in: Callable[..., str], tmp_path: Path
 ) -> None:
