@@ -107,7 +107,7 @@ def test_a_schedule_in_the_words_of_both_kinds_of_release() -> None:
     assert one_length(loads) in range(1, 6)
 
 
-@pytest.mark.parametrize("version", ["1.3.0rc18", "1.3.0rc21", "1.3.0rc23"])
+@pytest.mark.parametrize("version", ["1.3.0rc20", "1.3.0rc21", "1.3.0rc23"])
 def test_build_config_takes_the_proposal_and_its_file_lints_clean(tmp_path: Path, version: str) -> None:
     meaning = schema_for(version).behaviour("draft_len_schedule")
     loads = choose({0: endpoint(0), 2: endpoint(2), 5: endpoint(5)})
@@ -137,12 +137,15 @@ def test_build_config_takes_the_proposal_and_its_file_lints_clean(tmp_path: Path
     assert "draft_len_schedule" in made.read_text()
 
 
-@pytest.mark.parametrize(("version", "has_one"), [("1.0.0", False), ("1.2.0", True)])
+@pytest.mark.parametrize(("version", "has_one"), [("1.0.0", False), ("1.2.0", True), ("1.3.0rc18", False)])
 def test_older_releases_get_lower_bounds_or_one_length(version: str, has_one: bool) -> None:
     meaning = schema_for(version).behaviour("draft_len_schedule")
     loads = choose({0: endpoint(0), 2: endpoint(2), 5: endpoint(5)})
     proposal = propose(loads, {} if meaning.interval else meaning.values, version)
     assert (proposal.schedule is not None) == has_one
+    assert (
+        any(f"{version} has no draft_len_schedule whose meaning is known" in note for note in proposal.notes) != has_one
+    )
     entries = "".join(f"\n    {batch}: {drafts}" for batch, drafts in (proposal.schedule or {}).items())
     text = "speculative_config:\n  decoding_type: Eagle\n  speculative_model_dir: head\n"
     text += f"  max_draft_len: {proposal.draft_len}\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.bench import cheats
 from tests.bench.cheating_server import fuzzed
 from tests.command_line import trtspec
 from trtspec.bench.check import GateLimits, run_checks
+from trtspec.bench.pace import check_speed
 from trtspec.bench.transcript import Recording, read_recording
 from trtspec.errors import UsageError
 
@@ -67,6 +69,21 @@ def small(cheating: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_damaged_recordings(whole: Recording, tmp_path: Path) -> None:
     read, refused = judge_damaged(whole, tmp_path / "x.json", range(60))
     assert read > 5 and refused > 20
+
+
+def test_a_last_pass_without_times_is_no_measurement(whole: Recording) -> None:
+    """And what the other passes show still counts."""
+    untimed = replace(whole, later=[replace(item, timing=None) for item in whole.later])
+    assert whole.later and check_speed(whole).status == "pass"
+    assert check_speed(untimed).status == "skipped"
+    streamed = list(untimed.streamed)
+    for place in (0, 3):  # two stalls that do not overlap
+        timing = streamed[place].timing
+        assert timing is not None
+        timing = replace(timing, started=timing.started + 1000 * place, total=timing.total + 60)
+        streamed[place] = replace(streamed[place], timing=timing)
+    found = check_speed(replace(untimed, streamed=streamed))
+    assert (found.status, found.code) == ("fail", "TS-CHECK-SLOWER"), found
 
 
 def test_damaged_answers(cheating: str, small: Path) -> None:

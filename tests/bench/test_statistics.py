@@ -51,7 +51,9 @@ def test_quantiles_are_students() -> None:
             assert t_quantile(probability, freedom) == pytest.approx(expected, rel=0.003)
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(34, marks=pytest.mark.slow), pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [10, pytest.param(34, marks=pytest.mark.slow), pytest.param(80, marks=pytest.mark.slow)]
+)
 def test_intervals_of_acceptance_cover_in_93_to_97_percent_of_runs(count: int) -> None:
     rng, value = np.random.default_rng(count), truth()
     covered = 0

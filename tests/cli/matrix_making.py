@@ -11,6 +11,7 @@ from trtspec.models.precision import has_native_bf16
 
 UNUSUAL_DTYPE = "float32" if has_native_bf16() else "bfloat16"  # not the one that `auto` takes on this machine
 
+
 def journal(name: str) -> Any:
     """An interrupted run of this kind lies beside, or in, the output."""
 

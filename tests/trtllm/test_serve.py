@@ -7,12 +7,14 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from trtspec.cli import serve
 from trtspec.cli.app import app
 from trtspec.errors import UsageError
 
@@ -90,7 +92,8 @@ def test_a_setting_in_file_and_option_is_refused(tmp_path: Path) -> None:
         (["serve", K25[0], "--trtllm-version", "new", "--dry-run"], 2, "not a TensorRT-LLM version"),
         (["serve", K25[0], "--config", "/nowhere.yml", "--dry-run"], 2, "cannot be read"),
         (["serve", "moonshotai/Kimi-K3", "--dry-run"], 1, "K3"),
-        (["serve", K25[0], "--backend", "reference", "--config", "x.yml", "--dry-run"], 2, "--backend trtllm"),
+        (["serve", K25[0], "--backend", "reference", "--config", "/nowhere.yml", "--dry-run"], 2, "cannot be read"),
+        (["serve", K25[0], "--backend", "reference", "--goal", "latency", "--dry-run"], 2, "--backend trtllm"),
         (["serve", K25[0], "--backend", "reference", "--speculation", "eagle3", "--dry-run"], 2, "needs a head"),
         (["serve", K25[0], "--speculation", "prompt-lookup", "--dry-run"], 2, "--backend reference"),
         (["serve", K25[2], "--backend", "reference"], 2, "is a draft head, not a target"),
@@ -183,16 +186,23 @@ def test_a_cluster_that_cannot_work_is_refused(words: list[str], code: str) -> N
     assert answer["status"] == 3 and errors == {code}
 
 
-ENGINE_ONLY = (
-    "--config x", "--trtllm-version 1.4.0rc1", "--goal latency", "--tp-size 1", "--max-num-tokens 9",
-    "--trust-remote-code", "--launcher direct", "--nodes 1", "--gpus-per-node 1", "--launcher-args x", "--role context",
-    "--startup-timeout 9", "--generation-timeout 9", "--stop-grace 9", "--health-interval 9", "--health-failures 9",
+NOT_THE_REFERENCES = (
+    "--goal latency", "--vllm-version 0.11.0", "--trust-remote-code", "--launcher direct", "--nodes 1",
+    "--gpus-per-node 1", "--launcher-args x", "--role context", "--startup-timeout 9", "--generation-timeout 9",
+    "--stop-grace 9", "--health-interval 9", "--health-failures 9",
 )  # fmt: skip
-REFERENCE_ONLY = ("--speculation eagle3", "--speculation none", "--dtype auto", "--device cpu")
+NOT_THE_ENGINES = (
+    "--speculation eagle3", "--speculation none", "--dtype auto", "--device cpu", "--draft-sampling argmax",
+    "--prefix-reuse warm", "--prefix-cache-mib 9", "--max-queue 9", "--api-key k", "--vllm-version 0.11.0",
+)  # fmt: skip
 NOT_THE_FRONTS = (
     "--head x", "--host h", "--port 8000", "--max-batch-size 1", "--max-seq-len 9", "--draft-len 3",
-    "--served-model-name x", *REFERENCE_ONLY,
-    *(option for option in ENGINE_ONLY if not any(word in option for word in ("timeout", "-grace", "health"))),
+    "--served-model-name x", "--config x", "--trtllm-version 1.4.0rc1", "--tp-size 1", "--max-num-tokens 9",
+    *NOT_THE_ENGINES,
+    *(
+        option for option in NOT_THE_REFERENCES
+        if option not in NOT_THE_ENGINES and not any(word in option for word in ("timeout", "-grace", "health"))
+    ),
 )  # fmt: skip
 
 
@@ -205,8 +215,8 @@ def refusal(*words: str) -> UsageError:
 @pytest.mark.parametrize(
     ("mode", "how", "option"),
     [
-        *(("the TensorRT-LLM engine", [], option) for option in REFERENCE_ONLY),
-        *(("the reference backend", ["--backend", "reference"], option) for option in ENGINE_ONLY),
+        *(("the TensorRT-LLM engine", [], option) for option in NOT_THE_ENGINES),
+        *(("the reference backend", ["--backend", "reference"], option) for option in NOT_THE_REFERENCES),
         ("the reference backend", ["--backend", "reference"], "--disaggregated x"),
         *(("the front of", ["--disaggregated", "x"], option) for option in NOT_THE_FRONTS),
     ],
@@ -214,6 +224,21 @@ def refusal(*words: str) -> UsageError:
 def test_an_option_that_the_mode_does_not_use_is_refused_by_name(mode: str, how: list[str], option: str) -> None:
     error = refusal(K25[0], *how, *shlex.split(option))
     assert error.message.startswith(f"{option.split()[0]} is not used by {mode}") and error.remedy
+
+
+@pytest.mark.parametrize(
+    ("mode", "tried"),
+    [
+        ("the TensorRT-LLM engine", NOT_THE_ENGINES),
+        ("the reference backend", NOT_THE_REFERENCES),
+        ("the front of a disaggregated deployment", NOT_THE_FRONTS),
+    ],
+)
+def test_every_option_that_a_mode_does_not_use_is_tried(mode: str, tried: tuple[str, ...]) -> None:
+    (record,) = [item.record for item in serve.MODES if item.name == mode]
+    used = {field.name for field in fields(record)} | {*serve.SHARED, "disaggregated", "passed"}
+    unused = {field.name for field in fields(serve.ServeOptions)} - used
+    assert {option.split()[0] for option in tried} == {"--" + name.replace("_", "-") for name in unused}
 
 
 @pytest.mark.parametrize("how", [["--backend", "reference"], ["--disaggregated", "x"]])
@@ -258,11 +283,13 @@ def test_a_variable_that_the_mode_does_not_use_is_a_note() -> None:
     """An image sets them for every backend."""
     answer = trtspec(
         "serve", K25[0], "--backend", "reference", "--dry-run", TRTSPEC_SERVE_TRTLLM_VERSION="1.4.0rc1",
-        TRTSPEC_SERVE_STOP_GRACE="9",
+        TRTSPEC_SERVE_GOAL="latency", TRTSPEC_SERVE_STOP_GRACE="9",
     )  # fmt: skip
-    assert answer.returncode == 0
-    for name in ("TRTSPEC_SERVE_TRTLLM_VERSION", "TRTSPEC_SERVE_STOP_GRACE"):
+    assert answer.returncode == 0, answer.stderr
+    for name in ("TRTSPEC_SERVE_GOAL", "TRTSPEC_SERVE_STOP_GRACE"):
         assert f"note: {name} is not used by the reference backend" in answer.stderr
+    assert "note: TRTSPEC_SERVE_TRTLLM_VERSION is not used without --config" in answer.stderr
+    assert "1.4.0rc1" not in answer.stdout  # the shown command can be typed
 
 
 def test_variables_of_a_kubernetes_service_are_not_options() -> None:

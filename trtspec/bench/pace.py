@@ -58,12 +58,16 @@ def check_speed(got: Recording) -> CheckResult:
     episodes = _episodes(slow)
     last = [item for item in got.later if item.question in before and _pace(item)]
     ratios = sorted(_pace(item) / before[item.question] for item in last)
-    extra = statistics.median([item.timing.total for item in last if item.timing])
-    everywhere = bool(ratios) and ratios[len(ratios) // 10] > SLOW_ALL and extra > SLOW_EXTRA / 2
-    message = f"the last pass takes {statistics.median(ratios):.2f} times as long per token as the first"
+    everywhere, message = False, "the last pass has no answer whose pace is known"
+    if ratios:
+        extra = statistics.median([item.timing.total for item in last if item.timing])
+        everywhere = ratios[len(ratios) // 10] > SLOW_ALL and extra > SLOW_EXTRA / 2
+        message = f"the last pass takes {statistics.median(ratios):.2f} times as long per token as the first"
     if episodes:
         message += f"; {len(slow)} of {len(after)} answers stall, {episodes} times: {slow[0].question}"
     bad = everywhere or episodes >= 2
+    if not ratios and not bad:
+        return result("steady-speed", "skipped", message)
     remedy = (
         "watch the server's memory, cache and clocks while it is asked for longer; trtspec bench shows the latencies"
     )

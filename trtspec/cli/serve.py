@@ -12,7 +12,7 @@ import typer
 from trtspec.cli.options import DryRunOption, HeadOption, JsonOption, TargetArgument
 from trtspec.cli.serve_reference import ReferenceStart, start_reference
 from trtspec.errors import CheckFailed, UsageError, has_errors
-from trtspec.records import Mode, narrow, words
+from trtspec.records import Mode, narrow, refuse_unused, words
 from trtspec.trtllm.serve.start import EngineStart, FrontStart
 from trtspec.vllm import VllmStart
 
@@ -208,6 +208,9 @@ def _show_and_launch(plan: ServerPlan, options: ServeOptions) -> None:
 
 def _serve_reference(options: ServeOptions) -> None:
     start: ReferenceStart = narrow(options, REFERENCE, MODES, selecting=SHARED)
+    if options.config is None:
+        refuse_unused(options, ["trtllm_version"], "without --config", "pass --config, or leave it out")
+        options, start = replace(options, trtllm_version=None), replace(start, trtllm_version=None)
     typed = replace(options, api_key=None, dry_run=False, json_=False)
     if start.config is None:
         typed = replace(typed, speculation=start.drafter or "none")

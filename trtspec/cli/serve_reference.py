@@ -70,8 +70,6 @@ class ReferenceStart:
 def start_reference(start: ReferenceStart, command: list[str], *, dry_run: bool, as_json: bool) -> None:
     """Shows what is asked for with `--dry-run` or `--json`, and serves without `--dry-run`. `command` is this one as
     words, with every choice written out."""
-    if start.trtllm_version is not None and start.config is None:
-        raise UsageError("--trtllm-version is not used without --config", "pass --config, or leave it out")
     executed = _executed(start)
     if executed is None:
         settings = start.checked()
