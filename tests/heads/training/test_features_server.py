@@ -205,11 +205,7 @@ def test_states_of_another_model_or_layer_are_refused(tmp_path, target_dir, mode
     assert check_first_layers(target_dir, sample, right, layers, torch.float32) < 0.01
     for shift, nearest in ((-1, 0), (1, 2)):
         wrong = compute_features(model, [sample], tuple(layer + shift for layer in layers)).states(0)[1]
-<<<<<<< HEAD
-        with pytest.raises(TrtspecError, match=f"labelled as layer 1 are the outputs of layer {nearest}"):
-=======
         with pytest.raises(TrtspecError, match=f"labelled as layer 1 are the outputs of layer {nearest} "):
->>>>>>> f103bb1 (serve: a release from the environment without --config is a note; a last pass without times is not measured; tests say what the modes do not use)
             check_first_layers(target_dir, sample, wrong, layers, torch.float32)
     other = load_target(make_target(tmp_path / "other", layers=8, seed=7), dtype=torch.float32)
     foreign = compute_features(other, [sample], layers).states(0)[1]
