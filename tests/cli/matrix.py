@@ -64,6 +64,9 @@ class Recorder(ThreadingHTTPServer):
         self.lock = threading.Lock()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hung up is no news."""
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
@@ -89,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.requests.append(json.dumps([self.path, key, body], sort_keys=True))
             self.server.busy += 1
             self.server.most = max(self.server.most, self.server.busy)
-        threading.Event().wait(0.02)
+        threading.Event().wait(body.get("delay", 0.02))  # as --extra-body asks
         with self.server.lock:
             self.server.busy -= 1
         asked = body.get("prompt") or str(body["messages"])
@@ -102,17 +105,28 @@ class _Handler(BaseHTTPRequestHandler):
                 part["logprobs"] = {"content": [_logprob(word) for word in text.split()]}
             self._send(json.dumps({"choices": [part | {"finish_reason": "stop"}], "usage": usage}))
             return
-        chunks = [{"choices": [{"text": w} if "prompt" in body else {"delta": {"content": w}}]} for w in text.split()]
-        chunks.append({"choices": [{"finish_reason": "stop", "delta": {}}], "usage": usage})
-        self._send("".join(f"data: {json.dumps(c)}\n\n" for c in chunks) + "data: [DONE]\n\n", kind="text/event-stream")
+        pieces, drafts = text.split(), body.get("drafts")
+        if drafts:  # as --extra-body asks: a chunk is a step
+            pieces = [" ".join(pieces[at : at + 3]) for at in range(0, len(pieces), 3)]
+        chunks = [{"choices": [{"text": w} if "prompt" in body else {"delta": {"content": w}}]} for w in pieces]
+        end: dict[str, Any] = {"finish_reason": "stop", "delta": {}}
+        if drafts:
+            steps = len(pieces)
+            end["spec_decode"] = {"steps": steps, "accepted": len(words) - steps, "drafted": steps * drafts}
+        chunks.append({"choices": [end], "usage": usage})
+        events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+        self._send(events[0], kind="text/event-stream", more="".join(events[1:]) + "data: [DONE]\n\n")
 
-    def _send(self, text: str, status: int = 200, kind: str = "application/json") -> None:
+    def _send(self, text: str, status: int = 200, kind: str = "application/json", more: str = "") -> None:
         payload = text.encode()
         self.send_response(status)
         self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(payload)))
+        self.send_header("Content-Length", str(len(payload) + len(more.encode())))
         self.end_headers()
         self.wfile.write(payload)
+        if more:
+            threading.Event().wait(0.005)
+            self.wfile.write(more.encode())
 
 
 def _logprob(word: str) -> dict[str, Any]:

@@ -121,11 +121,14 @@ def train_effects(*mode: str, **more: Effect | str) -> dict[str, Effect]:
 
 SYNTHESIZE = line("synthesize {prompts} -o {out} --base-url {url}/v1 --samples 3")
 BENCH = line("bench {url} --samples 2 --concurrency 1 --max-tokens 8")
+DRAFTING = (*BENCH, "--extra-body", '{{"drafts": 3}}')
+CHOOSING = (*DRAFTING, *line("--at 1={shallow} --choose-draft"))
+SLOWLY = (*BENCH, "--extra-body", '{{"delay": 0.4}}')
 CHECK = line("check {url} --samples 3 --max-tokens 8 --contexts 0")
 CHECKED = effects(
     record="--record {out}",
     min_acceptance="--min-acceptance 9",
-    require="--require image",
+    require="--require acceptance",
     tasks="--tasks {tasks}",
     task_tokens=Effect(line("--task-tokens 3"), base=(*CHECK, "--tasks", "{tasks}")),
     concurrency="--concurrency 1",
@@ -381,6 +384,29 @@ MAKING: dict[str, dict[str, Situation]] = {
                 api="--api completions",
                 model="--model other",
                 extra_body=Effect(("--extra-body", '{{"top_k": 3}}')),
+                split=Effect(line("--split test"), base=(*BENCH, "--dataset", "nobody/nothing")),
+                limit="--limit 1",
+                turns=Effect(line("--turns 1"), base=(*BENCH, *line("--dataset {trace} --replay"))),
+                replay=Effect(line("--replay"), base=(*BENCH, "--dataset", "{trace}")),
+                rate=Effect(line("--rate 50"), base=line("bench {url} --samples 2 --max-tokens 8")),
+                isl="--isl 40",
+                osl=Effect(line("--osl 4"), base=line("bench {url} --samples 2 --concurrency 1")),
+                thinking="--thinking off",
+                under="--under system=briefly",
+                warmup="--warmup 3",
+                goodput="--goodput ttft:500,e2el:5000",
+                max_regression=Effect(line("--max-regression 5%"), base=(*BENCH, "--compare", "{drafted}")),
+                choose_draft=Effect(line("--choose-draft"), base=DRAFTING),
+                at=Effect(line("--at 2={middling}"), base=CHOOSING),
+                trtllm_version=Effect(line("--trtllm-version 1.2.1"), base=CHOOSING),
+                timeout=Effect(line("--timeout 0.2"), base=SLOWLY),
+                wait_ready=Effect(
+                    line("--wait-ready 0.1"), base=line("bench {nowhere} --samples 2 --concurrency 1 --max-tokens 8")
+                ),
+                resume=Effect(line("--resume"), base=(*BENCH, "-o", "{out}"), before=occupied),
+                beside=Effect(line("--beside {drafted}"), base=(*BENCH, "--markdown", "{out}.md")),
+                markdown="--markdown {out}.md",
+                junit="--junit {out}.xml",
                 force=Effect(line("--force"), base=(*BENCH, "-o", "{out}"), before=occupied),
                 json_="--json",
             ),

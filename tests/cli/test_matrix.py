@@ -65,6 +65,10 @@ def fields_of(record: type) -> list[str]:
     return [field.name for field in dataclasses.fields(record)]  # type: ignore[arg-type]
 
 
+NOTHING = (
+    "acceptance_length_interval", "per_turn_mean", "per_turn_sd", "conditional", "per_question_mean",
+    "per_question_interval", "surplus",
+)  # fmt: skip
 NO_ROWS = Situation((), {})
 
 
@@ -115,6 +119,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     for name, count in (("data", 9), ("answers", 6)):
         places[name] = room / f"{name}.jsonl"
         places[name].write_text("".join(json.dumps(conversation) + "\n" for conversation in kept[:count]))
+    places["trace"] = room / "trace.jsonl"
+    places["trace"].write_text("".join(json.dumps({"messages": turns[n] + turns[n + 1]}) + "\n" for n in range(4)))
     places["prompts"] = room / "prompts.txt"
     places["prompts"].write_text("\n".join(rows))
     for name, word in (("questions", "why"), ("others", "where")):
@@ -146,10 +152,27 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         done = trtspec(*words)
         assert done.status in (0, 3), done.stderr
     shutil.copy(room / "bench" / "results.json", places["results"])
+    for name, drafts in (("drafted", 3), ("middling", 2), ("shallow", 1)):
+        found.places[name] = str(room / f"{name}.json")
+        Path(found.places[name]).write_text(json.dumps(drafting(json.loads(places["results"].read_text()), drafts)))
     hide_a_nan(places["broken"], "fc.weight")
     hide_a_nan(places["hidden"], "language_model.lm_head.weight")
     yield found
     server.shutdown()
+
+
+def drafting(results: dict[str, Any], drafts: int) -> dict[str, Any]:
+    """Results as of a server with so many drafts: each step accepts one of them, and its answers took a while."""
+    told = {"turns": 2, "questions": 2, "tokens": 200, "steps": 100, "drafted": 100 * drafts, "accepted": 100}
+    told |= {"histogram": [0, 100, *[0] * (drafts - 1)], "acceptance_length": 2.0}
+    told |= {"cumulative": [1.0, *[0.0] * (drafts - 1)], "draft_acceptance_rate": 1 / drafts}
+    results |= told
+    results["categories"] = {"code": dict.fromkeys(NOTHING) | told | {"source": "counters"}}
+    for level in results["concurrency"]:
+        level |= told
+    for question in results["questions_detail"]:
+        question["decode_s"] = 0.1 * drafts
+    return results
 
 
 def captured_states(room: Path, target: Path) -> dict[str, Path]:
