@@ -389,7 +389,7 @@ MAKING: dict[str, dict[str, Situation]] = {
                 turns=Effect(line("--turns 1"), base=(*BENCH, *line("--dataset {trace} --replay"))),
                 replay=Effect(line("--replay"), base=(*BENCH, "--dataset", "{trace}")),
                 rate=Effect(line("--rate 50"), base=line("bench {url} --samples 2 --max-tokens 8")),
-                isl="--isl 40",
+                isl="--isl 30",
                 osl=Effect(line("--osl 4"), base=line("bench {url} --samples 2 --concurrency 1")),
                 thinking="--thinking off",
                 under="--under system=briefly",
