@@ -279,6 +279,7 @@ SERVING: dict[str, dict[str, Situation]] = {
                 host="--host 0.0.0.0",
                 port="--port 8123",
                 dtype="--dtype float32",
+                tp_size="--tp-size 2",
                 device="--device cuda",
                 speculation="--speculation prompt-lookup",
                 draft_len=Effect(line("--draft-len 2"), base=(*REFERENCE, "--head", "{head}")),
