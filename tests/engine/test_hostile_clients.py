@@ -211,8 +211,11 @@ def test_clients_that_are_gone_are_forgotten(server: Running, stream: bool) -> N
     for _ in range(8):
         with raw(server) as connection:
             connection.sendall(request_bytes(stream=stream, max_tokens=240))
+    deadline = time.monotonic() + 60
+    while (answer := complete(server)).status_code == 429 and time.monotonic() < deadline:
+        time.sleep(0.2)  # requests of the gone may still wait to be read, and fill the queue until they are forgotten
+    assert answer.status_code == 200
     wait_until_idle(server)
-    assert complete(server).status_code == 200
 
 
 @pytest.mark.parametrize(
