@@ -73,3 +73,27 @@ def test_a_wrong_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = package_state()[1]
     assert {problem.code for problem in problems} == {"TS-DOCTOR-VERSION"}
     assert "transformers" in {problem.where for problem in problems}
+
+
+def test_it_fits_a_terminal_of_80_columns_and_names_what_is_missing(tmp_path: Path) -> None:
+    """Without a GPU and without engines on PATH: no line of the table is longer than the terminal, and the remedies are
+    whole lines below it."""
+    empty = str(tmp_path)
+    done = trtspec("doctor", PATH=empty, COLUMNS="80", FORCE_COLOR="1", TERM="dumb")
+    assert done.status == 0
+    table, _, remedies = done.stdout.partition("\nfor ")
+    assert max(map(len, table.splitlines())) <= 80, table
+    assert "trtllm-serve, an NVIDIA GPU" in table and "nvidia-smi is missing" in table
+    assert "serve --backend trtllm, prove:\n    run trtspec in the image" in remedies
+    for raw in ("Errno", "pydantic.dev", "Traceback"):
+        assert raw not in done.stdout + done.stderr
+
+
+def test_an_engine_without_a_gpu_is_not_ready(tmp_path: Path) -> None:
+    program = tmp_path / "trtllm-serve"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    report = json.loads(run(PATH=str(tmp_path)).stdout)
+    state = report["commands"]["serve --backend trtllm"]
+    assert not state["ready"] and state["missing"] == ["an NVIDIA GPU"] and "--gpus all" in state["install"]
+    assert report["trtllm_serve"] == str(program)

@@ -126,10 +126,10 @@ def _shown(pair: list[StreamedAnswer], prompt: str, quiet: bool) -> Iterator[Cal
             console.print(f"--- {answer.line()}\n{answer.text}", markup=False, highlight=False, soft_wrap=True)
         return
     with Live(console=console, refresh_per_second=REFRESH, transient=False) as live:
-        yield lambda: live.update(_panels(pair))
+        yield lambda: live.update(panels(pair))
 
 
-def _panels(pair: list[StreamedAnswer]) -> Any:
+def panels(pair: list[StreamedAnswer]) -> Any:
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text

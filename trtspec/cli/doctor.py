@@ -13,6 +13,7 @@ from typing import Any
 from trtspec.cli.options import JsonOption
 from trtspec.errors import CheckFailed, Problem, has_errors
 
+GPU = "an NVIDIA GPU"
 # the extras of the package that a command needs beyond the base installation
 NEEDS = {
     "demo": ("reference", "modelopt", "report"),
@@ -26,18 +27,22 @@ NEEDS = {
     "build-config": (),
     "lint": (),
     "serve --backend reference": ("reference",),
-    "serve --backend trtllm": ("trtllm-serve",),
+    "serve --backend trtllm": ("trtllm-serve", GPU),
     "serve --backend vllm": ("vllm",),
     "bench": ("report",),
     "check": (),
-    "prove": (),
+    "prove": ("trtllm-serve", GPU),
     "watch": (),
 }
 # engines are programs in an installation of their own
 PROGRAMS = {
-    "trtllm-serve": "run inside NVIDIA's TensorRT-LLM container",
-    "vllm": "install vLLM in an environment of its own, put its bin directory on PATH",
+    "trtllm-serve": "run trtspec in the image of docker/serve.Dockerfile, which has the engine",
+    "vllm": "install vLLM in an environment of its own and put its bin directory on PATH",
+    GPU: "use a machine with an NVIDIA driver, and start its container with access to the GPUs (--gpus all)",
 }
+# commands that do part of their work without what they lack
+WITHOUT = {"bench": "no plots in the report", "prove": "only --backend vllm and --backend reference"}
+PLACES = {"here": "here", "hub_cache": "in the hub cache", "shared_memory": "in shared memory"}
 FORCED = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 
 
@@ -65,6 +70,7 @@ def doctor(options: DoctorOptions) -> None:
 
 def examine() -> dict[str, Any]:
     """Everything that doctor reports; no key of it holds a secret."""
+    from trtspec.trtllm.deployment import installed_version
     from trtspec.vllm import installed_vllm
 
     extras, wrong = package_state()
@@ -74,8 +80,9 @@ def examine() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "packages": {name: found for extra in extras.values() for name, found in extra.items()},
-        "commands": {command: command_state(needs, extras) for command, needs in NEEDS.items()},
+        "commands": {command: command_state(needs, extras, bool(gpus)) for command, needs in NEEDS.items()},
         "trtllm_serve": shutil.which("trtllm-serve"),
+        "trtllm_version": installed_version(),
         "vllm": {"path": shutil.which("vllm"), "version": installed_vllm()},
         "gpus": gpus,
         "hub": hub_state(),
@@ -116,10 +123,12 @@ def _version(name: str) -> str | None:
         return None
 
 
-def command_state(needs: tuple[str, ...], extras: dict[str, dict[str, str | None]]) -> dict[str, Any]:
-    """`ready`, the missing packages and the command that installs them."""
+def command_state(
+    needs: tuple[str, ...], extras: dict[str, dict[str, str | None]], has_gpu: bool
+) -> dict[str, Any]:
+    """`ready`, what is missing (packages, programs, a GPU) and how to get the first of it."""
     missing = [name for extra in needs for name, version in extras.get(extra, {}).items() if version is None]
-    absent = [name for name in needs if name in PROGRAMS and shutil.which(name) is None]
+    absent = [name for name in needs if name in PROGRAMS and not (has_gpu if name == GPU else shutil.which(name))]
     if absent:
         return {"ready": False, "missing": absent, "install": PROGRAMS[absent[0]]}
     install = f'pip install "trtspec[{",".join(needs)}]"' if missing else ""
@@ -175,30 +184,47 @@ def environment_problems(gpus: list[dict[str, str]]) -> list[Problem]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """One table of commands, then the machine, then the problems; on stdout."""
+    """One table that fits the terminal: the commands, then the machine. Below it what to install, unwrapped so that it
+    can be copied, and the problems; on stdout."""
     from trtspec.report import Table, print_tables, problem_lines
 
-    rows = [
-        [command, "ready" if state["ready"] else "missing", ", ".join(state["missing"]), state["install"]]
-        for command, state in report["commands"].items()
-    ]
-    columns, styles = ("command", "", "missing", "install"), {"ready": "green", "missing": "yellow"}
-    table = Table("commands", columns, rows, text_columns=frozenset(range(4)), ruled=False, styles=styles)
+    rows = [command_row(command, state) for command, state in report["commands"].items()]
+    rows += [["", "", ""], *machine_rows(report)]
+    styles = {"ready": "green", "missing": "yellow", "partly": "yellow"}
+    table = Table("", ("command", "", "missing"), rows, text_columns=frozenset(range(3)), ruled=False, styles=styles)
+    lines = [""]
+    for install in dict.fromkeys(state["install"] for state in report["commands"].values() if state["install"]):
+        names = [name for name, state in report["commands"].items() if state["install"] == install]
+        lines += [f"for {', '.join(names)}:", f"    {install}"]
+    print_tables([table], [*lines, *(problem_lines(report["problems"]) or ["no problems found"])])
+
+
+def command_row(command: str, state: dict[str, Any]) -> list[str]:
+    without = f"; without it: {WITHOUT[command]}" if command in WITHOUT and state["missing"] else ""
+    word = "ready" if state["ready"] else "partly" if without else "missing"
+    return [command, word, ", ".join(state["missing"]) + without]
+
+
+def machine_rows(report: dict[str, Any]) -> list[list[str]]:
     versions = [f"{name} {version}" for name, version in report["packages"].items() if version]
-    versions += [f"vLLM {report['vllm']['version']} on PATH"] if report["vllm"]["path"] else []
-    no_gpu = {"name": "no NVIDIA GPU", "memory": "-", "driver": "-", "compute_capability": "-"}
+    engines = {
+        "TensorRT-LLM": (report["trtllm_serve"], report["trtllm_version"]),
+        "vLLM": (report["vllm"]["path"], report["vllm"]["version"]),
+    }
+    found = [f"{name} {version or '(version unknown)'}, {path}" for name, (path, version) in engines.items() if path]
     hub = report["hub"]
-    free = ", ".join(f"{place.replace('_', ' ')} {size / 1e9:,.0f} GB" for place, size in report["disk"].items())
-    lines = [
-        f"\npython {report['python']} on {report['platform']}, {report['cpu_count']} CPUs",
-        ", ".join(versions),
-        *(
-            f"gpu: {gpu['name']}, {gpu['memory']}, driver {gpu['driver']}, sm {gpu['compute_capability']}"
-            for gpu in report["gpus"] or [no_gpu]
-        ),
-        f"hub cache: {hub['cache']} (offline: {hub['offline']}, token: {hub['token']})",
-        f"free: {free}",
-        "",
-        *(problem_lines(report["problems"]) or ["no problems found"]),
+    gpus = [
+        f"{gpu['name']}, {gpu['memory']}, driver {gpu['driver']}, compute capability {gpu['compute_capability']}"
+        for gpu in report["gpus"]
     ]
-    print_tables([table], lines)
+    free = ", ".join(f"{size / 1e9:,.0f} GB {PLACES[place]}" for place, size in report["disk"].items())
+    cache = f"{hub['cache']}; {'offline' if hub['offline'] else 'online'}, token {hub['token']}"
+    return [
+        ["Python", report["python"], f"{report['platform']}, {report['cpu_count']} CPUs"],
+        *(["GPU", str(number), gpu] for number, gpu in enumerate(gpus)),
+        *([["GPU", "none", "nvidia-smi is missing or reports no GPU"]] if not gpus else []),
+        ["engines", "" if found else "none", "; ".join(found) or "neither trtllm-serve nor vllm is on PATH"],
+        ["hub cache", "" if hub["cache_exists"] else "empty", cache],
+        ["free space", "", free],
+        ["packages", "", ", ".join(versions)],
+    ]
