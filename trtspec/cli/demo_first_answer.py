@@ -34,13 +34,17 @@ class StreamedAnswer:
         spent = self.seconds - (self.first_token or 0)
         return (self.tokens - 1) / spent if self.first_token is not None and self.tokens > 1 and spent > 0 else None
 
-    def line(self) -> str:
+    @property
+    def figures(self) -> str:
         if self.decode_rate is None:
-            return f"{self.title}: {self.tokens} tokens"
+            return f"{self.tokens} tokens"
         parts = [f"{self.tokens} tokens, {self.decode_rate:.0f} tokens/s"]
         if self.steps:
-            parts.append(f"{(self.tokens - 1) / self.steps:.2f} tokens per pass of the target")
-        return f"{self.title}: {', '.join(parts)}"
+            parts.append(f"{(self.tokens - 1) / self.steps:.2f} tokens per pass")
+        return ", ".join(parts)
+
+    def line(self) -> str:
+        return f"{self.title}: {self.figures}"
 
 
 def question() -> dict[str, Any]:
@@ -130,12 +134,20 @@ def _shown(pair: list[StreamedAnswer], prompt: str, quiet: bool) -> Iterator[Cal
 
 
 def panels(pair: list[StreamedAnswer]) -> Any:
-    from rich.panel import Panel
     from rich.table import Table
-    from rich.text import Text
 
     grid = Table.grid(expand=True)
     for _ in pair:
         grid.add_column(ratio=1)
-    grid.add_row(*(Panel(Text(answer.text), title=answer.line(), title_align="left") for answer in pair))
+    grid.add_row(*(_panel(answer) for answer in pair))
     return grid
+
+
+def _panel(answer: StreamedAnswer) -> Any:
+    """The name above, the figures below: each fits half a terminal."""
+    from rich.panel import Panel
+    from rich.text import Text
+
+    return Panel(
+        Text(answer.text), title=answer.title, title_align="left", subtitle=answer.figures, subtitle_align="left"
+    )
