@@ -1,4 +1,6 @@
-"""Makes the sample report and the terminal pictures of README and site: `python docs/samples.py`, about five minutes.
+"""Makes the sample report and the pictures of README and site, in about five minutes:
+
+    TRTSPEC_CHROMIUM=/usr/bin/chromium PYTHONPATH=. python docs/samples.py
 
 Everything shown is the output of the commands named beside it, run here on kimi-nano and its shipped head. The report
 is the one that `trtspec bench` writes.
@@ -31,6 +33,7 @@ DRAFT = ("--draft-len", "3")
 # a key of another engine, and sampling that this release would not do
 MISTAKEN = """\
 max_batch_size: 32
+max_seq_len: 4096
 moe_config:
   backend: TRTLLM
 kv_cache_config:
@@ -79,6 +82,16 @@ def picture_of_lint(directory: Path) -> None:
     save(console, "lint", "trtspec lint")
 
 
+def picture_of_report(chromium: str) -> None:
+    """The top of the report, as on a desktop."""
+    from tests.browser import Browser
+
+    with Browser(chromium) as browser:
+        browser.screen(1120, 900)
+        browser.visit((SAMPLES / "bench-report.html").as_uri())
+        browser.screenshot(SAMPLES / "bench-report.png")
+
+
 def main() -> None:
     SAMPLES.mkdir(exist_ok=True)
     target, head = str(data_files.kimi_nano_dir()), str(data_files.kimi_nano_head_dir())
@@ -99,6 +112,7 @@ def main() -> None:
             command += ["--concurrency", "1,4", "--samples", "12,24", "--max-tokens", "96", "-o", str(directory / "run")]
             chain.run(command, "bench", 120, allowed=(0, 3))
         shutil.copyfile(directory / "run" / "report.html", SAMPLES / "bench-report.html")
+    picture_of_report(os.environ["TRTSPEC_CHROMIUM"])
     for path in sorted(SAMPLES.iterdir()):
         print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 OPTIONS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-    "--disable-dev-shm-usage", "--remote-debugging-pipe",
+    "--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe",
 )  # fmt: skip
 ERRORS = ("Runtime.exceptionThrown", "Log.entryAdded")
 
