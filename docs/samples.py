@@ -109,7 +109,8 @@ def main() -> None:
             picture_of_first_answer(plain, eagle)
             # text sampled at temperature 1 does not loop; greedy answers of a model this small often do
             command = ["bench", f"eagle3={eagle}", "--against-url", f"plain={plain}", "--temperature", "1"]
-            command += ["--concurrency", "1,4", "--samples", "12,24", "--max-tokens", "96", "-o", str(directory / "run")]
+            command += ["--concurrency", "1,4", "--samples", "12,24", "--max-tokens", "96"]
+            command += ["-o", str(directory / "run")]
             chain.run(command, "bench", 120, allowed=(0, 3))
         shutil.copyfile(directory / "run" / "report.html", SAMPLES / "bench-report.html")
     picture_of_report(os.environ["TRTSPEC_CHROMIUM"])

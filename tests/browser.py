@@ -35,7 +35,7 @@ class Browser:
         self.profile = tempfile.mkdtemp(prefix="chromium-")
         (theirs, self.to), (self.back, ours) = os.pipe(), os.pipe()
         # the browser reads commands from descriptor 3 and writes answers to 4
-        plumbing = f"exec 3<&{theirs} 4>&{ours}; exec \"$@\""
+        plumbing = f'exec 3<&{theirs} 4>&{ours}; exec "$@"'
         words = ["bash", "-c", plumbing, "chromium", chromium, *OPTIONS, f"--user-data-dir={self.profile}"]
         self.process = subprocess.Popen([*words, "about:blank"], pass_fds=(theirs, ours), stderr=subprocess.DEVNULL)
         os.close(theirs)
@@ -106,11 +106,11 @@ class Browser:
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.keep(self.receive())
 
-    def screen(self, width: int, height: int = 900, *, dark: bool = False, media: str = "", mobile: bool = False) -> None:
+    def screen(
+        self, width: int, height: int = 900, *, dark: bool = False, media: str = "", mobile: bool = False
+    ) -> None:
         """Sizes in CSS pixels; `media` is `print` or empty."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile
-        )
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", media=media, features=[scheme])
 

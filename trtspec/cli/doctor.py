@@ -123,9 +123,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def command_state(
-    needs: tuple[str, ...], extras: dict[str, dict[str, str | None]], has_gpu: bool
-) -> dict[str, Any]:
+def command_state(needs: tuple[str, ...], extras: dict[str, dict[str, str | None]], has_gpu: bool) -> dict[str, Any]:
     """`ready`, what is missing (packages, programs, a GPU) and how to get the first of it."""
     missing = [name for extra in needs for name, version in extras.get(extra, {}).items() if version is None]
     absent = [name for name in needs if name in PROGRAMS and not (has_gpu if name == GPU else shutil.which(name))]
