@@ -80,7 +80,8 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any],
         )
     filled.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     filled.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    filled.__doc__ = run.__doc__
+    # typer would keep the line breaks of the source, which fit no other width of a terminal
+    filled.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(run.__doc__ or ""))
     single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     single.command(name, cls=RecordCommand, **settings)(filled)
     command = typer.main.get_command(single)

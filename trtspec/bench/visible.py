@@ -94,7 +94,7 @@ def check_visible_text(got: Recording) -> CheckResult:
     empty = [item.question for item in everything if _too_short(item)]
     shown = list(dict.fromkeys([*wrong, *empty]))
     detail: dict[str, Any] = {"not_what_the_tokens_say": wrong[:SHOWN], "fewer_bytes_than_tokens": empty[:SHOWN]}
-    remedy = "compare text and logprobs of one answer; look at what stands between engine and user (parsers, proxies)"
+    remedy = "compare text and logprobs of one answer; look at what is between engine and user (parsers, proxies)"
     if shown:
         message = f"{len(wrong)} answers read otherwise than their tokens, {len(empty)} are too short for their counts"
         message += f": {shown[0]}"

@@ -104,7 +104,7 @@ class BenchOptions:
     max_regression: Annotated[
         str | None,
         typer.Option(
-            help="Fall that --compare allows, such as 5% or 0.05; what cannot be judged is then an error.",
+            help="Largest fall that --compare accepts, such as 5% or 0.05; what cannot be compared is then an error.",
             show_default="0",
         ),
     ] = None
@@ -129,7 +129,7 @@ class BenchOptions:
     model: Annotated[str | None, typer.Option(help="Model name.", show_default="the first one the server lists")] = None
     extra_body: Annotated[str, typer.Option(help="JSON object merged into every request.")] = "{}"
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds after which an answer that is not complete has failed.")
+        float, typer.Option(min=0.1, help="Seconds allowed for one answer; a slower one has failed.")
     ] = 600.0
     wait_ready: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the server to name its model.")] = 0.0
     resume: Annotated[
@@ -137,7 +137,7 @@ class BenchOptions:
     ] = False
     beside: Annotated[
         tuple[Path, ...],
-        typer.Option(help="Results of runs on other data sets, whose acceptance the report shows beside; repeatable."),
+        typer.Option(help="Results of runs on other data sets, to show in the same report; repeatable."),
     ] = ()
     markdown: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None
     junit: Annotated[Path | None, typer.Option(help="Also write the findings to this JUnit XML file.")] = None
@@ -194,7 +194,7 @@ def _refuse_unused(options: BenchOptions) -> None:
         refuse_unused(options, ["at", "trtllm_version"], "without --choose-draft")
     if options.rate is not None:
         refuse_unused(options, ["choose_draft"], "with --rate, at which the load is no setting")
-        refuse_unused(options, ["concurrency"], "with --rate, which says nothing of how many are in flight")
+        refuse_unused(options, ["concurrency"], "with --rate, which does not limit how many are in flight")
     if options.osl is not None:
         refuse_unused(options, ["max_tokens"], "with --osl, which is the length of every answer")
     if options.api == "completions":

@@ -37,7 +37,7 @@ class CheckOptions:
     min_acceptance: Annotated[float | None, typer.Option(help="Minimum acceptance length.")] = None
     require: Annotated[
         tuple[str, ...],
-        typer.Option(help="Row that fails where it cannot be measured; repeatable. `all` requires every row."),
+        typer.Option(help="Row that fails, instead of being skipped, if it cannot be measured; repeatable. `all` requires every row."),
     ] = ()
     dataset: Annotated[str, typer.Option(help="Prompts, as for bench; a recording brings its own.")] = "nano"
     samples: Annotated[
@@ -55,7 +55,7 @@ class CheckOptions:
     ] = None
     task_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a task's answer.")] = 512
     task_fall: Annotated[
-        float, typer.Option(min=0.01, max=0.9, help="Fall in task accuracy, as a share, that must be found.")
+        float, typer.Option(min=0.01, max=0.9, help="Relative fall in task accuracy that must be detectable.")
     ] = 0.1
     concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of requests in flight.")] = 4
     near_tie: Annotated[
@@ -68,10 +68,10 @@ class CheckOptions:
     logprobs: Annotated[
         bool,
         typer.Option(
-            "--logprobs", help="Ask for log-probabilities even where they are not known to leave the engine alive."
+            "--logprobs", help="Request log-probabilities even from releases that may crash on them."
         ),
     ] = False
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that one answer may take.")] = 120.0
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds allowed for one answer.")] = 120.0
     model: Annotated[str | None, typer.Option(help="Model name.", show_default="the first one the server lists")] = None
     junit: Annotated[Path | None, typer.Option(help="Also write the verdict as JUnit XML to this file.")] = None
     force: ForceOption = False

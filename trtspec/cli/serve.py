@@ -77,9 +77,8 @@ class ServeOptions:
     prefix_reuse: Annotated[
         Literal["warm", "blind", "off"] | None,
         typer.Option(
-            help="Reference backend: what is computed of a prompt that begins like an earlier text. warm: nothing, for "
-            "the target and the head. blind: the head sees nothing of it, as in TensorRT-LLM with a cache of its own "
-            "for the draft. off: everything. Default: the file's, else warm."
+            help="Reference backend: who reuses the cache of a known prefix. warm: the target and the head. blind: the "
+            "target only, as in TensorRT-LLM with a separate draft cache. off: nobody. Default: the file's, else warm."
         ),
     ] = None
     prefix_cache_mib: Annotated[

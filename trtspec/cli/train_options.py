@@ -82,20 +82,20 @@ class TrainCommand:
         float | None,
         typer.Option(help="Peak learning rate.", show_default="by hidden size: 2e-3 at 256, 7e-5 at 7168"),
     ] = None
-    schedule: Annotated[Schedule, typer.Option(help="Course of the learning rate after the warm-up.")] = CURVE.schedule
+    schedule: Annotated[Schedule, typer.Option(help="Schedule of the learning rate after the warm-up.")] = CURVE.schedule
     warmup: Annotated[
         float, typer.Option(min=0, help="Warm-up: a share of all steps, or from 1 on a number of steps.")
     ] = CURVE.warmup
-    decay: Annotated[float, typer.Option(help="Share of all steps in which wsd falls.")] = CURVE.decay
+    decay: Annotated[float, typer.Option(help="Share of all steps over which wsd decays.")] = CURVE.decay
     weight_decay: Annotated[float, typer.Option(min=0, help="AdamW's weight decay.")] = CURVE.weight_decay
     grad_clip: Annotated[float, typer.Option(help="Largest norm of the gradient.")] = CURVE.grad_clip
     precision: Annotated[
-        Precision, typer.Option(help="Of matrix products; auto is bf16 where the device multiplies it natively.")
+        Precision, typer.Option(help="Precision of matrix products; auto: bf16 where the device supports it natively.")
     ] = CURVE.precision
     seed: Annotated[int, typer.Option(help="Random seed for weight initialisation and data order.")] = CURVE.seed
     deduplicate: Annotated[
         bool,
-        typer.Option("--deduplicate/--keep-duplicates", help="Train once on conversations that stand more than once."),
+        typer.Option("--deduplicate/--keep-duplicates", help="Train only once on duplicate conversations."),
     ] = CURVE.deduplicate
     held_out: Annotated[
         float, typer.Option(min=0, max=0.99, help="Share of the conversations that is held out for evaluations.")

@@ -29,19 +29,19 @@ class WatchOptions:
     metrics_url: Annotated[
         str | None, typer.Option(help="Where the metrics are, if not at URL: host and port.", show_default="URL")
     ] = None
-    interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two looks at the metrics.")] = 15.0
-    batch: Annotated[float, typer.Option(min=0.05, help="Seconds that one batch of the tests lasts at least.")] = 600.0
-    min_steps: Annotated[int, typer.Option(min=50, help="Verification steps that one batch holds at least.")] = 500
-    learn: Annotated[float, typer.Option(min=0.0, help="Days of traffic to learn what is normal from.")] = 1.0
+    interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two readings of the metrics.")] = 15.0
+    batch: Annotated[float, typer.Option(min=0.05, help="Minimum duration of a batch, in seconds.")] = 600.0
+    min_steps: Annotated[int, typer.Option(min=50, help="Minimum number of verification steps in a batch.")] = 500
+    learn: Annotated[float, typer.Option(min=0.0, help="Days of traffic from which the normal range is learned.")] = 1.0
     fall: Annotated[
-        float, typer.Option(min=0.02, max=0.95, help="Relative fall of accepted drafts per step to find.")
+        float, typer.Option(min=0.02, max=0.95, help="Relative fall of accepted drafts per step to detect.")
     ] = 0.15
-    slower: Annotated[float, typer.Option(min=0.05, help="Relative rise of seconds per token to find.")] = 0.5
+    slower: Annotated[float, typer.Option(min=0.05, help="Relative rise of seconds per token to detect.")] = 0.5
     false_alarms: Annotated[
-        float, typer.Option(min=1e-6, max=10.0, help="False alarms of one series per day of traffic, at most.")
+        float, typer.Option(min=1e-6, max=10.0, help="Maximum number of false alarms per series and day.")
     ] = 0.01
     probe: Annotated[
-        float, typer.Option(min=0.0, help="Tokens per minute for prompts of its own, which also show loops; 0: none.")
+        float, typer.Option(min=0.0, help="Tokens per minute to spend on prompts of its own, which also reveal loops; 0: none.")
     ] = 0.0
     dataset: Annotated[str, typer.Option(help="Prompts of --probe, as for bench.")] = "nano"
     model: Annotated[
@@ -58,7 +58,7 @@ class WatchOptions:
     listen: Annotated[
         str | None, typer.Option(help="HOST:PORT for metrics of the watch itself; localhost without HOST.")
     ] = None
-    once: Annotated[bool, typer.Option("--once", help="Look once and exit, with status 3 on an alert; for cron.")] = (
+    once: Annotated[bool, typer.Option("--once", help="Read once and exit, with status 3 on an alert; for cron.")] = (
         False
     )
     json_: JsonOption = False
@@ -71,10 +71,10 @@ PROBE_TOKENS = 64  # of one answer, where no baseline says how long its answers 
 
 
 def watch(options: WatchOptions) -> None:
-    """Watch acceptance, loops and latency of a live endpoint, and alert when they leave what is normal.
+    """Watch acceptance, loops and latency of a live endpoint, and alert when they leave their normal range.
 
     Reads Prometheus metrics or TensorRT-LLM's iteration statistics; with --probe also asks prompts of its own. With
-    --json prints one object per look.
+    --json prints one object per reading.
     """
     from trtspec.bench.watch import Watch
     from trtspec.bench.watch_run import read_state

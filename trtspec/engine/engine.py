@@ -168,7 +168,7 @@ class Engine:
         return outputs
 
     def _round(self, outputs: list[Output]) -> None:
-        """Speculative decoding: every row of the batch goes on by its accepted drafts and one token more."""
+        """Speculative decoding: every row of the batch advances by its accepted drafts plus one token."""
         batch, drafter, rows = self.batch, self.drafter, len(self.batch)
 
         # Draft: guesses at each row's next tokens; a row offers none that it could not emit any more.
@@ -187,7 +187,7 @@ class Engine:
         self.target.sharding.follow_first(tokens, accepted)
         emitted = on_host(tokens, accepted)  # the round's one wait for the device
 
-        # Learn: the drafter sees the target's states of what stands.
+        # Learn: the drafter reads the target's states of the emitted tokens.
         drafter.learn(batch, Verified(out.aux, tokens, accepted, max(map(len, emitted)), length > 0))
         batch.advance(tokens, accepted)
 

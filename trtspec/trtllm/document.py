@@ -310,7 +310,7 @@ def _with_value(document: Document, entry: Entry, written: str, comment: str = "
     if not inside and old.style not in BLOCK:
         return f"{text[:begin]}{gap}{written}{f'  {comment}' if comment else ''}{text[max(old.end, colon + 1) :]}"
     if _is_flow(document, entry):
-        raise CannotEdit(f"comments stand inside {entry.path}")
+        raise CannotEdit(f"there are comments inside {entry.path}")
     end = _line_end(text, old.end)
     trailing = text[old.end : end].strip()
     newline, margin = _newline(text), " " * key.column
@@ -359,7 +359,7 @@ def _with_pair(document: Document, node: Node | None, names: list[str], value: A
     end = max(last.end, node.items[-1][0].end + 1)
     if node.style == "flow":
         if comment:
-            raise CannotEdit("a comment would stand inside brackets")
+            raise CannotEdit("a comment would be inside brackets")
         nested = value
         for name in reversed(names[1:]):
             nested = {name: nested}

@@ -55,7 +55,7 @@ def sample_of(conversation: Conversation, tokenizer: KimiTokenizer) -> Sample:
         answer = answer_mask(tokens, tokenizer)
     else:
         raise UsageError(
-            f"TS-DATA-ROW {conversation.where} is raw text, of which the target wrote nothing",
+            f"TS-DATA-ROW {conversation.where} is raw text, which the target did not write",
             "make the data with `trtspec synthesize`",
         )
     return Sample(name, tuple(tokens), tuple(answer), len(prompt), conversation.category)
