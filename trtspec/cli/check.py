@@ -37,7 +37,9 @@ class CheckOptions:
     min_acceptance: Annotated[float | None, typer.Option(help="Minimum acceptance length.")] = None
     require: Annotated[
         tuple[str, ...],
-        typer.Option(help="Row that fails, instead of being skipped, if it cannot be measured; repeatable. `all` requires every row."),
+        typer.Option(
+            help="Row that fails, instead of being skipped, if it cannot be measured; repeatable. `all` requires every row."
+        ),
     ] = ()
     dataset: Annotated[str, typer.Option(help="Prompts, as for bench; a recording brings its own.")] = "nano"
     samples: Annotated[
@@ -67,9 +69,7 @@ class CheckOptions:
     ] = 0.5
     logprobs: Annotated[
         bool,
-        typer.Option(
-            "--logprobs", help="Request log-probabilities even from releases that may crash on them."
-        ),
+        typer.Option("--logprobs", help="Request log-probabilities even from releases that may crash on them."),
     ] = False
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds allowed for one answer.")] = 120.0
     model: Annotated[str | None, typer.Option(help="Model name.", show_default="the first one the server lists")] = None

@@ -82,7 +82,7 @@ class TrainCommand:
         float | None,
         typer.Option(help="Peak learning rate.", show_default="by hidden size: 2e-3 at 256, 7e-5 at 7168"),
     ] = None
-    schedule: Annotated[Schedule, typer.Option(help="Schedule of the learning rate after the warm-up.")] = CURVE.schedule
+    schedule: Annotated[Schedule, typer.Option(help="Learning-rate schedule after the warm-up.")] = CURVE.schedule
     warmup: Annotated[
         float, typer.Option(min=0, help="Warm-up: a share of all steps, or from 1 on a number of steps.")
     ] = CURVE.warmup

@@ -41,7 +41,7 @@ class WatchOptions:
         float, typer.Option(min=1e-6, max=10.0, help="Maximum number of false alarms per series and day.")
     ] = 0.01
     probe: Annotated[
-        float, typer.Option(min=0.0, help="Tokens per minute to spend on prompts of its own, which also reveal loops; 0: none.")
+        float, typer.Option(min=0.0, help="Tokens per minute for prompts of its own, which also reveal loops; 0: none.")
     ] = 0.0
     dataset: Annotated[str, typer.Option(help="Prompts of --probe, as for bench.")] = "nano"
     model: Annotated[
