@@ -38,7 +38,8 @@ class CheckOptions:
     require: Annotated[
         tuple[str, ...],
         typer.Option(
-            help="Row that fails, instead of being skipped, if it cannot be measured; repeatable. `all` requires every row."
+            help="Row that fails, instead of being skipped, if it cannot be measured; repeatable. "
+            "`all` requires every row."
         ),
     ] = ()
     dataset: Annotated[str, typer.Option(help="Prompts, as for bench; a recording brings its own.")] = "nano"
