@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import sys
 import time
@@ -119,7 +120,8 @@ WORDS = [
 ]
 TEXT_CHEATS = ("text-altered", "text-emptied", "text-truncated", "stream-altered")
 TOKEN_CHEATS = ("sampling", "different-tokens", "loops")
-TOOL_CHEATS = ("tool-dropped", "tool-malformed", "follow-up-refused", "follow-up-empty")
+TOOL_CHEATS = ("tool-dropped", "tool-malformed", "tool-stream-altered", "tool-stream-dropped", "tool-unindexed",
+               "follow-up-refused", "follow-up-empty")  # fmt: skip
 ACCEPTANCE_CHEATS = ("forced-constant", "forced-fractional", "claimed", "claimed-against-usage", "inflated-usage",
                      "collapse-burst", "collapse-warm", "collapse-long")  # fmt: skip
 TIME_CHEATS = ("slow-later", "buffering", "hang")
@@ -182,14 +184,15 @@ def error(status: int, message: str) -> Refused:
 
 
 def written(key: str, limit: int, options: frozenset[str]) -> list[tuple[str, str, float]]:
-    """What the target writes greedily; one gap in fifty is a near-tie. `swapped` takes the runner-up there."""
+    """What the target writes greedily; one gap in fifty is a near-tie. `swapped` takes the runner-up there, `defect`
+    once where the target is sure of itself."""
     dice = random.Random(key)
     found = []
-    for _ in range(min(limit, 50 + dice.randrange(60))):
+    for place in range(min(limit, 50 + dice.randrange(60))):
         pick = dice.randrange(len(WORDS))
         gap = 2e-4 if dice.random() < 0.02 else 0.3 + 3 * dice.random()
         best, second = WORDS[pick] + " ", WORDS[(pick + 17) % len(WORDS)] + " "
-        if "swapped" in options and gap < 1e-3:
+        if ("swapped" in options and gap < 1e-3) or ("defect" in options and place == 7 and gap > 1):
             best, second = second, best
             dice = random.Random(key + "swapped")  # another token, another continuation
         found.append((best, second, gap))
@@ -197,10 +200,9 @@ def written(key: str, limit: int, options: frozenset[str]) -> list[tuple[str, st
 
 
 def noisy(tokens: list[tuple[str, str, float]], played: Played) -> list[tuple[str, str, float]]:
-    """Rounding: gaps move by up to 3e-4 from pass to pass."""
-    if "rounding" not in played.options:
-        return tokens
-    return [(text, second, gap + 3e-4 * played.luck.random()) for text, second, gap in tokens]
+    """Rounding: gaps move by up to 3e-4 from pass to pass; `wild`: by 3 nats, which is none."""
+    most = 3.0 if "wild" in played.options else 3e-4 if "rounding" in played.options else 0.0
+    return [(text, second, gap + most * played.luck.random()) for text, second, gap in tokens]
 
 
 def make(played: Played, body: dict[str, Any]) -> Made:
@@ -283,7 +285,7 @@ def stop(played: Played, words: list[str], made: Made) -> None:
 
 def step_sizes(played: Played, key: str, made: Made, words: int) -> list[int]:
     """Tokens of each verification step after the prefill's one."""
-    if played.kind == "plain":
+    if played.kind == "plain" or "undrafted" in played.options:
         return [1] * (len(made.tokens) - 1)
     dice = random.Random(key + "draft")
     warm = key in played.seen
@@ -350,7 +352,10 @@ async def respond(played: Played, body: dict[str, Any]) -> AsyncIterator[bytes]:
     transport(played)
     if played.cheats("hang"):
         await asyncio.sleep(3600)
-    if body.get("logprobs") and ("no-logprobs" in played.options or played.kind == "trtllm"):
+    if body.get("logprobs") and "deadly" in played.options:
+        os._exit(1)
+    drafted = played.kind == "trtllm" and "undrafted" not in played.options
+    if body.get("logprobs") and ("no-logprobs" in played.options or drafted):
         raise error(400, "logprobs are not available under speculation")
     made = make(played, body)
     key = json.dumps(body["messages"])
@@ -397,7 +402,7 @@ async def stream(
         choice: dict[str, Any] = {"index": 0, "delta": {k: v for k, v in delta.items() if v}}
         if index == len(sizes) - 1:
             choice |= {"finish_reason": made.finish, **extra}
-            choice["delta"] |= {"tool_calls": made.calls} if made.calls else {}
+            held += b"".join(f"data: {sent(played, piece)}\n\n".encode() for piece in call_pieces(played, made))
         chunk: dict[str, Any] = {"choices": [choice]}
         if each:
             chunk["usage"] = {**usage, "completion_tokens": done * factor}
@@ -406,6 +411,22 @@ async def stream(
             yield held
             held = b""
     yield held + f": a comment\n\ndata: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n".encode()
+
+
+def call_pieces(played: Played, made: Made) -> list[dict[str, Any]]:
+    """A call as engines stream it: the name, then its arguments bit by bit."""
+    pieces: list[dict[str, Any]] = []
+    for call in made.calls:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if played.cheats("tool-stream-dropped"):
+            continue
+        if played.cheats("tool-stream-altered"):
+            arguments = json.dumps({"name": "another_name"})
+        cuts = [arguments[i : i + 5] for i in range(0, len(arguments), 5)]
+        indexed = {} if played.cheats("tool-unindexed") else {"index": call["index"]}
+        pieces.append({**indexed, "id": call["id"], "type": "function", "function": {"name": name, "arguments": ""}})
+        pieces += [{**indexed, "function": {"arguments": cut}} for cut in cuts]
+    return [{"choices": [{"index": 0, "delta": {"tool_calls": [piece]}}]} for piece in pieces]
 
 
 def transport(played: Played) -> None:

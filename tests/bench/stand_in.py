@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -184,6 +185,8 @@ async def chat(request: Request) -> Any:
     if body.get("tools"):
         if SETTINGS["tool"] == "refuse":
             return JSONResponse({"error": {"message": "tools need a parser"}}, status_code=400)
+        if body.get("stream"):
+            return StreamingResponse(tool_stream(tool_message()), media_type="text/event-stream")
         return {"choices": [{"index": 0, "message": tool_message(), "finish_reason": "stop"}]}
     if body.get("logprobs") and SETTINGS["logprobs"] == "deadly":
         os._exit(1)
@@ -204,13 +207,21 @@ async def chat(request: Request) -> Any:
     return {"choices": [choice], "usage": usage}
 
 
+async def tool_stream(message: dict[str, Any]):  # type: ignore[no-untyped-def]
+    calls = [{**call, "index": place} for place, call in enumerate(message["tool_calls"])]
+    delta = {"content": message["content"], "tool_calls": calls}
+    yield f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta, 'finish_reason': 'stop'}]})}\n\n"
+    yield "data: [DONE]\n\n"
+
+
 async def stream(tokens: list, steps: list[int], extra: dict, finish: str, usage: dict):  # type: ignore[no-untyped-def]
     """One chunk per step, as engines do; usage in a last chunk without choices."""
-    position = 0
+    position, due = 0, time.perf_counter()
     for index, size in enumerate([1, *steps]):
         # a batch of b requests costs a step more, so that concurrency is not free
         state["busy"] += 1
-        await asyncio.sleep(SETTINGS["step_s"] * (1 + 0.05 * state["busy"]))
+        due += SETTINGS["step_s"] * (1 + 0.05 * state["busy"])
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
         state["busy"] -= 1
         text = "".join(token + " " for token, _, _ in tokens[position : position + size])
         position += size

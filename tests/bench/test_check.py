@@ -8,14 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.bench import cheats
 from tests.bench.cheating_server import CHEATS
 from tests.command_line import Done, trtspec
 from trtspec.bench.asking import Asker
+from trtspec.bench.features import check_tool_calls, check_tool_streams
 from trtspec.bench.lossless import compare_transcripts, first_divergence, tokens_show
-from trtspec.bench.transcript import Token, Transcript
+from trtspec.bench.transcript import Recording, Token, ToolReply, Transcript
 
 FEW = 6
 # what each cheat is caught by: one of these codes is among those of the verdict
@@ -29,6 +31,9 @@ CAUGHT_BY = {
     "loops": {"DEGENERATE", "NOT-LOSSLESS"},
     "tool-dropped": {"TOOL-CALL"},
     "tool-malformed": {"TOOL-CALL"},
+    "tool-stream-altered": {"TOOL-STREAM"},
+    "tool-stream-dropped": {"TOOL-STREAM"},
+    "tool-unindexed": {"TOOL-STREAM"},
     "follow-up-refused": {"TOOL-FOLLOW-UP"},
     "follow-up-empty": {"TOOL-FOLLOW-UP"},
     "forced-constant": {"FORCED-ACCEPTANCE"},
@@ -55,6 +60,7 @@ CAUGHT_BY = {
 # looked for in few answers only, so a fault in 5 % of them is not promised to show: the verdict's power says so
 FEW_ASKED = {"form-broken", "stop-ignored"}
 QUICK = [("reference", "text-altered"), ("trtllm", "stream-altered"), ("trtllm", "tool-malformed"),
+         ("trtllm", "tool-stream-altered"),
          ("trtllm", "forced-fractional"), ("reference", "http-503")]  # fmt: skip
 
 
@@ -134,6 +140,43 @@ def test_near_ties_pass_and_are_listed(cheating: str) -> None:
     assert all(entry["gap_expected"] <= entry["bound"] < 0.01 for entry in found.detail["divergences"])
 
 
+def test_wild_rounding_excuses_nothing(cheating: str) -> None:
+    """Log-probabilities that move by 3 nats are no rounding, whoever moves them: every divergence counts."""
+
+    def asked(kind: str, *options: str) -> Recording:
+        return cheats.recorded(cheats.at(cheating, kind, "honest", 1, *options), 3, kind == "plain")
+
+    wild, noisy, defect = asked("plain", "wild"), asked("reference", "swapped", "wild"), asked("reference", "defect")
+    for plain, got in ((wild, noisy), (wild, defect), (cheats.plain(cheating, FEW), noisy)):
+        found = next(row for row in cheats.judged(got, plain).results if row.name == "lossless")
+        assert found.status == "fail" and found.detail["real"] > 0 and found.detail["near_ties"] == 0
+        assert found.detail["rounding"]["wild"] == (plain is wild) == ("excuses nothing" in found.message)
+    same = cheats.judged(replace(wild, counts=[]), wild)
+    assert cheats.statuses(same)["lossless"] == "pass", "equal answers need no excuse"
+
+
+def test_a_server_that_log_probabilities_end_lives_through_check_and_bench(prompts: Path, tmp_path: Path) -> None:
+    """Before the release candidates of April 2026 one such request under speculation ended the engine. This process
+    really exits; recorded as the baseline by mistake, a few answers show its drafts."""
+    common = ("--dataset", prompts, "--contexts", "0")
+    with cheats.running(tmp_path) as base:
+        old = cheats.at(base, "trtllm", "honest", 1, "deadly", "version=1.2.1")
+        done, _ = check(old, "--record", tmp_path / "a.json", *common)
+        assert done.status == 0 and json.loads((tmp_path / "a.json").read_text())["withheld"], done.stderr
+        plain = cheats.at(base, "trtllm", "honest", 1, "undrafted", "version=1.2.1")
+        done, _ = check(plain, "--record", tmp_path / "b.json", *common)
+        assert done.status == 0 and json.loads((tmp_path / "b.json").read_text())["withheld"] is None
+        done, verdict = check(old, "--against", tmp_path / "b.json")
+        assert done.status == 0 and row(verdict, "lossless")["status"] == "pass", done.stderr
+        assert row(verdict, "visible-text")["status"] == "skipped"
+        words = ("bench", old, "--dataset", prompts, "--samples", 2, "--concurrency", 1, "--extra-body")
+        for body, says in (({"logprobs": True}, "ends the engine"), ({"min_length": 3}, "ignores min_length")):
+            bench = trtspec(*words, json.dumps(body))
+            assert says in bench.stdout + bench.stderr and (bench.status == 2) == ("logprobs" in body)
+        with pytest.raises(httpx.HTTPError):  # what it is spared from
+            httpx.post(f"{old}/v1/chat/completions", json={"messages": [], "logprobs": True}, trust_env=False)
+
+
 def test_without_any_log_probabilities_nobody_can_judge(cheating: str) -> None:
     plain = cheats.recorded(cheats.at(cheating, "plain", "honest", 1, "no-logprobs"), FEW, baseline=True)
     verdict = cheats.judged(cheats.recorded(cheats.at(cheating, "trtllm", "honest", 1, "swapped"), FEW), plain)
@@ -155,6 +198,55 @@ def test_a_server_that_is_silent_as_the_plain_one_is_passes(cheating: str) -> No
     verdict = cheats.judged(got, plain)
     assert not verdict.failed and cheats.statuses(verdict)["tool-call"] == "skipped"
     assert "the target itself is like this" in next(r.message for r in verdict.results if r.name == "degenerate-output")
+
+
+def replied(calls: list[str], content: str = "", **more: Any) -> ToolReply:
+    made = [{"name": "lookup", "arguments": arguments} for arguments in calls]
+    return ToolReply(made, content, question="q", finish_reason="tool_calls" if calls else "stop", **more)
+
+
+CALL, MALFORMED, WRITES, SILENT = ['{"name": "a"}'], ['{"name": "a'], "It reads a file.", ""
+
+
+@pytest.mark.parametrize(
+    ("got", "plain", "wanted"),
+    [
+        (replied(CALL), replied(CALL), "pass"),
+        (replied(CALL), replied([], WRITES), "pass"),  # the plain server never calls: the form alone is judged
+        (replied(CALL), ToolReply(error="HTTP 400", question="q"), "pass"),
+        (replied(MALFORMED), replied(CALL), "fail"),
+        (replied([], WRITES), replied(CALL), "fail"),
+        (replied(MALFORMED), replied([], WRITES), "fail"),
+        (replied([], SILENT), replied([], WRITES), "fail"),
+        (replied(MALFORMED), replied(MALFORMED), "skipped"),
+        (replied([], WRITES), replied([], WRITES), "skipped"),
+        (replied([], SILENT), replied([], SILENT), "skipped"),
+        (ToolReply(error="HTTP 400", question="q"), ToolReply(error="HTTP 400", question="q"), "skipped"),
+    ],
+)
+def test_a_tool_call_is_judged_beside_the_plain_server(got: ToolReply, plain: ToolReply, wanted: str) -> None:
+    """Nothing that the plain server does as well fails, and nothing passes of which no sound call was seen."""
+    found = check_tool_calls(*(Recording("u", {}, 8, [], tools=[reply]) for reply in (got, plain)))
+    assert found.status == wanted, found.message
+    assert (found.seen == 1) == (wanted == "pass")
+    if got.calls and not plain.calls and not plain.error and wanted == "pass":
+        assert "the plain server makes no call" in found.message
+
+
+def test_a_streamed_call_is_put_together_and_compared() -> None:
+    def judged(streamed: ToolReply, again: ToolReply | None = None) -> str:
+        confirmed = [again] if again else []
+        made = Recording("u", {}, 8, [], tools=[replied(CALL)], streamed_tools=[streamed], confirmed_tools=confirmed)
+        return check_tool_streams(made, None).status
+
+    assert judged(replied(['{ "name":"a"}'])) == "pass", "JSON is compared, not its spaces"
+    for wrong in (replied(['{"name": "b"}']), replied(MALFORMED), replied([]), replied(CALL * 2),
+                  replied(CALL, unindexed=1), replace(replied(CALL), finish_reason="stop"),
+                  ToolReply(error="cut", question="q")):  # fmt: skip
+        assert judged(wrong) == judged(wrong, replied(CALL)) == "fail", wrong
+    moved = replied(['{"name": "b"}'])
+    assert judged(moved, moved) == "skipped", "the answer changed, streamed or not"
+    assert check_tool_streams(Recording("u", {}, 8, [], tools=[replied([], WRITES)]), None).status == "skipped"
 
 
 def test_the_command_against_a_recording(

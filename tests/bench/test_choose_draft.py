@@ -7,10 +7,12 @@ import json
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.command_line import trtspec
 from trtspec.bench import choose_draft
 from trtspec.bench.acceptance import TurnCounts, summarize
 from trtspec.bench.adapters import DetectedServer
@@ -152,3 +154,22 @@ def test_older_releases_get_lower_bounds_or_one_length(version: str, has_one: bo
     text += f"  draft_len_schedule:{entries}\n" if entries else ""
     found = [finding.code for finding in lint(text, Deployment(schema_for(version)))]
     assert not [code for code in found if "SCHEDULE" in code]
+
+
+def test_a_server_that_does_not_tell_its_length_is_given_it(
+    stand_in: Callable[..., str], dataset: Path, tmp_path: Path
+) -> None:
+    """The remedy of the error, tried: trtllm-serve tells an average and no draft length."""
+    url, other, out = stand_in(kind="trtllm"), stand_in(kind="trtllm", draft_len=2), tmp_path / "out"
+    command = ["bench", url, "--dataset", dataset, "--samples", 4, "--concurrency", 1, "--max-tokens", 24,
+               "--choose-draft", "--at", f"2={other}", "-o", out]  # fmt: skip
+    refused = trtspec(*command)
+    assert refused.status == 2 and "does not tell its draft length" in refused.stderr
+    assert f"--at K={url}" in refused.stderr.replace("\n", "") and "--resume" in refused.stderr
+    done = trtspec(*command, "--resume", "--at", f"3={url}/v1/", "--json")
+    found = json.loads(done.stdout)
+    assert done.status == 0, done.stderr
+    assert [figure["draft_len"] for figure in found["draft_choice"]["loads"][0]["lengths"]] == [2, 3]
+    assert list(found["endpoints"]) == ["draft-2"], "the first server is measured once"
+    twice = trtspec(*command, "--resume", "--at", f"3={url}", "--at", f"4={url}")
+    assert twice.status == 2 and "it is also given 3 drafts" in twice.stderr

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trtspec.bench.datasets import load_dataset
+from trtspec.bench.datasets import DatasetChoice, load_dataset
 from trtspec.errors import UsageError
 
 
@@ -33,3 +33,12 @@ def test_a_line_that_is_no_prompt_is_refused(tmp_path: Path, line: str, says: st
     file.write_text(f'{{"prompt": "Why?"}}\n{line}\n')
     with pytest.raises(UsageError, match=says):
         load_dataset(str(file))
+
+
+@pytest.mark.parametrize("name", ["nano", "{file}", "{directory}", "gsm8k={file}", "bfcl"])
+def test_a_split_of_what_has_none_is_refused(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "test.jsonl"
+    file.write_text('{"prompt": "Why?", "question": "Why?", "answer": "4"}\n')
+    source = name.format(file=file, directory=tmp_path)
+    with pytest.raises(UsageError, match=r"--split train is not used: the data set .* is "):
+        load_dataset(source, choice=DatasetChoice(split="train"))

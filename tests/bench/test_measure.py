@@ -14,7 +14,7 @@ import pytest
 
 from trtspec.bench import adapters, assembly, measure
 from trtspec.bench.client import Answer, RequestSampling
-from trtspec.bench.datasets import load_dataset
+from trtspec.bench.datasets import DatasetChoice, load_dataset
 from trtspec.bench.load import Round, steady_rate
 
 Start = Callable[..., str]
@@ -73,14 +73,21 @@ def test_counts_of_one_answer_match_the_servers_arithmetic(stand_in: Start, data
 
 
 def test_interleaved_ratio_is_the_ratio_of_steps(stand_in: Start, dataset: Path) -> None:
-    """Both servers sleep per step, so the speed-up is tokens per step; a drifting machine cancels in the rounds."""
-    urls = {"spec": stand_in(kind="reference", step_s=0.015), "plain": stand_in(kind="plain", step_s=0.015)}
-    results = run(urls, dataset, concurrency=(2,), samples=(12,), rounds=3)
+    """Both servers sleep per step, so the speed-up is tokens per step; a drifting machine cancels in the rounds.
+
+    Every answer has 25 tokens, in 1 + 8 steps of 3 or in 25: with answers of all lengths the window in which both slots
+    are busy covers other answers on the one server than on the other. The steps come at times set when the request
+    arrives, so that one that is late delays none behind it."""
+    urls = {"spec": stand_in(kind="reference", step_s=0.02, forced=2), "plain": stand_in(kind="plain", step_s=0.02)}
+    asked_once = load_dataset(str(dataset), choice=DatasetChoice(turns=1))
+    work = measure.BenchWorkload(asked_once, RequestSampling(max_tokens=25), (2,), (12,), rounds=3, warmup=2)
+    results = assembly.assemble(*asyncio.run(measure.measure(urls, work))).to_dict()
     level = results["interleaved"][0]
     ratio = next(pair for pair in level["ratios"] if (pair["of"], pair["over"]) == ("spec", "plain"))
     assert level["metric"] == "steady_tokens_per_s"
     assert len(ratio["per_round"]) == 3 and ratio["low"] <= ratio["median"] <= ratio["high"]
-    assert ratio["median"] == pytest.approx(results["per_turn_mean"], rel=0.2)
+    assert results["per_turn_mean"] == pytest.approx(25 / 9, abs=1e-3)
+    assert ratio["median"] == pytest.approx(25 / 9, rel=0.15)
     asked = [results["concurrency"][0]["throughput"]["requests"], results["endpoints"]["plain"]["concurrency"][0]]
     assert asked[0] == asked[1]["throughput"]["requests"]
 
@@ -149,6 +156,11 @@ def test_command_writes_results_report_and_compares(stand_in: Start, dataset: Pa
     again = trtspec("bench", url, *common, "--compare", str(out), "--json")
     comparison = json.loads(again.stdout)["comparison"]
     assert comparison["figures"][0]["ratio"] == 1.0 and not comparison["differs"]
+    assert set(comparison["acceptance"]) == {"all", *results["categories"]}, "the keys of the first layout stay"
+    assert comparison["acceptance"]["all"]["ratio"] == 1.0
+    assert comparison["acceptance"]["all"]["low"] <= 1.0 <= comparison["acceptance"]["all"]["high"]
+    assert [(speed["concurrency"], speed["rounds"]) for speed in comparison["speed"]] == [(1, [1, 1]), (4, [1, 1])]
+    assert all(speed["low"] == speed["ratio"] == speed["high"] > 0 for speed in comparison["speed"])
     other = trtspec("bench", url, *common[:-2], "--compare", str(out), "--json")
     assert json.loads(other.stdout)["comparison"]["differs"] == ["max_tokens"]
 

@@ -132,6 +132,7 @@ CHECKED = effects(
     tasks="--tasks {tasks}",
     task_tokens=Effect(line("--task-tokens 3"), base=(*CHECK, "--tasks", "{tasks}")),
     concurrency="--concurrency 1",
+    quality_gate=Effect(line("--quality-gate"), base=(*CHECK, "--record", "{out}")),
     logprobs="--logprobs",
     timeout="--timeout 0.001",
     model="--model other",
@@ -418,7 +419,6 @@ MAKING: dict[str, dict[str, Situation]] = {
             CHECK,
             CHECKED | PROMPTS | effects(url=Effect(instead=line("check {nowhere} --max-tokens 8 --contexts 0"))),
             cheap=line("check {nowhere}"),
-            floats=False,
         ),
         "--against URL": Situation(
             (*CHECK, "--against", "{url}"),
@@ -426,12 +426,15 @@ MAKING: dict[str, dict[str, Situation]] = {
                 url=Effect(instead=line("check {nowhere} --against {url}")),
                 against=Effect(instead=(*CHECK, "--against", "{nowhere}")),
                 near_tie="--near-tie 0",
+                max_kl=Effect(line("--max-kl 0.5"), base=(*CHECK, "--against", "{url}", "--quality-gate")),
+                min_agreement=Effect(
+                    line("--min-agreement 0.5"), base=(*CHECK, "--against", "{url}", "--quality-gate")
+                ),
                 task_fall=Effect(
                     line("--task-fall 0.3"), base=(*CHECK, "--against", "{url}", "--tasks", "{tasks}")
                 ),
             ),
             cheap=line("check {nowhere} --against {url}"),
-            floats=False,
         ),
         "--against FILE": Situation(
             line("check {url} --against {recording}"),
@@ -439,6 +442,11 @@ MAKING: dict[str, dict[str, Situation]] = {
                 url=Effect(instead=line("check {nowhere} --against {recording}")),
                 against=Effect(instead=line("check {url} --against {shorter}")),
                 near_tie="--near-tie 0",
+                quality_gate="--quality-gate",
+                max_kl=Effect(line("--max-kl 0.5"), base=line("check {url} --against {recording} --quality-gate")),
+                min_agreement=Effect(
+                    line("--min-agreement 0.5"), base=line("check {url} --against {recording} --quality-gate")
+                ),
                 task_tokens=Effect(
                     line("--task-tokens 3"), base=line("check {url} --against {recording} --tasks {tasks}")
                 ),
@@ -450,7 +458,6 @@ MAKING: dict[str, dict[str, Situation]] = {
                 ),
             ),
             cheap=line("check {nowhere} --against {recording}"),
-            floats=False,
         ),
     },
 }  # fmt: skip

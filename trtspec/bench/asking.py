@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ class Asker:
     timeout: float
     concurrency: int
     logprobs: bool = False
+    top: int = TOP
     per_chunk: bool = True  # whether usage is asked for in every chunk
     began: float = field(default_factory=time.perf_counter)
     stopped: str | None = None
@@ -87,9 +89,9 @@ class Asker:
         """One answer that is not streamed, with log-probabilities where they are asked for."""
         body, started = self.body(prompt.messages, prompt.extra), time.perf_counter()
         if self.logprobs:
-            body |= {"logprobs": True, "top_logprobs": TOP}
+            body |= {"logprobs": True, "top_logprobs": self.top}
         try:
-            found = read_answer(prompt, await self.reply(body))
+            found = read_answer(prompt, await self.reply(body), keep=self.top > TOP)
         except TrtspecError as error:
             return self._failed(prompt, error.message)
         except MISSHAPEN as error:
@@ -133,6 +135,26 @@ class Asker:
         self._failures = 0
         return found
 
+    async def streamed_tool(self, messages: list[dict[str, Any]], extra: dict[str, Any], question: str) -> ToolReply:
+        """One streamed answer to a request with tools, its calls put together as a client does."""
+        if self.stopped:
+            return ToolReply(error=NOT_ASKED, question=question)
+        try:
+            async with asyncio.timeout(self.timeout):
+                answer = await stream_answer(
+                    self.client, self.endpoint, self.body(messages, extra), question, "tools", 0
+                )
+        except TimeoutError:
+            answer = Answer(question, "tools", 0, 0.0, error=f"the stream did not end within {self.timeout:g} s")
+        if answer.error:
+            self._count(answer.error)
+            return ToolReply(error=answer.error, question=question)
+        self._failures = 0
+        return ToolReply(
+            answer.tool_calls, _text(answer.text), None, question, _text(answer.reasoning), answer.finish_reason,
+            answer.unindexed,
+        )  # fmt: skip
+
     def _failed(self, prompt: AskedPrompt, reason: str) -> Transcript:
         self._count(reason)
         return Transcript(
@@ -147,8 +169,10 @@ class Asker:
             self.stopped = f"{GIVE_UP} requests failed one after another, the last one: {reason}"
 
 
-def read_answer(prompt: AskedPrompt, reply: dict[str, Any]) -> Transcript:
-    """A response that is not streamed. Raises one of MISSHAPEN where its fields are not those of the API."""
+def read_answer(prompt: AskedPrompt, reply: dict[str, Any], keep: bool = False) -> Transcript:
+    """A response that is not streamed; with `keep` all alternatives of each token are kept.
+
+    Raises one of MISSHAPEN where its fields are not those of the API."""
     choice = reply["choices"][0]
     message = choice["message"]
     reasoning = _text(message.get("reasoning_content") or message.get("reasoning"))
@@ -169,7 +193,21 @@ def read_answer(prompt: AskedPrompt, reply: dict[str, Any]) -> Transcript:
         completion_tokens=_optional(usage.get("completion_tokens"), int),
         average=_number(choice.get("avg_decoded_tokens_per_iter")),
         spec_decode=_optional(choice.get("spec_decode"), dict),
+        tops=[told(entry) for entry in content] if content and keep else None,
     )
+
+
+def told(entry: dict[str, Any]) -> dict[str, float]:
+    """Log-probabilities of the most likely tokens at one place, by text, or by bytes that are no whole characters."""
+    found = {_named(item): float(item["logprob"]) for item in [*(entry.get("top_logprobs") or []), entry]}
+    if not all(math.isfinite(value) and value < 0.01 for value in found.values()):
+        raise ValueError("a log-probability is no logarithm of a probability")
+    return found
+
+
+def _named(item: dict[str, Any]) -> str:
+    text, data = _text(item["token"]), item.get("bytes")
+    return "0x" + bytes(data).hex() if "\ufffd" in text and isinstance(data, list) else text
 
 
 def _of_stream(prompt: AskedPrompt, answer: Answer) -> Transcript:

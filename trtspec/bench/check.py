@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trtspec.bench import drafting, features, pace, visible
+from trtspec.bench.distribution import QualityLimits, check_distribution
 from trtspec.bench.gate import CheckResult, required, result
 from trtspec.bench.lossless import compare_transcripts
 from trtspec.bench.power import mcnemar, pairs_needed
@@ -43,12 +44,14 @@ class GateVerdict:
 @dataclass(frozen=True, kw_only=True)
 class GateLimits:
     """What must hold: the floor of acceptance, the ceiling of the rounding bound in nats, the rows that must be
-    measured, and the fall in task accuracy (a share) that must be found."""
+    measured, and the fall in task accuracy (a share) that must be found. With `quality` the other server runs the
+    source that this target was quantized from: their distributions are compared, and nobody expects the same text."""
 
     min_acceptance: float | None = None
     near_tie: float = 0.5
     require: tuple[str, ...] = ()
     task_fall: float = 0.1
+    quality: QualityLimits | None = None
 
 
 def run_checks(got: Recording, expected: Recording | None, limits: GateLimits) -> GateVerdict:
@@ -56,12 +59,14 @@ def run_checks(got: Recording, expected: Recording | None, limits: GateLimits) -
     rows = [
         visible.check_answers(got, expected),
         visible.check_context(got, expected),
-        check_lossless(got, expected, limits.near_tie),
+        check_lossless(got, expected, limits),
+        check_distribution(got, expected, limits.quality),
         visible.check_visible_text(got),
         *visible.check_stream(got, expected, limits.near_tie),
         visible.check_usage(got, expected),
         check_degenerate(got, expected),
         features.check_tool_calls(got, expected),
+        features.check_tool_streams(got, expected),
         features.check_follow_ups(got, expected),
         features.check_forms(got, expected),
         features.check_stops(got),
@@ -82,7 +87,7 @@ def run_checks(got: Recording, expected: Recording | None, limits: GateLimits) -
         against={"url": expected.url, "server": expected.server} if expected else None,
         prompts=len(got.transcripts),
         max_tokens=got.max_tokens,
-        results=_with_required(rows, limits.require),
+        results=_with_required(rows, (*limits.require, *(["distribution"] if limits.quality and expected else []))),
     )
 
 
@@ -94,8 +99,11 @@ def _with_required(rows: Sequence[CheckResult], names: Sequence[str]) -> list[Ch
     return [required(row) if ALL in names or row.name in names else row for row in rows]
 
 
-def check_lossless(got: Recording, expected: Recording | None, limit: float) -> CheckResult:
+def check_lossless(got: Recording, expected: Recording | None, limits: GateLimits) -> CheckResult:
     """Greedy answers read as those of the other server, up to near-ties."""
+    limit = limits.near_tie
+    if limits.quality is not None:
+        return result("lossless", "skipped", "not asked: a quantized target has other weights than its source")
     if expected is None:
         return result("lossless", "skipped", "nothing to compare with: pass --against FILE or URL of the plain server")
     passes = [again.transcripts for again in expected.repeats]
@@ -109,6 +117,11 @@ def check_lossless(got: Recording, expected: Recording | None, limit: float) -> 
     )
     if not found.compared:
         return result("lossless", "skipped", "the two recordings share no question that both answered", **detail)
+    if found.rounding.wild:
+        summary += (
+            f"; log-probabilities of {found.rounding.source} move by {found.rounding.largest:g} nats, which is no "
+            f"rounding (--near-tie {limit:g}) and excuses nothing"
+        )
     if found.real:
         summary += f", {found.real} part where the target is sure of itself"
     if found.unjudged:

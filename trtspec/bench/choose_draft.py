@@ -219,7 +219,8 @@ def served_by(
     for place, endpoint in enumerate(endpoints):
         told, given = served_length(endpoint), named.get(endpoint.name)
         if given is None and told is None and place == 0:
-            raise UsageError(f"{endpoint.name} does not tell its draft length", "pass it as --at K=URL")
+            remedy = f"add --at K={endpoint.url}, K being the number of drafts it serves; with -o DIR also --resume"
+            raise UsageError(f"{endpoint.name} does not tell its draft length", remedy)
         if told is not None and given is not None and told != given:
             raise UsageError(f"--at {given}={endpoint.url}: it drafts {told} tokens per step", "name what it serves")
         length = told if given is None else given

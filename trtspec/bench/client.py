@@ -1,7 +1,9 @@
 """An asynchronous client for any OpenAI-compatible endpoint: one streamed answer with the time of every chunk.
 
-The time of a chunk is that of the network read which brought its end, so that what a proxy held back and sent at once
-has one time, and parsing costs none.
+A request starts when its first byte goes to a connection that stands: looking for a name, connecting, TLS and waiting
+for a free connection are before the clock. Connections are kept and used again. The time of a chunk is that of the
+network read which brought its end, so that what a proxy held back and sent at once has one time, and parsing costs
+none.
 """
 
 from __future__ import annotations
@@ -71,6 +73,7 @@ class Answer:
     spec_decode: dict[str, Any] | None = None
     error: str | None = None
     tool_calls: list[dict[str, str]] = field(default_factory=list)  # name and arguments, as they came together
+    unindexed: int = 0  # pieces of tool calls that do not say which call they belong to
     counted: list[int] = field(default_factory=list)  # tokens so far, where chunks carry usage
 
     @property
@@ -147,10 +150,14 @@ async def stream_answer(
 ) -> Answer:
     """Sends one request and reads its stream. A failure is a result too: it is returned in `error`, never raised."""
     answer = Answer(question, category, turn, started=time.perf_counter())
+
+    async def trace(event: str, info: dict[str, Any]) -> None:
+        if event.endswith(".send_request_headers.started"):  # again where a kept connection had been closed
+            answer.started = time.perf_counter()
+
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True, **body.get("stream_options", {})}}
     try:
-        request = client.build_request("POST", endpoint.path(), json=streamed)
-        answer.started = time.perf_counter()  # what it takes to write the request down is no waiting for the server
+        request = client.build_request("POST", endpoint.path(), json=streamed, extensions={"trace": trace})
         async with asyncio.timeout(endpoint.limit_s), sent(client, request) as response:
             if response.status_code != 200:
                 answer.error = error_message(response.status_code, (await response.aread()).decode("utf-8", "replace"))
@@ -257,6 +264,7 @@ def _speculation(value: Any) -> dict[str, Any] | None:
 def _absorb_call(answer: Answer, call: dict[str, Any]) -> int:
     """A call may come whole or in pieces: its `index` says which one a piece belongs to. Returns its characters."""
     index, function = _count(call.get("index") or 0), call.get("function") or {}
+    answer.unindexed += call.get("index") is None
     while len(answer.tool_calls) <= min(index, MOST_CALLS):
         answer.tool_calls.append({"name": "", "arguments": ""})
     found = answer.tool_calls[min(index, MOST_CALLS)]

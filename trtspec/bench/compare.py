@@ -11,7 +11,15 @@ from collections.abc import Sequence
 
 from trtspec.bench.acceptance import TurnCounts, acceptance_length, per_question
 from trtspec.bench.intervals import RatioTest, independent_ratio, paired_ratio, pairs_needed
-from trtspec.bench.results import BenchResults, ComparedFigure, ComparedRun, Comparison, QuestionSpeed
+from trtspec.bench.results import (
+    BenchResults,
+    ComparedFigure,
+    ComparedRun,
+    Comparison,
+    QuestionSpeed,
+    RatioSpread,
+    SpeedRatio,
+)
 from trtspec.errors import Problem
 
 SAME = ("dataset_sha256", "temperature", "max_tokens", "api", "thinking", "isl", "osl", "extra_body")
@@ -19,6 +27,7 @@ ALARMS = 0.05  # share of comparisons of equal runs that may raise one
 SOUGHT = 0.05
 ROUNDS = 3  # from which rounds are compared instead of questions: they hold the machine's own moods too
 REGRESSION, IMPROVEMENT, NONE, UNJUDGED = "regression", "improvement", "no change found", "not judged"
+ACCEPTANCE = "acceptance, "
 Either = BenchResults | ComparedRun
 
 
@@ -46,7 +55,27 @@ def compare(new: BenchResults, old: ComparedRun, max_regression: float | None = 
         confidence=round(confidence, 5),
         figures=found,
         problems=comparison_problems(found, differing, allowed, gate=max_regression is not None),
+        acceptance={
+            figure.figure.removeprefix(ACCEPTANCE): RatioSpread(figure.ratio, figure.low, figure.high)
+            for figure in found
+            if figure.figure.startswith(ACCEPTANCE)
+        },
+        speed=speed_ratios(new, old),
     )
+
+
+def speed_ratios(new: BenchResults, old: ComparedRun) -> list[SpeedRatio]:
+    """Per concurrency that both have, where every round has a rate."""
+    before = {level.concurrency: level.rounds for level in old.concurrency if level.rate is None}
+    found = []
+    for level in new.concurrency:
+        a, b = level.rounds, [rate for rate in before.get(level.concurrency, []) if rate]
+        if level.rate is not None or not a or not all(a) or not b or len(b) != len(before[level.concurrency]):
+            continue
+        ratio = (sum(a) / len(a)) / (sum(b) / len(b))
+        low, high, rounds = min(a) / max(b), max(a) / min(b), (len(a), len(b))
+        found.append(SpeedRatio(level.concurrency, round(ratio, 4), round(low, 4), round(high, 4), rounds))
+    return found
 
 
 def unjudged(figure: ComparedFigure) -> ComparedFigure:
@@ -136,7 +165,7 @@ def acceptance_figure(
         acceptance_length(sum(t.verifications for t in turns), sum(t.accepted for t in turns)) for turns in sides
     ]
     plain = lengths[0] / lengths[1] if lengths[0] and lengths[1] else None
-    return _figure(f"acceptance, {category or 'all'}", test, plain, "question", category is None, allowed)
+    return _figure(f"{ACCEPTANCE}{category or 'all'}", test, plain, "question", category is None, allowed)
 
 
 def _of_category(turns: Sequence[TurnCounts], category: str | None) -> list[TurnCounts]:

@@ -89,13 +89,16 @@ def locate(text: str) -> DatasetSource:
 
 
 def rows_of(source: DatasetSource, split: str | None = None) -> Iterator[DataRow]:
-    """The rows of a source in the reader's words, each with its pictures still in it. Raises UsageError."""
+    """The rows of a source in the reader's words, each with its pictures still in it. Raises UsageError, also for a
+    `split` of what is not read by splits."""
     known = source.known
+    if split is not None:
+        _refuse_split(source, split)
     if known is None:
         yield from (row_in_words(row, None) for row in read_rows(source.file, split))
         return
     if source.file:
-        yield from (row_in_words(row, known) for row in read_rows(source.file, split))
+        yield from (row_in_words(row, known) for row in read_rows(source.file))
         return
     if known.files:
         for name in known.files:
@@ -112,6 +115,22 @@ def rows_of(source: DatasetSource, split: str | None = None) -> Iterator[DataRow
             if value.get("category") == (split or known.split):
                 del value["category"]  # hub_rows puts the split's name where a row has none
             yield row_in_words(replace(row, value=value), own)
+
+
+def _refuse_split(source: DatasetSource, split: str) -> None:
+    """Only the hub divides a data set into splits; of files, all rows are read, whatever they are called."""
+    known, where = source.known, source.file
+    if where and from_hub(where):
+        return
+    if where:
+        kind = "a directory" if Path(where).is_dir() else "a file"
+        remedy = "pass the file of that split alone as --dataset, without --split"
+    elif known is not None and known.files:
+        kind = "read from the hub by the names of its files"
+        remedy = "leave --split out, or download one file and pass --dataset NAME=FILE"
+    else:
+        return
+    raise UsageError(f"--split {split} is not used: the data set {source.label} is {kind}", remedy)
 
 
 def hub_file(known: NamedSet, name: str) -> str:

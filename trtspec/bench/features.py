@@ -50,9 +50,81 @@ def check_tool_calls(got: Recording, expected: Recording | None) -> CheckResult:
         return result(name, "skipped", message, **detail)
     if not any(reply.calls for reply in mine):
         return result(name, "skipped", f"not shown: {why_not_shown(mine)}", **detail)
-    message = f"{sum(bool(reply.calls) for reply in mine)} of {len(mine)} requests with a tool yield well-formed calls"
-    message += f", {len(pairs) - len(other)} of {len(pairs)} as without speculation" if pairs else ""
-    return replace(result(name, "pass", message, **detail), seen=len(mine))
+    good = [reply for reply in mine if reply.calls and not any(call_fault(call) for call in reply.calls)]
+    if not good:
+        return result(name, "skipped", "not shown: the calls are malformed on both servers", **detail)
+    both = sum(bool(r.calls and old.calls) for r, old in pairs)
+    message = f"{len(good)} of {len(mine)} requests with a tool yield well-formed calls"
+    message += f", {both - len(other)} of {both} as without speculation" if both else ""
+    message += ", and none can be compared: the plain server makes no call" if pairs and not both else ""
+    return replace(result(name, "pass", message, **detail), seen=len(good))
+
+
+def check_tool_streams(got: Recording, expected: Recording | None) -> CheckResult:
+    """A call put together from a stream is the call that comes unstreamed: names, arguments, index, finish_reason."""
+    name, code = "tool-stream", "TS-CHECK-TOOL-STREAM"
+    mine = {reply.question: reply for reply in asked(got.streamed_tools)}
+    theirs = _stream_pairs(expected) if expected else {}
+    faults, moved, also = [], [], []
+    pairs = _stream_pairs(got)
+    for question, (whole, streamed) in pairs.items():
+        fault = stream_fault(whole, streamed)
+        if fault is None:
+            continue
+        again = next((reply for reply in got.confirmed_tools if reply.question == question and not reply.error), None)
+        if question in theirs and stream_fault(*theirs[question]) == fault:
+            also.append(question)
+        elif again is not None and stream_fault(again, streamed) is None:
+            moved.append(
+                question
+            )  # asked again unstreamed, the answer is the stream's: the answer changed, not the form
+        else:
+            faults.append(f"{question}: {fault}")
+    detail: dict[str, Any] = {"faults": faults[:SHOWN], "changed": moved, "also_without_speculation": also}
+    if faults:
+        message = f"{len(faults)} of {len(pairs)} streamed tool calls are not the unstreamed ones: {faults[0]}"
+        remedy = (
+            "look at the chunks of one call (curl -N); check --tool_parser, which parses streams in a way of its own"
+        )
+        return result(name, "fail", message, code, remedy, **detail)
+    judged = len(pairs) - len(moved) - len(also)
+    if not judged:
+        reason = "no request with a tool brought a call" if mine else "no request with a tool was streamed"
+        reason = "streamed calls differ on both servers, or the answers change" if pairs else reason
+        return result(name, "skipped", f"not shown: {reason}", **detail)
+    message = f"{judged} of {len(pairs)} streamed tool calls are the unstreamed ones, put together"
+    return replace(result(name, "pass", message, **detail), seen=judged)
+
+
+def _stream_pairs(recording: Recording) -> dict[str, tuple[ToolReply, ToolReply]]:
+    """(unstreamed, streamed) by question, where the unstreamed reply is a well-formed call."""
+    whole = {
+        reply.question: reply
+        for reply in recording.tools
+        if not reply.error and reply.calls and not any(call_fault(call) for call in reply.calls)
+    }
+    return {r.question: (whole[r.question], r) for r in asked(recording.streamed_tools) if r.question in whole}
+
+
+def stream_fault(whole: ToolReply, streamed: ToolReply) -> str | None:
+    """How a streamed reply departs from the unstreamed one, or None."""
+    if streamed.error:
+        return f"the stream failed: {streamed.error}"
+    if not streamed.calls:
+        return "the call is missing in the stream"
+    if streamed.unindexed:
+        return f"{streamed.unindexed} pieces of calls have no index"
+    if _names(streamed) != _names(whole):
+        return f"it calls {', '.join(_names(streamed)) or 'nothing'} in place of {', '.join(_names(whole))}"
+    if _arguments_of(streamed) != _arguments_of(whole):
+        place = next(
+            i for i, (a, b) in enumerate(zip(_arguments_of(streamed), _arguments_of(whole), strict=True)) if a != b
+        )
+        texts = (streamed.calls[place]["arguments"][:80], whole.calls[place]["arguments"][:80])
+        return f"its arguments are {texts[0]!r} in place of {texts[1]!r}"
+    if streamed.finish_reason != whole.finish_reason:
+        return f"finish_reason is {streamed.finish_reason!r} in place of {whole.finish_reason!r}"
+    return None
 
 
 def _tool_faults(reply: ToolReply, plain: ToolReply | None, mine: Sequence[ToolReply]) -> Iterator[str]:

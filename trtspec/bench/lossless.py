@@ -4,8 +4,9 @@ Rounding differs between one-token and several-token passes, so two correct serv
 are as good as equal. How far rounding reaches is measured, not assumed: the plain server answers everything at two
 concurrencies, and where both passes scored the same context, the differences of their gaps (best minus second logprob)
 show its rounding. A divergence is a near-tie when the token that came is the runner-up and the gaps stay under the
-bound of that place: twice the larger of two figures, the largest difference in this answer up to there (rounding in the
-cache adds up along an answer) and the 99th percentile of all differences, and never above `limit`.
+bound of that place: twice the larger of two figures, the largest difference in this answer up to there (rounding in
+the cache adds up along an answer) and the 99th percentile of all differences, and never above `limit`. Where that
+percentile itself is above `limit`, the log-probabilities are noise and excuse nothing.
 
 The visible text decides whether answers are equal; tokens only say where they part.
 """
@@ -132,7 +133,13 @@ class RoundingBound:
     typical: float = 0.0
     running: Mapping[str, list[tuple[int, float]]] = field(default_factory=dict)
 
+    def wild(self, limit: float) -> bool:
+        """Whether passes differ by more than any rounding: then what is measured is no rounding."""
+        return self.typical > limit
+
     def at(self, question: str, position: int, limit: float) -> float:
+        if self.wild(limit):
+            return FLOOR
         here = max((largest for index, largest in self.running.get(question, []) if index <= position), default=0.0)
         return min(limit, max(FLOOR, MARGIN * max(here, self.typical)))
 
@@ -169,6 +176,7 @@ class RoundingSpread:
     positions: int
     largest: float | None
     source: str = ""
+    wild: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +228,7 @@ def compare_transcripts(
         unjudged=counts["unjudged"],
         bound=round(rounding.at("", 0, limit), 6),
         limit=limit,
-        rounding=RoundingSpread(rounding.positions, largest, source),
+        rounding=RoundingSpread(rounding.positions, largest, source, rounding.wild(limit)),
         divergences=judged,
         contexts=contexts,
     )

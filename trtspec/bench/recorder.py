@@ -7,15 +7,16 @@ the long prompts twice; tools, follow-ups, forms, stop strings; a burst; and the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trtspec.bench import adapters, battery
 from trtspec.bench.acceptance import TurnCounts
-from trtspec.bench.asking import Asker
+from trtspec.bench.asking import TOP, Asker
 from trtspec.bench.battery import Battery
 from trtspec.bench.client import Answer, Endpoint, new_client
+from trtspec.bench.features import stream_fault
 from trtspec.bench.findings import RequestLimits
 from trtspec.bench.parameters import probe_parameters
 from trtspec.bench.quality import TaskSet, ask_tasks
@@ -45,7 +46,7 @@ BURST_TOKENS = 16
 @dataclass(frozen=True, kw_only=True)
 class RecorderOptions:
     """`baseline`: the server should run without speculation, and its own rounding is measured. `logprobs`: ask for
-    log-probabilities whatever is known of the release. `timeout`: seconds for one answer."""
+    log-probabilities whatever is known of the release, of `top` tokens. `timeout`: seconds for one answer."""
 
     concurrency: int = 4
     model: str | None = None
@@ -54,13 +55,15 @@ class RecorderOptions:
     logprobs: bool = False
     timeout: float = 120.0
     tasks: TaskSet | None = None
+    top: int = TOP
 
 
 async def record(url: str, asked: Battery, options: RecorderOptions) -> Recording:
     """Raises TrtspecError where the server lists no model; every later failure is part of the recording."""
     async with new_client(url, options.concurrency * max(REPEAT, BURST), options.timeout) as client:
         server = await adapters.detect_server(client, options.model)
-        asker = Asker(client, Endpoint(url, server.model), asked.max_tokens, options.timeout, options.concurrency)
+        endpoint = Endpoint(url, server.model)
+        asker = Asker(client, endpoint, asked.max_tokens, options.timeout, options.concurrency, top=options.top)
         watching = asyncio.create_task(asker.watch_clock())
         try:
             return await _record(asker, server, asked, options)
@@ -194,48 +197,74 @@ async def _burst(asker: Asker, prompts: Sequence[AskedPrompt]) -> BurstReply | N
 
 async def _features(asker: Asker, asked: Battery, found: Recording, limits: RequestLimits) -> Recording:
     """Tools, follow-ups, forms, stop strings, an image, and request parameters one at a time."""
-    tools = await _tools(asker, asked.each)
+    tools, streamed_tools, confirmed_tools = await _tools(asker, asked.each)
     follow_ups = await _replies(
-        asker, [(battery.follow_up(i), {"tools": [battery.TOOL]}, battery.tool_name(i)) for i in range(asked.each)]
+        asker.tool,
+        [(battery.follow_up(i), {"tools": [battery.TOOL]}, battery.tool_name(i)) for i in range(asked.each)],
+        asker.concurrency,
     )
     form = {"type": "json_schema", "json_schema": {"name": "described", "schema": battery.FORM_SCHEMA}}
     few = min(battery.FEW, asked.each)
     forms = await _replies(
-        asker, [(battery.form_question(i), {"response_format": form}, battery.tool_name(i)) for i in range(few)]
+        asker.tool,
+        [(battery.form_question(i), {"response_format": form}, battery.tool_name(i)) for i in range(few)],
+        asker.concurrency,
     )
-    stops = await _replies(asker, [
+    stops = await _replies(asker.tool, [
         (transcript.messages, {**transcript.extra, "stop": [word]}, transcript.question)
         for transcript in found.answered if (word := battery.stop_word(transcript.content))
-    ][:few])  # fmt: skip
+    ][:few], asker.concurrency)  # fmt: skip
     image = await asker.tool(battery.image_question(), {"max_tokens": BURST_TOKENS}, "image")
     parameters: list[ParameterReply] = []
     if found.answered and not asker.stopped:
         parameters = await probe_parameters(asker, found.answered, limits)
     return replace(
-        found, tools=tools, follow_ups=follow_ups, forms=forms, stops=stops, image=image, parameters=parameters
+        found,
+        tools=tools,
+        streamed_tools=streamed_tools,
+        confirmed_tools=confirmed_tools,
+        follow_ups=follow_ups,
+        forms=forms,
+        stops=stops,
+        image=image,
+        parameters=parameters,
     )
 
 
-async def _tools(asker: Asker, count: int) -> list[ToolReply]:
-    """Requests with a tool; only a few where the first ones bring no call."""
+async def _tools(asker: Asker, count: int) -> tuple[list[ToolReply], list[ToolReply], list[ToolReply]]:
+    """Requests with a tool, the same as streams, and unstreamed again where these differ; only a few where the first
+    ones bring no call."""
     offered: dict[str, Any] = {"tools": [battery.TOOL], "tool_choice": "auto"}
     asks = [
         ([{"role": "user", "content": battery.tool_question(i)}], offered, battery.tool_name(i)) for i in range(count)
     ]
-    found = await _replies(asker, asks[:FEW])
-    if any(reply.calls for reply in found):
-        found += await _replies(asker, asks[FEW:])
-    return found
+    found = await _replies(asker.tool, asks[:FEW], asker.concurrency)
+    if not any(reply.calls for reply in found):
+        return found, [], []
+    found += await _replies(asker.tool, asks[FEW:], asker.concurrency)
+    whole = {reply.question: reply for reply in found if reply.calls}
+    called = [ask for ask in asks if ask[2] in whole]
+    streamed = await _replies(asker.streamed_tool, called, asker.concurrency)
+    other = {reply.question for reply in streamed if stream_fault(whole[reply.question], reply)}
+    again = await _replies(asker.tool, [ask for ask in called if ask[2] in other], asker.concurrency)
+    return found, streamed, again
 
 
-async def _replies(asker: Asker, asks: Sequence[tuple[list[dict[str, Any]], dict[str, Any], str]]) -> list[ToolReply]:
-    slots = asyncio.Semaphore(asker.concurrency)
+AskedOnce = tuple[list[dict[str, Any]], dict[str, Any], str]  # messages, further fields, the question's name
+
+
+async def _replies(
+    ask: Callable[[list[dict[str, Any]], dict[str, Any], str], Awaitable[ToolReply]],
+    asks: Sequence[AskedOnce],
+    concurrency: int,
+) -> list[ToolReply]:
+    slots = asyncio.Semaphore(concurrency)
 
     async def one(messages: list[dict[str, Any]], extra: dict[str, Any], question: str) -> ToolReply:
         async with slots:
-            return await asker.tool(messages, extra, question)
+            return await ask(messages, extra, question)
 
     first = [await one(*asks[0])] if asks else []
     if first and first[0].error:
         return first  # refused: so would be the others
-    return first + list(await asyncio.gather(*(one(*ask) for ask in asks[1:])))
+    return first + list(await asyncio.gather(*(one(*each) for each in asks[1:])))

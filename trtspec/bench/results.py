@@ -162,9 +162,33 @@ class ComparedFigure:
     pairs_for_5_percent: int | None = None
 
 
+@dataclass(frozen=True)
+class RatioSpread:
+    """A ratio and its interval, null where there is too little for one."""
+
+    ratio: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class SpeedRatio:
+    """tokens/s of one concurrency: mean over mean of the rounds, `low` and `high` of any two of them; `rounds` counts
+    this run's and the earlier one's."""
+
+    concurrency: int
+    ratio: float
+    low: float
+    high: float
+    rounds: tuple[int, int]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """This run over an earlier one. `differs`: what of the workload is not the same. `confidence`: of each interval."""
+    """This run over an earlier one. `differs`: what of the workload is not the same. `confidence`: of each interval.
+
+    `acceptance` (by category, and "all") and `speed` (by concurrency) repeat, for programs that read the first layout
+    of this object, what `figures` says with its verdicts."""
 
     old: dict[str, Any]
     differs: list[str]
@@ -172,12 +196,8 @@ class Comparison:
     confidence: float
     figures: list[ComparedFigure]
     problems: list[Problem]
-
-    @property
-    def acceptance(self) -> dict[str, ComparedFigure]:
-        """By category, and "all"."""
-        prefix = "acceptance, "
-        return {f.figure.removeprefix(prefix): f for f in self.figures if f.figure.startswith(prefix)}
+    acceptance: dict[str, RatioSpread] = field(default_factory=dict)
+    speed: list[SpeedRatio] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,8 @@ class Transcript:
 
     `tokens` is None where the server gives no logprobs; `spelled` is the text of these tokens where it is known.
     `average` and `spec_decode` are what the server claims about its steps, `counted` its tokens so far at each piece of
-    a stream. `error` says why there is no answer.
+    a stream. `error` says why there is no answer. `tops` holds, at each token, the log-probabilities of the most likely
+    ones, where more than the runner-up was asked for.
     """
 
     question: str
@@ -73,6 +74,7 @@ class Transcript:
     pieces: int | None = None
     timing: AnswerTiming | None = None
     error: str | None = None
+    tops: list[dict[str, float]] | None = None
 
     @property
     def content(self) -> str:
@@ -85,7 +87,8 @@ class Transcript:
 
 @dataclass(frozen=True)
 class ToolReply:
-    """What came back for a request with tools, or for one that must have a form. `error` holds the server's refusal."""
+    """What came back for a request with tools, or for one that must have a form. `error` holds the server's refusal,
+    `unindexed` the number of streamed pieces of calls that did not say which call they belong to."""
 
     calls: list[dict[str, str]] = field(default_factory=list)
     content: str = ""
@@ -93,6 +96,7 @@ class ToolReply:
     question: str = ""
     reasoning: str = ""
     finish_reason: str | None = None
+    unindexed: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ class Recording:
 
     `repeats` are further passes of a baseline, `streamed` the same prompts as streams, `later` as streams after a
     burst. `long_cold` and `long_warm` ask the long prompts twice. `confirmed` are unstreamed answers to those questions
-    whose streamed answer differs.
+    whose streamed answer differs; `streamed_tools` and `confirmed_tools` are the same of requests with a tool.
     """
 
     url: str
@@ -157,6 +161,8 @@ class Recording:
     long_cold: list[Transcript] = field(default_factory=list)
     long_warm: list[Transcript] = field(default_factory=list)
     tools: list[ToolReply] = field(default_factory=list)
+    streamed_tools: list[ToolReply] = field(default_factory=list)
+    confirmed_tools: list[ToolReply] = field(default_factory=list)
     follow_ups: list[ToolReply] = field(default_factory=list)
     forms: list[ToolReply] = field(default_factory=list)
     stops: list[ToolReply] = field(default_factory=list)
@@ -184,7 +190,7 @@ def read_recording(path: Path) -> Recording:
     try:
         raw = files.read_object(path)
         read = TypeAdapter(Recording).validate_json(json.dumps(raw, allow_nan=False), strict=True)
-        replies = [*([read.tool] if read.tool else []), *read.tools, *read.follow_ups]
+        replies = [*([read.tool] if read.tool else []), *read.tools, *read.streamed_tools, *read.follow_ups]
         if any({"name", "arguments"} - set(call) for reply in replies for call in reply.calls):
             raise ValueError("a tool call has no name or no arguments")
         asked = [item.messages[-1]["content"] for item in [*read.transcripts, *read.long_cold]]

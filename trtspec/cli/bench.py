@@ -116,7 +116,8 @@ class BenchOptions:
         tuple[str, ...],
         typer.Option(
             metavar="K=URL|RESULTS",
-            help="A server with K drafts, or its results, for --choose-draft; K=0 is one without a head. Repeatable.",
+            help="A server with K drafts, or its results, for --choose-draft; K=0 is one without a head. With the URL "
+            "argument: the length of that server, where it does not tell. Repeatable.",
         ),
     ] = ()
     trtllm_version: Annotated[
@@ -160,13 +161,12 @@ def bench(options: BenchOptions) -> None:
     others = [read_whole(path) for path in options.beside]
     named, stored = served_at(options.at)
     meaning = schedule_meaning(options.trtllm_version)
-    urls = endpoints(options.url, (*options.against_url, *(f"{name}={url}" for name, (_, url) in named.items())))
+    urls, lengths = measured(endpoints(options.url, options.against_url), named)
     results, answers = run(urls, workload(options), options)
     if old is not None:
         comparison = compare(results, old, allowed)
         results = replace(results, comparison=comparison, problems=[*results.problems, *comparison.problems])
     if options.choose_draft:
-        lengths = {name: length for name, (length, _) in named.items()}
         results = replace(results, draft_choice=chosen(results, lengths, stored, meaning, options.trtllm_version))
     write(options, results, answers, others)
     show(results, options.json_)
@@ -299,6 +299,25 @@ def served_at(entries: Sequence[str]) -> tuple[dict[str, tuple[int, str]], dict[
         else:
             named[f"draft-{length}"] = (int(length), place)
     return named, stored
+
+
+def measured(urls: dict[str, str], named: dict[str, tuple[int, str]]) -> tuple[dict[str, str], dict[str, int]]:
+    """(endpoints to measure, draft lengths by name). `--at` of a URL that is measured anyway only says its length.
+
+    Raises UsageError where two lengths are given for one URL."""
+    from trtspec.bench.client import base_url
+
+    found = dict(urls)
+    lengths: dict[str, int] = {}
+    for name, (length, url) in named.items():
+        known = next((other for other, place in found.items() if place == base_url(url)), None)
+        if known in lengths:
+            raise UsageError(f"--at {length}={url}: it is also given {lengths[known]} drafts", "name what it serves")
+        if known is None and name in found:
+            raise UsageError(f"the name {name} is given twice", "give each endpoint its own name")
+        found.setdefault(known or name, base_url(url))
+        lengths[known or name] = length
+    return found, lengths
 
 
 def schedule_meaning(version: str | None) -> dict[str, Any]:

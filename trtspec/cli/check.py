@@ -68,6 +68,23 @@ class CheckOptions:
             help="Upper limit, in nats, of the measured rounding bound below which a divergence counts as a tie.",
         ),
     ] = 0.5
+    quality_gate: Annotated[
+        bool,
+        typer.Option(
+            "--quality-gate",
+            help="The baseline is the source that this target was quantized from: compare their distributions of the "
+            "next token, not their text. With --record: keep what that needs.",
+        ),
+    ] = False
+    max_kl: Annotated[
+        float, typer.Option(min=0.0, help="Mean KL divergence, in nats per token, that --quality-gate allows.")
+    ] = 0.1
+    min_agreement: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="Share of positions whose most likely token must agree under --quality-gate."
+        ),
+    ] = 0.9
     logprobs: Annotated[
         bool,
         typer.Option("--logprobs", help="Request log-probabilities even from releases that may crash on them."),
@@ -90,6 +107,7 @@ class _AnyCheck:
     tasks: Path | None
     task_tokens: int
     concurrency: int
+    quality_gate: bool
     logprobs: bool
     timeout: float
     model: str | None
@@ -112,6 +130,8 @@ class CheckAgainstServer(CheckAlone):
     against: str
     near_tie: float
     task_fall: float
+    max_kl: float
+    min_agreement: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +141,8 @@ class CheckAgainstRecording(_AnyCheck):
     against: str
     near_tie: float
     task_fall: float
+    max_kl: float
+    min_agreement: float
 
 
 ALONE = Mode("`check` without --against", CheckAlone, "`check` without --against")
@@ -136,6 +158,7 @@ def check(options: CheckOptions) -> None:
     skipped and named. Exits with status 3 when a check fails.
     """
     from trtspec.bench.check import GateLimits, run_checks
+    from trtspec.bench.distribution import QualityLimits
 
     used = narrow(options, _mode(options), MODES)
     if options.record is None and options.junit is None:
@@ -145,6 +168,10 @@ def check(options: CheckOptions) -> None:
             report.refuse_overwrite(path, options.force)
     if options.tasks is None:
         refuse_unused(options, ["task_tokens", "task_fall"], "without --tasks")
+    if not options.quality_gate:
+        refuse_unused(options, ["max_kl", "min_agreement"], "without --quality-gate")
+    elif options.against is None and options.record is None:
+        refuse_unused(options, ["quality_gate"], "without --against or --record")
     got, expected = collect(used)
     if options.record is not None:
         report.write_json(options.record, {**got.to_dict(), **_stamp(options.url)})
@@ -154,6 +181,7 @@ def check(options: CheckOptions) -> None:
         near_tie=options.near_tie,
         require=options.require,
         task_fall=options.task_fall,
+        quality=QualityLimits(options.max_kl, options.min_agreement) if options.quality_gate else None,
     )
     verdict = run_checks(got, expected, limits)
     show(verdict, options)
@@ -180,8 +208,10 @@ def collect(options: CheckAlone | CheckAgainstServer | CheckAgainstRecording) ->
     import asyncio
     from dataclasses import replace
 
+    from trtspec.bench.asking import TOP
     from trtspec.bench.battery import battery_of
     from trtspec.bench.client import base_url
+    from trtspec.bench.distribution import TOP as MOST_TOLD
     from trtspec.bench.recorder import RecorderOptions
     from trtspec.bench.recorder import record as ask_server
     from trtspec.bench.transcript import read_recording
@@ -198,6 +228,7 @@ def collect(options: CheckAlone | CheckAgainstServer | CheckAgainstRecording) ->
         logprobs=options.logprobs,
         timeout=options.timeout,
         tasks=_tasks(options),
+        top=MOST_TOLD if options.quality_gate else TOP,
     )
     report.say(f"asking {options.url} {len(asked.prompts)} prompts at temperature 0")
     got = asyncio.run(ask_server(base_url(options.url), asked, settings))
