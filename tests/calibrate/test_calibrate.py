@@ -72,14 +72,15 @@ def starve(source: Path, layer: int, expert: int) -> None:
         save_file(tensors, path, {"format": "pt"})
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # several processes that import ModelOpt; minutes on a busy machine
 @pytest.mark.parametrize(
     ("format", "nested", "config", "policy"),
     [
         ("bf16", True, "NVFP4_MLP_ONLY_CFG", "k2.5"),
-        pytest.param("int4", False, "NVFP4_MLP_ONLY_CFG", "k2.5", marks=pytest.mark.slow),
-        pytest.param("bf16", False, "NVFP4_DEFAULT_CFG", "everything", marks=pytest.mark.slow),
-        pytest.param("bf16", True, "NVFP4_EXPERTS_ONLY_CFG", "k2.6", marks=pytest.mark.slow),
+        ("int4", False, "NVFP4_MLP_ONLY_CFG", "k2.5"),
+        ("bf16", False, "NVFP4_DEFAULT_CFG", "everything"),
+        ("bf16", True, "NVFP4_EXPERTS_ONLY_CFG", "k2.6"),
     ],
 )
 def test_all_scales_equal_modelopts_whole_model_calibration(tmp_path, data, format, nested, config, policy):

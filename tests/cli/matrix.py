@@ -8,7 +8,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,11 @@ class Situation:
 def effects(**words: str | Effect) -> dict[str, Effect]:
     """A table of options by field, each a line of words."""
     return {name: item if isinstance(item, Effect) else Effect(tuple(item.split())) for name, item in words.items()}
+
+
+def slowly(table: dict[str, Effect]) -> dict[str, Effect]:
+    """Rows that another mode shows in the default suite, through the same code."""
+    return {name: replace(effect, slow=True) for name, effect in table.items()}
 
 
 class Recorder(ThreadingHTTPServer):

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.cli.matrix import Effect, Situation, effects
+from tests.cli.matrix import Effect, Situation, effects, slowly
 from trtspec.models.precision import has_native_bf16
 
 UNUSUAL_DTYPE = "float32" if has_native_bf16() else "bfloat16"  # not the one that `auto` takes on this machine
@@ -212,7 +212,7 @@ MAKING: dict[str, dict[str, Situation]] = {
         ),
         "`inspect HEAD --against ... --run --states`": Situation(
             ON_STATES,
-            DRAFTED | effects(
+            slowly(DRAFTED) | effects(
                 path=Effect(instead=tuple(word.replace("{head}", "{mla}") for word in ON_STATES)),
                 against=Effect(instead=tuple(word.replace("{target}", "{wide}") for word in ON_STATES)),
                 sample=Effect(line("--sample 0"), base=tuple(word.replace("{head}", "{broken}") for word in ON_STATES)),
@@ -422,7 +422,7 @@ MAKING: dict[str, dict[str, Situation]] = {
         ),
         "--against URL": Situation(
             (*CHECK, "--against", "{url}"),
-            CHECKED | PROMPTS | effects(
+            slowly(CHECKED | PROMPTS) | effects(
                 url=Effect(instead=line("check {nowhere} --against {url}")),
                 against=Effect(instead=(*CHECK, "--against", "{nowhere}")),
                 near_tie="--near-tie 0",
@@ -438,7 +438,7 @@ MAKING: dict[str, dict[str, Situation]] = {
         ),
         "--against FILE": Situation(
             line("check {url} --against {recording}"),
-            CHECKED | effects(
+            slowly(CHECKED) | effects(
                 url=Effect(instead=line("check {nowhere} --against {recording}")),
                 against=Effect(instead=line("check {url} --against {shorter}")),
                 near_tie="--near-tie 0",

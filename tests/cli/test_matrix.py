@@ -275,7 +275,7 @@ def test_an_option_of_the_mode_changes_what_is_seen(stage: Stage, command: str, 
 def test_the_same_words_leave_the_same(stage: Stage, command: str) -> None:
     """So that a difference is the option's."""
     for situation in TABLE[command].values():
-        first = stage.see(situation.base, situation.before, situation.floats)
+        first = seen(stage, situation.base, situation, Effect())
         assert first == stage.see(situation.base, situation.before, situation.floats), situation.base
 
 

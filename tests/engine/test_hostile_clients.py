@@ -160,7 +160,7 @@ def test_request_ids(server: Running) -> None:
 
 def test_too_many_requests_are_told_when_to_come_back(server: Running) -> None:
     """Eight generations are all that run and wait here."""
-    body = {"prompt": "x", "max_tokens": 240, "ignore_eos": True, "stream": True, "n": 8}
+    body = {"prompt": "x", "max_tokens": 96, "ignore_eos": True, "stream": True, "n": 8}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
         lines = stream.iter_lines()
         next(lines)

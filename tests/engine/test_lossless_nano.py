@@ -120,7 +120,7 @@ def test_float32_token_for_token(count: int, rows: int, models: Models, plain: P
 @pytest.mark.parametrize(
     ("format", "count"),
     [
-        ("bfloat16", 2),
+        pytest.param("bfloat16", 2, marks=pytest.mark.slow),
         pytest.param("bfloat16", 200, marks=pytest.mark.slow),
         pytest.param("nvfp4", 200, marks=pytest.mark.slow),
     ],

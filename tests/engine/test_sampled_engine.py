@@ -109,7 +109,12 @@ def test_plain_sampling_is_the_models_distribution(small: KimiModel, plain_outco
 
 @pytest.mark.parametrize("draft_sampling", ["argmax", "probabilistic"])
 @pytest.mark.parametrize(
-    ("kind", "draft_ids"), [(("mha", "3", None), None), (("mla", "3.1", None), [0, 2, 3]), (None, None)]
+    ("kind", "draft_ids"),
+    [
+        pytest.param(("mha", "3", None), None, marks=pytest.mark.slow),
+        (("mla", "3.1", None), [0, 2, 3]),
+        pytest.param(None, None, marks=pytest.mark.slow),
+    ],
 )
 def test_speculation_keeps_the_distribution(
     draft_sampling: str,
@@ -127,7 +132,7 @@ def test_speculation_keeps_the_distribution(
     assert chi2_contingency(table).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("draft_sampling", ["argmax", "probabilistic"])
+@pytest.mark.parametrize("draft_sampling", [pytest.param("argmax", marks=pytest.mark.slow), "probabilistic"])
 def test_penalties_and_biases_hold_in_the_distribution(draft_sampling: str, small: KimiModel, head_of: HeadOf) -> None:
     wishes = Wishes(presence_penalty=1.1, logit_bias={2: 0.8})
     head = head_for(small, head_of(("mla", "3.1", None)), [0, 2, 3])
@@ -191,7 +196,7 @@ def warpers(sampling: dict[str, float], wishes: Wishes) -> list[LogitsProcessor]
     return [*chain, TopPLogitsWarper(sampling.get("top_p", 1.0))]
 
 
-@pytest.mark.parametrize("draft_sampling", ["argmax", "probabilistic"])
+@pytest.mark.parametrize("draft_sampling", ["argmax", pytest.param("probabilistic", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("option", [pytest.param(name, marks=[pytest.mark.slow] * (name != "all")) for name in OPTIONS])
 def test_every_option_has_transformers_distribution(
     option: str, draft_sampling: str, small: KimiModel, head_of: HeadOf

@@ -25,7 +25,7 @@ from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.compare import compare_heads
 
-SOME, ALL = 16, 1000
+SOME, ALL = 8, 1000
 KINDS = (
     ("modelopt", {"attention": "mla"}),
     ("vllm", {"attention": "mha", "draft_vocab": 128}),

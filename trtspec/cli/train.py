@@ -260,13 +260,15 @@ def _train(run: Run, options: TrainOptions) -> dict[str, Any]:
 
 def _train_and_measure(run: Run, plan: TrainingPlan, options: TrainOptions, world: World) -> dict[str, Any]:
     from trtspec.cli.train_checks import check_run
-    from trtspec.cli.train_measure import measure_acceptance
+
+    check_run(run.work, plan, options)
+    _say_what(plan)
+
+    from trtspec.cli.train_measure import measure_acceptance  # only now: importing ModelOpt takes many seconds
     from trtspec.heads.training.exports import write_record
     from trtspec.heads.training.run import run_training
     from trtspec.progress import progress_bar
 
-    check_run(run.work, plan, options)
-    _say_what(plan)
     target_dir = run.work.target_dir
     model, whole = _target(target_dir, plan, options.dtype, world.device(run.work.device))
     if not whole and run.asked_for_acceptance and run.acceptance_prompts:

@@ -90,6 +90,7 @@ def test_heads_on_the_way_and_the_best(tmp_path, target_dir, data):
     assert (output / "training.svg").read_text().lstrip().startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_time_runs_out_and_the_run_goes_on(tmp_path, target_dir, data):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     options = longer(OPTIONS, steps=6)

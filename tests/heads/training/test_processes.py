@@ -164,6 +164,7 @@ def test_accelerates_settings_are_read_or_refused(monkeypatch):
         place()
 
 
+@pytest.mark.slow
 def test_nodes_that_see_different_disks_are_refused(tmp_path):
     """Each process with a directory of its own in place of a shared one."""
     script = (
