@@ -26,7 +26,8 @@ GUARDS = "_ZN3c104impl26device_guard_impl_registryE"  # c10::impl::device_guard_
 
 
 class Transfers(TorchDispatchMode):
-    """Counts what crosses between host and device: "read" waits for the device, "written" does not have to."""
+    """Counts what crosses between host and device. "read" waits for the device, and so does "written"; "sent" does
+    not (`non_blocking`: torch waits for the stream after any other copy, whichever way it goes)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +39,8 @@ class Transfers(TorchDispatchMode):
         source, made = (args[1], args[0]) if copies else (args[0] if args else None, out)
         both = isinstance(source, torch.Tensor) and isinstance(made, torch.Tensor)
         if both and source.device.type != made.device.type:
-            self.found["read" if source.is_cuda else "written"] += 1
+            free = (kwargs or {}).get("non_blocking") or (copies and len(args) > 2 and args[2])
+            self.found["read" if not source.is_cpu else "sent" if free else "written"] += 1
         return out
 
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trtspec.engine.sampling import probabilities
 from trtspec.engine.sequence import Sequence
+
+
+def on_device(values: list[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """What the host knows, as a tensor of the device. Does not wait for the device, as `torch.tensor` there would: a
+    copy from host memory that is not pinned is staged first, so the source may go (CUDA driver API, "API
+    synchronization behavior")."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -33,11 +41,11 @@ class BatchSampling:
         if not picked:
             return None
         requests = [request for _, request in picked]
-        top_p = torch.tensor([r.top_p for r in requests], device=device) if any(r.top_p < 1 for r in requests) else None
-        top_k = torch.tensor([r.top_k for r in requests], device=device) if any(r.top_k > 0 for r in requests) else None
+        top_p = on_device([r.top_p for r in requests], device) if any(r.top_p < 1 for r in requests) else None
+        top_k = on_device([r.top_k for r in requests], device) if any(r.top_k > 0 for r in requests) else None
         return BatchSampling(
-            torch.tensor([row for row, _ in picked], device=device),
-            torch.tensor([r.temperature for r in requests], dtype=torch.float32, device=device),
+            on_device([row for row, _ in picked], device),
+            on_device([r.temperature for r in requests], device, torch.float32),
             top_p,
             top_k,
             max(r.top_k for r in requests) if all(r.top_k > 0 for r in requests) else 0,
@@ -80,7 +88,7 @@ class DecodeBatch:
         self.start[row] = len(sequence.request.prompt_ids)
         self.sampling = BatchSampling.of(self.sequences, self.device)
         if sequence.sampled:
-            self.uniform[row] = sequence.uniform(self.uniform.shape[1])
+            self.uniform[row].copy_(sequence.uniform(self.uniform.shape[1]), non_blocking=True)
         return row
 
     def remove(self, row: int) -> int:
@@ -106,7 +114,7 @@ class DecodeBatch:
         if self.sampling is None:
             return
         drawn = [sequence.uniform(self.uniform.shape[1]) for sequence in self.sequences if sequence.sampled]
-        self.uniform[self.sampling.rows] = torch.stack(drawn).to(self.device)
+        self.uniform[self.sampling.rows] = torch.stack(drawn).to(self.device, non_blocking=True)
 
     def store_draft_probs(self, step: int, rows: Tensor, probs: Tensor) -> None:
         """Keeps the distribution [S, Vd] that draft `step` of these rows was drawn from."""

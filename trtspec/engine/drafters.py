@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from trtspec.engine.batch import DecodeBatch
+from trtspec.engine.batch import DecodeBatch, on_device
 from trtspec.engine.sampling import draw
 from trtspec.engine.sequence import Sequence
 from trtspec.errors import MissingDependency, UsageError
@@ -113,7 +113,7 @@ class Eagle3Drafter:
 
     def prompt(self, aux: Tensor | None, tokens: Tensor, begin: int, row: int) -> None:
         assert aux is not None
-        start, end = torch.tensor([begin], device=tokens.device), begin + tokens.shape[1]
+        start, end = on_device([begin], tokens.device), begin + tokens.shape[1]
         feedback, normed = self.head(self.head.fuse(aux), tokens, start, self.cache, row, length=end)
         self.feedback[row], self.normed[row] = feedback[0, -1:], normed[0, -1]
         self.backlog.counts[row] = 0
@@ -180,11 +180,11 @@ class Eagle3Drafter:
         longest = max(counts)
         if not longest:
             return
-        count = torch.tensor(counts, device=batch.device)
+        count = on_device(counts, batch.device)
         x = self.head.fuse(backlog.aux[:rows, :longest])
         tokens, start, end = backlog.tokens[:rows, :longest], batch.start[:rows] - count, batch.reach - 1 + longest
         feedback, normed = self.head(x, tokens, start, self.cache, length=end)
-        behind = torch.tensor([row for row in range(rows) if counts[row]], device=batch.device)
+        behind = on_device([row for row in range(rows) if counts[row]], batch.device)
         last = count[behind] - 1
         self.feedback[behind, 0], self.normed[behind] = feedback[behind, last], normed[behind, last]
         backlog.counts[:rows] = [0] * rows
@@ -205,7 +205,7 @@ class Backlog:
     def keep(self, aux: Tensor, tokens: Tensor) -> None:
         """Adds one state of each of the first rows, aux [B, 1, n_aux*H] and tokens [B, 1]."""
         rows = len(aux)
-        places = torch.tensor(self.counts[:rows], device=aux.device)
+        places = on_device(self.counts[:rows], aux.device)
         index = torch.arange(rows, device=aux.device)
         self.aux[index, places], self.tokens[index, places] = aux[:, 0], tokens[:, 0]
         self.counts[:rows] = [count + 1 for count in self.counts[:rows]]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.admission import EngineLimits, check_request
-from trtspec.engine.batch import BatchSampling, DecodeBatch
+from trtspec.engine.batch import BatchSampling, DecodeBatch, on_device
 from trtspec.engine.drafters import DrafterName, DraftSampling, Verified, make_drafter
 from trtspec.engine.prefix import BLOCK_TOKENS, PREFIX_BYTES, PrefixCache, PrefixReuse, PrefixStats
 from trtspec.engine.sampling import draw, token_logprobs
@@ -199,7 +199,7 @@ class Engine:
         """(tokens int64 [B, T], accepted int64 [B]) of logits [B, T, V] after the last token and the T-1 drafts."""
         batch, width = self.batch, drafts.shape[1]
         logits = self._steered(logits, drafts)
-        counts = None if min(offered) == width else torch.tensor(offered, device=self.device)
+        counts = None if min(offered) == width else on_device(offered, self.device)
         tokens = logits.argmax(-1)
         accepted = accept_greedy(tokens, drafts, counts)
         sampling = batch.sampling
@@ -284,8 +284,8 @@ class Engine:
 
     def _prefill_chunk(self, sequence: Sequence, begin: int, end: int, outputs: list[Output]) -> None:
         prompt, row = sequence.request.prompt_ids, self.prefill_row
-        start = torch.tensor([begin], device=self.device)
-        tokens = torch.tensor([prompt[begin:end]], device=self.device)
+        start = on_device([begin], self.device)
+        tokens = on_device([prompt[begin:end]], self.device)
         scored = sequence.request.prompt_logprobs
         layers = self.drafter.aux_layers
         out = self.target(tokens, start, self.cache, row, layers, last_only=not scored, length=end)
@@ -295,7 +295,7 @@ class Engine:
             count = max(1, sequence.request.logprobs)
             known = prompt[begin + 1 : end + 1]
             sequence.prompt_logprobs += token_logprobs(out.logits[0, : len(known)].log_softmax(-1), known, count)
-        following = torch.tensor([[*prompt[begin + 1 : end], first]], device=self.device)
+        following = on_device([[*prompt[begin + 1 : end], first]], self.device)
         self.drafter.prompt(out.aux, following, begin, row)
         sequence.prefilled = end
         if done:
@@ -325,7 +325,7 @@ class Engine:
         if sampling is None:
             token = logits.argmax(-1)
         else:
-            token = draw(sampling.probabilities(logits), sequence.uniform(1).to(self.device))
+            token = draw(sampling.probabilities(logits), sequence.uniform(1).to(self.device, non_blocking=True))
         return on_host(token[:, None], torch.zeros_like(token))[0][0]
 
     def _steered(self, logits: Tensor, drafts: Tensor) -> Tensor:

@@ -160,11 +160,18 @@ def test_export_has_modelopts_names_and_the_training_rope(tmp_path, target):
     assert configs[0]["eagle_config"] == configs[1]["eagle_config"]
 
 
+def places_of(mask: torch.Tensor) -> torch.Tensor:
+    """The places of a mask [B, S] in the flattened batch, but the first of each row, before which there is none."""
+    counts = mask.clone()
+    counts[:, 0] = False
+    return counts.flatten().nonzero()[:, 0]
+
+
 def loss_of(model, tokens, hidden, aux, mask, **options) -> tuple[torch.Tensor, torch.Tensor]:
     """Our objective on one batch alone: (loss, agreement by step)."""
     chosen = TrainOptions(ttt_steps=TTT, **options)
     counted = torch.stack([mask[:, step + 1 :].sum() for step in range(TTT)]).long()
-    loss, agree = Objective(model, chosen)(tokens, hidden, aux, mask, counted)
+    loss, agree = Objective(model, chosen)(tokens, hidden, aux, places_of(mask), counted)
     return loss, agree.sum((1, 2)) / counted
 
 

@@ -180,7 +180,7 @@ objective = Objective(model, TrainOptions(ttt_steps=3), recompute)
 def step(length):
     tokens = torch.randint(0, spec.vocab_size, (1, length))
     hidden, aux = torch.randn(1, length, 64).bfloat16(), torch.randn(1, length, 192).bfloat16()
-    loss, _ = objective(tokens, hidden, aux, torch.ones(1, length, dtype=torch.bool), torch.full((3,), length))
+    loss, _ = objective(tokens, hidden, aux, torch.arange(1, length), torch.full((3,), length))
     loss.backward()
 step(count)
 print(json.dumps(peak_rss()))

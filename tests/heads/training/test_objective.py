@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.heads.training.test_exported_equals_trained import training_module
+from tests.heads.training.test_exported_equals_trained import places_of, training_module
 from tests.tiny import make_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import UsageError
@@ -145,7 +145,7 @@ def test_recomputed_and_chunked_attention_change_nothing(target, attention, monk
         monkeypatch.setattr("trtspec.heads.training.decoder.SCORES", scores)
         model = training_module(target, spec)
         objective = Objective(model, TrainOptions(ttt_steps=4), recompute)
-        loss, _ = objective(tokens, hidden, aux, mask, torch.tensor([78, 76, 74, 72]))
+        loss, _ = objective(tokens, hidden, aux, places_of(mask), torch.tensor([78, 76, 74, 72]))
         loss.backward()
         results.append((loss.item(), {k: v.grad for k, v in head_parameters(model).items()}))
     (loss, gradients), *others = results

@@ -46,8 +46,8 @@ with joined("cpu") as world:
     optimizer = torch.optim.AdamW(train.head_parameters(module).values(), fused=True)
     tokens = torch.randint(0, spec.vocab_size, (2, 24))
     states = torch.randn(2, 24, 4 * spec.hidden_size).split([spec.hidden_size, 3 * spec.hidden_size], -1)
-    mask, counted = torch.ones(2, 24, dtype=torch.bool), torch.full((options.ttt_steps,), 40)
-    objective(tokens, *states, mask, counted)[0].backward()
+    places = torch.tensor([place for place in range(2 * 24) if place % 24])
+    objective(tokens, *states, places, torch.full((options.ttt_steps,), 40))[0].backward()
     optimizer.step()
     held = [value for state in optimizer.state.values() for value in (state["exp_avg"], state["exp_avg_sq"])]
     held += [tensor for value in optimizer.state for tensor in (value, value.grad)]

@@ -23,12 +23,13 @@ WINDOW_BATCHES = 16  # samples are sorted by length within this many batches: li
 
 @dataclass
 class TrainingBatch:
-    """tokens, loss_mask (bool) [B, S]; hidden [B, S, H]; aux [B, S, n_aux*H]; padded on the right."""
+    """tokens [B, S]; hidden [B, S, H]; aux [B, S, n_aux*H]; padded on the right. places int64 [N]: the positions that
+    count and have a row before them, as places in the flattened batch, ascending."""
 
     tokens: Tensor
     hidden: Tensor
     aux: Tensor
-    loss_mask: Tensor
+    places: Tensor
 
 
 def split_held_out(ids: list[str], share: float, seed: int) -> tuple[list[int], list[int]]:
@@ -153,10 +154,11 @@ def counted_positions(samples: Iterable[Sample], ttt_steps: int, answer_only: bo
 
 
 def collate(features: Features, indices: list[int], answer_only: bool, device: str = "cpu") -> TrainingBatch:
-    """Gathers the samples' states. The mask is `loss_mask`, and off where a row is padding."""
+    """Gathers the samples' states. What counts is found here, on the host: a mask on a GPU would have to be read back
+    for the number of its ones. Nothing waits for the device."""
     length = max(len(features.samples[index].tokens) for index in indices)
     tokens = torch.zeros(len(indices), length, dtype=torch.int64)
-    mask = torch.zeros(len(indices), length, dtype=torch.bool)
+    places: list[int] = []
     features.expect(indices)
     states = [features.states(index) for index in indices]
     hidden, aux = (torch.zeros(len(indices), length, part.shape[-1], dtype=torch.bfloat16) for part in states[0])
@@ -165,5 +167,7 @@ def collate(features: Features, indices: list[int], answer_only: bool, device: s
         count = len(sample.tokens)
         tokens[row, :count] = torch.tensor(sample.tokens)
         hidden[row, :count], aux[row, :count] = states[row]
-        mask[row, :count] = torch.tensor(loss_mask(sample, answer_only), dtype=torch.bool)
-    return TrainingBatch(tokens.to(device), hidden.to(device), aux.to(device), mask.to(device))
+        mask = loss_mask(sample, answer_only)
+        places += [row * length + at for at in range(1, count) if mask[at]]
+    parts = (tokens, hidden, aux, torch.tensor(places, dtype=torch.int64))
+    return TrainingBatch(*(part.to(device, non_blocking=True) for part in parts))

@@ -138,15 +138,15 @@ class Stepper:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         counted = self._counted([index for batch in window for index in batch])
-        figures = torch.zeros(1 + self.options.ttt_steps, dtype=torch.float64)
+        parts = []
         for number, batch in enumerate(window):
             with self._apart() if number < len(window) - 1 else contextlib.nullcontext():
                 loss, agree = self._loss(batch, counted)
                 # the wrapper takes the mean over processes, the losses are parts of a sum
                 (loss * self.world.size).backward()
-            figures += _figures(loss, agree)
+            parts.append(_figures(loss, agree))
         total = nn.utils.clip_grad_norm_(self.parameters.values(), self.options.grad_clip)
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        figures, norm = read_back(parts, total.full_tensor() if isinstance(total, DTensor) else total)
         value, shares = self._means(figures, counted)
         if not math.isfinite(value) or not math.isfinite(norm):
             raise TrtspecError(
@@ -169,7 +169,7 @@ class Stepper:
         for begin in range(0, len(ordered), self.options.batch_size):
             batch = ordered[begin : begin + self.options.batch_size]
             loss, agree = self._loss(batch, counted)
-            figures += _figures(loss, agree)
+            figures += _figures(loss, agree).cpu()
             for row, index in enumerate(self.world.share(batch)):
                 walked += torch.tensor(walk(agree[:, row].tolist(), self.features.samples[index].answer))
         value, shares = self._means(figures, counted)
@@ -195,11 +195,18 @@ class Stepper:
         mine = self.world.share(indices)
         batch = collate(self.features, mine or indices[:1], self.options.answer_only, self.device)
         if not mine:
-            batch.loss_mask.zero_()  # fewer rows than processes: take part without counting
+            batch.places = batch.places[:0]  # fewer rows than processes: take part without counting
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.options.dtype == torch.bfloat16):
-            return self.objective(batch.tokens, batch.hidden, batch.aux, batch.loss_mask, counted.to(self.device))
+            known = counted.to(self.device, non_blocking=True)
+            return self.objective(batch.tokens, batch.hidden, batch.aux, batch.places, known)
 
 
 def _figures(loss: Tensor, agree: Tensor) -> Tensor:
-    """The loss, then the agreeing positions of each step, float64 on the CPU."""
-    return torch.cat([loss.detach().double()[None], agree.sum((1, 2)).double()]).cpu()
+    """The loss, then the agreeing positions of each step, float64."""
+    return torch.cat([loss.detach().double()[None], agree.sum((1, 2)).double()])
+
+
+def read_back(figures: list[Tensor], norm: Tensor) -> tuple[Tensor, float]:
+    """(the sum of float64 `figures` on the host, the gradient's norm) in one transfer: the one wait of a step."""
+    *known, length = torch.cat([torch.stack(figures).sum(0), norm.detach().double()[None]]).tolist()
+    return torch.tensor(known, dtype=torch.float64), length

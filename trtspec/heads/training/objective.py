@@ -68,25 +68,23 @@ class Objective(nn.Module):
         self.model, self.options, self.recompute = model, options, recompute
 
     def forward(
-        self, tokens: Tensor, hidden: Tensor, aux: Tensor, mask: Tensor, counted: Tensor
+        self, tokens: Tensor, hidden: Tensor, aux: Tensor, places: Tensor, counted: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(this batch's part of the loss, its part of the agreement [K, B, S] by the row that drafts, bool).
 
-        tokens int64 [B, S]; hidden [B, S, H] after the target's final norm; aux [B, S, n*H]; mask [B, S], bool, as of
-        `loss_mask`; counted [K]: the positions of the whole step, over all of whose batches and processes the parts of
-        the loss add up. The loss is the mean over positions, summed over the steps with weights `ttt_decay`^k.
+        tokens int64 [B, S]; hidden [B, S, H] after the target's final norm; aux [B, S, n*H]; places int64 [N] as in
+        `TrainingBatch`; counted [K]: the positions of the whole step, over all of whose batches and processes the parts
+        of the loss add up. The loss is the mean over positions, summed over the steps with weights `ttt_decay`^k.
         """
         steps, model = self.options.ttt_steps, self.model
         dtype = torch.bfloat16 if torch.is_autocast_enabled(tokens.device.type) else model.target_rows.dtype
         normed = draft_states(model, tokens, aux.to(dtype), steps, self.recompute)
-        rows, length = mask.shape
-        place = mask.flatten().nonzero()[:, 0]
-        place = place[place % length > 0]
-        decay = self.options.ttt_decay ** torch.arange(steps, device=mask.device)
-        positions = Positions(place, place % length - 1, (decay / counted.clamp_min(1)).float())
+        rows, length = tokens.shape
+        decay = self.options.ttt_decay ** torch.arange(steps, device=tokens.device)
+        positions = Positions(places, places % length - 1, (decay / counted.clamp_min(1)).float())
         teacher = Teacher(hidden.flatten(0, 1), model.target_rows)
         flat = tuple(state.flatten(0, 1) for state in normed)
         loss, agree = draft_loss(self.options.loss, model.eagle_module.lm_head.weight, flat, teacher, positions)
-        agreement = torch.zeros(steps, rows * length, dtype=torch.bool, device=mask.device)
-        agreement[:, place - 1] = agree
+        agreement = torch.zeros(steps, rows * length, dtype=torch.bool, device=tokens.device)
+        agreement[:, places - 1] = agree
         return loss, agreement.view(steps, rows, length)
