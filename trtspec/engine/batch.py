@@ -84,8 +84,8 @@ class DecodeBatch:
         """Adds a sequence whose prompt is in the caches and whose first token is `token`; returns its row."""
         row = len(self.sequences)
         self.sequences.append(sequence)
-        self.block[row, 0] = token
-        self.start[row] = len(sequence.request.prompt_ids)
+        self.block[row, 0].fill_(token)  # assigning a number to one element is a copy from the host that waits
+        self.start[row].fill_(len(sequence.request.prompt_ids))
         self.sampling = BatchSampling.of(self.sequences, self.device)
         if sequence.sampled:
             self.uniform[row].copy_(sequence.uniform(self.uniform.shape[1]), non_blocking=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trtspec.engine.batch import DecodeBatch, on_device
+from trtspec.engine.graphs import GraphedHead, Graphs
 from trtspec.engine.sampling import draw
 from trtspec.engine.sequence import Sequence
 from trtspec.errors import MissingDependency, UsageError
@@ -46,6 +47,7 @@ class Drafter(Protocol):
         ...
 
     def move(self, source: int, target: int, length: int) -> None: ...
+    def use_graphs(self, graphs: Graphs) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,9 @@ class NoDrafter:
     def move(self, source: int, target: int, length: int) -> None:
         pass
 
+    def use_graphs(self, graphs: Graphs) -> None:
+        pass
+
 
 class Eagle3Drafter:
     """Chain drafting with an Eagle3 head and its own KV cache.
@@ -102,6 +107,7 @@ class Eagle3Drafter:
         self, head: Eagle3Head, target: KimiModel, rows: int, max_len: int, draft_sampling: DraftSampling
     ) -> None:
         self.head = head
+        self.step: Eagle3Head | GraphedHead = head  # over the decoding rows
         self.draws = draft_sampling == "probabilistic"
         self.aux_layers = tuple(head.spec.aux_layers or target.spec.default_aux_layers)
         self.draft_ids = head.draft_to_target
@@ -130,7 +136,7 @@ class Eagle3Drafter:
         start, drafts = batch.start[:rows], batch.block[:rows, 1:]
         for step in range(length):
             if step:
-                x, steps = self.head(
+                x, steps = self.step(
                     x, drafts[:, step - 1 : step], start + (step - 1), self.cache, length=batch.reach + step - 1
                 )
                 normed = steps[:, 0]
@@ -148,7 +154,7 @@ class Eagle3Drafter:
             self.backlog.keep(aux, tokens)
             return
         end = batch.reach + known - 1
-        feedback, normed = self.head(self.head.fuse(aux), tokens, batch.start[:rows], self.cache, length=end)
+        feedback, normed = self.step(self.head.fuse(aux), tokens, batch.start[:rows], self.cache, length=end)
         index = batch.row_index[:rows]
         self.feedback[:rows, 0], self.normed[:rows] = (
             feedback[index, verified.accepted],
@@ -163,6 +169,9 @@ class Eagle3Drafter:
         for state in (self.feedback, self.normed):
             state[target] = state[source]
         self.backlog.move(source, target)
+
+    def use_graphs(self, graphs: Graphs) -> None:
+        self.step = GraphedHead(self.head, graphs)
 
     def _choose(self, batch: DecodeBatch, step: int, logits: Tensor) -> Tensor:
         """Draft `step` of each row in target ids, from logits [B, Vd]: the likeliest, or drawn where the row draws."""

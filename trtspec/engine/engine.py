@@ -19,6 +19,7 @@ from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.admission import EngineLimits, check_request
 from trtspec.engine.batch import BatchSampling, DecodeBatch, on_device
 from trtspec.engine.drafters import DrafterName, DraftSampling, Verified, make_drafter
+from trtspec.engine.graphs import GraphedTarget, Graphs, graphs_for
 from trtspec.engine.prefix import BLOCK_TOKENS, PREFIX_BYTES, PrefixCache, PrefixReuse, PrefixStats
 from trtspec.engine.sampling import draw, token_logprobs
 from trtspec.engine.sequence import Completion, GenerationRequest, Output, Sequence
@@ -41,7 +42,7 @@ class EngineOptions:
     that one pass takes, and one step where `max_num_tokens` is not given. Without `chunked_prefill` a prompt is
     computed in one step, and longer ones are refused. `draft_sampling` is how the drafts of sampled requests are
     chosen. `prefix_reuse` keeps up to `prefix_bytes` of computed texts (prefix.py). `record_gaps` keeps, per emitted
-    token, how far the best logit was ahead of the second."""
+    token, how far the best logit was ahead of the second. `cuda_graphs` replays the passes of rounds (graphs.py)."""
 
     drafter: DrafterName | None = None
     draft_len: int = 3
@@ -49,6 +50,7 @@ class EngineOptions:
     max_seq_len: int = 2048
     seed: int = 0
     record_gaps: bool = False
+    cuda_graphs: bool = False
     draft_sampling: DraftSampling = "argmax"
     prefill_tokens: int = PREFILL_TOKENS
     draft_schedule: tuple[tuple[int, int], ...] = ()
@@ -97,6 +99,10 @@ class Engine:
         self.drafter = make_drafter(
             options.drafter, self.draft_len, options.draft_sampling, head, target, options.max_batch_size, cache_len
         )
+        self.verify: KimiModel | GraphedTarget = target
+        self.graphs: Graphs | None = None
+        if options.cuda_graphs:
+            self.use_graphs(graphs_for(self.device, target.sharding.size))
         self.prefix: PrefixCache | None = None
         if options.prefix_reuse is not None:
             self.prefix = PrefixCache(
@@ -108,6 +114,11 @@ class Engine:
         self.cancelled: set[str] = set()
         self.submitted = 0
         self.reset_counters()
+
+    def use_graphs(self, graphs: Graphs) -> None:
+        """From now on the passes of rounds run by `graphs`."""
+        self.graphs, self.verify = graphs, GraphedTarget(self.target, graphs)
+        self.drafter.use_graphs(graphs)
 
     def reset_counters(self) -> None:
         self.totals = Totals(histogram=[0] * (self.draft_len + 1))
@@ -180,7 +191,7 @@ class Engine:
         block = batch.block[:rows, : 1 + max(offered)]
         self.target.sharding.follow_first(block)
         end = batch.reach + max(offered)
-        out = self.target(block, batch.start[:rows], self.cache, 0, drafter.aux_layers, length=end)
+        out = self.verify(block, batch.start[:rows], self.cache, 0, drafter.aux_layers, length=end)
 
         # Accept: the drafts that the target would have chosen itself, then one token of its own.
         tokens, accepted = self._accept(out.logits, block[:, 1:], offered)

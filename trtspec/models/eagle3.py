@@ -164,7 +164,8 @@ class Eagle3Head(nn.Module):
             mla = self.spec.attention == "mla"
             dim = self.spec.qk_rope_head_dim if mla else self.spec.head_dim
             cos, sin = rope_tables(self.spec.rope, dim, max(length, 2048), interleaved=mla)
-            self.tables = cos.to(self.fc.weight.device), sin.to(self.fc.weight.device)
+            device = self.fc.weight.device
+            self.tables = cos.to(device, non_blocking=True), sin.to(device, non_blocking=True)
         return self.tables
 
 

@@ -84,7 +84,8 @@ class KimiModel(nn.Module):
         if self.tables is None or len(self.tables[0]) < length:
             size = max(length, 2048)
             cos, sin = rope_tables(self.spec.rope, self.spec.qk_rope_head_dim, size, interleaved=True)
-            self.tables = cos.to(self.embed.weight.device), sin.to(self.embed.weight.device)
+            device = self.embed.weight.device
+            self.tables = cos.to(device, non_blocking=True), sin.to(device, non_blocking=True)
         return self.tables
 
     def forward(
