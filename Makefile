@@ -8,7 +8,7 @@ DEMO_OUT ?= demo-out
 # Without kept bytecode every process of the tests compiles PyTorch again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-oracles lint docs clean
+.PHONY: demo test test-all test-oracles test-gpu lint docs clean
 
 demo: $(STAMP)  ## the whole chain on a small Kimi, on a CPU, ending in a report
 	@TRTSPEC_PROGRESS=1 $(BIN)/trtspec demo -o $(DEMO_OUT) --force
@@ -31,6 +31,10 @@ test-oracles: .oracles/.made  ## against code that others wrote: vLLM, speculato
 		TRTSPEC_LANGCHAIN_PYTHON=.oracles/langchain/bin/python TRTSPEC_LM_EVAL_PYTHON=.oracles/lm_eval/bin/python \
 		TRTSPEC_GUIDELLM_PYTHON=.oracles/guidellm/bin/python TRTSPEC_AIPERF_PYTHON=.oracles/aiperf/bin/python \
 		$(BIN)/python -m pytest tests/oracles tests/hostile/test_server_requests.py tests/quant/test_modelopt_export.py -m "slow or not slow" --timeout=1800 -s
+
+# TRTSPEC_GPU_PYTHON: a Python with a CUDA build of torch where .venv's is built without
+test-gpu: $(STAMP)  ## exactness, losslessness, speed and CUDA graphs on this machine's GPU: a table to send back
+	@$${TRTSPEC_GPU_PYTHON:-$(BIN)/python} -m tests.gpu -o gpu-report.json
 
 .oracles/.made: $(STAMP) tests/oracles/environments.sh
 	@echo "== installing what others publish into .oracles (10 GB, a quarter of an hour)"

@@ -46,10 +46,11 @@ def same_traced(step: Step, make: Callable[[], tuple[Any, ...]], written: list[i
         assert torch.equal(traced[index].data, eager[index].data) and eager[index].data.any()
 
 
-@pytest.mark.parametrize("experts", ["together", "grouped product", "blocks"])
+@pytest.mark.parametrize("experts", ["together", "blocks"])
 @pytest.mark.parametrize("width", [1, 1 + DRAFTS], ids=["decode", "verify"])
 def test_the_target(target: KimiModel, width: int, experts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the experts as a CPU computes few of them, as Hopper does, and as older GPUs do."""
+    """With the experts as few of them are computed, and as GPUs do that have no grouped product. That product itself
+    is not among them: torch's shape function for it takes bfloat16 only, and a CPU computes it in float32."""
     if experts == "blocks":
 
         def by_blocks(self: moe.Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class Graphs:
         self.captured: dict[Hashable, Captured] = {}
         self.output_bytes = 0
         self.reason: str | None = None
-        self.pool: tuple[int, int] | None = None
+        self.pool: Any = None  # a handle of torch.cuda
 
     @property
     def told(self) -> str:
