@@ -28,10 +28,11 @@ from trtspec.engine.drafters import DrafterName, DraftSampling
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.parallel import ParallelEngine, Ranks, device_of, follow
 from trtspec.engine.prefix import BLOCK_TOKENS, PREFIX_BYTES, PrefixReuse
+from trtspec.engine.preflight import Load, require_fitting
 from trtspec.engine.sequence import GenerationRequest
-from trtspec.errors import MissingDependency, TrtspecError, UsageError
+from trtspec.errors import TrtspecError, UsageError
 from trtspec.models.head_weights import load_head, open_head
-from trtspec.models.memory import cache_token_bytes, check_device, free_bytes, head_bytes, target_bytes
+from trtspec.models.memory import check_device
 from trtspec.models.precision import dtype_name, serving_dtype
 from trtspec.models.sharding import WHOLE, Sharding
 from trtspec.models.weights import load_target
@@ -41,9 +42,6 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEFAULT_MAX_SEQ_LEN = 4096
 SHARED_PRODUCTS_HIDDEN = 1024  # below, a step on one thread is faster than on two (docs/LOG.md)
 GRACE_SECONDS = 30
-SPARE = 1.05  # times the weights: what loading and products hold beside them
-LOGITS_COPIES = 4  # float32 logits of a round: as computed, scaled, sorted, accepted
-MIN_LENGTH = 64  # a context below it is not worth proposing
 
 
 @dataclass(frozen=True)
@@ -201,31 +199,17 @@ def build_engine(
 def require_memory(target: Path, head: Path | None, options: ServerOptions, dtype: torch.dtype) -> None:
     """Raises MissingDependency, before anything is loaded, with the bytes needed and free and the sizes that fit."""
     spec = require_target(target).spec
-    checkpoint, head_spec = (None, None) if head is None else open_head(head, spec)
-    rows, length = options.max_batch_size, sequence_length(spec, options)
-    ranks = options.tp_size if options.device == "cpu" else 1  # one after the other, or in one memory
-    weights = target_bytes(target, spec, dtype, options.device, Sharding(0, options.tp_size))
-    weights = ranks * (weights + (head_bytes(checkpoint, dtype) if checkpoint else 0))
-    logits = LOGITS_COPIES * (1 + options.draft_len) * spec.vocab_size * 4
-    fp8 = options.kv_cache_dtype == "fp8"
-    row = ranks * (cache_token_bytes(spec, head_spec, dtype, fp8=fp8) * (length + options.draft_len) + logits)
-    kept = int(SPARE * weights) + (options.prefix_bytes if options.prefix_reuse else 0)
-    needed, free = kept + rows * row, free_bytes(options.device)
-    if needed <= free:
-        return
-    room = free - kept
-    if room >= row:
-        remedy = f"use --max-batch-size {room // row}, or a --max-seq-len below {length}"
-    elif room - logits >= row // length * MIN_LENGTH:
-        remedy = f"use --max-batch-size 1 --max-seq-len {(room - logits) * length // row}"
-    else:
-        remedy = "use a machine with more memory, or a smaller target: its weights alone do not fit"
-    raise MissingDependency(
-        f"{target} takes {needed / 2**30:.2f} GiB on {options.device} ({weights / 2**30:.2f} of weights in "
-        f"{dtype_name(dtype)}, {rows} requests of {length} tokens, "
-        f"{(kept - int(SPARE * weights)) / 2**30:.2f} for reused prefixes), {free / 2**30:.2f} are free",
-        remedy,
+    load = Load(
+        options.device,
+        dtype,
+        options.max_batch_size,
+        sequence_length(spec, options),
+        options.draft_len,
+        options.kv_cache_dtype == "fp8",
+        options.prefix_bytes if options.prefix_reuse else 0,
+        options.tp_size,
     )
+    require_fitting(target, spec, None if head is None else open_head(head, spec), load)
 
 
 def sequence_length(spec: ModelSpec, options: ServerOptions) -> int:
