@@ -13,7 +13,7 @@ from trtspec.checkpoint.detect import target_spec
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.read import read_head
 from trtspec.engine import preflight
-from trtspec.engine.preflight import Load, footprint, ranks_that_fit, require_fitting
+from trtspec.engine.preflight import MemoryLoad, footprint, ranks_that_fit, require_fitting
 from trtspec.errors import MissingDependency
 from trtspec.models.precision import dtype_name, dtype_of_capability
 from trtspec.specs import ModelSpec
@@ -43,8 +43,8 @@ CARDS = [
 ROWS, LENGTH = 4, 4096
 
 
-def load(card: Card, ranks: int = 1) -> Load:
-    return Load("cuda", dtype_of_capability(card.capability), ROWS, LENGTH, 3, ranks=ranks)
+def load(card: Card, ranks: int = 1) -> MemoryLoad:
+    return MemoryLoad("cuda", dtype_of_capability(card.capability), ROWS, LENGTH, 3, ranks=ranks)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ MOST_RANKS = 8  # that are proposed
 
 
 @dataclass(frozen=True)
-class Load:
+class MemoryLoad:
     """What is to be held: `rows` requests of up to `length` tokens, by `ranks` processes, on a GPU each or together in
     the memory of a CPU."""
 
@@ -59,7 +59,7 @@ class Footprint:
         return min(tokens, self.length) if tokens >= MIN_LENGTH else 0
 
 
-def footprint(path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpec] | None, load: Load) -> Footprint:
+def footprint(path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpec] | None, load: MemoryLoad) -> Footprint:
     """Of a target, whose checkpoint is read only for the sizes of its files, and a head. Raises UsageError for ranks
     that cannot share it."""
     together = load.ranks if load.device == "cpu" else 1
@@ -72,7 +72,7 @@ def footprint(path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpec] | N
 
 
 def ranks_that_fit(
-    path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpec] | None, load: Load, free: int, gpus: int
+    path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpec] | None, load: MemoryLoad, free: int, gpus: int
 ) -> int | None:
     """The smallest number of GPUs, up to `gpus` with `free` bytes each, that hold the load together."""
     for ranks in (1, 2, 4, MOST_RANKS):
@@ -86,7 +86,7 @@ def ranks_that_fit(
     return None
 
 
-def require_fitting(path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpec] | None, load: Load) -> None:
+def require_fitting(path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpec] | None, load: MemoryLoad) -> None:
     """Raises MissingDependency with the bytes needed and free, and the sizes or the number of GPUs that fit."""
     found, free = footprint(path, spec, head, load), free_bytes(load.device)
     needed = found.needed(load.rows)

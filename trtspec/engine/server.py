@@ -28,7 +28,7 @@ from trtspec.engine.drafters import DrafterName, DraftSampling
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.parallel import ParallelEngine, Ranks, device_of, follow
 from trtspec.engine.prefix import BLOCK_TOKENS, PREFIX_BYTES, PrefixReuse
-from trtspec.engine.preflight import Load, require_fitting
+from trtspec.engine.preflight import MemoryLoad, require_fitting
 from trtspec.engine.sequence import GenerationRequest
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.models.head_weights import load_head, open_head
@@ -199,7 +199,7 @@ def build_engine(
 def require_memory(target: Path, head: Path | None, options: ServerOptions, dtype: torch.dtype) -> None:
     """Raises MissingDependency, before anything is loaded, with the bytes needed and free and the sizes that fit."""
     spec = require_target(target).spec
-    load = Load(
+    load = MemoryLoad(
         options.device,
         dtype,
         options.max_batch_size,

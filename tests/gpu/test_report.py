@@ -1,0 +1,59 @@
+"""`make test-gpu` where there is no GPU: refused in one line, and its whole code run on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CHECKS = ["exactness", "losslessness", "distribution", "host waits", "CUDA graphs", "speed", "memory"]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 4 and not done.stdout
+    assert done.stderr.startswith("test-gpu: no GPU: torch ") and len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_ci_job_runs_as_it_is_written_on_a_cpu(tmp_path: Path) -> None:
+    """The step `test-gpu` of configs/ci/gpu.yml, all of `make test-gpu` in small and in bfloat16."""
+    job = yaml.safe_load((ROOT / "configs/ci/gpu.yml").read_text())["jobs"]["gpu"]
+    step = next(step for step in job["steps"] if step.get("name") == "test-gpu")
+    shim = tmp_path / "bin" / "python"
+    shim.parent.mkdir()
+    shim.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    shim.chmod(0o755)
+    more = {"DEVICE": "cpu", "ARGS": "--tiny --dtype bfloat16", "PATH": f"{shim.parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-ec", step["run"]], cwd=tmp_path, env=environment(**job["env"] | more), capture_output=True, text=True
+    )
+    print(done.stdout, done.stderr)
+    kept = job["steps"][-1]["with"]["path"].split()
+    assert all((tmp_path / path).exists() for path in kept)
+    report = json.loads((tmp_path / "gpu-report.json").read_text())
+    assert report["machine"]["torch"] == torch.__version__ and report["machine"]["dtype"] == "bfloat16"
+    assert list(dict.fromkeys(row["check"] for row in report["rows"])) == CHECKS
+    assert [row for row in report["rows"] if row["verdict"] == "FAILED"] == []
+    assert report["ok"] and done.returncode == 0
