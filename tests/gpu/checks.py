@@ -65,7 +65,7 @@ class Sizes:
 
     @staticmethod
     def tiny() -> Sizes:
-        return Sizes(2, 24, 3, 6, 150, (1, 4), 1, 2**20)
+        return Sizes(2, 24, 2, 4, 60, (1, 4), 1, 2**20)
 
 
 class Models:
