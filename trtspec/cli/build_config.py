@@ -86,6 +86,19 @@ def build_config(options: BuildConfigOptions) -> None:
     texts = {path: _text(parts, options) for path, parts in files.items()}
     _write(texts, options.dry_run)
     _show(files, texts, {"version": version, "version_reason": reason}, options)
+    written = [] if options.dry_run else [f"wrote {path}" for path in texts if path]
+    if written:
+        say("\n".join(written + _next(options)))
+
+
+def _next(options: BuildConfigOptions) -> list[str]:
+    """The command that takes what was written, with its names."""
+    if options.format == "helm-values" and options.output:
+        return [f"next: helm install kimi docker/helm/trtspec -f {options.output} --set image.repository=REPOSITORY"]
+    if options.format == "yaml" and options.output and options.role is None:
+        code = " --trust-remote-code" if options.trust_remote_code else ""
+        return [f"next: trtspec serve {options.target} --config {options.output}{code} --dry-run"]
+    return []
 
 
 def _mode(options: BuildConfigOptions) -> Mode:

@@ -175,7 +175,10 @@ def check(options: CheckOptions) -> None:
     got, expected = collect(used)
     if options.record is not None:
         report.write_json(options.record, {**got.to_dict(), **_stamp(options.url)})
-        report.say(f"recorded {len(got.transcripts)} answers in {options.record}")
+        report.say(
+            f"recorded {len(got.transcripts)} answers in {options.record}\n"
+            f"next: trtspec check URL --against {options.record}, for the server with speculation"
+        )
     limits = GateLimits(
         min_acceptance=options.min_acceptance,
         near_tie=options.near_tie,
