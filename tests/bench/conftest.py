@@ -59,8 +59,8 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
     raise AssertionError("the stand-in server did not come up")
 
 
-@pytest.fixture
-def dataset(tmp_path: Path) -> Path:
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """36 two-category-and-one prompts, the first of each category with two turns."""
     lines = []
     for index in range(36):
@@ -69,7 +69,7 @@ def dataset(tmp_path: Path) -> Path:
         if index < 3:
             turns.append("Now make it shorter")
         lines.append(json.dumps({"question_id": index, "category": category, "turns": turns}))
-    path = tmp_path / "questions.jsonl"
+    path = tmp_path_factory.mktemp("dataset") / "questions.jsonl"
     path.write_text("\n".join(lines) + "\n")
     return path
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.command_line import Done, trtspec
 from trtspec.bench import adapters, assembly, measure
 from trtspec.bench.client import Answer, RequestSampling
 from trtspec.bench.datasets import DatasetChoice, load_dataset
@@ -31,8 +32,11 @@ def codes(results: dict[str, Any]) -> set[str]:
     return {problem["code"] for problem in results["problems"]}
 
 
-def trtspec(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "trtspec", *arguments], capture_output=True, text=True, timeout=120)
+def in_a_process(*words: object) -> Done:
+    """`trtspec ...` as a process of its own; the other commands run in this one."""
+    command = [sys.executable, "-m", "trtspec", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
 def test_every_source_agrees_on_the_same_answers(stand_in: Start, dataset: Path) -> None:
@@ -138,9 +142,9 @@ def test_forced_acceptance_is_seen_through_trtllm_averages_too(stand_in: Start, 
 
 def test_command_writes_results_report_and_compares(stand_in: Start, dataset: Path, tmp_path: Path) -> None:
     url, out = stand_in(kind="reference"), tmp_path / "out"
-    common = ["--dataset", str(dataset), "--concurrency", "1,4", "--samples", "6,24", "--max-tokens", "48"]
-    first = trtspec("bench", url, *common, "-o", str(out))
-    assert first.returncode == 0, first.stderr
+    common = ["--dataset", dataset, "--concurrency", "1,4", "--samples", "6,24", "--max-tokens", "48"]
+    first = in_a_process("bench", url, *common, "-o", out)
+    assert first.status == 0, first.stderr
     assert "distinct 4-grams" in first.stdout and "acceptance length" in first.stdout
     results = json.loads((out / "results.json").read_text())
     assert [level["concurrency"] for level in results["concurrency"]] == [1, 4]
@@ -151,9 +155,9 @@ def test_command_writes_results_report_and_compares(stand_in: Start, dataset: Pa
     assert len((out / "answers.jsonl").read_text().splitlines()) == sum(
         level["throughput"]["requests"] for level in results["concurrency"]
     )
-    refused = trtspec("bench", url, *common, "-o", str(out))
-    assert refused.returncode == 2 and "--force" in refused.stderr
-    again = trtspec("bench", url, *common, "--compare", str(out), "--json")
+    refused = trtspec("bench", url, *common, "-o", out)
+    assert refused.status == 2 and "--force" in refused.stderr
+    again = trtspec("bench", url, *common, "--compare", out, "--json")
     comparison = json.loads(again.stdout)["comparison"]
     assert comparison["figures"][0]["ratio"] == 1.0 and not comparison["differs"]
     assert set(comparison["acceptance"]) == {"all", *results["categories"]}, "the keys of the first layout stay"
@@ -161,17 +165,17 @@ def test_command_writes_results_report_and_compares(stand_in: Start, dataset: Pa
     assert comparison["acceptance"]["all"]["low"] <= 1.0 <= comparison["acceptance"]["all"]["high"]
     assert [(speed["concurrency"], speed["rounds"]) for speed in comparison["speed"]] == [(1, [1, 1]), (4, [1, 1])]
     assert all(speed["low"] == speed["ratio"] == speed["high"] > 0 for speed in comparison["speed"])
-    other = trtspec("bench", url, *common[:-2], "--compare", str(out), "--json")
+    other = trtspec("bench", url, *common[:-2], "--compare", out, "--json")
     assert json.loads(other.stdout)["comparison"]["differs"] == ["max_tokens"]
 
 
 def test_command_says_what_is_wrong(stand_in: Start, dataset: Path, tmp_path: Path) -> None:
-    nobody = trtspec("bench", "127.0.0.1:9", "--dataset", str(dataset))
-    assert nobody.returncode == 1 and "does not answer" in nobody.stderr
-    failing = trtspec("bench", stand_in(fail_every=1), "--dataset", str(dataset))
-    assert failing.returncode == 1 and "out of blocks" in failing.stderr
+    nobody = trtspec("bench", "127.0.0.1:9", "--dataset", dataset)
+    assert nobody.status == 1 and "does not answer" in nobody.stderr
+    failing = trtspec("bench", stand_in(fail_every=1), "--dataset", dataset, "--samples", 2, "--concurrency", 1)
+    assert failing.status == 1 and "out of blocks" in failing.stderr
     ids = tmp_path / "ids.jsonl"
     ids.write_text('{"prompt": [17, 4, 99]}\n')
-    random = trtspec("bench", stand_in(), "--dataset", str(ids))
-    assert random.returncode == 2 and "token ids" in random.stderr
-    assert trtspec("bench", stand_in(), "--dataset", str(dataset), "--samples", "1,2").returncode == 2
+    random = trtspec("bench", stand_in(), "--dataset", ids)
+    assert random.status == 2 and "token ids" in random.stderr
+    assert trtspec("bench", stand_in(), "--dataset", dataset, "--samples", "1,2").status == 2

@@ -21,7 +21,7 @@ from trtspec.bench.results import BenchResults, from_dict
 SAMPLE_CLASSES = {"SAMPLE experts": {"tensors": 28, "relative_error": 0.0951, "worst": 0.0985}}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def results(stand_in: Callable[..., str], dataset: Path) -> BenchResults:
     """A real measurement of three stand-in servers."""
     urls = {"eagle3": stand_in(), "plain": stand_in(kind="plain"), "prompt-lookup": stand_in(draft_len=2)}

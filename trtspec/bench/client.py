@@ -1,7 +1,7 @@
 """An asynchronous client for any OpenAI-compatible endpoint: one streamed answer with the time of every chunk.
 
-A request starts when its first byte is sent over an open connection: name lookup, connecting, TLS and waiting for a free
-connection do not count. Connections are reused. The time of a chunk is that of the
+A request starts when its first byte is sent over an open connection: name lookup, connecting, TLS and waiting for a
+free connection do not count. Connections are reused. The time of a chunk is that of the
 network read which brought its end, so that what a proxy held back and sent at once has one time, and parsing costs
 none.
 """
