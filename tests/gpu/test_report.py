@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+
+from tests.gpu.checks import homogeneous
 
 ROOT = Path(__file__).parents[2]
 CHECKS = ["exactness", "losslessness", "distribution", "host waits", "CUDA graphs", "speed", "memory"]
@@ -58,3 +61,13 @@ def test_the_ci_job_runs_as_it_is_written_on_a_cpu(tmp_path: Path) -> None:
     assert list(dict.fromkeys(row["check"] for row in report["rows"])) == CHECKS
     assert [row for row in report["rows"] if row["verdict"] == "FAILED"] == []
     assert report["ok"] and done.returncode == 0
+
+
+@pytest.mark.slow
+def test_the_test_of_distributions_tells_them_apart() -> None:
+    even = Counter({token: 300 for token in range(10)})
+    skewed = Counter({token: 300 + (60 if token % 2 else -60) for token in range(10)})
+    assert homogeneous(even, even) == pytest.approx(1.0)
+    found = homogeneous(even, skewed)
+    assert found is not None and found < 1e-4
+    assert homogeneous(Counter({7: 3000}), Counter({7: 2995, 8: 5})) is None
