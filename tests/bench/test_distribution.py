@@ -101,7 +101,7 @@ def served(target: Path) -> Iterator[str]:
 
 
 def spoiled(directory: Path, source: Path) -> Path:
-    """A copy whose activation scales of all experts' gate projections in one layer are 16 times too small."""
+    """A copy whose activation scales are all 16 times too small."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(source, directory)
