@@ -95,7 +95,9 @@ def test_honest_servers_pass(cheating: str, kind: str) -> None:
     verdict = cheats.judged(got, cheats.plain(cheating, FEW, (2048,)), min_acceptance=2.0)
     assert not verdict.failed, [found for found in verdict.results if found.status == "fail"]
     skipped = {name for name, status in cheats.statuses(verdict).items() if status == "skipped"}
-    assert skipped - {"streaming"} == {"image", "task-accuracy"} | ({"visible-text"} if kind == "trtllm" else set())
+    assert skipped - {"streaming"} == {"distribution", "image", "task-accuracy"} | (
+        {"visible-text"} if kind == "trtllm" else set()
+    )
 
 
 @pytest.mark.parametrize(("kind", "cheat"), QUICK)

@@ -314,6 +314,24 @@ def test_probes_judge_the_text_and_make_the_series_where_there_are_no_metrics(
     assert found == {"TS-WATCH-LOOPS", "TS-WATCH-BASELINE"} and status == 3
 
 
+def test_an_endpoint_that_was_never_read_is_no_quiet_one(tmp_path: Path) -> None:
+    words = ("watch", "http://127.0.0.1:9", "--once", "--state", tmp_path / "state.json")
+    for _ in range(2):
+        done = trtspec(*words)
+        assert done.status == 1 and "could not be read: http://127.0.0.1:9" in done.stderr and not done.stdout
+    done = trtspec(*words)
+    assert done.status == 3 and "TS-WATCH-GONE" in done.stdout + done.stderr
+
+
+def test_a_reading_that_failed_is_told_before_it_is_an_alert(server: MetricsServer, look: Callable[..., Done]) -> None:
+    server.count(10, 15)
+    assert look().status == 0
+    server.shutdown()
+    server.server_close()
+    done = look()
+    assert done.status == 0 and json.loads(done.stdout)["missed_in_row"] == 1
+
+
 def test_it_goes_on_exports_its_own_metrics_and_keeps_its_state(
     server: MetricsServer, baseline: Path, tmp_path: Path
 ) -> None:

@@ -27,7 +27,7 @@ def test_plain_engine_computes_the_definition(
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)
-@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(16, marks=pytest.mark.slow)])
 def test_every_head_kind(
     kind: tuple[str, str, int | None],
     rows: int,

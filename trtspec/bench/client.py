@@ -114,6 +114,8 @@ async def first_model(client: httpx.AsyncClient) -> dict[str, Any]:
 
 
 def describe(error: Exception) -> str:
+    if isinstance(error, httpx.ConnectError):
+        return "nothing accepts connections there"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 

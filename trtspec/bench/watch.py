@@ -240,6 +240,14 @@ class Watch:
         state.totals.scrapes += 1
         state.last_look, state.missed_in_row, state.not_speculating = now, 0, reason
 
+    @property
+    def never_read(self) -> bool:
+        """Whether every reading since the watch began failed."""
+        state = self.state
+        return (
+            state.missed_in_row > 0 and not state.totals.scrapes and state.totals.probes == state.totals.probe_failures
+        )
+
     def missed(self, now: float, reason: str) -> None:
         """A look that failed."""
         state = self.state
@@ -382,6 +390,7 @@ class Watch:
             "contexts": {g: {"steps": s, "accepted_per_step": round(a / s, 4)} for g, (s, a) in state.contexts.items()},
             "series": {name: self.series_summary(series) for name, series in state.series.items()},
             "missed_scrapes": state.totals.missed_scrapes,
+            "missed_in_row": state.missed_in_row,
             "restarts": state.totals.resets,
             "events": [{"time": when, "what": text} for when, text in state.events[-20:]],
         }

@@ -11,7 +11,7 @@ import typer
 
 from trtspec import report
 from trtspec.cli.options import JsonOption, RestartOption
-from trtspec.errors import CheckFailed, Problem, UsageError
+from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError
 from trtspec.records import Mode, narrow, refuse_unused, without
 
 if TYPE_CHECKING:
@@ -92,6 +92,10 @@ def watch(options: WatchOptions) -> None:
         )
     if options.once:
         alerts = _look_once(found, source, path)
+        if found.never_read and not alerts:
+            raise TrtspecError(
+                f"{options.url} could not be read: {found.state.last_failure}", "start the server, or correct the URL"
+            )
         _show(found, alerts, options.json_)
         if alerts:
             raise CheckFailed(f"{options.url}: {', '.join(sorted({a.code for a in alerts}))}", "see the alerts above")
@@ -235,6 +239,8 @@ def _show(found: Watch, alerts: list[Problem], json_output: bool) -> None:
     note = f"false alarms: at most {found.settings.false_alarms:g} a day for each series"
     lines = [f"source: {told['source'] or 'nothing read yet'}; restarts {told['restarts']}, "
              f"missed scrapes {told['missed_scrapes']}"]  # fmt: skip
+    if missed := told["missed_in_row"]:
+        lines.append(f"this reading failed, {missed} in a row: {found.state.last_failure}")
     lines += [f"position {k}: {share:.3f} of steps" for k, share in told["positions"].items()]
     lines += [f"prompts {g} tokens: {c['accepted_per_step']:.3f} a step" for g, c in told["contexts"].items()]
     lines += report.problem_lines(alerts) or ["no alert"]
