@@ -18,6 +18,7 @@ from typing import Any
 
 from trtspec.bench.results import EndpointResult, LevelResult
 from trtspec.errors import UsageError
+from trtspec.report import say
 
 CLOSE = 0.01  # two lengths that differ by less are alike, and the shorter one is proposed
 SCHEDULE = "speculative_config.draft_len_schedule"
@@ -214,7 +215,8 @@ def served_by(
 ) -> dict[int, EndpointResult]:
     """Endpoints by draft length: measured ones by what they drafted, those of `named` and `stored` as they were given.
 
-    Raises UsageError where the first does not tell its length, or one tells another than was given."""
+    Of two with one length the first counts, and the other is named. Raises UsageError where the first does not tell its
+    length, or one tells another than was given."""
     found: dict[int, EndpointResult] = dict(stored)
     for place, endpoint in enumerate(endpoints):
         told, given = served_length(endpoint), named.get(endpoint.name)
@@ -224,6 +226,8 @@ def served_by(
         if told is not None and given is not None and told != given:
             raise UsageError(f"--at {given}={endpoint.url}: it drafts {told} tokens per step", "name what it serves")
         length = told if given is None else given
-        if length is not None:
-            found.setdefault(length, endpoint)
+        if length in found:
+            say(f"note: {endpoint.url} is left out: it drafts {length} tokens, as {found[length].url} does")
+        elif length is not None:
+            found[length] = endpoint
     return found
