@@ -186,7 +186,7 @@ def _own(item: str) -> EngineSetting:
 def _header(intent: Intent) -> str:
     lines = [
         f"# Serve with `trtspec serve {intent.target} --config <this file>`. Sizes, parallelism, host and port are",
-        "# options of trtllm-serve and stand nowhere in this file: which of the two wins changed between versions.",
+        "# options of trtllm-serve and are not set here: which of the two takes precedence changed between versions.",
     ]
     if intent.role is not None:
         same = "needs the same head" if intent.head else "runs without a head, too"
