@@ -318,7 +318,11 @@ def test_an_endpoint_that_was_never_read_is_no_quiet_one(tmp_path: Path) -> None
     words = ("watch", "http://127.0.0.1:9", "--once", "--state", tmp_path / "state.json")
     for _ in range(2):
         done = trtspec(*words)
-        assert done.status == 1 and "could not be read: http://127.0.0.1:9" in done.stderr and not done.stdout
+        assert (
+            done.status == 1
+            and "nothing could be read: http://127.0.0.1:9 does not answer" in done.stderr
+            and not done.stdout
+        )
     done = trtspec(*words)
     assert done.status == 3 and "TS-WATCH-GONE" in done.stdout + done.stderr
 

@@ -94,7 +94,7 @@ def watch(options: WatchOptions) -> None:
         alerts = _look_once(found, source, path)
         if found.never_read and not alerts:
             raise TrtspecError(
-                f"{options.url} could not be read: {found.state.last_failure}", "start the server, or correct the URL"
+                f"nothing could be read: {found.state.last_failure}", "start the server, or correct the URL"
             )
         _show(found, alerts, options.json_)
         if alerts:
