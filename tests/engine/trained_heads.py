@@ -188,6 +188,11 @@ def layer_ids(spec: HeadSpec, tensors: HeadTensors) -> Head:
     return replace(spec, aux_layers=tuple(layer + 1 for layer in spec.aux_layers or ())), tensors
 
 
+def norm_output(spec: HeadSpec, tensors: HeadTensors) -> Head | None:
+    """A reader that does not know `norm_output`."""
+    return (replace(spec, norm_output=False), tensors) if spec.norm_output else None
+
+
 def exchanged(tensors: HeadTensors, first: str, second: str) -> HeadTensors:
     first, second = f"{first}.weight", f"{second}.weight"
     return tensors | {first: tensors[second], second: tensors[first]}
@@ -201,4 +206,5 @@ FAULTS: dict[str, Callable[[HeadSpec, HeadTensors], Head | None]] = {
     "d2t": d2t_plus_one,
     "rope": rope,
     "layer-ids": layer_ids,
+    "norm-output": norm_output,
 }
