@@ -119,6 +119,8 @@ PROBLEMS = {
     501: "The server lacks a package that the request needs.",
     503: "The engine stopped.",
 }
+# an event without a type is a "message" to whoever reads it (HTML Living Standard, section 9.2.6)
+EVENT = record(("event",), data=TEXT, event={"const": "message"})
 RETRY_AFTER = {"Retry-After": {"description": "Seconds.", "schema": {"type": "string", "pattern": "^[0-9]+$"}}}
 
 
@@ -129,7 +131,7 @@ def described(kind: type[GenerationBody]) -> dict[str, Any]:
         "description": "The answer, or with `stream` its events.",
         "content": {
             "application/json": {"schema": COMPLETION if kind is CompletionBody else CHAT},
-            "text/event-stream": {"itemSchema": record(data=TEXT)},
+            "text/event-stream": {"itemSchema": EVENT},
         },
     }
     body = {"required": True, "content": {"application/json": {"schema": _body_schema(kind)}}}
