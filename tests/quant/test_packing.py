@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
@@ -221,6 +221,7 @@ def test_mse_scales_are_those_of_brute_force(portable_mse, seed, tail, sourced):
 
 @NEEDS_COMPILER
 @given(bits16)
+@example([0] * 63 + [0x1380])  # 2^-88: every error squared is zero, and the smallest scale is as good as any
 @settings(max_examples=20, deadline=None)
 def test_mse_bytes_are_the_same_in_c_and_torch(portable_mse, bits):
     rows = rows_of(WeightFormat.BF16, bf16_of(bits).reshape(2, 32))

@@ -16,7 +16,7 @@ import torch
 from trtspec.errors import TrtspecError
 from trtspec.formats import NVFP4_BLOCK
 from trtspec.quant.nvfp4_pack import block_maxima, pack_blocks
-from trtspec.quant.scale_search import LARGEST_SEARCHED, best_scales
+from trtspec.quant.scale_search import LARGEST_SEARCHED, SMALLEST_SEARCHED, best_scales
 
 BLOCK = NVFP4_BLOCK
 E2M1_MAX = 6.0
@@ -80,8 +80,8 @@ def quantize(
         raise TrtspecError("the weight holds NaN or infinity", "find the tensor with `trtspec inspect --json`")
     scale_2 = scale_2_of(amax)
     # the quick path rounds exactly only well inside float32's range and up to the largest code
-    overflows = weight_scales == "mse" and float(amax) > LARGEST_SEARCHED
-    if float(scale_2) < 2.0**-100 or bool(largest > amax) or overflows or denormals_are_flushed():
+    clips = weight_scales == "mse" and not SMALLEST_SEARCHED <= float(amax) <= LARGEST_SEARCHED
+    if float(scale_2) < 2.0**-100 or bool(largest > amax) or clips or denormals_are_flushed():
         return quantize_plain(weight, amax, weight_scales)
     scale = block_scales(maxima.float(), scale_2)
     if weight_scales == "mse":
