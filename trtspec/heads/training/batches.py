@@ -17,6 +17,7 @@ from trtspec.heads.data.samples import Sample
 from trtspec.heads.training.features import Features
 from trtspec.heads.training.options import TrainOptions
 
+MAX_HELD_OUT = 64  # sequences per evaluation
 MOST_EMPTY = 1000  # epochs without a sample, after which there is none to come
 WINDOW_BATCHES = 16  # samples are sorted by length within this many batches: little padding, much shuffling
 

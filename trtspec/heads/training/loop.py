@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trtspec.errors import TrtspecError
-from trtspec.heads.training.batches import TrainingData, collate, counted_positions, split_data
+from trtspec.heads.training.batches import MAX_HELD_OUT, TrainingData, collate, counted_positions, split_data
 from trtspec.heads.training.curve import Curve, CurvePoint
 from trtspec.heads.training.estimate import walk
 from trtspec.heads.training.exports import Exports
@@ -22,13 +22,10 @@ from trtspec.heads.training.features import Features
 from trtspec.heads.training.module import TrainingModule, head_parameters
 from trtspec.heads.training.objective import Objective
 from trtspec.heads.training.options import TrainOptions
-from trtspec.heads.training.processes import World
+from trtspec.heads.training.processes import ALONE, World
 from trtspec.heads.training.schedule import learning_rate
 from trtspec.heads.training.state import KeptState, SavedRun, load_state, save_state, state_tensors
 from trtspec.heads.training.stop import Stop
-
-MAX_HELD_OUT = 64  # sequences per evaluation
-ALONE = World()
 
 
 @dataclass

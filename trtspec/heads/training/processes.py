@@ -2,7 +2,7 @@
 
 Both launchers describe the group in the environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR), where accelerate also
 says whether the head is to be sharded (ACCELERATE_USE_FSDP). The global batch is what one process would take; each
-process computes its share of the rows.
+process computes its share of the rows. torch's sharding takes over a second to import, so the functions that shard do.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trtspec.errors import TrtspecError, UsageError
@@ -78,6 +75,9 @@ class World:
         stay whole in each process: they have neither gradients nor moments.
         """
         if self.sharded:
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
             frozen = {value for value in model.parameters() if not value.requires_grad}
             device = next(model.parameters()).device.type
             # One unit: the training-time test runs the layer several times a step, and one gathering serves them all.
@@ -91,12 +91,17 @@ class World:
     def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors put together for the main process, the sharded ones on the CPU; the others get nothing. Every
         process must call it, because sharded ones are gathered, one at a time."""
+        from torch.distributed.tensor import DTensor
+
         found = {}
         for name, value in tensors.items():
             joined_value = value.full_tensor().cpu() if isinstance(value, DTensor) else value
             if self.main:
                 found[name] = joined_value
         return found
+
+
+ALONE = World()
 
 
 def require_shared(directory: Path, world: World, why: str) -> None:
@@ -120,6 +125,8 @@ def require_shared(directory: Path, world: World, why: str) -> None:
 
 def like(whole: Tensor, example: Tensor) -> Tensor:
     """`whole` where `example` is: on its device, and this process's shard of it where `example` is sharded."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     whole = whole.to(example.device)
     if not isinstance(example, DTensor):
         return whole

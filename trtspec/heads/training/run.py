@@ -34,10 +34,10 @@ from trtspec.heads.training.features import (
 from trtspec.heads.training.features_server import ServedFeatures, served_model
 from trtspec.heads.training.features_stream import open_stream, stream_features
 from trtspec.heads.training.first_layers import check_first_layers
-from trtspec.heads.training.loop import ALONE, Way, train_head
+from trtspec.heads.training.loop import Way, train_head
 from trtspec.heads.training.options import Dumped, Served, Streamed, TrainingRun, TrainOptions
 from trtspec.heads.training.plan import TrainingPlan
-from trtspec.heads.training.processes import World, require_shared
+from trtspec.heads.training.processes import ALONE, World, require_shared
 from trtspec.heads.training.state import STATE_NAME, KeptState, check_saved, run_fingerprint, saved_run
 from trtspec.heads.training.stop import Stop
 from trtspec.heads.training.trackers import tracked
