@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from trtspec.checkpoint.named import load_head, load_target
+from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.data_files import gpu_spec
 from trtspec.planning.acceptance import Acceptance
 from trtspec.planning.decay import Decay, fit, lengths, mean, other_decays, published_curves, rates_of

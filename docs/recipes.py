@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from trtspec.checkpoint.named import load_head, load_target
+from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.trtllm.build.config import build_named, disaggregated, judged_as
 from trtspec.trtllm.build.kubernetes import helm_values
 from trtspec.trtllm.intent import Goal, Intent

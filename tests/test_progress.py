@@ -9,10 +9,10 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtspec.progress import BLOCKS, sparkline
+from trtspec.report import BLOCKS, sparkline
 
 DRAW = """
-from trtspec.progress import progress_bar, sparkline
+from trtspec.report import progress_bar, sparkline
 with progress_bar("training", 13300, "steps") as bar:
     bar.advance(12345, f"loss 10.02 {sparkline(range(40), 12)}  agree 0.72 0.71 0.70  2500 tok/s  held out 9.35")
 """

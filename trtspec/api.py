@@ -190,7 +190,7 @@ def build_config(
     KEY=VALUE. Nothing is written."""
     from dataclasses import replace
 
-    from trtspec.checkpoint.named import load_head, load_target
+    from trtspec.checkpoint.hub import load_head, load_target
     from trtspec.trtllm.build.config import build
     from trtspec.trtllm.deployment import choose_version
     from trtspec.trtllm.intent import Intent
@@ -230,7 +230,7 @@ def plan(
 ) -> Decision:
     """Whether a target fits, how fast it runs and which settings serve it best: ranked rows, the best one, and why a
     layout is refused."""
-    from trtspec.checkpoint.named import load_head, load_target
+    from trtspec.checkpoint.hub import load_head, load_target
     from trtspec.cli.plan import PlanOptions, planned
 
     if acceptance is not None and head is None:

@@ -17,15 +17,12 @@ from typing import Any, Literal
 
 from packaging.version import InvalidVersion, Version
 
-from trtspec.checkpoint.heads.dialects import DIALECTS, OPTIONS
-from trtspec.checkpoint.heads.engines import ENGINES, vllm_speculation
+from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES, OPTIONS, vllm_speculation
 from trtspec.checkpoint.heads.pairing import pair_problems
-from trtspec.checkpoint.hub import known
-from trtspec.checkpoint.named import Head, Target, load_head, load_target
-from trtspec.data_files import DATA, load_yaml
+from trtspec.checkpoint.hub import Head, Target, known, load_head, load_target
+from trtspec.data_files import DATA, Gate, load_yaml
 from trtspec.errors import Problem, Severity, UsageError
 from trtspec.gpus import read_gpus
-from trtspec.launch.gates import Gate
 from trtspec.launch.plan import ServerPlan, limits_of, model_names
 from trtspec.launch.preflight import (
     EngineProgram,

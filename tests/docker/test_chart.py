@@ -371,7 +371,7 @@ def test_tags_schemas_and_the_table_of_the_documents_agree() -> None:
     assert tags <= set(table), f"not in docs/deploy.md: {tags - set(table)}"
     for tag, line in table.items():
         assert schema_for(tag).line == line
-    from trtspec.checkpoint.named import load_head, load_target
+    from trtspec.checkpoint.hub import load_head, load_target
     from trtspec.trtllm.releases import default_version
 
     newest, _ = default_version(load_target("nvidia/Kimi-K2.5-NVFP4").spec, load_head("nvidia/Kimi-K2.5-Eagle3").spec)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trtspec.checkpoint.named import load_head, load_target
+from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.data_files import gpu_spec
 from trtspec.planning.acceptance import Acceptance, parse_acceptance
 from trtspec.planning.decay import Decay, fit, lengths, mean, other_decays, published_curves, published_decay, rates_of

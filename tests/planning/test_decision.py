@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner, Result
 
-from trtspec.checkpoint.named import load_head, load_target
+from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.cli.app import app
 from trtspec.cli.plan import PlanOptions, planned
 from trtspec.data_files import gpu_names, load_yaml

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from trtspec.checkpoint.named import load_target
+from trtspec.checkpoint.hub import load_target
 from trtspec.data_files import gpu_names, gpu_spec
 from trtspec.planning.layout import Layout
 from trtspec.planning.memory import memory

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from trtspec.checkpoint.named import load_head, load_target
+from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.cli.app import app
 from trtspec.errors import CheckFailed, TrtspecError, UsageError
 from trtspec.trtllm.build.config import build, build_named

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trtspec.checkpoint.named import load_target
+from trtspec.checkpoint.hub import load_target
 from trtspec.trtllm.deployment import parse_passed
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent

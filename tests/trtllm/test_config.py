@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trtspec.checkpoint.named import load_head, load_target
+from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.trtllm.build.config import EngineConfig, build, build_named, disaggregated
 from trtspec.trtllm.build.kubernetes import helm_values

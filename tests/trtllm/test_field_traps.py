@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trtspec.checkpoint.named import load_head, load_target
+from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.errors import Severity
 from trtspec.trtllm.deployment import Deployment, Finding
 from trtspec.trtllm.lint.linter import lint

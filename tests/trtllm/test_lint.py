@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trtspec.checkpoint.named import load_head, load_target
+from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.specs import HeadSpec, ModelSpec, QuantSpec
 from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.lint.linter import fix, lint

@@ -50,7 +50,7 @@ JUDGE = """\
 import json, sys
 from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.lint.linter import lint
-from trtspec.checkpoint.named import load_target
+from trtspec.checkpoint.hub import load_target
 from trtspec.trtllm.schema import schema_for
 target = load_target("nvidia/Kimi-K2.6-NVFP4").spec
 asked = json.load(sys.stdin)

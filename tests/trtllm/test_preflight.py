@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trtspec.checkpoint.hub import resolve
-from trtspec.checkpoint.named import load_target
+from trtspec.checkpoint.hub import load_target, resolve
 from trtspec.gpus import InstalledGpu, read_gpus
 from trtspec.launch.log import LogPatterns
 from trtspec.launch.preflight import (

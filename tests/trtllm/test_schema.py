@@ -132,7 +132,7 @@ def test_gates_answer_no_yes_and_unknown() -> None:
 
 
 def test_default_version_follows_model_and_head() -> None:
-    from trtspec.checkpoint.named import load_head, load_target
+    from trtspec.checkpoint.hub import load_head, load_target
 
     target = load_target("nvidia/Kimi-K2.6-NVFP4").spec
     assert default_version(target, load_head("nvidia/Kimi-K2.6-Eagle3").spec)[0] == "1.3.0rc20"

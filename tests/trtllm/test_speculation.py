@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trtspec.checkpoint.named import load_head, load_target
+from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.releases import eagle3, methods

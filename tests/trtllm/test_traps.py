@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trtspec.checkpoint.named import load_head, load_target
+from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.errors import UsageError
 from trtspec.specs import QuantSpec
 from trtspec.trtllm.deployment import Deployment, Finding, compute_capability, deployment_of

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from trtspec.checkpoint.headers import Checkpoint, TensorInfo
-from trtspec.checkpoint.reader import ShardReader
+from trtspec.checkpoint.headers import Checkpoint, ShardReader, TensorInfo
 from trtspec.errors import TrtspecError
 
 DTYPES = {

@@ -241,7 +241,7 @@ def run(urls: dict[str, str], work: BenchWorkload, options: BenchOptions) -> tup
     import asyncio
 
     from trtspec.bench import assembly, measure, raw_results
-    from trtspec.progress import progress_bar
+    from trtspec.report import progress_bar
 
     if options.wait_ready:
         for url in urls.values():

@@ -60,7 +60,7 @@ MODES = (SERVER, CHART, FRONT, PARTS, CHART_PARTS, DYNAMO, DYNAMO_PARTS)
 
 def build_config(options: BuildConfigOptions) -> None:
     """Write the engine YAML for exactly one TensorRT-LLM version; it always passes `trtspec lint`."""
-    from trtspec.checkpoint.named import load_head, load_target
+    from trtspec.checkpoint.hub import load_head, load_target
     from trtspec.report import refuse_overwrite, say
     from trtspec.trtllm.build.config import build
     from trtspec.trtllm.deployment import choose_version

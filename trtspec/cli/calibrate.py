@@ -61,7 +61,7 @@ def calibrate(options: CalibrateOptions) -> None:
     import torch  # only now: it takes seconds
 
     from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint
-    from trtspec.progress import progress_bar
+    from trtspec.report import progress_bar
 
     policy = policy_of(options.policy, options.source, path)
     chosen = CalibrationOptions(

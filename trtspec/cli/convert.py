@@ -60,8 +60,7 @@ def convert(options: ConvertOptions) -> None:
 
     Weights pass through unchanged. A conversion that would lose something is refused with the reason, exit status 3.
     """
-    from trtspec.progress import progress_bar
-    from trtspec.report import print_json
+    from trtspec.report import print_json, progress_bar
 
     with progress_bar("converting") as bar:
         done = run(options, bar.show)

@@ -71,7 +71,7 @@ def run_head(options: InspectRun | InspectStates, head: Resolved, target: Resolv
     from trtspec.models.head_weights import open_head, read_tensors
     from trtspec.models.memory import check_device
     from trtspec.models.precision import default_dtype, dtype_name
-    from trtspec.progress import progress_bar
+    from trtspec.report import progress_bar
 
     head_path, target_path = _local(head), _local(target)
     check_device(options.device)

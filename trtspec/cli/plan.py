@@ -99,7 +99,7 @@ MODES = (SPECULATING, PLAIN)
 def plan(options: PlanOptions) -> None:
     """Estimate whether a target fits, how fast it runs and what speculation gains, and print the best build-config
     command."""
-    from trtspec.checkpoint.named import load_head, load_target
+    from trtspec.checkpoint.hub import load_head, load_target
     from trtspec.errors import CheckFailed
     from trtspec.planning.report import text, to_dict
     from trtspec.report import print_json

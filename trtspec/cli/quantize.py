@@ -141,9 +141,8 @@ def quantize(options: QuantizeOptions) -> None:
 
     The bytes equal those of ModelOpt's export for the same scales.
     """
-    from trtspec.progress import progress_bar
     from trtspec.quant.results import to_json
-    from trtspec.report import print_json
+    from trtspec.report import print_json, progress_bar
 
     used = narrow(options, _mode(options), MODES, selecting=("engine", "shard", "merge"))
     with progress_bar("quantizing") as bar:

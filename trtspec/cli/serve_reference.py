@@ -139,7 +139,7 @@ def _beside(start: ReferenceStart, executed: Executed) -> Executed:
 
 def _check_positions(target: str, executed: Executed) -> None:
     """Raises UsageError where the file asks for longer texts than the target has positions."""
-    from trtspec.checkpoint.named import load_target
+    from trtspec.checkpoint.hub import load_target
 
     positions = load_target(target).spec.max_position_embeddings
     wanted = executed.settings.max_seq_len
@@ -154,7 +154,7 @@ def _flag(name: str) -> str:
 
 def _show(start: ReferenceStart, executed: Executed | None, command: list[str], as_json: bool) -> None:
     """The command, and what is made of a file; names are looked up, nothing is fetched."""
-    from trtspec.checkpoint.named import load_head, load_target
+    from trtspec.checkpoint.hub import load_head, load_target
     from trtspec.checkpoint.target_problems import require_target
     from trtspec.report import print_json, problem_lines, write_stderr
 
@@ -178,7 +178,7 @@ def _show(start: ReferenceStart, executed: Executed | None, command: list[str], 
 
 def _run(start: ReferenceStart, executed: Executed | None) -> None:
     """Fetches what is not here, then serves until a signal ends it."""
-    from trtspec.checkpoint.named import require_head, require_target
+    from trtspec.checkpoint.hub import must_be_head, must_be_target
 
     try:
         from trtspec.engine.server import ServerOptions, run
@@ -186,8 +186,8 @@ def _run(start: ReferenceStart, executed: Executed | None) -> None:
         raise MissingDependency(
             f"the reference backend needs {missing.name}", "pip install 'trtspec[reference]'"
         ) from None
-    target = _local(start.target, require_target)
-    head = _local(start.head, require_head) if start.head else None
+    target = _local(start.target, must_be_target)
+    head = _local(start.head, must_be_head) if start.head else None
     sizes: dict[str, Any] = {
         key: getattr(start, key)
         for key in (

@@ -140,7 +140,7 @@ def _answer(
     chosen: list[Prompt], output: Path, endpoint: TargetEndpoint, sampling: AnswerSampling, journal: Path
 ) -> Outcome:
     from trtspec.heads.data.synthesis import synthesize as answer
-    from trtspec.progress import progress_bar
+    from trtspec.report import progress_bar
 
     tokens = 0
     with progress_bar("answers", len(chosen), "prompts") as bar:

@@ -219,7 +219,7 @@ def _forecast(run: Run, options: TrainOptions, recipe: TrainingRecipe, command: 
 
 def warnings_of(plan: TrainingPlan) -> list[str]:
     """What engines cannot do with the head that is to be trained."""
-    from trtspec.checkpoint.heads.engines import ENGINES
+    from trtspec.checkpoint.heads.dialects import ENGINES
 
     return [text for engine in ENGINES.values() if (text := engine.cannot_load(plan.spec))]
 
@@ -267,7 +267,7 @@ def _train_and_measure(run: Run, plan: TrainingPlan, options: TrainOptions, worl
     from trtspec.cli.train_measure import measure_acceptance  # only now: importing ModelOpt takes many seconds
     from trtspec.heads.training.exports import write_record
     from trtspec.heads.training.run import run_training
-    from trtspec.progress import progress_bar
+    from trtspec.report import progress_bar
 
     target_dir = run.work.target_dir
     model, whole = _target(target_dir, plan, options.dtype, world.device(run.work.device))
@@ -326,7 +326,7 @@ def _target(target_dir: Path, plan: TrainingPlan, dtype: Any, device: str) -> tu
 def _shown(advance: Callable[..., None]) -> Callable[[CurvePoint], None]:
     """Draws each step: the loss, its course so far, the agreement with the target at the first training-time-test
     steps, the last held-out loss."""
-    from trtspec.progress import sparkline
+    from trtspec.report import sparkline
 
     losses: list[float] = []
     done, held = 0, ""

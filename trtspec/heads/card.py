@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from trtspec.checkpoint.heads.dialects import DIALECTS, OPTIONS
-from trtspec.checkpoint.heads.engines import ENGINES
+from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES, OPTIONS
 from trtspec.specs import HeadSpec
 
 LICENCE = (

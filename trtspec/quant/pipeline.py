@@ -18,8 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
-from trtspec.checkpoint.headers import TensorInfo
-from trtspec.checkpoint.reader import ShardReader
+from trtspec.checkpoint.headers import ShardReader, TensorInfo
 from trtspec.quant.packing import Array
 from trtspec.quant.plan import Group, ShardPlan, Weight
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trtspec.checkpoint.headers import DTYPE_BITS
-from trtspec.checkpoint.reader import ShardReader
+from trtspec.checkpoint.headers import DTYPE_BITS, ShardReader
 from trtspec.checkpoint.writer import ShardFile
 from trtspec.errors import TrtspecError
 from trtspec.quant.finite import first_not_finite, not_finite

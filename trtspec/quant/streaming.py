@@ -10,12 +10,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.headers import Checkpoint, ShardReader
 from trtspec.checkpoint.journal import Journal, header_of, refuse_changed
-from trtspec.checkpoint.reader import ShardReader
 from trtspec.checkpoint.writer import write_index
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.quant import export_files, parts
+from trtspec.quant import parts
 from trtspec.quant.conversion import (
     Conversion,
     ConversionOptions,
@@ -25,12 +24,17 @@ from trtspec.quant.conversion import (
 from trtspec.quant.input_scales import source_name
 from trtspec.quant.native import choose_packer
 from trtspec.quant.output import (
+    carry_files,
     check_output,
     claim_output,
     clear_output,
     disk_errors,
+    model_card,
+    publication,
     refuse_strays,
     source_identity,
+    write_card,
+    write_configs,
 )
 from trtspec.quant.plan import ShardPlan
 from trtspec.quant.policy import KV_CACHES, WEIGHT_SCALES, Policy
@@ -219,13 +223,13 @@ def finish(
     if shards != ["model.safetensors"]:
         weight_map = {name: plan.shard for plan in conversion.plans for name in plan.layout()}
         write_index(output, weight_map, conversion.bytes_out)
-    carried = export_files.carry_files(source, output)
-    export_files.write_card(output, _card(conversion, result))
+    carried = carry_files(source, output)
+    write_card(output, _card(conversion, result))
     written = {shard: records[shard]["sha256"] for shard in shards}
     origin = {"path": str(source), **header["source"]}
     more = {"shards": written, "carried": carried, "classes": asdict(result)["classes"]}
     write_json(output / "provenance.json", provenance("quantize", origin, conversion.options, **more))
-    export_files.write_configs(output, conversion.checkpoint.config, exclude, conversion.kv_cache)
+    write_configs(output, conversion.checkpoint.config, exclude, conversion.kv_cache)
 
 
 def _card(conversion: Conversion, result: Quantized) -> str:
@@ -241,7 +245,7 @@ def _card(conversion: Conversion, result: Quantized) -> str:
         "copied": result.copied,
         "decoded": result.decoded,
         "kv": KV_CACHES[conversion.kv_cache or "none"],
-        "published": export_files.publication(policy, conversion.deviations),
+        "published": publication(policy, conversion.deviations),
         "scales": conversion.scales.description,
         "weight_scales": WEIGHT_SCALES[conversion.weight_scales],
         "size": f"{result.bytes_out:,}",
@@ -249,4 +253,4 @@ def _card(conversion: Conversion, result: Quantized) -> str:
         "format": spec.quant.format.upper(),
         "rows": ERROR_ROWS,
     }
-    return export_files.model_card(spec, facts, result.classes, result.zero_tensors)
+    return model_card(spec, facts, result.classes, result.zero_tensors)

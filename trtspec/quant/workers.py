@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from trtspec.checkpoint.reader import ShardReader
+from trtspec.checkpoint.headers import ShardReader
 from trtspec.checkpoint.writer import publish
 from trtspec.errors import TrtspecError
 from trtspec.quant.native import choose_packer, load_kernel

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
-from trtspec.checkpoint.named import findable, load_head, load_target
+from trtspec.checkpoint.hub import findable, load_head, load_target
 from trtspec.data_files import gpu_names, gpu_spec
 from trtspec.errors import Problem, Severity, UsageError
 from trtspec.specs import HeadSpec, ModelSpec

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import yaml
 from packaging.version import Version
 
-from trtspec.launch.gates import Gate
+from trtspec.data_files import Gate
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.document import Document
 

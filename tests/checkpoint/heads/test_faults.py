@@ -27,8 +27,7 @@ from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.values import value_problems
 from trtspec.checkpoint.hub import resolve
 from trtspec.errors import Problem, TrtspecError
-from trtspec.heads.convert.conversion import Options, convert_head
-from trtspec.heads.convert.rules import CURED, DEPENDS
+from trtspec.heads.convert.conversion import CURED, DEPENDS, Options, convert_head
 from trtspec.heads.training.run import initial_tensors
 from trtspec.models.head_weights import load_head
 from trtspec.models.weights import load_target

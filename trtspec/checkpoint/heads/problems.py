@@ -11,8 +11,7 @@ import numpy as np
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.heads.config import DTYPES, IDS_KEY, class_config, flat_config, stored_ids
-from trtspec.checkpoint.heads.dialects import DIALECTS, recorded
-from trtspec.checkpoint.heads.engines import ENGINES
+from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES, recorded
 from trtspec.checkpoint.heads.shapes import OPTIONAL, REMEDY, required_names
 from trtspec.checkpoint.heads.values import FLOATS, read_values, vocabulary_values
 from trtspec.errors import Problem, Severity

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trtspec.checkpoint.headers import Checkpoint, TensorInfo
+from trtspec.checkpoint.headers import Checkpoint, ShardReader, TensorInfo
 from trtspec.checkpoint.heads.dialects import recorded
-from trtspec.checkpoint.reader import ShardReader
 from trtspec.errors import Problem
 from trtspec.specs import HeadSpec, ModelSpec
 

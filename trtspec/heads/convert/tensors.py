@@ -12,11 +12,10 @@ from typing import Literal
 import numpy as np
 import torch
 
-from trtspec.checkpoint.headers import DTYPE_BITS, Checkpoint, TensorInfo
+from trtspec.checkpoint.headers import DTYPE_BITS, Checkpoint, ShardReader, TensorInfo
 from trtspec.checkpoint.heads.dialects import Dialect
 from trtspec.checkpoint.heads.shapes import MAPS, OPTIONAL, canonical_names, required_names
 from trtspec.checkpoint.heads.values import EXPONENTS, MAP_DTYPES, read_values
-from trtspec.checkpoint.reader import ShardReader
 from trtspec.errors import Problem
 from trtspec.specs import HeadSpec, ModelSpec
 

@@ -41,8 +41,7 @@ from trtspec.heads.training.processes import ALONE, World, require_shared
 from trtspec.heads.training.state import STATE_NAME, KeptState, check_saved, run_fingerprint, saved_run
 from trtspec.heads.training.stop import Stop
 from trtspec.heads.training.trackers import tracked
-from trtspec.progress import progress_bar
-from trtspec.report import say
+from trtspec.report import progress_bar, say
 from trtspec.specs import ModelSpec
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trtspec.checkpoint.named import load_head, load_target
+from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.data_files import gpu_spec
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.files import YamlError, load_text

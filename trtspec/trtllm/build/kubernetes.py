@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from trtspec.checkpoint.named import load_head, load_target
+from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.data_files import gpu_spec
 from trtspec.errors import UsageError
 from trtspec.planning.weights import checkpoint_bytes, head_weights

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trtspec.checkpoint.hub import Resolved
-from trtspec.checkpoint.named import Head, Target, findable, load_head, load_target
+from trtspec.checkpoint.hub import Head, Resolved, Target, findable, load_head, load_target
 from trtspec.errors import Problem, UsageError
 from trtspec.files import STDIN, read_yaml_text
 from trtspec.gpus import read_gpus
