@@ -29,7 +29,13 @@ from trtspec.heads.card import conversion_card, serving_commands
 from trtspec.heads.convert.output import check_output, check_room, write_output
 from trtspec.heads.convert.pickles import opened
 from trtspec.heads.convert.tensors import (
-    Choice, Lender, OutputTensor, plan_tensors, sizes, vocabulary_targets, with_ownership,
+    Choice,
+    Lender,
+    OutputTensor,
+    plan_tensors,
+    sizes,
+    vocabulary_targets,
+    with_ownership,
 )  # fmt: skip
 from trtspec.report import peak_rss, provenance
 from trtspec.specs import HeadSpec, ModelSpec
@@ -255,10 +261,7 @@ class Limit:
 
 
 LIMITS: dict[Feature, Limit] = {
-    "mla": Limit(
-        "TS-CONVERT-MLA", "attention",
-        "has no latent (MLA) attention for a draft layer",
-    ),
+    "mla": Limit("TS-CONVERT-MLA", "attention", "has no latent (MLA) attention for a draft layer"),
     "mla without yarn": Limit(
         "TS-CONVERT-ROPE", "rope_scaling",
         "computes YaRN for every MLA draft, and this head was trained with plain rope",
@@ -296,10 +299,7 @@ LIMITS: dict[Feature, Limit] = {
         "adds attention to the state itself, and this head was trained to add it to the normalised state; neither "
         "hidden_norm nor fc can express that",
     ),
-    "number of states": Limit(
-        "TS-CONVERT-LAYERS", "fc.weight",
-        "fuses exactly three captured states",
-    ),
+    "number of states": Limit("TS-CONVERT-LAYERS", "fc.weight", "fuses exactly three captured states"),
     "final state": Limit(
         "TS-CONVERT-LAYERS", "layer ids", "cannot capture the state after the target's final norm (-1)",
     ),
