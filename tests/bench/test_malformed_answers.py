@@ -6,15 +6,18 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.bench import cheats
 from tests.bench.cheating_server import fuzzed
 from tests.command_line import trtspec
+from trtspec.bench.asking import read_answer
 from trtspec.bench.check import GateLimits, run_checks
+from trtspec.bench.client import finite
 from trtspec.bench.pace import check_speed
-from trtspec.bench.transcript import Recording, read_recording
+from trtspec.bench.transcript import AskedPrompt, Recording, read_recording
 from trtspec.errors import UsageError
 
 
@@ -88,6 +91,16 @@ def test_a_last_pass_without_times_is_no_measurement(whole: Recording) -> None:
 
 def test_damaged_answers(cheating: str, small: Path) -> None:
     assert ask_damaged(cheating, small, range(4)) == {3}
+
+
+def test_integers_without_end(whole: Recording) -> None:
+    """JSON's integers have no limit; Python's are no float beyond 1.8e308."""
+    asked = AskedPrompt(question="q", category="c", messages=[{"role": "user", "content": "a"}])
+    choice: dict[str, Any] = {"message": {"content": "a"}, "avg_decoded_tokens_per_iter": 10**400}
+    assert read_answer(asked, {"choices": [choice]}).average is None and finite(10**400) is None
+    for damaged in ({"usage": {"completion_tokens": 10**400}}, {"usage": {"prompt_tokens": -1}}):
+        with pytest.raises(ValueError, match="not a number of tokens"):
+            read_answer(asked, {"choices": [choice], **damaged})
 
 
 @pytest.mark.slow

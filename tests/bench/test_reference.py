@@ -1,5 +1,5 @@
-"""bench against the real reference server: its counters, the best draft length, the tables of model cards, the CI
-workflow. Minutes, so all of it is slow."""
+"""bench and check against the real reference server: its counters, the best draft length, the tables of model cards, no
+false alarm, the CI workflow. Minutes, so all of it is slow. TRTSPEC_HONEST_CHECKS is the number of checks, 20."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from tests.bench.conftest import free_port
+from tests.command_line import trtspec
 from trtspec import data_files
 from trtspec.bench import assembly, card_tables, measure
 from trtspec.bench.choose_draft import choose
@@ -104,6 +105,23 @@ def test_tables_of_cards_from_held_out_prompts(reference: Callable[..., str]) ->
     assert any(title.startswith("Output per user") for title in tables)
     by_condition = next(table for title, table in tables.items() if title.startswith("Acceptance by condition"))
     assert [row[0] for row in by_condition.rows] == [condition.label for condition in conditions]
+
+
+def test_honest_servers_pass_every_check(reference: Callable[..., str], tmp_path: Path) -> None:
+    """A gate that cries wolf is switched off: each check asks the server anew, with and without the shipped head."""
+    plain, drafting = reference(), reference("--head", HEAD, "--draft-len", "3")
+    recording, wanted = tmp_path / "plain.json", int(os.environ.get("TRTSPEC_HONEST_CHECKS", "20"))
+    words = ("--samples", 12, "--max-tokens", 48, "--contexts", "512", "--context-samples", 2)
+    assert trtspec("check", plain, "--record", recording, *words).status == 0
+    alarms = []
+    for turn in range(wanted):
+        for name, url in (("plain", plain), ("head", drafting)):
+            done = trtspec("check", url, "--against", recording, "--json")
+            found = [row for row in json.loads(done.stdout)["results"] if row["status"] == "fail"]
+            if done.status or found:
+                alarms.append((turn, name, done.status, found))
+            print(f"\n{name}, check {turn + 1} of {wanted}: status {done.status}", [row["name"] for row in found])
+    assert not alarms, alarms
 
 
 def test_the_ci_workflow_runs_as_it_is_written(tmp_path: Path) -> None:

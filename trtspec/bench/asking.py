@@ -11,7 +11,16 @@ from typing import Any
 
 import httpx
 
-from trtspec.bench.client import Answer, Endpoint, RequestSampling, complete, request_body, stream_answer
+from trtspec.bench.client import (
+    Answer,
+    Endpoint,
+    RequestSampling,
+    complete,
+    finite,
+    request_body,
+    stream_answer,
+    token_count,
+)
 from trtspec.bench.transcript import AnswerTiming, AskedPrompt, Token, ToolReply, Transcript
 from trtspec.errors import TrtspecError
 
@@ -19,7 +28,7 @@ TOP = 2  # alternatives per position: the gap needs the best two
 TICK = 0.02  # seconds
 GIVE_UP = 8  # requests that failed one after another: the rest would fail as well
 NOT_ASKED = "not asked: the requests before it failed one after another"
-MISSHAPEN = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+MISSHAPEN = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 
 
 @dataclass
@@ -189,8 +198,8 @@ def read_answer(prompt: AskedPrompt, reply: dict[str, Any], keep: bool = False) 
         extra=prompt.extra,
         reasoned=len(reasoning),
         spelled=_spelled(content) if content else None,
-        prompt_tokens=_optional(usage.get("prompt_tokens"), int),
-        completion_tokens=_optional(usage.get("completion_tokens"), int),
+        prompt_tokens=_tokens(usage.get("prompt_tokens")),
+        completion_tokens=_tokens(usage.get("completion_tokens")),
         average=_number(choice.get("avg_decoded_tokens_per_iter")),
         spec_decode=_optional(choice.get("spec_decode"), dict),
         tops=[told(entry) for entry in content] if content and keep else None,
@@ -273,6 +282,10 @@ def _optional(value: Any, kind: type) -> Any:
     return value if isinstance(value, kind) and not isinstance(value, bool) else None
 
 
+def _tokens(value: Any) -> int | None:
+    return None if value is None else token_count(value)
+
+
 def _number(value: Any) -> float | None:
-    found = float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-    return found if found is not None and 0 < found < float("inf") else None
+    found = finite(value)
+    return found if found is not None and found > 0 else None

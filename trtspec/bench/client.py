@@ -213,11 +213,11 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
         return
     usage = event.get("usage")
     if usage:
-        answer.prompt_tokens = _count(usage.get("prompt_tokens") or 0)
-        answer.completion_tokens = _count(usage.get("completion_tokens") or 0)
+        answer.prompt_tokens = token_count(usage.get("prompt_tokens") or 0)
+        answer.completion_tokens = token_count(usage.get("completion_tokens") or 0)
         details = usage.get("prompt_tokens_details") or {}
         cached = details.get("cached_tokens")
-        answer.cached_tokens = answer.cached_tokens if cached is None else _count(cached)
+        answer.cached_tokens = answer.cached_tokens if cached is None else token_count(cached)
         answer.counted.append(answer.completion_tokens)
     for choice in event.get("choices") or []:
         delta = choice.get("delta") or {}
@@ -233,7 +233,7 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
         answer.spec_decode = _speculation(choice.get("spec_decode")) or answer.spec_decode
 
 
-def _count(value: Any) -> int:
+def token_count(value: Any) -> int:
     """A number of tokens. Raises ValueError for anything else, so that what a server says is never taken for one."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**53 or value != int(value):
         raise ValueError(f"{str(value)[:40]!r} is not a number of tokens")
@@ -246,26 +246,35 @@ def _word(value: Any) -> str | None:
     return value
 
 
-def _ratio(value: Any) -> float | None:
-    if value is None:
+def finite(value: Any) -> float | None:
+    """The number that a server sent, or None for anything that is not a finite one. JSON's integers have no limit."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def _ratio(value: Any) -> float | None:
+    found = finite(value)
+    if value is not None and (found is None or found < 0):
         raise ValueError(f"{str(value)[:40]!r} is not a number of tokens per iteration")
-    return float(value)
+    return found
 
 
 def _speculation(value: Any) -> dict[str, Any] | None:
     """`spec_decode` of a choice with counts that are counts."""
     if value is None:
         return None
-    counts: dict[str, Any] = {key: _count(value[key]) for key in ("steps", "drafted", "accepted")}
+    counts: dict[str, Any] = {key: token_count(value[key]) for key in ("steps", "drafted", "accepted")}
     histogram = value.get("histogram")
-    return {**value, **counts, "histogram": [_count(entry) for entry in histogram] if histogram else None}
+    return {**value, **counts, "histogram": [token_count(entry) for entry in histogram] if histogram else None}
 
 
 def _absorb_call(answer: Answer, call: dict[str, Any]) -> int:
     """A call may come whole or in pieces: its `index` says which one a piece belongs to. Returns its characters."""
-    index, function = _count(call.get("index") or 0), call.get("function") or {}
+    index, function = token_count(call.get("index") or 0), call.get("function") or {}
     answer.unindexed += call.get("index") is None
     while len(answer.tool_calls) <= min(index, MOST_CALLS):
         answer.tool_calls.append({"name": "", "arguments": ""})

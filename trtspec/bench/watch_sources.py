@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from trtspec.bench.client import describe
+from trtspec.bench.client import describe, finite
 from trtspec.errors import TrtspecError
 from trtspec.files import parse_json
 
@@ -276,5 +276,4 @@ def read_iterations(records: Any, memory: MetricsMemory) -> Increment:
 
 
 def _number(value: Any) -> float:
-    known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if known else 0.0
+    return finite(value) or 0.0
