@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.command_line import trtspec
 from trtspec.cli import serve
 from trtspec.cli.app import app
 from trtspec.errors import UsageError
@@ -22,22 +23,28 @@ K25 = ["nvidia/Kimi-K2.5-NVFP4", "--head", "nvidia/Kimi-K2.5-Eagle3"]
 RECIPE = str(Path(__file__).parents[2] / "configs" / "kimi-k2.5-nvfp4-eagle3-4xb200-latency.yml")
 
 
-def trtspec(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("TLLM_")}
+@pytest.fixture(autouse=True)
+def no_variables_of_trtllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("TLLM_")]:
+        monkeypatch.delenv(name)
+
+
+def process(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """The command as a process of its own, for what starts another one."""
     return subprocess.run(
-        [sys.executable, "-m", "trtspec", *words], capture_output=True, text=True, env={**clean, **env}, timeout=120,
-        check=False,
+        [sys.executable, "-m", "trtspec", *words], capture_output=True, text=True, env={**os.environ, **env},
+        timeout=120, check=False,
     )  # fmt: skip
 
 
 def dry(*words: str, **env: str) -> dict[str, Any]:
     answer = trtspec("serve", "--dry-run", "--json", *words, **env)
-    return {"status": answer.returncode, **json.loads(answer.stdout)}
+    return {"status": answer.status, **json.loads(answer.stdout)}
 
 
 def test_dry_run_prints_the_model_cards_command() -> None:
     answer = trtspec("serve", *K25, "--host", "0.0.0.0", "--tp-size", "4", "--dry-run")
-    assert answer.returncode == 0, answer.stderr
+    assert answer.status == 0, answer.stderr
     first = answer.stdout.splitlines()[0]
     assert first.startswith(
         "trtllm-serve nvidia/Kimi-K2.5-NVFP4 --host 0.0.0.0 --port 8000 --backend pytorch --max_batch_size 32 "
@@ -59,7 +66,7 @@ def test_dry_run_json_has_the_contracts_keys() -> None:
 def test_a_recipe_brings_its_sizes(tmp_path: Path) -> None:
     file = tmp_path / "c.yml"
     written = trtspec("build-config", *K25, "--tp-size", "8", "--max-batch-size", "16", "-o", str(file))
-    assert written.returncode == 0, written.stderr
+    assert written.status == 0, written.stderr
     argv = dry(K25[0], "--config", str(file))["argv"]
     assert argv[argv.index("--tp_size") + 1] == "8" and argv[argv.index("--max_batch_size") + 1] == "16"
     assert argv[-1] == str(file)
@@ -105,7 +112,7 @@ def test_a_setting_in_file_and_option_is_refused(tmp_path: Path) -> None:
 )
 def test_errors_are_one_message_with_their_status(words: list[str], status: int, says: str) -> None:
     answer = trtspec(*words, PATH="/usr/bin:/bin")
-    assert answer.returncode == status, answer.stderr
+    assert answer.status == status, answer.stderr
     assert says in answer.stderr and "Traceback" not in answer.stderr
     assert answer.stdout == ""
 
@@ -120,12 +127,12 @@ def test_reference_dry_run_names_every_choice() -> None:
 
 def test_build_config_refuses_to_overwrite_and_dry_run_writes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "c.yml"
-    assert trtspec("build-config", *K25, "-o", str(file), "--dry-run").returncode == 0
+    assert trtspec("build-config", *K25, "-o", str(file), "--dry-run").status == 0
     assert not file.exists()
     file.write_text("mine\n")
     refused = trtspec("build-config", *K25, "-o", str(file))
-    assert refused.returncode == 2 and file.read_text() == "mine\n"
-    assert trtspec("build-config", *K25, "-o", str(file), "--force").returncode == 0
+    assert refused.status == 2 and file.read_text() == "mine\n"
+    assert trtspec("build-config", *K25, "-o", str(file), "--force").status == 0
     assert file.read_text().startswith("# TensorRT-LLM ")
 
 
@@ -134,11 +141,11 @@ def test_lint_command_reports_and_fixes(tmp_path: Path) -> None:
     file.write_text("kv_cache_dtype: fp8\n")
     answer = trtspec("lint", str(file), "--trtllm-version", "1.4.0rc1", "--json")
     report = json.loads(answer.stdout)
-    assert answer.returncode == 3 and report["ok"] is False and report["version"] == "1.4.0rc1"
+    assert answer.status == 3 and report["ok"] is False and report["version"] == "1.4.0rc1"
     problem = report["problems"][0]
     assert {"code", "severity", "where", "message", "remedy", "line"} <= set(problem) and problem["line"] == 1
     mended = trtspec("lint", str(file), "--trtllm-version", "1.4.0rc1", "--fix")
-    assert mended.returncode == 0 and file.read_text() == "kv_cache_config:\n  dtype: fp8\n"
+    assert mended.status == 0 and file.read_text() == "kv_cache_config:\n  dtype: fp8\n"
 
 
 def test_lint_judges_a_written_file_without_more_words(tmp_path: Path) -> None:
@@ -285,7 +292,7 @@ def test_a_variable_that_the_mode_does_not_use_is_a_note() -> None:
         "serve", K25[0], "--backend", "reference", "--dry-run", TRTSPEC_SERVE_TRTLLM_VERSION="1.4.0rc1",
         TRTSPEC_SERVE_GOAL="latency", TRTSPEC_SERVE_STOP_GRACE="9",
     )  # fmt: skip
-    assert answer.returncode == 0, answer.stderr
+    assert answer.status == 0, answer.stderr
     for name in ("TRTSPEC_SERVE_GOAL", "TRTSPEC_SERVE_STOP_GRACE"):
         assert f"note: {name} is not used by the reference backend" in answer.stderr
     assert "note: TRTSPEC_SERVE_TRTLLM_VERSION is not used without --config" in answer.stderr
@@ -299,7 +306,7 @@ def test_variables_of_a_kubernetes_service_are_not_options() -> None:
         "TRTSPEC_SERVE_SERVICE_PORT": "8000", "TRTSPEC_SERVE_PORT_8000_TCP_ADDR": "10.0.0.1",
     }  # fmt: skip
     answer = trtspec("serve", K25[0], "--dry-run", **links)
-    assert answer.returncode == 0 and "--port 8000 " in answer.stdout
+    assert answer.status == 0 and "--port 8000 " in answer.stdout
     (line,) = [line for line in answer.stderr.splitlines() if line.startswith("note:")]
     assert all(name in line for name in links) and "Kubernetes" in line
 
@@ -313,8 +320,8 @@ def test_every_option_has_a_variable() -> None:
 def test_json_is_printed_for_a_failure_too(tmp_path: Path) -> None:
     for words, code in ((["--dtype", "float32"], "TS-ERROR-USAGE"), (["--config", str(tmp_path)], "TS-ERROR-FILE")):
         answer = trtspec("serve", K25[0], "--json", *words)
-        assert answer.returncode == 2 and json.loads(answer.stdout)["error"]["code"] == code
-    launched = trtspec("serve", K25[0], "--json", PATH="/usr/bin:/bin")
+        assert answer.status == 2 and json.loads(answer.stdout)["error"]["code"] == code
+    launched = process("serve", K25[0], "--json", PATH="/usr/bin:/bin")
     assert launched.returncode == 4 and json.loads(launched.stdout)["argv"][0] == "trtllm-serve"
 
 
@@ -326,9 +333,9 @@ def test_a_container_brings_the_engine(tmp_path: Path) -> None:
     srun.chmod(0o755)
     words = [K25[0], *WORLD, "--config", str(file), "--launcher", "slurm", "--nodes", "2"]
     inside = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "PATH": f"{tmp_path}:/usr/bin:/bin", "HF_HUB_OFFLINE": "0"}
-    here = trtspec("serve", *words, **inside)
+    here = process("serve", *words, **inside)
     assert here.returncode == 4 and "trtllm-serve is not on PATH" in here.stderr
-    contained = trtspec("serve", *words, "--launcher-args", "--container-image=nvcr.io/x:1.3.0rc20", **inside)
+    contained = process("serve", *words, "--launcher-args", "--container-image=nvcr.io/x:1.3.0rc20", **inside)
     assert contained.returncode == 9 and "srun got --mpi=pmix --nodes 2" in contained.stderr, contained.stderr
     assert "TS-SERVE-NO-ENGINE" not in contained.stderr
 
@@ -369,7 +376,7 @@ def test_a_front_as_a_command(tmp_path: Path, text: str, status: int, says: str)
     file = tmp_path / "front.yml"
     file.write_text(text)
     answer = trtspec("serve", K25[0], "--disaggregated", str(file), "--dry-run")
-    assert answer.returncode == status and says in answer.stderr and "Traceback" not in answer.stderr
+    assert answer.status == status and says in answer.stderr and "Traceback" not in answer.stderr
 
 
 @pytest.mark.parametrize(

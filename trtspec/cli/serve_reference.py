@@ -180,6 +180,9 @@ def _run(start: ReferenceStart, executed: Executed | None) -> None:
     """Fetches what is not here, then serves until a signal ends it."""
     from trtspec.checkpoint.hub import must_be_head, must_be_target
 
+    _refuse_known(start.target, require_target)  # before the seconds that importing PyTorch takes
+    if start.head:
+        _refuse_known(start.head, require_head)
     try:
         from trtspec.engine.server import ServerOptions, run
     except ModuleNotFoundError as missing:
@@ -224,13 +227,19 @@ def _run(start: ReferenceStart, executed: Executed | None) -> None:
     run(target[0], head[0] if head else None, options)
 
 
-def _local(name: str, require: Callable[[Resolved], None]) -> tuple[Path, str | None]:
-    """Directory and hub id of a checkpoint, fetched where it must be; what it is, is checked before as far as known."""
+def _refuse_known(name: str, require: Callable[[Resolved], None]) -> None:
+    """Raises UsageError where what is here, or known of the name, is not what is wanted; nothing is fetched."""
     from trtspec.checkpoint.hub import resolve
 
     known = resolve(name, allow_download=False)
     if known.path is not None or known.known is not None:
         require(known)
+
+
+def _local(name: str, require: Callable[[Resolved], None]) -> tuple[Path, str | None]:
+    """Directory and hub id of a checkpoint, fetched where it must be."""
+    from trtspec.checkpoint.hub import resolve
+
     resolved = resolve(name)
     require(resolved)
     if resolved.path is None:

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import trtspec
+
 ROOT = Path(__file__).parents[3]
 SMALL = ["--seq-len", "96", "--steps", "6", "--acceptance-prompts", "2"]
 
 
-def trtspec(*arguments: str) -> subprocess.CompletedProcess[str]:
+def process(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, "-m", "trtspec", *arguments],
@@ -30,7 +32,7 @@ def trtspec(*arguments: str) -> subprocess.CompletedProcess[str]:
 def trained(tmp_path_factory, target_dir, data):
     output = tmp_path_factory.mktemp("trained") / "head"
     options = ["--attention", "mha", "--eagle", "3.1", "--draft-vocab-size", "64"]
-    done = trtspec("train", str(target_dir), str(data), "-o", str(output), *options, *SMALL, "--json")
+    done = process("train", str(target_dir), str(data), "-o", str(output), *options, *SMALL, "--json")
     assert done.returncode == 0, done.stderr
     return output, json.loads(done.stdout)
 
@@ -62,7 +64,7 @@ def test_the_checkpoint_room_reads_what_was_written(trained, target_dir):
 
 def test_a_finished_head_is_not_overwritten(trained, target_dir, data):
     done = trtspec("train", str(target_dir), str(data), "-o", str(trained[0]), *SMALL)
-    assert done.returncode == 2
+    assert done.status == 2
     assert "--force" in done.stderr
 
 
@@ -86,7 +88,7 @@ def test_a_dry_run_writes_nothing(tmp_path, target_dir, data):
 )
 def test_what_cannot_be_is_a_usage_error(tmp_path, target_dir, data, arguments, message):
     done = trtspec("train", str(target_dir), str(data), "-o", str(tmp_path / "head"), "--dry-run", *arguments)
-    assert done.returncode == 2
+    assert done.status == 2
     assert message in done.stderr
 
 
