@@ -236,6 +236,7 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("trtspec.cli.demo.finish", lambda output, data: None)
     for name, size in {"WHOLE": 1024, "PIECE": 16, "PIECES": 8}.items():  # so that values of a tiny head are sampled
         monkeypatch.setattr(f"trtspec.checkpoint.heads.values.{name}", size)
+    monkeypatch.setattr("trtspec.cli.inspect_run.ANSWER_TOKENS", 8)  # what an option changes shows in short answers
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
@@ -302,7 +303,7 @@ def test_a_variable_of_another_mode_is_noted(stage: Stage, command: str, mode: M
         pytest.skip("an argument has no variable")
     flag, value = flag_of(record_of(command), name), value_in(stage.words(sample_of(command, name)))
     base = situation.cheap or situation.base
-    plain = stage.see(base, situation.before, situation.floats)
+    plain = seen(stage, base, situation, Effect())
     found = stage.see(base, situation.before, situation.floats, **{variable(command, flag): value})
     assert f"note: {variable(command, flag)} is not used" in found["stderr"]
     assert found["status"] == plain["status"]
