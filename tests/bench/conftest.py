@@ -1,4 +1,4 @@
-"""Starts stand-in servers as real processes on loopback, one per distinct setting and session."""
+"""Starts stand-in servers as real processes on loopback, one for each distinct setting of a session."""
 
 from __future__ import annotations
 
@@ -28,23 +28,27 @@ def free_port() -> int:
 @pytest.fixture(scope="session")
 def stand_in() -> Iterator[Callable[..., str]]:
     """stand_in(kind="vllm", loop=True) -> base URL of a running server with these settings."""
-    running: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
+    running: dict[str, str] = {}
+    forking: list[subprocess.Popen[str]] = []
 
     def start(**settings: object) -> str:
         key = json.dumps(settings, sort_keys=True)
+        if not forking:
+            pipe = subprocess.PIPE
+            forking.append(subprocess.Popen([sys.executable, str(STAND_IN)], stdin=pipe, stdout=pipe, text=True))
         if key not in running:
-            port = free_port()
-            process = subprocess.Popen([sys.executable, str(STAND_IN), str(port), key])
-            url = f"http://127.0.0.1:{port}"
-            running[key] = (process, url)
-            wait_until_healthy(process, url)
-        return running[key][1]
+            asked, told = forking[0].stdin, forking[0].stdout
+            assert asked is not None and told is not None
+            asked.write(f"{key}\n")
+            asked.flush()
+            port = told.readline()
+            assert port, "the stand-in servers died"
+            running[key] = f"http://127.0.0.1:{int(port)}"
+        return running[key]
 
     yield start
-    for process, _ in running.values():
-        process.terminate()
-    for process, _ in running.values():
-        process.wait(timeout=10)
+    for process in forking:
+        process.communicate(timeout=60)
 
 
 def wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:

@@ -1,19 +1,25 @@
 """A small OpenAI-like server that behaves as a speculating engine does, without a model behind it.
 
 Its text is a fixed function of the prompt. It emits several tokens per step, counts its steps, sleeps per step, and can
-be given the defects that the gate must find. Started as its own process: `python stand_in.py PORT JSON_SETTINGS`.
+be given the defects that the gate must find. `python stand_in.py PORT JSON_SETTINGS` is one server. Without words it
+reads a line of JSON settings for each server that is wanted and answers with its port: each is a forked process of its
+own, which saves it the imports. They end with stdin.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
+import signal
+import socket
 import sys
 import time
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
@@ -234,8 +240,36 @@ async def stream(tokens: list, steps: list[int], extra: dict, finish: str, usage
     yield "data: [DONE]\n\n"
 
 
-if __name__ == "__main__":
-    import uvicorn
+def fork_server(settings: dict[str, Any]) -> tuple[int, int]:
+    """(process, port); it listens already."""
+    with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
+        process = os.fork()
+        if process == 0:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            try:
+                SETTINGS.update(settings)
+                uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
+            finally:
+                os._exit(0)
+        return process, listener.getsockname()[1]
 
-    SETTINGS.update(json.loads(sys.argv[2]))
-    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+
+def fork_servers() -> None:
+    children = []
+    for line in iter(sys.stdin.readline, ""):
+        child, port = fork_server(json.loads(line))
+        children.append(child)
+        print(port, flush=True)
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGTERM)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        fork_servers()
+    else:
+        SETTINGS.update(json.loads(sys.argv[2]))
+        uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
