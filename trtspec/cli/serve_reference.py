@@ -180,9 +180,9 @@ def _run(start: ReferenceStart, executed: Executed | None) -> None:
     """Fetches what is not here, then serves until a signal ends it."""
     from trtspec.checkpoint.hub import must_be_head, must_be_target
 
-    _refuse_known(start.target, require_target)  # before the seconds that importing PyTorch takes
+    _refuse_known(start.target, must_be_target)  # before the seconds that importing PyTorch takes
     if start.head:
-        _refuse_known(start.head, require_head)
+        _refuse_known(start.head, must_be_head)
     try:
         from trtspec.engine.server import ServerOptions, run
     except ModuleNotFoundError as missing:
