@@ -121,6 +121,15 @@ def test_a_rate_that_the_server_cannot_keep_is_named() -> None:
     assert not arrivals.overloaded("e", [run(0.0)])
 
 
+def test_a_load_that_the_questions_do_not_reach_is_named() -> None:
+    def run(load: int, questions: int, rate: float | None = None) -> Round:
+        return Round(load, [Answer(str(i), "c", 0, started=0.0) for i in range(questions)], 0.0, 9.0, 0.0, 4.0, rate=rate)
+
+    found = arrivals.underfilled("e", [run(4, 80), run(256, 80), run(100, 80)])
+    assert codes(found) == ["TS-BENCH-FEW-QUESTIONS"] and "load 256: a round had 80 questions" in found[0].message
+    assert not arrivals.underfilled("e", [run(80, 80), run(256, 80, rate=2.0)])
+
+
 def test_markdown_and_annotations(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     table = Table("t", ["name", "a|b"], [["x", "1"], ["y", "2"]], "note")
     assert markdown_table(table)[:3] == ["| name | a\\|b |", "| :-- | --: |", "| x | 1 |"]

@@ -36,7 +36,8 @@ def test_dry_run_then_inspect_against(tmp_path):
     run = trtspec("quantize", source, "-o", tmp_path / "out", "--dry_run")  # underscores are fine too
     assert run.returncode == 0 and "4 routed experts down_proj" in run.stdout
     assert not (tmp_path / "out").exists()
-    assert trtspec("quantize", source, "-o", tmp_path / "out").returncode == 0
+    run = trtspec("quantize", source, "-o", tmp_path / "out")
+    assert run.returncode == 0 and f"next: trtspec inspect {tmp_path / 'out'} --against {source}\n" in run.stdout
     run = trtspec("inspect", tmp_path / "out", "--against", source, "--sample", "0", "--json")
     assert run.returncode == 0, run.stdout
     assert json.loads(run.stdout)["comparison"]["classes"]["routed experts up_proj"]["tensors"] == 4

@@ -52,3 +52,14 @@ def overloaded(name: str, rounds: Sequence[Round]) -> list[Problem]:
             )
             found.append(Problem("TS-BENCH-OVERLOAD", "warning", name, message, "lower --rate"))
     return found[:1]
+
+
+def underfilled(name: str, runs: Sequence[Round]) -> list[Problem]:
+    """The highest load that a round had too few conversations to reach; one finding is enough."""
+    held = [(run.concurrency, len({answer.question for answer in run.answers})) for run in runs if run.rate is None]
+    missed = max(((load, count) for load, count in held if count < load), default=None)
+    if missed is None:
+        return []
+    message = "load {}: a round had {} questions, so that no more were ever in flight".format(*missed)
+    remedy = "ask more questions (--dataset, --samples), or fewer --rounds"
+    return [Problem("TS-BENCH-FEW-QUESTIONS", "info", name, message, remedy)]

@@ -57,6 +57,7 @@ def find_problems(name: str, target: MeasuredEndpoint, workload: BenchWorkload) 
         *arrivals.buffered(name, answers),
         *crosschecks.too_few(name, summarize(counts), counts),
         *arrivals.overloaded(name, [run for runs in target.rounds.values() for run in runs]),
+        *arrivals.underfilled(name, [run for runs in target.rounds.values() for run in runs]),
     ]
     if body.get("ignore_eos"):
         found.append(

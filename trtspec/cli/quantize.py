@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -150,7 +151,7 @@ def quantize(options: QuantizeOptions) -> None:
     if options.json_:
         print_json(to_json(result))
     else:
-        _show(result)
+        _show(result, options.source)
 
 
 def _mode(options: QuantizeOptions) -> Mode:
@@ -209,7 +210,7 @@ def _work(options: QuantizeWhole) -> dict[str, Any]:
     return {"workers": options.workers, "device": options.device, "part": part}
 
 
-def _show(result: Quantized | QuantizePlan) -> None:
+def _show(result: Quantized | QuantizePlan, source: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -245,8 +246,10 @@ def _show(result: Quantized | QuantizePlan) -> None:
         soft_wrap=True,
     )
     if result.part not in (None, "merge"):
-        console.print(f"part {result.part} is done; once all are: trtspec quantize SRC -o {result.output} --merge")
+        merge = shlex.join(["trtspec", "quantize", source, "-o", str(result.output), "--merge"])
+        console.print(f"part {result.part} is done; once all are: {merge}", soft_wrap=True, markup=False)
         return
     if result.zero_tensors:
         console.print(f"entirely zero: {', '.join(result.zero_tensors)}", soft_wrap=True)
-    console.print(f"next: trtspec inspect {result.output} --against SRC", soft_wrap=True, markup=False)
+    inspect = shlex.join(["trtspec", "inspect", str(result.output), "--against", source])
+    console.print(f"next: {inspect}", soft_wrap=True, markup=False)

@@ -253,7 +253,8 @@ async def _with_retries(send: Callable[[], Any], endpoint: TargetEndpoint) -> An
                 continue
         reason = f"status {response.status_code}: {response.text[:200]}"
         if response.status_code in (401, 403, 404):
-            raise UsageError(f"{response.request.url} answers {reason}", "check --base-url, --model and --api-key")
+            remedy = "check --base-url (it ends in /v1), --model and --api-key"
+            raise UsageError(f"{response.request.url} answers {reason}", remedy)
         if response.status_code not in RETRY_STATUS:
             break
     raise RequestFailed(reason)
