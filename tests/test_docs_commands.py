@@ -88,7 +88,8 @@ def run_trtspec(command: Command) -> str:
         words = words[: words.index(">")]
     complete = Command(command.line, shlex.join(["trtspec", *words]))
     forecast = words[0] == "train" and {"--dry-run", "--gpu"} <= set(words)  # needs neither weights nor data
-    if (words[0] in PARSED and not forecast) or PLACEHOLDER.search(" ".join(words[1:])) or "--help" in words or "|" in words:
+    parsed = words[0] in PARSED and not forecast
+    if parsed or PLACEHOLDER.search(" ".join(words[1:])) or "--help" in words or "|" in words:
         return options_exist(complete) if "--help" not in words else "options parsed"
     files = [word for word in words[1:] if re.search(r"\.(ya?ml|jsonl?)$", word) and "=" not in word]
     writes = {words[words.index(flag) + 1] for flag in ("-o", "--output") if flag in words}

@@ -123,7 +123,8 @@ def test_a_rate_that_the_server_cannot_keep_is_named() -> None:
 
 def test_a_load_that_the_questions_do_not_reach_is_named() -> None:
     def run(load: int, questions: int, rate: float | None = None) -> Round:
-        return Round(load, [Answer(str(i), "c", 0, started=0.0) for i in range(questions)], 0.0, 9.0, 0.0, 4.0, rate=rate)
+        answers = [Answer(str(i), "c", 0, started=0.0) for i in range(questions)]
+        return Round(load, answers, 0.0, 9.0, 0.0, 4.0, rate=rate)
 
     found = arrivals.underfilled("e", [run(4, 80), run(256, 80), run(100, 80)])
     assert codes(found) == ["TS-BENCH-FEW-QUESTIONS"] and "load 256: a round had 80 questions" in found[0].message

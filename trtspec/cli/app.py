@@ -42,7 +42,7 @@ COMMANDS = {
         "plan": "Show whether a target fits, how fast it runs, and which settings to use.",
         "build-config": "Write the engine YAML for exactly one TensorRT-LLM version.",
         "lint": "Find every problem in an engine YAML, with its line and remedy.",
-        "serve": "Run all checks, then serve with TensorRT-LLM or the reference backend.",
+        "serve": "Run all checks, then serve with TensorRT-LLM, vLLM or the reference backend.",
     },
     "Proof": {
         "bench": "Measure acceptance, throughput and latency of an endpoint.",
