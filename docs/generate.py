@@ -122,8 +122,8 @@ def support_matrix() -> str:
     lines.append(
         "Release notes do not say when most of this became possible. So each line has two ends: the newest release "
         "known to lack it and the oldest known to have it. For a release in between, `trtspec lint` and "
-        "`trtspec serve` warn and name the interval. As evidence, *verified* was read in "
-        "a release's own files, pull requests or issues, or was run, *inferred* follows from snapshots or dates, and *unknown* was not examined.\n"
+        "`trtspec serve` warn and name the interval. As evidence, *verified* was read in a release's own files, pull "
+        "requests or issues, or was run; *inferred* follows from snapshots or dates; *unknown* was not examined.\n"
     )
     lines.append("| what | lacks it | has it | evidence |\n|---|---|---|---|")
     for gate in gates["gates"].values():
@@ -184,8 +184,8 @@ def behaviours() -> list[str]:
     """What releases do that costs acceptance, memory or the server, or that changed its meaning."""
     schemas = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in SCHEMAS.glob("*.yaml")}
     lines = [
-        "\nWhat a release does with what it is given, where that changed or costs something. The names are those of the "
-        "schema files; a line inherits from the one before, and *ends here* says what it does not inherit:\n"
+        "\nWhat a release does with what it is given, where that changed or costs something. The names are those of "
+        "the schema files; a line inherits from the one before, and *ends here* marks what it does not inherit:\n"
     ]
     lines.append("| behaviour | line | from | until | evidence |\n|---|---|---|---|---|")
     for line in sorted(schemas, key=Version):
