@@ -86,6 +86,7 @@ RECIPE = effects(
     grad_clip="--grad-clip 0.5",
     precision="--precision fp32",
     deduplicate="--keep-duplicates",
+    skip_bad_rows="--skip-bad-rows 2",
     held_out="--held-out 0.3",
     eval_data="--eval-data {answers}",
     eval_every="--eval-every 3",

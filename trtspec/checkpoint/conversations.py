@@ -94,7 +94,7 @@ def read_conversations(
     """
     unread: Counter[str] = Counter()
     try:
-        for row in read_rows(str(source), split):
+        for row in read_rows(str(source), split, on_bad):
             try:
                 found = conversation(row, unread)
             except UsageError as error:

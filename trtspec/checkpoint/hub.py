@@ -168,6 +168,7 @@ def hub_id_and_entry(name_or_path: str) -> tuple[str | None, dict[str, Any] | No
         return None, None
     if name_or_path and path.exists():
         raise UsageError(f"{name_or_path} is a file, not a checkpoint directory", f"pass its directory, {path.parent}")
+    refuse_revision(name_or_path)
     if not HUB_ID.fullmatch(name_or_path):
         raise UsageError(
             f"{name_or_path!r} is neither a directory nor a hub id",
@@ -176,6 +177,17 @@ def hub_id_and_entry(name_or_path: str) -> tuple[str | None, dict[str, Any] | No
     found = known(name_or_path)
     entry = found[1] if found else None
     return (entry.get("published_as", entry["id"]) if entry else name_or_path), entry
+
+
+def refuse_revision(name: str, kind: Literal["model", "dataset"] = "model") -> None:
+    """Raises UsageError for `ORG/NAME@REVISION`, which is no path: what is on the hub is read at `main` only."""
+    plain, at, revision = name.partition("@")
+    if at and HUB_ID.fullmatch(plain):
+        words = "--repo-type dataset " if kind == "dataset" else ""
+        raise UsageError(
+            f"{name} names the revision {revision!r}, and a hub id is read at `main` only",
+            f"run `hf download {plain} {words}--revision {revision or 'REVISION'} --local-dir DIR` and pass DIR",
+        )
 
 
 def cached_snapshot(hub_id: str, complete: bool) -> Path | None:

@@ -11,14 +11,14 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from trtspec import files
-from trtspec.checkpoint.hub import HUB_ID
+from trtspec.checkpoint.hub import HUB_ID, refuse_revision
 from trtspec.errors import MissingDependency, UsageError
 
 LINES, ARRAY_OR_LINES, COLUMNS, PLAIN = (".jsonl", ".ndjson"), (".json",), (".parquet",), (".txt", ".text", "")
@@ -48,12 +48,17 @@ def from_hub(source: str) -> bool:
     return not Path(source).exists() and HUB_ID.fullmatch(source.partition(":")[0]) is not None
 
 
-def read_rows(source: str, split: str | None = None) -> Iterator[DataRow]:
+def read_rows(
+    source: str, split: str | None = None, on_bad: Callable[[UsageError], None] | None = None
+) -> Iterator[DataRow]:
     """Every row of a file, a directory (its files in the order of their names) or a hub data set `org/name[:config]`.
 
-    `split` names the hub data set's split. Raises UsageError, with the line where there is one, for what is no data.
+    `split` names the hub data set's split. Raises UsageError, with the line where there is one, for what is no data;
+    with `on_bad`, the error of a line that is no row is handed over, and reading continues behind it.
     """
     path = Path(source)
+    if not path.exists():
+        refuse_revision(source, "dataset")
     if from_hub(source):
         yield from hub_rows(source, split)
     elif path.is_dir():
@@ -61,9 +66,9 @@ def read_rows(source: str, split: str | None = None) -> Iterator[DataRow]:
         if not found:
             raise UsageError(f"{path} holds none of {', '.join(SUFFIXES)}", "pass a directory of data files")
         for file in found:
-            yield from _file_rows(file)
+            yield from _file_rows(file, on_bad)
     else:
-        yield from _file_rows(path)
+        yield from _file_rows(path, on_bad)
 
 
 def _ending(path: Path) -> tuple[str, str]:
@@ -73,20 +78,16 @@ def _ending(path: Path) -> tuple[str, str]:
     return path.suffix, ""
 
 
-def _file_rows(path: Path) -> Iterator[DataRow]:
+def _file_rows(path: Path, on_bad: Callable[[UsageError], None] | None) -> Iterator[DataRow]:
     suffix = _ending(path)[0].lower()
     if suffix in COLUMNS:
         yield from _parquet_rows(path)
     elif suffix in ARRAY_OR_LINES and _begins_with_bracket(path):
         yield from _array_rows(path)
     elif suffix in (*LINES, *ARRAY_OR_LINES):
-        for number, line in _text_lines(path):
-            yield DataRow(str(path), number, _parsed(line, f"{path}:{number}"))
+        yield from _line_rows(path, _parsed, on_bad)
     elif suffix in PLAIN:
-        for number, line in _text_lines(path):
-            if "\0" in line:
-                raise UsageError(f"{CODE} {path}:{number} holds NUL characters: it is no text", "save it as UTF-8 text")
-            yield DataRow(str(path), number, line)
+        yield from _line_rows(path, _plain, on_bad)
     else:
         raise UsageError(
             f"{path} is data of an unknown kind: its name ends in none of {', '.join(SUFFIXES)}",
@@ -94,17 +95,33 @@ def _file_rows(path: Path) -> Iterator[DataRow]:
         )
 
 
-def _text_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number, text) of each line that holds more than white space; a byte order mark is passed over."""
+def _line_rows(
+    path: Path, read: Callable[[str, str], Any], on_bad: Callable[[UsageError], None] | None
+) -> Iterator[DataRow]:
+    """The row of each line that holds more than white space; a byte order mark is passed over."""
     number = 0
     with _opened(path) as stream:
         while line := stream.readline(MOST_LINE + 1):
             number += 1
             if len(line) > MOST_LINE:
                 raise UsageError(f"{CODE} {path}:{number} is longer than {MOST_LINE:,} bytes", "split the row")
-            text = _decoded(line, f"{path}:{number}", first=number == 1).rstrip("\r\n")
+            where = f"{path}:{number}"
+            try:
+                text = _decoded(line, where, first=number == 1).rstrip("\r\n")
+                value = read(text, where) if text.strip() else None
+            except UsageError as error:
+                if on_bad is None:
+                    raise
+                on_bad(error)
+                continue
             if text.strip():
-                yield number, text
+                yield DataRow(str(path), number, value)
+
+
+def _plain(text: str, where: str) -> str:
+    if "\0" in text:
+        raise UsageError(f"{CODE} {where} holds NUL characters: it is no text", "save it as UTF-8 text")
+    return text
 
 
 def _decoded(data: bytes, where: str, first: bool) -> str:

@@ -302,7 +302,11 @@ def _say_what(plan: TrainingPlan) -> None:
     )
 
 
-LEFT_OUT = {"duplicates": "duplicates left out", "in_eval_data": "left out because they are evaluated on"}
+LEFT_OUT = {
+    "bad_rows": "rows skipped that cannot be read",
+    "duplicates": "duplicates left out",
+    "in_eval_data": "left out because they are evaluated on",
+}
 
 
 def _target(target_dir: Path, plan: TrainingPlan, dtype: Any, device: str) -> tuple[KimiModel, bool]:

@@ -97,6 +97,12 @@ class TrainCommand:
         bool,
         typer.Option("--deduplicate/--keep-duplicates", help="Train only once on duplicate conversations."),
     ] = CURVE.deduplicate
+    skip_bad_rows: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Skip up to N data rows that cannot be read; the run's record counts them."
+        ),
+    ] = CURVE.skip_bad_rows
     held_out: Annotated[
         float, typer.Option(min=0, max=0.99, help="Share of the conversations that is held out for evaluations.")
     ] = CURVE.held_out

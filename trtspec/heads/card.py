@@ -122,9 +122,10 @@ def source_files(provenance: dict[str, Any]) -> list[str]:
     """Of several data files, or one of which something was left out, what became of each."""
     files = provenance["source"].get("files") or []
     told = []
-    for file in files if len(files) > 1 else [file for file in files if file.get("duplicates")]:
+    for file in files if len(files) > 1 else [file for file in files if file.get("duplicates") or file.get("bad_rows")]:
         use = f"{file['passes']:g} passes per epoch" if file["passes"] else "evaluated on"
         left = f", {file['duplicates']} duplicates left out" if file.get("duplicates") else ""
+        left += f", {file['bad_rows']} rows skipped that cannot be read" if file.get("bad_rows") else ""
         told.append(f"{file['file']}: {file['conversations']:,} conversations, {use}{left}")
     return told
 

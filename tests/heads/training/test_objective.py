@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from tests.heads.training.test_exported_equals_trained import places_of, training_module
 from tests.tiny import make_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.errors import UsageError
+from trtspec.errors import MissingDependency, UsageError
 from trtspec.heads.data.samples import Sample
 from trtspec.heads.training.batches import DataOrder, split_data
 from trtspec.heads.training.duration import seconds_of
@@ -30,6 +31,7 @@ from trtspec.heads.training.objective import Objective, draft_states
 from trtspec.heads.training.options import DataFiles, LossName, TrainOptions, new_head_spec
 from trtspec.heads.training.processes import World
 from trtspec.heads.training.schedule import learning_rate
+from trtspec.heads.training.trackers import check_trackers
 from trtspec.models.weights import load_target
 
 LAYERS = (1, 3, 4)
@@ -220,6 +222,32 @@ def test_one_batch_is_all_of_a_batch_in_both_orders():
 def write(path: Path, rows: list[tuple[str, str]]) -> str:
     path.write_text("".join(json.dumps({"prompt": a, "completion": b}) + "\n" for a, b in rows))
     return str(path)
+
+
+def test_rows_that_cannot_be_read_are_skipped_up_to_a_limit_and_counted(tmp_path, target_dir, capsys):
+    words = [(f"question number {n} is", f" answered with {n} and some more words") for n in range(4)]
+    source = tmp_path / "one.jsonl"
+    lines = Path(write(source, words)).read_bytes().splitlines(keepends=True)
+    wrong = [b"{not json\n", b'{"messages": "none"}\n', b"\xff\xfe{}\n"]
+    source.write_bytes(b"".join([lines[0], wrong[0], lines[1], wrong[1], wrong[2], *lines[2:]]))
+    files, tokenizer = DataFiles.named([str(source)]), KimiTokenizer(target_dir)
+    found = read_mixture(files, tokenizer, TrainOptions(skip_bad_rows=3, held_out=0))
+    assert (len(found.samples), found.told[0]["bad_rows"], found.told[0]["conversations"]) == (4, 3, 4)
+    said = capsys.readouterr().err
+    assert [f"one.jsonl:{number}" in said for number in (1, 2, 3, 4, 5, 6)] == [False, True, False, True, True, False]
+    with pytest.raises(UsageError, match=r"one.jsonl:5 .*2 rows that cannot be read were skipped before it"):
+        read_mixture(files, tokenizer, TrainOptions(skip_bad_rows=2))
+    with pytest.raises(UsageError, match="one.jsonl:2 is not JSON"):
+        read_mixture(files, tokenizer, TrainOptions())
+
+
+@pytest.mark.skipif(find_spec("tensorboard") is not None, reason="tensorboard is installed")
+def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it():
+    with pytest.raises(MissingDependency) as refused:
+        check_trackers(("tensorboard",))
+    assert refused.value.remedy == "pip install tensorboard"
+    with pytest.raises(UsageError, match="no such tracker"):
+        check_trackers(("paper",))
 
 
 def test_a_mixture_counts_duplicates_weighs_files_and_trains_on_nothing_that_it_evaluates(tmp_path, target_dir):

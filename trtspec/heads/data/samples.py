@@ -5,7 +5,7 @@ Messages go through the target's chat template; a prompt with its completion is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trtspec.checkpoint.conversations import Conversation, read_conversations
@@ -25,15 +25,38 @@ class Sample:
     category: str = ""
 
 
-def read_samples(source: Path | str, tokenizer: KimiTokenizer, seq_len: int, min_len: int = 8) -> list[Sample]:
+@dataclass
+class BadRows:
+    """Rows that cannot be read and are skipped, `limit` at most; `found` says of each where it is and what is wrong."""
+
+    limit: int
+    found: list[str] = field(default_factory=list)
+
+    def skip(self, error: UsageError) -> None:
+        """Counts a row. Raises its error where nothing may be skipped, or no more."""
+        if not self.limit:
+            raise error
+        if len(self.found) >= self.limit:
+            message = f"{error.message}; {self.limit} rows that cannot be read were skipped before it"
+            raise UsageError(message, "repair the data, or allow more with --skip-bad-rows")
+        self.found.append(error.message)
+
+
+def read_samples(
+    source: Path | str, tokenizer: KimiTokenizer, seq_len: int, min_len: int = 8, bad: BadRows | None = None
+) -> list[Sample]:
     """All conversations of a source (see `read_conversations`), tokenized and cut to `seq_len`; shorter ones than
-    `min_len` are left out.
+    `min_len` are left out, and rows that cannot be read while `bad` takes them.
 
     Raises UsageError naming the line of a row that is no conversation, TrtspecError when nothing is left.
     """
-    samples = []
-    for conversation in read_conversations(source):
-        sample = sample_of(conversation, tokenizer)
+    samples, bad = [], bad or BadRows(0)
+    for conversation in read_conversations(source, on_bad=bad.skip):
+        try:
+            sample = sample_of(conversation, tokenizer)
+        except UsageError as error:
+            bad.skip(error)
+            continue
         if len(sample.tokens) >= min_len:
             samples.append(_cut(sample, seq_len))
     if not samples:

@@ -10,9 +10,12 @@ from typing import Any
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import UsageError
-from trtspec.heads.data.samples import Sample, read_samples
+from trtspec.heads.data.samples import BadRows, Sample, read_samples
 from trtspec.heads.training.batches import DataOrder, TrainingData, split_data
 from trtspec.heads.training.options import DataFiles, TrainOptions
+from trtspec.records import note
+
+SHOWN = 3  # skipped rows that are named
 
 
 @dataclass
@@ -30,15 +33,17 @@ def read_mixture(files: DataFiles, tokenizer: KimiTokenizer, options: TrainOptio
     seen: dict[bytes, str] = {}
     held: list[Sample] = []
     told: list[dict[str, Any]] = []
+    bad = BadRows(options.skip_bad_rows)
     if files.evaluation:
-        found = _unique(read_samples(files.evaluation, tokenizer, options.seq_len), seen, options.deduplicate)
+        found = _unique(read_samples(files.evaluation, tokenizer, options.seq_len, bad=bad), seen, options.deduplicate)
         held = [replace(sample, id=f"eval:{sample.id}") for sample in found]
-    leaked = set(seen)
+    leaked, evaluated = set(seen), {"bad_rows": len(bad.found)} if options.skip_bad_rows else {}
     samples: list[Sample] = []
     passes: list[float] = []
     names: set[str] = set()
     for name, times in files.files:
-        read = read_samples(name, tokenizer, options.seq_len)
+        skipped = len(bad.found)
+        read = read_samples(name, tokenizer, options.seq_len, bad=bad)
         apart = [sample for sample in read if _digest(sample) not in leaked]
         kept = [_named(sample, name, names) for sample in _unique(apart, seen, options.deduplicate)]
         samples += kept
@@ -46,12 +51,15 @@ def read_mixture(files: DataFiles, tokenizer: KimiTokenizer, options: TrainOptio
         told.append(
             {"file": name, "passes": times, "conversations": len(kept)}
             | {"duplicates": len(apart) - len(kept), "in_eval_data": len(read) - len(apart)}
+            | ({"bad_rows": len(bad.found) - skipped} if options.skip_bad_rows else {})
         )
+    for message in bad.found[:SHOWN]:
+        note(f"skipped {message}")
     if not samples:
         raise UsageError(f"every conversation of {files} is in {files.evaluation} too", "give others to evaluate on")
     if not held:
         return Mixture(samples, _split(samples, passes, options), told)
-    told.append({"file": files.evaluation, "passes": 0, "conversations": len(held)})
+    told.append({"file": files.evaluation, "passes": 0, "conversations": len(held)} | evaluated)
     lengths = [len(sample.tokens) for sample in samples + held]
     order = DataOrder(lengths, passes + [0.0] * len(held), options)
     return Mixture(samples + held, TrainingData(order, list(range(len(samples), len(lengths)))), told)

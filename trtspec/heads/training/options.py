@@ -62,6 +62,7 @@ class TrainOptions:
     held_out: float = 0.05
     eval_every: int | None = None  # steps between evaluations; a tenth of the run
     deduplicate: bool = True
+    skip_bad_rows: int = 0  # at most, of those that cannot be read
     precision: Precision = "auto"  # auto: bf16 where the device has it natively
 
     def peak_lr(self, hidden_size: int) -> float:
@@ -99,6 +100,7 @@ class TrainOptions:
             (self.precision in ("auto", *DTYPES), "precision", "auto, bf16 or fp32"),
             (1 <= self.ttt_steps <= 16, "ttt_steps", "1 to 16"),
             (self.epochs >= 1, "epochs", "1 or more"),
+            (self.skip_bad_rows >= 0, "skip_bad_rows", "0 or more"),
             (self.steps is None or self.steps >= 1, "steps", "1 or more"),
             (self.batch_size >= 1, "batch_size", "1 or more"),
             (self.seq_len > self.ttt_steps + 1, "seq_len", "more than ttt_steps + 1"),

@@ -25,6 +25,7 @@ from trtspec.report import file_sha256
 
 STATE_NAME = "state.safetensors"
 LENGTH = ("epochs", "steps")  # options that may grow when a run goes on
+IN_DATA = ("skip_bad_rows",)  # its effect is in the digest of the data
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -142,7 +143,7 @@ def run_fingerprint(
     """What a run that goes on must repeat: the options that decide the curve, but not its length; digests of what it
     starts from."""
     return {
-        "options": {key: value for key, value in options.to_dict().items() if key not in LENGTH},
+        "options": {key: value for key, value in options.to_dict().items() if key not in (*LENGTH, *IN_DATA)},
         "data": _data_digest(samples, data),
         "target": target_digest(run.target_dir),
         "init": file_sha256(run.init / "model.safetensors") if run.init else None,
