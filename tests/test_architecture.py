@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import statistics
 import subprocess
@@ -85,8 +86,16 @@ def at_import_time(tree: ast.Module) -> ast.Module:
     return Strip().visit(ast.parse(ast.unparse(tree)))
 
 
+@functools.cache
 def parsed(path: Path) -> ast.Module:
+    """Not to be changed: every test of this file looks at the same tree."""
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees_are_forgotten() -> Iterator[None]:
+    yield
+    parsed.cache_clear()
 
 
 def test_imports_go_down_only() -> None:

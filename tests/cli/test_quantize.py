@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import trtspec as here
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
 
@@ -53,16 +54,16 @@ def test_dry_run_then_inspect_against(tmp_path):
     ],
 )
 def test_wrong_options_are_usage_errors(tmp_path, options, status, text):
-    run = trtspec("quantize", make_target(tmp_path / "in", layers=2), "-o", tmp_path / "out", *options)
-    assert run.returncode == status and text in run.stderr and "Traceback" not in run.stderr
+    run = here("quantize", make_target(tmp_path / "in", layers=2), "-o", tmp_path / "out", *options)
+    assert run.status == status and text in run.stderr and "Traceback" not in run.stderr
     assert not (tmp_path / "out").exists()
 
 
 def test_read_only_output_is_a_message(tmp_path):
     blocker = tmp_path / "file"
     blocker.write_text("")
-    run = trtspec("quantize", make_target(tmp_path / "in", layers=2), "-o", blocker / "out")
-    assert run.returncode == 1 and "cannot write" in run.stderr
+    run = here("quantize", make_target(tmp_path / "in", layers=2), "-o", blocker / "out")
+    assert run.status == 1 and "cannot write" in run.stderr
 
 
 @pytest.mark.slow

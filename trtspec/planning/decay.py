@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from trtspec.data_files import load_yaml
@@ -63,12 +63,20 @@ class Decay:
 
     def through(self, length: float, at: int, drafts: int) -> list[float]:
         """Rates of positions 1 .. drafts of a head with acceptance length `length` at `at` drafts (bisection)."""
-        low, high = 0.0, 200.0
-        for _ in range(80):
-            power = (low + high) / 2
-            found = lengths([self.rate(position) ** power for position in range(1, at + 1)])[-1]
-            low, high = (power, high) if found > length else (low, power)
-        return [self.rate(position) ** low for position in range(1, drafts + 1)]
+        power = _power(self, length, at)
+        return [self.rate(position) ** power for position in range(1, drafts + 1)]
+
+
+@lru_cache(maxsize=1024)  # a plan asks for the same few at every one of its points
+def _power(decay: Decay, length: float, at: int) -> float:
+    """The power of the decay's rates that gives the acceptance length `length` at `at` drafts."""
+    rates = [decay.rate(position) for position in range(1, at + 1)]
+    low, high = 0.0, 200.0
+    for _ in range(80):
+        power = (low + high) / 2
+        found = lengths([rate**power for rate in rates])[-1]
+        low, high = (power, high) if found > length else (low, power)
+    return low
 
 
 def fit(curve: Sequence[float]) -> Decay:
