@@ -16,6 +16,7 @@ from trtspec.engine.batch import DecodeBatch
 from trtspec.engine.drafters import Eagle3Drafter, Verified
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
+from trtspec.models.layers import TextPiece
 
 
 @dataclass
@@ -43,8 +44,8 @@ class OracleDrafter:
         self.cache = self.inner.cache
         self.random = random.Random(self.seed)
 
-    def prompt(self, aux: Tensor | None, tokens: Tensor, begin: int, row: int) -> None:
-        self.inner.prompt(aux, tokens, begin, row)
+    def prompts(self, aux: Tensor | None, tokens: Tensor, pieces: list[TextPiece]) -> None:
+        self.inner.prompts(aux, tokens, pieces)
 
     def learn(self, batch: DecodeBatch, verified: Verified) -> None:
         self.inner.learn(batch, verified)

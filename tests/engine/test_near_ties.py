@@ -16,7 +16,8 @@ from trtspec.data_files import kimi_nano_dir
 from trtspec.engine.drafters import Eagle3Drafter
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.near_ties import Divergence, Rounding, first_divergence, rounding_at, spacing
-from trtspec.engine.sequence import Completion, GenerationRequest, Output, Sequence
+from trtspec.engine.prefill import Chunk
+from trtspec.engine.sequence import Completion, GenerationRequest, Output
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.weights import load_target
@@ -85,10 +86,9 @@ def test_a_tie_within_rounding_is_a_near_tie_and_a_wider_one_is_not(requests: li
 class OneCacheEntryOff(Engine):
     """One cached token of each prompt is 1 % too large in every layer."""
 
-    def _prefill_chunk(self, sequence: Sequence, begin: int, end: int, outputs: list[Output]) -> None:
-        row = self.prefill_row
-        super()._prefill_chunk(sequence, begin, end, outputs)
-        self.cache.data[:, row, min(end, len(sequence.request.prompt_ids)) - 1] *= 1.01
+    def _advance_prompt(self, chunk: Chunk, outputs: list[Output]) -> None:
+        self.cache.data[:, chunk.piece.row, chunk.piece.end - 1] *= 1.01
+        super()._advance_prompt(chunk, outputs)
 
 
 class RopeOffByOne(Engine):

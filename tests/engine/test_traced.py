@@ -87,11 +87,12 @@ def test_the_head(kind: tuple[str, str, int | None], width: int, target: KimiMod
         size = head.fc.in_features if width > 1 else head.spec.hidden_size
         states = torch.randn(ROWS, width, size, generator=generator)
         tokens = torch.randint(0, 100, (ROWS, width), generator=generator)
-        return states, tokens, torch.tensor([5, 9, 2]), head.new_cache(ROWS + 1, MAX_LEN)
+        accepted = torch.tensor([3, 0, 1])
+        return states, tokens, torch.tensor([5, 9, 2]), head.new_cache(ROWS + 1, MAX_LEN), accepted
 
-    def step(states: Tensor, tokens: Tensor, start: Tensor, cache: Any) -> tuple[Tensor, ...]:
+    def step(states: Tensor, tokens: Tensor, start: Tensor, cache: Any, accepted: Tensor) -> tuple[Tensor, ...]:
         x = head.fuse(states) if width > 1 else states
-        feedback, normed = head(x, tokens, start, cache, length=LENGTH)
+        feedback, normed = head(x, tokens, start, cache, length=LENGTH, at=accepted if width > 1 else None)
         return feedback, normed, head.to_target_ids(head.logits(normed[:, -1]).argmax(-1))
 
     same_traced(step, make, [3])

@@ -14,6 +14,7 @@ from trtspec.engine.sampling import draw
 from trtspec.engine.sequence import Sequence
 from trtspec.errors import MissingDependency, UsageError
 from trtspec.models.cache import LatentCache
+from trtspec.models.layers import TextPiece
 
 if TYPE_CHECKING:
     from trtspec.models.eagle3 import Eagle3Head
@@ -27,7 +28,7 @@ BACKLOG = 32  # states that a head keeps for later while nothing is drafted
 class Drafter(Protocol):
     """What the engine asks of a drafter.
 
-    The engine calls `prompt` for each prefilled chunk; in each round `propose` before the verification and `learn`
+    The engine calls `prompts` for each pass over prompts; in each round `propose` before the verification and `learn`
     after it; and `move` when a row changes its place.
     """
 
@@ -36,7 +37,10 @@ class Drafter(Protocol):
 
     @property
     def cache(self) -> LatentCache | None: ...
-    def prompt(self, aux: Tensor | None, tokens: Tensor, begin: int, row: int) -> None: ...
+    def prompts(self, aux: Tensor | None, tokens: Tensor, pieces: list[TextPiece]) -> None:
+        """Takes the target's states [1, N, n_aux*H] of pieces of prompts with the tokens [1, N] that follow each."""
+        ...
+
     def propose(self, batch: DecodeBatch, length: int) -> list[int]:
         """Writes up to `length` drafts of each row behind its last token in `batch.block`; returns how many."""
         ...
@@ -73,7 +77,7 @@ class NoDrafter:
     draft_ids: Tensor | None = None
     cache: LatentCache | None = None
 
-    def prompt(self, aux: Tensor | None, tokens: Tensor, begin: int, row: int) -> None:
+    def prompts(self, aux: Tensor | None, tokens: Tensor, pieces: list[TextPiece]) -> None:
         pass
 
     def propose(self, batch: DecodeBatch, length: int) -> list[int]:
@@ -117,12 +121,13 @@ class Eagle3Drafter:
         self.normed = weight.new_zeros(rows, hidden)  # and what its first draft is read from
         self.backlog = Backlog(rows, weight.new_zeros(rows, BACKLOG, head.fc.in_features))
 
-    def prompt(self, aux: Tensor | None, tokens: Tensor, begin: int, row: int) -> None:
+    def prompts(self, aux: Tensor | None, tokens: Tensor, pieces: list[TextPiece]) -> None:
         assert aux is not None
-        start, end = on_device([begin], tokens.device), begin + tokens.shape[1]
-        feedback, normed = self.head(self.head.fuse(aux), tokens, start, self.cache, row, length=end)
-        self.feedback[row], self.normed[row] = feedback[0, -1:], normed[0, -1]
-        self.backlog.counts[row] = 0
+        feedback, normed = self.head.prompts(self.head.fuse(aux), tokens, pieces, self.cache)
+        rows = on_device([piece.row for piece in pieces], tokens.device)
+        self.feedback[rows, 0], self.normed[rows] = feedback[0], normed[0]
+        for piece in pieces:
+            self.backlog.counts[piece.row] = 0
 
     def propose(self, batch: DecodeBatch, length: int) -> list[int]:
         """A chain from the last true state: each step's output is the next one's input.
@@ -154,12 +159,10 @@ class Eagle3Drafter:
             self.backlog.keep(aux, tokens)
             return
         end = batch.reach + known - 1
-        feedback, normed = self.step(self.head.fuse(aux), tokens, batch.start[:rows], self.cache, length=end)
-        index = batch.row_index[:rows]
-        self.feedback[:rows, 0], self.normed[:rows] = (
-            feedback[index, verified.accepted],
-            normed[index, verified.accepted],
+        feedback, normed = self.step(
+            self.head.fuse(aux), tokens, batch.start[:rows], self.cache, length=end, at=verified.accepted
         )
+        self.feedback[:rows], self.normed[:rows] = feedback, normed[:, 0]
 
     def behind(self, row: int) -> int:
         return self.backlog.counts[row]

@@ -20,12 +20,14 @@ from trtspec.engine.admission import EngineLimits, check_request
 from trtspec.engine.batch import BatchSampling, DecodeBatch, on_device
 from trtspec.engine.drafters import DrafterName, DraftSampling, Verified, make_drafter
 from trtspec.engine.graphs import GraphedTarget, Graphs, graphs_for
+from trtspec.engine.prefill import Chunk, compute
 from trtspec.engine.prefix import BLOCK_TOKENS, PREFIX_BYTES, PrefixCache, PrefixReuse, PrefixStats
 from trtspec.engine.sampling import draw, token_logprobs
-from trtspec.engine.sequence import Completion, GenerationRequest, Output, Sequence
+from trtspec.engine.sequence import Completion, GenerationRequest, Output, Sequence, steered
 from trtspec.engine.stats import Iteration, Totals
 from trtspec.engine.verify import accept_greedy, accept_sampled, on_host
 from trtspec.models.decoding import prepare_for_decoding
+from trtspec.models.layers import TextPiece
 
 if TYPE_CHECKING:
     from trtspec.models.eagle3 import Eagle3Head
@@ -110,7 +112,8 @@ class Engine:
             )
         self.batch = DecodeBatch(options.max_batch_size, self.draft_len, self.device)
         self.waiting: deque[Sequence] = deque()
-        self.prefilling: Sequence | None = None
+        self.prefilling: Sequence | None = None  # the prompt that was begun, in cache row `prefill_row`
+        self.prefill_row = 0
         self.cancelled: set[str] = set()
         self.submitted = 0
         self.reset_counters()
@@ -209,7 +212,7 @@ class Engine:
     def _accept(self, logits: Tensor, drafts: Tensor, offered: list[int]) -> tuple[Tensor, Tensor]:
         """(tokens int64 [B, T], accepted int64 [B]) of logits [B, T, V] after the last token and the T-1 drafts."""
         batch, width = self.batch, drafts.shape[1]
-        logits = self._steered(logits, drafts)
+        logits = steered(batch.sequences, logits, drafts)
         counts = None if min(offered) == width else on_device(offered, self.device)
         tokens = logits.argmax(-1)
         accepted = accept_greedy(tokens, drafts, counts)
@@ -255,21 +258,11 @@ class Engine:
         return completions
 
     def _prefill(self, outputs: list[Output]) -> int:
-        """Advances prompts, one at a time, in cache row len(batch) or above; returns the tokens done."""
+        """Advances prompts, several in a pass, in the cache rows behind the batch; returns the tokens done."""
         budget = room = self._room()
-        while budget > 0 and (self.prefilling is not None or self._next_prompt(budget)):
-            sequence = self.prefilling
-            assert sequence is not None
-            begin = sequence.prefilled
-            end = min(begin + min(budget, self.options.prefill_tokens), len(sequence.request.prompt_ids))
-            budget -= end - begin
-            try:
-                self._prefill_chunk(sequence, begin, end, outputs)
-            except Exception as error:
-                self.prefilling = None
-                outputs.append(sequence.fail(error))
-                if sequence in self.batch.sequences:
-                    self._remove(self.batch.sequences.index(sequence))
+        while chunks := self._next_chunks(min(budget, self.options.prefill_tokens)):
+            budget -= sum(map(len, chunks))
+            self._prefill_pass(chunks, outputs)
         return room - budget
 
     def _room(self) -> int:
@@ -279,80 +272,98 @@ class Engine:
             return options.prefill_tokens
         return options.max_num_tokens - rows * (1 + options.draft_len_at(rows))
 
-    def _next_prompt(self, room: int) -> bool:
-        """Takes the next prompt up, with what is known of its beginning; False where none may begin now."""
-        if not self.waiting or len(self.batch) >= self.max_batch_size:
-            return False
-        prompt = self.waiting[0].request.prompt_ids
-        if not self.options.chunked_prefill and len(prompt) > room and len(self.batch):
-            return False
-        sequence = self.prefilling = self.waiting.popleft()
-        self.prefill_row = len(self.batch)
+    def _next_chunks(self, room: int) -> list[Chunk]:
+        """What the next pass computes: the prompt that was begun and then waiting ones, while there is room for them.
+        Only the last of them may end within its prompt."""
+        chunks: list[Chunk] = []
+        if self.prefilling is not None:
+            self._move(self.prefill_row, len(self.batch), self.prefilling.prefilled)
+        while room > 0:
+            row = len(self.batch) + len(chunks)
+            sequence = self.prefilling or self._next_prompt(row, room, chunks)
+            if sequence is None:
+                break
+            self.prefilling = None
+            begin = sequence.prefilled
+            chunks.append(Chunk(sequence, TextPiece(row, begin, min(begin + room, len(sequence.request.prompt_ids)))))
+            room -= len(chunks[-1])
+        return chunks
+
+    def _next_prompt(self, row: int, room: int, beside: list[Chunk]) -> Sequence | None:
+        """Takes the next prompt up, with what is known of its beginning; None where none may begin now. One whose
+        beginning is being computed `beside` it waits for that."""
+        if not self.waiting or row >= self.max_batch_size:
+            return None
+        request = self.waiting[0].request
+        if not self.options.chunked_prefill and len(request.prompt_ids) > room and row:
+            return None
+        prefix = None if request.prompt_logprobs else self.prefix
+        if prefix is not None and any(
+            prefix.gains(request.prompt_ids, chunk.prompt, chunk.sequence.cached_tokens) for chunk in beside
+        ):
+            return None
+        sequence = self.waiting.popleft()
         sequence.scheduled = time.monotonic()
-        if self.prefix is not None and not sequence.request.prompt_logprobs:
-            sequence.prefilled = sequence.cached_tokens = self.prefix.load(prompt, self.prefill_row)
-        return True
+        if prefix is not None:
+            sequence.prefilled = sequence.cached_tokens = prefix.load(request.prompt_ids, row)
+        return sequence
 
-    def _prefill_chunk(self, sequence: Sequence, begin: int, end: int, outputs: list[Output]) -> None:
-        prompt, row = sequence.request.prompt_ids, self.prefill_row
-        start = on_device([begin], self.device)
-        tokens = on_device([prompt[begin:end]], self.device)
-        scored = sequence.request.prompt_logprobs
-        layers = self.drafter.aux_layers
-        out = self.target(tokens, start, self.cache, row, layers, last_only=not scored, length=end)
-        done = end == len(prompt)
-        first = self._first_token(sequence, out.logits[:, -1]) if done else prompt[end]
-        if scored:
+    def _prefill_pass(self, chunks: list[Chunk], outputs: list[Output]) -> None:
+        """One pass over the chunks; where that fails, each is tried alone, so that only what is at fault fails."""
+        try:
+            compute(chunks, self.target, self.cache, self.drafter, self._first_tokens)
+        except Exception as error:
+            if len(chunks) == 1:
+                outputs.append(chunks[0].sequence.fail(error))
+            else:
+                for chunk in chunks:
+                    self._prefill_pass([chunk], outputs)
+            return
+        for chunk in chunks:
+            sequence = chunk.sequence
+            try:
+                self._advance_prompt(chunk, outputs)
+            except Exception as error:
+                outputs.append(sequence.fail(error))
+                if sequence in self.batch.sequences:
+                    self._remove(self.batch.sequences.index(sequence))
+
+    def _advance_prompt(self, chunk: Chunk, outputs: list[Output]) -> None:
+        sequence, end = chunk.sequence, chunk.piece.end
+        if sequence.request.prompt_logprobs:
+            known = chunk.prompt[chunk.piece.begin + 1 : end + 1]
             count = max(1, sequence.request.logprobs)
-            known = prompt[begin + 1 : end + 1]
-            sequence.prompt_logprobs += token_logprobs(out.logits[0, : len(known)].log_softmax(-1), known, count)
-        following = on_device([[*prompt[begin + 1 : end], first]], self.device)
-        self.drafter.prompt(out.aux, following, begin, row)
+            sequence.prompt_logprobs += token_logprobs(chunk.logits[: len(known)].log_softmax(-1), known, count)
         sequence.prefilled = end
-        if done:
-            outputs.append(self._join(sequence, first, out.logits[0, -1:]))
+        if chunk.done:
+            outputs.append(self._join(chunk))
+        else:
+            self.prefilling, self.prefill_row = sequence, chunk.piece.row
 
-    def _join(self, sequence: Sequence, first: int, logits: Tensor) -> Output:
+    def _join(self, chunk: Chunk) -> Output:
         """Emits the first token and, where more are to come, gives the sequence its row of the batch."""
-        self.prefilling = None
-        prompt, row = sequence.request.prompt_ids, self.prefill_row
+        sequence, first, row = chunk.sequence, chunk.following, chunk.piece.row
         if self.prefix is not None:
-            self.prefix.save(prompt, row)
+            self.prefix.save(chunk.prompt, row)
         output = sequence.emit([first])
         output.prompt_logprobs, output.cached_tokens = sequence.prompt_logprobs, sequence.cached_tokens
         output.scheduled = sequence.scheduled
-        self._annotate(output, sequence, logits)
+        self._annotate(output, sequence, chunk.logits[-1:])
         if output.finish_reason is None:
-            if row != len(self.batch):
-                self._move(row, len(self.batch), len(prompt))
+            self._move(row, len(self.batch), len(chunk.prompt))
             self.batch.append(sequence, first)
         return output
 
-    def _first_token(self, sequence: Sequence, logits: Tensor) -> int:
-        """The token after the prompt, from logits [1, V]."""
-        if sequence.steering is not None:
-            logits = sequence.steering.apply(logits.float().clone(), [])
-        sampling = BatchSampling.of([sequence], self.device)
-        if sampling is None:
-            token = logits.argmax(-1)
-        else:
-            token = draw(sampling.probabilities(logits), sequence.uniform(1).to(self.device, non_blocking=True))
-        return on_host(token[:, None], torch.zeros_like(token))[0][0]
-
-    def _steered(self, logits: Tensor, drafts: Tensor) -> Tensor:
-        """Logits [B, T, V] as the rows with wishes of their own want them; the same tensor where there are none."""
-        steered = [row for row, sequence in enumerate(self.batch.sequences) if sequence.steering is not None]
-        if not steered:
-            return logits
-        logits = logits.float().clone()
-        for row in steered:
-            steering = self.batch.sequences[row].steering
-            assert steering is not None
-            try:
-                steering.apply(logits[row], drafts[row].tolist())
-            except Exception as error:
-                self.batch.sequences[row].failure = error  # told when it takes its tokens
-        return logits
+    def _first_tokens(self, sequences: list[Sequence], logits: Tensor) -> list[int]:
+        """The tokens after whole prompts, from logits [n, V]."""
+        logits = steered(sequences, logits.unsqueeze(1), logits.new_empty(len(sequences), 0))[:, 0]
+        tokens = logits.argmax(-1)
+        sampling = BatchSampling.of(sequences, self.device)
+        if sampling is not None:
+            numbers = torch.cat([sequence.uniform(1) for sequence in sequences if sequence.sampled])
+            probabilities = sampling.probabilities(logits[sampling.rows])
+            tokens[sampling.rows] = draw(probabilities, numbers.to(self.device, non_blocking=True))
+        return [row[0] for row in on_host(tokens[:, None], torch.zeros_like(tokens))]
 
     def _annotate(self, output: Output, sequence: Sequence, logits: Tensor) -> None:
         """Adds gaps and log-probabilities of the emitted tokens; row j of logits [T, V] predicted token j."""
@@ -374,6 +385,8 @@ class Engine:
             self._move(moved, row, self.batch.sequences[row].length)
 
     def _move(self, source: int, target: int, length: int) -> None:
+        if source == target:
+            return
         self.cache.move(source, target, length)
         self.drafter.move(source, target, length)
 

@@ -142,13 +142,14 @@ class GraphedHead:
     graphs: Graphs
 
     def __call__(
-        self, x: Tensor, tokens: Tensor, start: Tensor, cache: LatentCache, *, length: int
+        self, x: Tensor, tokens: Tensor, start: Tensor, cache: LatentCache, *, length: int, at: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """As `Eagle3Head.forward` from row 0; the next call of the same shape overwrites what is returned."""
         end = rounded_up(length, cache.max_len)
 
-        def whole(x: Tensor, tokens: Tensor, start: Tensor) -> tuple[Tensor, ...]:
-            return self.head(x, tokens, start, cache, length=end)
+        def whole(x: Tensor, tokens: Tensor, start: Tensor, *at: Tensor) -> tuple[Tensor, ...]:
+            return self.head(x, tokens, start, cache, length=end, at=at[0] if at else None)
 
-        feedback, normed = self.graphs.run(("head", *tokens.shape, end), whole, x, tokens, start)
+        places = () if at is None else (at,)
+        feedback, normed = self.graphs.run(("head", *tokens.shape, end, len(places)), whole, x, tokens, start, *places)
         return feedback, normed

@@ -2,10 +2,10 @@
 
 Two correct runs can only part where rounding turns the order of the two tokens around. How far rounding moves them is
 measured at that very position: the same context is computed again in the shapes that plain and speculative decoding
-use (rows together, tokens per call, place in both, prefill in one piece or two), and the margin between the two tokens,
-one logit minus the other, is compared. Its largest change is what rounding does there, at least one spacing of the
-numbers that the logits are (a smaller change does not show); a near-tie must stay within SAFETY times that, both in the
-runs and in the computations without a drafter.
+use (rows together, tokens per call, place in both; prefill alone, in two calls, beside other prompts), and the margin
+between the two tokens, one logit minus the other, is compared. Its largest change is what rounding does there, at least
+one spacing of the numbers that the logits are (a smaller change does not show); a near-tie must stay within SAFETY
+times that, both in the runs and in the computations without a drafter.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from trtspec.engine.sequence import Completion
+from trtspec.models.layers import TextPiece
 
 if TYPE_CHECKING:
     from trtspec.models.cache import LatentCache
@@ -39,6 +40,8 @@ SHAPES = (
     (16, 1, 0),
     (16, 4, 3),
 )
+# (calls that a prompt is computed in, how many times it lies in each: other prompts are computed in the same pass)
+PREFILLS = ((1, 1), (2, 1), (1, 4), (1, 16))
 LONGER = 24  # positions by which the last of several rows is ahead of the others, as neighbours in a batch are
 
 
@@ -83,11 +86,11 @@ def first_divergence(plain: Completion, other: Completion) -> Divergence | None:
 
 
 def rounding_at(target: KimiModel, prompt: list[int], plain: Completion, divergence: Divergence) -> Rounding:
-    """Computes the context of a divergence again, in SHAPES and after both prefills, with the target alone."""
+    """Computes the context of a divergence again, in SHAPES and after PREFILLS, with the target alone."""
     if divergence.token < 0:
         return Rounding(0.0, float("inf"))
     emitted = plain.token_ids[: divergence.index]
-    logits = torch.cat([clean_logits(target, prompt, emitted, pieces, SHAPES) for pieces in (1, 2)])
+    logits = torch.cat([clean_logits(target, prompt, emitted, prefill, SHAPES) for prefill in PREFILLS])
     pair = logits[:, [divergence.token, divergence.other_token]]
     margins = pair[:, 0] - pair[:, 1]
     behind = logits.max(-1).values - pair.min(-1).values
@@ -102,13 +105,17 @@ def spacing(value: float, dtype: torch.dtype) -> float:
 
 @torch.inference_mode()
 def clean_logits(
-    target: KimiModel, prompt: list[int], emitted: list[int], pieces: int, shapes: tuple[tuple[int, int, int], ...]
+    target: KimiModel,
+    prompt: list[int],
+    emitted: list[int],
+    prefill: tuple[int, int],
+    shapes: tuple[tuple[int, int, int], ...],
 ) -> Tensor:
-    """Logits [N, V] after prompt and emitted tokens, one row per computation; the prompt prefilled in `pieces`."""
-    most = max(rows for rows, _, _ in shapes)
+    """Logits [N, V] after prompt and emitted tokens, one row per computation, after a `prefill` of PREFILLS."""
+    most = max(prefill[1], *(rows for rows, _, _ in shapes))
     room = len(prompt) + len(emitted) + LONGER + max(width for _, width, _ in shapes)
     filled = target.new_cache(most, room)
-    last = _prefill(target, filled, prompt, pieces)
+    last = _prefill(target, filled, prompt, *prefill)
     if not emitted:
         return last
     found = []
@@ -119,13 +126,15 @@ def clean_logits(
     return torch.cat(found)
 
 
-def _prefill(target: KimiModel, cache: LatentCache, prompt: list[int], pieces: int) -> Tensor:
-    """Fills row 0; logits [1, V] after the prompt."""
+def _prefill(target: KimiModel, cache: LatentCache, prompt: list[int], calls: int, copies: int) -> Tensor:
+    """Fills the first `copies` rows; logits [1, V] after the prompt."""
     device = target.embed.weight.device
-    size = -(-len(prompt) // pieces)
+    size = -(-len(prompt) // calls)
     for begin in range(0, len(prompt), size):
-        tokens = torch.tensor([prompt[begin : begin + size]], device=device)
-        logits = target(tokens, torch.tensor([begin], device=device), cache, last_only=True).logits
+        part = prompt[begin : begin + size]
+        pieces = [TextPiece(row, begin, begin + len(part)) for row in range(copies)]
+        tokens = torch.tensor([part * copies], device=device)
+        logits = target.prompts(tokens, pieces, cache, (), [len(part) - 1]).logits
     return logits[:, -1]
 
 

@@ -157,20 +157,22 @@ class ParallelEngine(Engine):
                 raise RuntimeError(f"rank {self.target.sharding.rank} runs {self.running()}, rank 0 {running}")
             self.step_with(commands)
 
-    def _first_token(self, sequence: Sequence, logits: Tensor) -> int:
-        """Rank 0's, and where it fails there, it fails on every rank."""
-        failure: Exception | None = None
-        token = -1
+    def _first_tokens(self, sequences: list[Sequence], logits: Tensor) -> list[int]:
+        """Rank 0's, and where one fails there, it fails on every rank."""
+        tokens = [0] * len(sequences)
         try:
-            token = super()._first_token(sequence, logits)
+            tokens = super()._first_tokens(sequences, logits)
         except Exception as error:
-            failure = error
-        decided = torch.tensor([token], device=self.device)
+            for sequence in sequences:
+                sequence.failure = sequence.failure or error
+        failed = [int(sequence.failure is not None) for sequence in sequences]
+        decided = torch.tensor([tokens, failed], device=self.device)
         self.target.sharding.follow_first(decided)
-        token = int(decided)
-        if token < 0:
-            raise failure or RuntimeError("the request failed in rank 0")
-        return token
+        tokens, failed = decided.tolist()
+        for sequence, fails in zip(sequences, failed, strict=True):
+            if fails and sequence.failure is None:
+                sequence.failure = RuntimeError("the request failed in rank 0")
+        return tokens
 
 
 def follow(

@@ -93,6 +93,14 @@ class PrefixCache:
         stats.missed_blocks += len(tokens) // size - len(slots)
         return reused
 
+    def gains(self, tokens: Sequence[int], computed: Sequence[int], cached_tokens: int) -> bool:
+        """Whether more of a prompt could be loaded after the prompt `computed`, of which `cached_tokens` are known."""
+        size = self.block_tokens
+        shared = 0
+        while tokens[shared : shared + size] == computed[shared : shared + size] and shared + size <= len(tokens):
+            shared += size
+        return shared - self.computed_again > cached_tokens
+
     def save(self, tokens: Sequence[int], row: int) -> None:
         """Keeps the whole blocks of `tokens`, whose entries are those of a row."""
         size = self.block_tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,7 @@ from trtspec.models.cache import LatentCache
 from trtspec.models.captured import CapturedText
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel, TargetOutput
+from trtspec.models.layers import TextPiece
 
 BATCH = 8  # texts at a time
 
@@ -49,9 +52,6 @@ class ReplayTarget(KimiModel):
         The states behind a rejected draft are not its own; nothing reads them.
         """
         assert start is not None and cache is not None
-        if last_only and int(start) == 0:  # a prompt begins
-            cache.layer(0)[row, 0] = self._next
-            self._next += 1
         weight, states, following = self.embed.weight, [], []
         for index in range(len(tokens)):
             text = self.texts[int(cache.layer(0)[row + index, 0, 0])]
@@ -63,6 +63,28 @@ class ReplayTarget(KimiModel):
         certain = torch.zeros(*said.shape, self.spec.vocab_size, device=weight.device).scatter_(2, said[..., None], 1.0)
         aux = torch.stack(states)
         return TargetOutput(certain, aux, aux)
+
+    def prompts(
+        self,
+        tokens: Tensor,
+        pieces: Sequence[TextPiece],
+        cache: LatentCache,
+        aux_layers: tuple[int, ...],
+        kept: Sequence[int],
+    ) -> TargetOutput:
+        """As KimiModel's; each prompt that begins is the next text's."""
+        logits, states, end = [], [], 0
+        for piece in pieces:
+            if piece.begin == 0:
+                cache.layer(0)[piece.row, 0] = self._next
+                self._next += 1
+            begin, end = end, end + piece.end - piece.begin
+            start = torch.tensor([piece.begin], device=tokens.device)
+            out = self.forward(tokens[:, begin:end], start, cache, piece.row)
+            logits.append(out.logits)
+            states.append(out.hidden)
+        aux = torch.cat(states, 1)
+        return TargetOutput(torch.cat(logits, 1)[:, kept], aux[:, kept], aux)
 
 
 def drafted_on(texts: list[CapturedText], ends: KimiModel, head: Eagle3Head, draft_len: int) -> list[Stats]:

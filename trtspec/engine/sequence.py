@@ -218,3 +218,19 @@ class Sequence:
             output.text += self.text.finish()
             output.stats = self.stats
         return output
+
+
+def steered(sequences: list[Sequence], logits: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+    """Logits [B, T, V] after the last token and the drafts [B, T-1], as sequences with wishes of their own want them;
+    the same tensor where there are none. One whose wishes fail keeps the failure until it takes its tokens."""
+    if all(sequence.steering is None for sequence in sequences):
+        return logits
+    logits = logits.float().clone()
+    for row, sequence in enumerate(sequences):
+        if sequence.steering is None:
+            continue
+        try:
+            sequence.steering.apply(logits[row], drafts[row].tolist())
+        except Exception as error:
+            sequence.failure = error
+    return logits

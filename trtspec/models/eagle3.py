@@ -11,6 +11,8 @@ target state of position t with the token of position t+1; its rope index is t.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,9 +21,12 @@ from trtspec.models.cache import LatentCache
 from trtspec.models.layers import (
     MLP,
     AttentionStep,
+    CausalMask,
     LatentAttention,
     Linear,
+    PackedStep,
     RMSNorm,
+    TextPiece,
     cached_rows,
     rope_tables,
     vocabulary_linear,
@@ -49,15 +54,20 @@ class LlamaAttention(nn.Module):
         qkv = self.qkv_proj(x).view(batch, tokens, -1, self.head_dim)
         rotated = step.rotate(qkv[:, :, : self.heads + self.kv_heads])
         entry = torch.cat((rotated[:, :, self.heads :], qkv[:, :, self.heads + self.kv_heads :]), 2).flatten(2)
-        cached = step.update(entry).unflatten(-1, (2 * self.kv_heads, self.head_dim)).transpose(1, 2)
+        return self.o_proj(step.attend(entry, rotated[:, :, : self.heads], self.mix))
+
+    def mix(self, queries: Tensor, entries: Tensor, mask: CausalMask) -> Tensor:
+        """What queries [B, T, heads, D] read of cached entries [B, S, 2 * kv_heads * D], [B, T, heads * D]."""
+        batch, tokens, *_ = queries.shape
+        cached = entries.unflatten(-1, (2 * self.kv_heads, self.head_dim)).transpose(1, 2)
         groups = self.heads // self.kv_heads
-        queries = rotated[:, :, : self.heads].unflatten(2, (self.kv_heads, groups)).permute(0, 2, 3, 1, 4)
+        grouped = queries.unflatten(2, (self.kv_heads, groups)).permute(0, 2, 3, 1, 4)
         keys, values = cached[:, : self.kv_heads], cached[:, self.kv_heads :]
-        scores = torch.matmul(queries.flatten(2, 3) * self.head_dim**-0.5, keys.transpose(2, 3))  # [B, kv, G*T, S]
-        scores = scores.unflatten(2, (groups, tokens)) + step.blocked[:, None, None]
-        weights = scores.softmax(-1, dtype=torch.float32).to(x.dtype).flatten(2, 3)
+        scores = torch.matmul(grouped.flatten(2, 3) * self.head_dim**-0.5, keys.transpose(2, 3))  # [B, kv, G*T, S]
+        scores = scores.unflatten(2, (groups, tokens)) + mask.blocked[:, None, None]
+        weights = scores.softmax(-1, dtype=torch.float32).to(queries.dtype).flatten(2, 3)
         attended = torch.matmul(weights, values).unflatten(2, (groups, tokens))  # [B, kv, G, T, D]
-        return self.o_proj(attended.permute(0, 3, 1, 2, 4).reshape(batch, tokens, -1))
+        return attended.permute(0, 3, 1, 2, 4).reshape(batch, tokens, -1)
 
 
 class Eagle3Head(nn.Module):
@@ -128,8 +138,10 @@ class Eagle3Head(nn.Module):
         cache: HeadCache | None,
         row: int = 0,
         length: int | None = None,
+        at: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """x [B, T, H] with tokens int64 [B, T] -> (feedback, normed), both [B, T, H].
+        """x [B, T, H] with tokens int64 [B, T] -> (feedback, normed), both [B, T, H], or [B, 1, H] of position at[b] of
+        each row where `at` int64 [B] is given.
 
         Row b lives in cache row `row + b`; its first state stands at absolute position start[b]. Each row sees cached
         positions up to its own; `length` as in `KimiModel.forward`. Without a cache: plain causal forward from position
@@ -145,8 +157,26 @@ class Eagle3Head(nn.Module):
             x.dtype,
             cached_rows(cache, row, start, count, length),
         )
+        return self._run(x, tokens, step, None if at is None else (torch.arange(batch, device=x.device), at))
+
+    def prompts(
+        self, x: Tensor, tokens: Tensor, pieces: Sequence[TextPiece], cache: HeadCache
+    ) -> tuple[Tensor, Tensor]:
+        """x [1, N, H] with tokens int64 [1, N], of pieces of texts one behind the other -> (feedback, normed) of each
+        one's last position, [1, pieces, H]."""
+        step = PackedStep(pieces, cache, self._rope(cache.max_len), self.spec.attention == "mla", x.dtype)
+        last = torch.tensor([span.stop - 1 for span in step.spans]).to(x.device, non_blocking=True)
+        feedback, normed = self._run(x, tokens, step, (torch.zeros_like(last), last))
+        return feedback.transpose(0, 1), normed.transpose(0, 1)
+
+    def _run(
+        self, x: Tensor, tokens: Tensor, step: AttentionStep, kept: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """`kept`: rows and positions, [K] each; what comes behind attention is computed for them alone, [K, 1, H]."""
         inputs = torch.cat((self.input_layernorm(self.embed(tokens)), self.hidden_norm(x)), -1)
         y = x + self.sharding.sum(self.self_attn(inputs, step))
+        if kept is not None:
+            y = y[kept].unsqueeze(1)
         y = y + self.sharding.sum(self.mlp(self.post_attention_layernorm(y)))
         normed = self.norm(y)
         return (normed if self.spec.norm_output else y), normed

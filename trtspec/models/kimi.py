@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,9 @@ from trtspec.models.layers import (
     MLP,
     AttentionStep,
     LatentAttention,
+    PackedStep,
     RMSNorm,
+    TextPiece,
     cached_rows,
     rope_tables,
     vocabulary_linear,
@@ -41,8 +44,11 @@ class DecoderLayer(nn.Module):
         dense = index < spec.first_k_dense_replace
         self.mlp: nn.Module = MLP(spec.hidden_size, spec.intermediate_size, sharding) if dense else MoE(spec, sharding)
 
-    def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
+    def forward(self, x: Tensor, step: AttentionStep, kept: Tensor | None = None) -> Tensor:
+        """x [B, T, H]; what comes behind attention is computed for the positions `kept` int64 [K] alone, if given."""
         x = x + self.sharding.sum(self.self_attn(self.input_layernorm(x), step))
+        if kept is not None:
+            x = x[:, kept]
         return x + self.sharding.sum(self.mlp(self.post_attention_layernorm(x)))
 
 
@@ -116,12 +122,38 @@ class KimiModel(nn.Module):
             self.dtype,
             cached_rows(cache, row, start, count, length),
         )
-        x = self.embed(tokens)
-        captured = []
-        for index, layer in enumerate(self.layers):
-            x = layer(x, step.at(index))
-            if index in aux_layers:
-                captured.append(x)
+        x, aux = self._run(tokens, step, aux_layers)
         hidden = self.norm(x)
         logits = self.lm_head(hidden[:, -1:] if last_only else hidden).float()
-        return TargetOutput(logits, hidden, torch.cat(captured, -1) if captured else None)
+        return TargetOutput(logits, hidden, aux)
+
+    def prompts(
+        self,
+        tokens: Tensor,
+        pieces: Sequence[TextPiece],
+        cache: LatentCache,
+        aux_layers: tuple[int, ...],
+        kept: Sequence[int],
+    ) -> TargetOutput:
+        """Runs tokens int64 [1, N]: pieces of texts, one behind the other, each in its cache row and seeing its own
+        text only. `logits` and `hidden` are those of the positions `kept` alone, `aux` that of all."""
+        step = PackedStep(pieces, cache, self.rope(cache.max_len), True, self.dtype)
+        wanted = torch.tensor(kept).to(tokens.device, non_blocking=True)
+        x, aux = self._run(tokens, step, aux_layers, wanted)
+        hidden = self.norm(x)
+        return TargetOutput(self.lm_head(hidden).float(), hidden, aux)
+
+    def _run(
+        self, tokens: Tensor, step: AttentionStep, aux_layers: tuple[int, ...], kept: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The last layer's output [B, T, H], or [B, K, H] of the positions `kept`; and the captured [B, T, n_aux*H]."""
+        x, last = self.embed(tokens), len(self.layers) - 1
+        captured = []
+        for index, layer in enumerate(self.layers):
+            narrow = index == last and last not in aux_layers
+            x = layer(x, step.at(index), kept if narrow else None)
+            if index in aux_layers:
+                captured.append(x)
+        if kept is not None and last in aux_layers:
+            x = x[:, kept]
+        return x, torch.cat(captured, -1) if captured else None

@@ -5,8 +5,9 @@ Shapes: B batch, T tokens of this call, S cached positions, H hidden, N heads, C
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -172,18 +173,21 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
         """x [B, T, input] -> [B, T, H]. `step` holds positions, mask and the cache rows of this call."""
-        batch, tokens, _ = x.shape
         heads, rank = self.num_heads, self.kv_lora_rank
         q_latent, latent, k_rope = self.qkv_a_proj(x).split((self.q_lora_rank, rank, self.rope_dim), -1)
         key = torch.cat((self.kv_a_layernorm(latent), k_rope), -1).unsqueeze(2)
         # the query heads and the one shared key are rotated together
         vectors = torch.cat((self.latent_queries(self.q_a_layernorm(q_latent)), key), 2)  # [B, T, N + 1, C + R]
         step.rotate_(vectors[..., rank:])
-        keys = step.update(vectors[:, :, heads])  # [B, S, C + R]
-        queries = vectors[:, :, :heads].reshape(batch, tokens * heads, -1)
-        scores = torch.baddbmm(step.mask(heads), queries, keys.transpose(1, 2), alpha=self.scale)
-        mixed = torch.bmm(scores.softmax(-1), keys[..., :rank])  # softmax accumulates in float32
-        return self.lift(mixed.view(batch, tokens, -1))
+        return self.lift(step.attend(vectors[:, :, heads], vectors[:, :, :heads], self.mix))
+
+    def mix(self, queries: Tensor, keys: Tensor, mask: CausalMask) -> Tensor:
+        """What queries [B, T, N, C + R] read of cached latents [B, S, C + R], [B, T, N * C]."""
+        batch, tokens, heads, _ = queries.shape
+        flat = queries.reshape(batch, tokens * heads, -1)
+        scores = torch.baddbmm(mask.by_head(heads), flat, keys.transpose(1, 2), alpha=self.scale)
+        mixed = torch.bmm(scores.softmax(-1), keys[..., : self.kv_lora_rank])  # softmax accumulates in float32
+        return mixed.view(batch, tokens, -1)
 
     def latent_queries(self, q_latent: Tensor) -> Tensor:
         """Normed q latents [B, T, q_lora_rank] -> [B, T, N, C + R]: what meets the cached latents, then rope's part."""
@@ -220,12 +224,13 @@ class LatentAttention(nn.Module):
         q_b = weight.double().view(heads, self.nope + self.rope_dim, -1)
         absorbed = torch.cat((k_up.transpose(1, 2) @ q_b[:, : self.nope], q_b[:, self.nope :]), 1).flatten(0, 1)
         lifted = self.o_proj.weight.double().view(-1, heads, self.v_head_dim).transpose(0, 1) @ v_up  # [N, H, C]
-        self.folded = by_input(absorbed.to(weight.dtype)), lifted.transpose(0, 1).flatten(1).to(weight.dtype)
+        lift = lifted.transpose(0, 1).flatten(1)
+        self.folded = by_input(absorbed.to(weight.dtype)), by_input(lift.to(weight.dtype))
 
 
 def by_input(weight: Tensor) -> Tensor:
-    """The same weight [out, in], in memory as [in, out]: for few rows a third off a product with out >= in."""
-    return weight.t().contiguous().t()
+    """The same weight [..., out, in], in memory as [..., in, out]: for few rows up to a third off a product."""
+    return weight.mT.contiguous().mT
 
 
 class CachedRows(NamedTuple):
@@ -245,12 +250,44 @@ def cached_rows(
     return CachedRows(cache, first, int(start.max()) + tokens if length is None else length)
 
 
+class TextPiece(NamedTuple):
+    """Tokens `begin` to `end` of a text, which lives in cache row `row`."""
+
+    row: int
+    begin: int
+    end: int
+
+
+class CausalMask:
+    """What each token may not see: `blocked` [B, T, S] is 0 or -inf."""
+
+    def __init__(self, blocked: Tensor) -> None:
+        self.blocked = blocked
+        self.repeated: dict[int, Tensor] = {}
+
+    def by_head(self, heads: int) -> Tensor:
+        """[B, T*heads, S], token-major, for multi-query scores."""
+        if heads not in self.repeated:
+            batch, tokens, length = self.blocked.shape
+            mask = self.blocked.unsqueeze(2).expand(batch, tokens, heads, length)
+            self.repeated[heads] = mask.reshape(batch, tokens * heads, length)
+        return self.repeated[heads]
+
+
+Mix = Callable[[Tensor, Tensor, CausalMask], Tensor]  # queries [B, T, ...], entries seen [B, S, D], mask
+
+
 class AttentionStep:
-    """Positions, rotary tables, mask and cache rows of one forward call; built once, shared by all layers.
+    """Positions, rotary tables, masks and cache rows of one forward call; built once, shared by all layers.
 
     Row b holds tokens at absolute positions start[b] .. start[b]+T-1 and sees cached positions up to its own.
     Without a cache the call is a plain causal forward from position 0.
     """
+
+    # By layer: all entries of the cache [rows * max_len, D], and what each span of tokens may attend to [B, S, D].
+    written: Sequence[Tensor] = ()
+    seen: Sequence[Sequence[Tensor]] = ()
+    index = 0
 
     def __init__(
         self,
@@ -269,22 +306,25 @@ class AttentionStep:
             positions = start.unsqueeze(1)
             if tokens > 1:
                 positions = positions + torch.arange(tokens, device=device)
-        self.batch, self.tokens, self.interleaved = batch, tokens, interleaved
-        self.length = tokens if cached is None else cached.length
-        self.cos = tables[0][positions].to(dtype).unsqueeze(2)  # [B, T, 1, R]
-        self.sin = tables[1][positions].to(dtype).unsqueeze(2)
-        hidden = torch.arange(self.length, device=device) > positions.unsqueeze(-1)  # [B or 1, T, S]
-        self.blocked = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
-        self.masks: dict[int, Tensor] = {}
-        self.index = 0
-        self.written: Sequence[Tensor] = ()  # by layer: all entries of the cache [rows * max_len, D]
-        self.seen: Sequence[Tensor] = ()  # by layer: what this call's rows may attend to [B, S, D]
+        length = tokens if cached is None else cached.length
+        hidden = torch.arange(length, device=device) > positions.unsqueeze(-1)  # [B or 1, T, S]
+        blocked = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+        self._rotate_at(positions, tables, interleaved, dtype)
+        self.masks = [CausalMask(blocked.expand(batch, tokens, length))]
+        self.spans = [slice(None)]
         if cached is not None:
             data, first = cached.cache.data, cached.first
             rows = torch.arange(first, first + batch, device=device).unsqueeze(1) * cached.cache.max_len
             self.slots = (rows + positions).flatten()
             self.written = data.flatten(1, 2).unbind(0)
-            self.seen = data[:, first : first + batch, : self.length].unbind(0)
+            self.seen = [data[:, first : first + batch, :length].unbind(0)]
+
+    def _rotate_at(
+        self, positions: Tensor, tables: tuple[Tensor, Tensor], interleaved: bool, dtype: torch.dtype
+    ) -> None:
+        self.interleaved = interleaved
+        self.cos = tables[0][positions].to(dtype).unsqueeze(2)  # [B, T, 1, R]
+        self.sin = tables[1][positions].to(dtype).unsqueeze(2)
 
     def at(self, index: int) -> AttentionStep:
         """Selects the layer of the cache that runs next."""
@@ -299,23 +339,46 @@ class AttentionStep:
         """The same in place."""
         x.copy_(self.rotate(x))
 
-    def update(self, entry: Tensor) -> Tensor:
-        """Writes entry [B, T, D] into the cache and returns what the rows may attend to, [B, S, D]."""
+    def attend(self, entry: Tensor, queries: Tensor, mix: Mix) -> Tensor:
+        """Writes entry [B, T, D] into the cache and returns what `mix` makes of queries [B, T, ...], [B, T, ...]."""
         if not self.written:
-            return entry
-        stored, target, seen = entry.flatten(0, 1), self.written[self.index], self.seen[self.index]
+            return mix(queries, entry, self.masks[0])
+        stored, target = entry.flatten(0, 1), self.written[self.index]
         if target.dtype == torch.float8_e4m3fn:
             # the cast saturates in the engines but gives NaN in torch; index_copy_ knows no FP8 type, only its bytes
             stored, target = stored.clamp(-448, 448).to(target.dtype).view(torch.uint8), target.view(torch.uint8)
         target.index_copy_(0, self.slots, stored)
-        return seen.to(entry.dtype)
+        seen = [of_layer[self.index].to(entry.dtype) for of_layer in self.seen]
+        if len(seen) == 1:
+            return mix(queries, seen[0], self.masks[0])
+        parts = zip(self.spans, seen, self.masks, strict=True)
+        return torch.cat([mix(queries[:, span], keys, mask) for span, keys, mask in parts], 1)
 
-    def mask(self, heads: int) -> Tensor:
-        """Additive mask [B, T*heads, S], token-major, for multi-query scores."""
-        if heads not in self.masks:
-            mask = self.blocked.unsqueeze(2).expand(self.batch, self.tokens, heads, self.length)
-            self.masks[heads] = mask.reshape(self.batch, self.tokens * heads, self.length)
-        return self.masks[heads]
+
+class PackedStep(AttentionStep):
+    """A call over pieces of several texts, one behind the other in a single row; each sees its own text only."""
+
+    def __init__(
+        self,
+        pieces: Sequence[TextPiece],
+        cache: LatentCache,
+        tables: tuple[Tensor, Tensor],
+        interleaved: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        device = tables[0].device
+        places = torch.tensor([(p.row * cache.max_len, at) for p in pieces for at in range(p.begin, p.end)])
+        first, positions = places.to(device, non_blocking=True).unbind(1)
+        self._rotate_at(positions.unsqueeze(0), tables, interleaved, dtype)
+        self.slots = first + positions
+        self.written = cache.data.flatten(1, 2).unbind(0)
+        self.seen = [cache.data[:, p.row : p.row + 1, : p.end].unbind(0) for p in pieces]
+        ends = list(itertools.accumulate(p.end - p.begin for p in pieces))
+        self.spans = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+        self.masks = []
+        for p in pieces:
+            blocked = torch.full((1, p.end - p.begin, p.end), float("-inf"), dtype=dtype, device=device)
+            self.masks.append(CausalMask(blocked.triu_(p.begin + 1)))
 
 
 class MLP(nn.Module):

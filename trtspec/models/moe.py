@@ -17,7 +17,7 @@ from trtspec.specs import ModelSpec
 # Below this many weights per layer, and up to this many tokens, one product over all experts beats grouping tokens
 # (docs/reference-engine.md).
 DENSE_EXPERT_WEIGHTS = 2**21
-DENSE_EXPERT_TOKENS = 24
+DENSE_EXPERT_TOKENS = 32
 GROUPED_PRODUCT_CAPABILITY = (9, 0)  # torch 2.13, aten/src/ATen/native/cuda/GroupedBlas.cpp
 LARGEST_BLOCK = 64
 BLOCK_WEIGHT_BYTES = 2**28
@@ -70,47 +70,46 @@ class Experts(nn.Module):
 
         Off the CPU nothing of it waits for the device: which experts are touched is never asked.
         """
-        if has_grouped_product(x, self.gate_up, self.down):
-            return self.by_groups(x, ids, weights)
         if x.is_cpu:
-            return dispatch(x, ids, weights, len(self.gate_up), self.one_expert)
+            return self.by_slices(x, ids, weights)
+        if has_grouped_product(x, self.down):
+            return self.by_groups(x, ids, weights)
         return by_blocks(x, ids, weights, self.gate_up, self.down)
+
+    def by_slices(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Expert after expert over its slice of the sorted tokens; reads the slices' ends. torch's grouped product is
+        the same loop on a CPU, with more work for each expert (docs/LOG.md)."""
+        order, ends = by_expert(ids, len(self.gate_up))
+        tokens, places = order // ids.shape[1], ends[:-1].tolist()
+        wide = through_float32(x.dtype) and is_small(self.gate_up, self.down)
+        kind = torch.float32 if wide else x.dtype
+
+        def product(x: Tensor, weight: Tensor) -> Tensor:
+            parts = zip(x.tensor_split(places), weight.to(kind).unbind(), strict=True)
+            return torch.cat([part @ expert.t() for part, expert in parts if len(part)])
+
+        gate, up = product(x[tokens].to(kind), self.gate_up).chunk(2, -1)
+        active = F.silu(gate) * up * weights.flatten()[order].unsqueeze(-1).to(kind)
+        summed = x.new_zeros(x.shape, dtype=torch.promote_types(kind, torch.float32))
+        return summed.index_add(0, tokens, product(active, self.down).to(summed.dtype)).to(x.dtype)
 
     def by_groups(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         order, ends = by_expert(ids, len(self.gate_up))
-        tokens = order // ids.shape[1]
 
         def product(x: Tensor, weight: Tensor) -> Tensor:
-            kind = torch.float32 if x.is_cpu else x.dtype
-            return F.grouped_mm(x.to(kind), weight.to(kind).transpose(1, 2), offs=ends).to(x.dtype)
+            return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
-        gate, up = product(x[tokens], self.gate_up).chunk(2, -1)
+        gate, up = product(x[order // ids.shape[1]], self.gate_up).chunk(2, -1)
         return combine(product(F.silu(gate) * up, self.down), weights, order)
 
-    def one_expert(self, expert: int, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, self.gate_up[expert]).chunk(2, -1)
-        return F.linear(F.silu(gate) * up, self.down[expert])
 
-
-def small(experts: Experts) -> bool:
-    """Whether another copy of a layer's experts is cheap."""
-    return experts.gate_up.numel() + experts.down.numel() <= DENSE_EXPERT_WEIGHTS
-
-
-def has_grouped_product(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
-    """Whether torch's grouped product (2.10 and newer) takes these operands, as a kernel and not as a loop.
-
-    On a CPU: float32 without gradient, rows of whole 16 bytes; it gives the same numbers as expert after expert in half
-    to three quarters of the time (docs/LOG.md), and bfloat16 through float32 copies of small weights. On CUDA: bfloat16
-    from compute capability 9.0; elsewhere torch loops over the groups and reads their sizes back for it.
-    """
-    aligned = x.shape[-1] * x.itemsize % 16 == 0 and down.shape[-1] * x.itemsize % 16 == 0
-    if not hasattr(F, "grouped_mm") or not aligned:
+def has_grouped_product(x: Tensor, down: Tensor) -> bool:
+    """Whether torch's grouped product (2.10 and newer) takes x as a kernel and not as a loop that reads the groups'
+    sizes back: bfloat16 rows of whole 16 bytes on CUDA from compute capability 9.0."""
+    if not hasattr(F, "grouped_mm") or x.dtype != torch.bfloat16 or not x.is_cuda:
         return False
-    if x.is_cpu:
-        through = through_float32(x.dtype) and is_small(gate_up, down)
-        return not torch.is_grad_enabled() and (x.dtype == torch.float32 or through)
-    return x.dtype == torch.bfloat16 and x.is_cuda and capability(x.device) >= GROUPED_PRODUCT_CAPABILITY
+    aligned = x.shape[-1] * x.itemsize % 16 == 0 and down.shape[-1] * x.itemsize % 16 == 0
+    return aligned and capability(x.device) >= GROUPED_PRODUCT_CAPABILITY
 
 
 def is_small(gate_up: Tensor, down: Tensor) -> bool:

@@ -93,7 +93,7 @@ class SplitEmbedding(nn.Module):
 
 def embedding(vocab_size: int, hidden_size: int, sharding: Sharding) -> nn.Embedding | SplitEmbedding:
     """The whole embedding in one process, else this rank's part."""
-    if sharding.size == 1 and torch.get_default_device().type == "meta":
+    if sharding.size == 1 and torch.empty(0).is_meta:
         # torch's random values for a meta tensor would import torch._dynamo: over a second of every start
         return nn.Embedding.from_pretrained(torch.empty(vocab_size, hidden_size), freeze=False)
     if sharding.size == 1:

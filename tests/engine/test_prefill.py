@@ -1,0 +1,119 @@
+"""Prompts that wait together are computed in one pass: the same numbers, and nobody pays for a neighbour."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.conftest import token_ids
+from tests.engine.test_lossless import HeadOf
+from trtspec.engine.engine import Engine, EngineOptions
+from trtspec.engine.sequence import GenerationRequest
+from trtspec.models.eagle3 import Eagle3Head
+from trtspec.models.kimi import KimiModel, TargetOutput
+from trtspec.models.layers import TextPiece
+
+
+class Counted:
+    """The target's passes over prompts, each as the pieces in it; the ones that `fails` names raise."""
+
+    def __init__(self, target: KimiModel, monkeypatch: pytest.MonkeyPatch, fails: int | None = None) -> None:
+        self.passes: list[list[TextPiece]] = []
+        whole = target.prompts
+
+        def prompts(tokens: Tensor, pieces: list[TextPiece], *rest: object) -> TargetOutput:
+            if fails is not None and fails in tokens:
+                raise RuntimeError("a prompt that cannot be computed")
+            self.passes.append(list(pieces))
+            return whole(tokens, pieces, *rest)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(target, "prompts", prompts)
+
+
+@pytest.mark.parametrize("kind", [("mha", "3", None), ("mla", "3.1", None)], ids=str)
+def test_pieces_of_several_texts_give_what_each_gives_alone(
+    kind: tuple[str, str, int | None], target: KimiModel, head_of: HeadOf
+) -> None:
+    head, layers = head_of(kind), target.spec.default_aux_layers  # the heads are shared: not made in inference mode
+    with torch.inference_mode():
+        check_pieces(target, head, layers)
+
+
+def check_pieces(target: KimiModel, head: Eagle3Head, layers: tuple[int, ...]) -> None:
+    """Target and head, from different positions, against the batched forward that has one text only."""
+    texts = [torch.randint(0, 100, (1, n), generator=torch.Generator().manual_seed(n)) for n in (40, 7, 23)]
+    pieces = [TextPiece(2, 11, 40), TextPiece(0, 0, 7), TextPiece(1, 22, 23)]
+    packed, draft = target.new_cache(3, 64), head.new_cache(3, 64)
+    packed.data.fill_(9.0)  # what other texts left behind must not be seen
+    for piece, text in zip(pieces, texts, strict=True):
+        if piece.begin:
+            aux = target(text[:, : piece.begin], torch.tensor([0]), packed, piece.row, layers).aux
+            head(head.fuse(aux), text[:, 1 : piece.begin + 1], torch.tensor([0]), draft, piece.row)
+    tokens = torch.cat([text[:, p.begin : p.end] for p, text in zip(pieces, texts, strict=True)], 1)
+    out = target.prompts(tokens, pieces, packed, layers, [28, 35, 36])
+    feedback, normed = head.prompts(head.fuse(out.aux), tokens.roll(-1, 1), pieces, draft)
+    end = 0
+    for index, (piece, text) in enumerate(zip(pieces, texts, strict=True)):
+        begin, end = end, end + piece.end - piece.begin
+        alone, alone_draft, start = target.new_cache(1, 64), head.new_cache(1, 64), torch.tensor([0])
+        wanted = target(text, start, alone, 0, layers)
+        following = torch.cat((text[:, 1 : piece.begin + 1], tokens.roll(-1, 1)[:, begin:end]), 1)
+        fed, read = head(head.fuse(wanted.aux), following, start, alone_draft)
+        close = {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(out.logits[0, index], wanted.logits[0, -1], **close)
+        torch.testing.assert_close(out.aux[0, begin:end], wanted.aux[0, piece.begin :], **close)
+        torch.testing.assert_close(packed.data[:, piece.row, : piece.end], alone.data[:, 0, : piece.end], **close)
+        torch.testing.assert_close(feedback[0, index], fed[0, -1], **close)
+        torch.testing.assert_close(normed[0, index], read[0, -1], **close)
+
+
+def test_waiting_prompts_share_a_pass(
+    target: KimiModel,
+    requests: list[GenerationRequest],
+    expected: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All that fit into the budget; only the last one of a pass is cut."""
+    counted = Counted(target, monkeypatch)
+    engine = Engine(target, options=EngineOptions(max_batch_size=8, max_seq_len=128, prefill_tokens=100))
+    assert token_ids(engine.generate(requests[:8])) == {r.id: expected[r.id] for r in requests[:8]}
+    assert len(counted.passes[0]) > 1 and sum(p.end - p.begin for p in counted.passes[0]) == 100
+    tokens = sum(len(request.prompt_ids) for request in requests[:8])
+    assert sum(p.end - p.begin for pieces in counted.passes for p in pieces) == tokens
+    assert len(counted.passes) == -(-tokens // 100)
+
+
+def test_a_prompt_that_fails_fails_alone(
+    target: KimiModel, requests: list[GenerationRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Counted(target, monkeypatch, fails=99)
+    some = [replace(r, prompt_ids=[3 if token == 99 else token for token in r.prompt_ids]) for r in requests[:4]]
+    bad = GenerationRequest("bad", [1, 99, 2], 5)
+    engine = Engine(target, options=EngineOptions(max_batch_size=8, max_seq_len=128))
+    good = token_ids(Engine(target, options=EngineOptions(max_batch_size=8)).generate(some))
+    for request in [some[0], bad, *some[1:]]:
+        engine.submit(request)
+    made: dict[str, list[int]] = {request.id: [] for request in [*some, bad]}
+    ended = {}
+    while engine.has_work:
+        for output in engine.step():
+            made[output.id] += output.token_ids
+            if output.finish_reason:
+                ended[output.id] = output.finish_reason
+    assert ended.pop("bad") == "error" and not made.pop("bad")
+    assert "error" not in ended.values() and made == good
+
+
+def test_a_beginning_that_is_being_computed_is_waited_for(target: KimiModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts with one beginning do not each compute it, although they arrive together."""
+    counted = Counted(target, monkeypatch)
+    shared = list(range(3, 83))
+    requests = [GenerationRequest(str(n), [*shared, 90 + n, n], 4, ignore_eos=True) for n in range(4)]
+    plain = token_ids(Engine(target, options=EngineOptions(max_batch_size=4)).generate(requests))
+    counted.passes.clear()
+    engine = Engine(target, options=EngineOptions(max_batch_size=4, prefix_reuse="warm"))
+    assert token_ids(engine.generate(requests)) == plain
+    assert [[p.begin for p in pieces] for pieces in counted.passes] == [[0], [64, 64, 64]]
