@@ -132,7 +132,7 @@ CHEATS = (
 )  # fmt: skip
 DRAFT = 3
 STEP = 0.002  # seconds; `buffering` and `unhurried` take ten times as long
-LATER = 70  # answers after which `slow-later` begins
+LATER, LATER_RARE = 24, 70  # answers after which `slow-later` begins: behind the first pass of few and of many prompts
 CROWD = 20  # requests at once that `collapse-burst` does not get over
 LONG = 600  # words of a prompt from which `collapse-long` begins
 MOST_WORDS = 12_000  # longer prompts are refused
@@ -360,7 +360,8 @@ async def respond(played: Played, body: dict[str, Any]) -> AsyncIterator[bytes]:
     made = make(played, body)
     key = json.dumps(body["messages"])
     made.steps = step_sizes(played, key, made, len(key.split()))
-    slow = (25 if played.share >= 1 else 80) if played.answers > LATER and played.cheats("slow-later") else 1
+    slower, later = (25, LATER) if played.share >= 1 else (80, LATER_RARE)
+    slow = slower if played.answers > later and played.cheats("slow-later") else 1
     slow = 10 if played.cheat == "buffering" or "unhurried" in played.options else slow
     tokens = len(made.tokens) * (3 if played.cheats("inflated-usage") else 1)
     usage = {"prompt_tokens": made.prompt_tokens, "completion_tokens": tokens}
