@@ -16,7 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.command_line import trtspec
+from tests.oracles.vllm_environment import IN_VLLM, vllm_environment
 from tests.tiny import make_head, make_target
+from trtspec.data_files import DATA, kimi_nano_dir
 
 ROOT = Path(__file__).parents[2]
 STANDIN = ROOT / "tests" / "trtllm" / "standin" / "trtllm-serve"
@@ -33,6 +36,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     room = tmp_path_factory.mktemp("home-of-marguerite")
     target = make_target(room / "Kimi-K2.5")
     return target, make_head(room / "head", target, attention="mla")
+
+
+@pytest.fixture(scope="module")
+def older_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """What releases before 1.3.0rc7 load: Kimi-K2 with a head of full attention."""
+    room = tmp_path_factory.mktemp("older-home-of-marguerite")
+    target = make_target(room / "Kimi-K2", nested=False)
+    return target, make_head(room / "head", target, attention="mha")
 
 
 def engine(directory: Path, release: str, **more: str) -> dict[str, str]:
@@ -84,7 +95,8 @@ def assert_whole(done: subprocess.CompletedProcess[str], out: Path, steps: set[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("release", ["1.2.1", "1.3.0rc20", "1.4.0rc1"])
-def test_the_stand_in_as_a_release(release: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_stand_in_as_a_release(release: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    pair = request.getfixturevalue("older_pair" if release == "1.2.1" else "pair")
     env, out = engine(tmp_path, release), tmp_path / "proof"
     done = proved(pair, out, env, "--draft-len", "2", "--gpus", "1", "--", "--max-seq-len", "512")
     evidence = assert_whole(done, out, STEPS | {"schema", "lint-plain", "lint-head", "bench-k1", "bench-k2"})
@@ -141,16 +153,29 @@ def _entries(journal: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "vllm"])
-def test_a_real_engine(backend: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_real_engine(backend: str, tmp_path: Path) -> None:
+    """Kimi-nano: the long prompts of a proof need a tokenizer with words."""
+    pair = kimi_nano_dir(), DATA / "kimi-nano-eagle3"
     env, out = {**os.environ, **SECRETS, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}, tmp_path / "proof"
-    more = ()
+    passed: tuple[str, ...] = ()
     if backend == "vllm":
         python = os.environ.get("TRTSPEC_VLLM_PYTHON")
         if not python:
             pytest.skip("TRTSPEC_VLLM_PYTHON does not name an interpreter with vLLM")
-        env["PATH"] = f"{Path(python).parent}{os.pathsep}{env['PATH']}"
-        more = ("--trust-remote-code", "--dtype", "float32", "--max-seq-len", "1024")
-    passed = ("--", *more) if more else ()
+        env = vllm_environment(Path(python), tmp_path / "plugin", env)
+        pair = pair[0], tmp_path / "head"
+        words = (
+            "convert",
+            str(DATA / "kimi-nano-eagle3"),
+            "-o",
+            str(pair[1]),
+            "--to",
+            "vllm",
+            "--target",
+            str(pair[0]),
+        )
+        assert trtspec(*words).status == 0
+        passed = ("--", "--dtype", "float32", "--max-seq-len", "2048", "--max-batch-size", "8", *IN_VLLM)
     done = proved(pair, out, env, "--backend", backend, "--draft-len", "2", "--gpus", "1", *passed)
     assert_whole(done, out, STEPS | {"bench-k1", "bench-k2"})
     assert_nothing_private(bundle_of(out), pair, out)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -29,6 +28,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.oracles.vllm_environment import IN_VLLM, vllm_environment
 from trtspec.bench.adapters import parse_counters
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
@@ -99,19 +99,7 @@ def _alive(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """vLLM's directory first on PATH, and the plug-in where its Python looks for entry points."""
-    place = tmp_path_factory.mktemp("plugin")
-    shutil.copy(ORACLES / "vllm_on_a_cpu.py", place)
-    about = place / "trtspec_oracle-1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: trtspec-oracle\nVersion: 1\n")
-    (about / "entry_points.txt").write_text("[vllm.general_plugins]\nnano = vllm_on_a_cpu:register\n")
-    root = str(ORACLES.parents[1])
-    return {
-        **os.environ, "PATH": f"{Path(PYTHON).absolute().parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join((str(place), root)), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "TRTSPEC_PROGRESS": "1",
-    }  # fmt: skip
+    return vllm_environment(Path(PYTHON), tmp_path_factory.mktemp("plugin") / "vllm", os.environ)
 
 
 def launched(environment: dict[str, str], target: Path, head: Path | None, **variables: str) -> Launched:
@@ -121,7 +109,7 @@ def launched(environment: dict[str, str], target: Path, head: Path | None, **var
     words = ["serve", target, "--backend", "vllm", "--tp-size", "1", "--dtype", "float32", "--port", port]
     words += ["--max-seq-len", LENGTH, "--max-batch-size", 16, "--served-model-name", "nano"]
     words += ["--head", head, "--draft-len", DRAFT_LEN] if head else []
-    words += ["--", "--enforce-eager", "--language-model-only", "--no-enable-prefix-caching", "--max-logprobs", "20"]
+    words += IN_VLLM
     process = subprocess.Popen(
         [sys.executable, "-m", "trtspec", *map(str, words)], env={**environment, **variables}, text=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace",
@@ -238,6 +226,25 @@ def test_plain_answers_are_the_same(
     worst = largest_logprob_difference(found, plain.answers)
     print(f"\nplain: {len(found)} of {len(found)} answers identical, log-probabilities within {worst:.1e}")
     assert worst < LOGPROBS
+
+
+def test_honest_servers_pass_every_check(environment: dict[str, str], tmp_path: Path) -> None:
+    """Checks of vLLM itself, with and without the head: TRTSPEC_HONEST_CHECKS of each, 20."""
+    recording, head = tmp_path / "plain.json", tmp_path / "head"
+    wanted, alarms = int(os.environ.get("TRTSPEC_HONEST_CHECKS", "20")), []
+    assert command(environment, "convert", HEAD, "-o", head, "--to", "vllm", "--target", NANO).returncode == 0
+    for name, drafts in (("plain", None), ("head", head)):
+        with serving(environment, NANO, drafts) as url:
+            if not drafts:
+                made = command(environment, "check", url, *CHECK, "--contexts", "300", "--record", recording, "--json")
+                assert recording.is_file(), made.stderr
+            for turn in range(wanted):
+                done = command(environment, "check", url, "--against", recording, "--json")
+                found = [row["name"] for row in json.loads(done.stdout)["results"] if row["status"] == "fail"]
+                print(f"\n{name}, check {turn + 1} of {wanted}: status {done.returncode}", found)
+                if done.returncode or found:
+                    alarms.append((turn, name, done.stdout))
+    assert not alarms, alarms
 
 
 def test_the_shipped_latent_head_takes_as_many_steps(
