@@ -194,6 +194,14 @@ class Schema:
             return own
         return replace(own, interval=self.boundary, otherwise=other.values)
 
+    @property
+    def sampling_key(self) -> str | None:
+        """The key without which speculation decodes greedily here, or may; None where sampling is found per request."""
+        asked = self.behaviour("sampled_speculation")
+        name = asked.values.get("asked_by") or asked.otherwise.get("asked_by")
+        key = f"speculative_config.{name}"
+        return key if name is not None and key in self.fields else None
+
     def combinations(self) -> list[Behaviour]:
         """The behaviours that forbid, require or void settings beside others (`when` in the schema files)."""
         other = self.neighbour.behaviours if self.neighbour is not None else {}

@@ -308,11 +308,9 @@ def _speculation(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSp
         default = ", ".join(map(str, layers[1]))
         reason = f"the head was trained on these; the engine would take {default}"
         found.append(EngineSetting(CAPTURE, list(layers[0]), reason))
-    asked = schema.behaviour("sampled_speculation")
-    name = asked.values.get("asked_by") or asked.otherwise.get("asked_by")
-    if name is not None and f"{SPEC}.{name}" in schema.fields:
+    if schema.sampling_key is not None:
         reason = "else temperature is ignored; no effect on releases that fixed it"
-        found.append(EngineSetting(f"{SPEC}.{name}", True, reason))
+        found.append(EngineSetting(schema.sampling_key, True, reason))
     return found
 
 

@@ -237,7 +237,7 @@ def _known(document: Document, schema: Schema, entry: Entry, field: Field) -> It
         yield Finding(
             "TS-LINT-KEY-UNCERTAIN", "warning", path, message, "leave it out unless you have seen it work", line
         )
-    if field.status == "deprecated":
+    if field.status == "deprecated" and path != schema.sampling_key:  # without it, another rule asks for it
         why = field.note.removeprefix("deprecated, ")
         message = f"{path} is deprecated{f': {why}' if why else ''}"
         yield Finding("TS-LINT-DEPRECATED", "info", path, message, "", line)

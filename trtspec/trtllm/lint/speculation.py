@@ -223,11 +223,10 @@ def _switch_off(document: Document) -> Iterator[Finding]:
 
 def _sampling(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
     """One engine that drafts and samples may ignore temperature unless a key asks for sampling."""
-    asked = deployment.schema.behaviour("sampled_speculation")
-    name = asked.values.get("asked_by") or asked.otherwise.get("asked_by")
-    key = f"{SPEC}.{name}"
-    if not method.one_model or name is None or key not in deployment.schema.fields or document.get(key) is True:
+    key = deployment.schema.sampling_key
+    if not method.one_model or key is None or document.get(key) is True:
         return
+    asked, name = deployment.schema.behaviour("sampled_speculation"), key.rpartition(".")[2]
     message = f"without {name} one-model speculation decodes greedily whatever a request asks"
     if asked.interval:
         message += f" (changed {asked.interval}; not known for {deployment.version})"
