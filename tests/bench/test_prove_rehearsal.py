@@ -26,6 +26,7 @@ STANDIN = ROOT / "tests" / "trtllm" / "standin" / "trtllm-serve"
 RELEASES = ROOT / "tests" / "trtllm" / "standin_releases"
 SECRETS = {"HF_TOKEN": "hf_notarealtoken1234", "OPENAI_API_KEY": "sk-notarealkey5678", "USER": "marguerite",
            "MY_DB_PASSWORD": "correct-horse-9", "HOSTNAME": "b200-rack7-node3"}  # fmt: skip
+HEAD = DATA / "kimi-nano-eagle3"
 SMALL = ("--samples", "4", "--max-tokens", "24", "--concurrency", "1,2", "--contexts", "64,128")
 STEPS = {"doctor", "inspect-target", "inspect-head", "record", "bench-plain", "check", "bench-sampled", "bench-warm",
          "bench-long", "serve-plain"}  # fmt: skip
@@ -152,10 +153,11 @@ def _entries(journal: Path) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("backend", ["reference", "vllm"])
 def test_a_real_engine(backend: str, tmp_path: Path) -> None:
     """Kimi-nano: the long prompts of a proof need a tokenizer with words."""
-    pair = kimi_nano_dir(), DATA / "kimi-nano-eagle3"
+    pair = kimi_nano_dir(), HEAD
     env, out = {**os.environ, **SECRETS, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}, tmp_path / "proof"
     passed: tuple[str, ...] = ()
     if backend == "vllm":
@@ -164,17 +166,7 @@ def test_a_real_engine(backend: str, tmp_path: Path) -> None:
             pytest.skip("TRTSPEC_VLLM_PYTHON does not name an interpreter with vLLM")
         env = vllm_environment(Path(python), tmp_path / "plugin", env)
         pair = pair[0], tmp_path / "head"
-        words = (
-            "convert",
-            str(DATA / "kimi-nano-eagle3"),
-            "-o",
-            str(pair[1]),
-            "--to",
-            "vllm",
-            "--target",
-            str(pair[0]),
-        )
-        assert trtspec(*words).status == 0
+        assert trtspec("convert", HEAD, "-o", pair[1], "--to", "vllm", "--target", pair[0]).status == 0
         passed = ("--", "--dtype", "float32", "--max-seq-len", "2048", "--max-batch-size", "8", *IN_VLLM)
     done = proved(pair, out, env, "--backend", backend, "--draft-len", "2", "--gpus", "1", *passed)
     assert_whole(done, out, STEPS | {"bench-k1", "bench-k2"})

@@ -56,9 +56,12 @@ def launches(setup: ProveSetup) -> list[str]:
     return [PLAIN, *(f"k{length}" for length in range(setup.draft_len, 0, -1))]
 
 
-def serve_words(setup: ProveSetup, launch: str) -> tuple[str, ...]:
-    """After `trtspec serve`, without host and port."""
+def serve_words(setup: ProveSetup, launch: str, port: int | None = None) -> tuple[str, ...]:
+    """After `trtspec serve`; at this port of localhost if there is one. What the user passes comes last, since it may
+    end in a `--` with words for the engine."""
     words: tuple[str, ...] = (setup.target, "--backend", setup.backend)
+    if port is not None:
+        words += ("--host", "127.0.0.1", "--port", str(port))
     if launch != PLAIN:
         words += ("--head", setup.head, "--draft-len", launch.removeprefix("k"))
     if setup.backend != "reference":

@@ -33,7 +33,7 @@ def served(
     """`trtspec serve` until the block ends: the process, its URL, and the seconds until it was ready. Raises
     TrtspecError where it ends, or is not ready after `startup` seconds."""
     port = free_port()
-    words = ["serve", *serve_words(setup, launch), "--host", "127.0.0.1", "--port", str(port)]
+    words = ["serve", *serve_words(setup, launch, port)]
     log = work / f"serve-{launch}.log"
     report.say(f"trtspec serve, {launch}")
     began = time.monotonic()

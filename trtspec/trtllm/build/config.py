@@ -202,8 +202,8 @@ def _capacity(intent: Intent, target: ModelSpec, head: HeadSpec | None, chosen: 
     """How many requests the cache holds, by the memory model of `trtspec plan`, where the GPU is known. `chosen`: the
     share of the memory that the file gives the cache. Raises CheckFailed when it holds none, and, on the largest known
     GPU where none is named, for a batch that no cache can hold."""
-    if intent.gpu is None and intent.concurrency is None and intent.max_batch_size is None:
-        return ""
+    if intent.gpu is None and intent.batch <= replace(intent, concurrency=None, max_batch_size=None).batch:
+        return ""  # a size of ours; the file's own command line, which names it, gets the same answer
     from trtspec.planning.memory import memory
 
     gpu = gpu_spec(intent.gpu) if intent.gpu else largest_gpu()
