@@ -26,7 +26,7 @@ LEVEL = {
     "quant": 4,
     "checkpoint": 3,
     "data_files": 2,
-    "specs": 1, "report": 1, "records": 1, "gpus": 1,
+    "specs": 1, "report": 1, "records": 1,
     "files": 0,
     "formats": -1, "errors": -1,
 }  # fmt: skip
@@ -41,13 +41,12 @@ TORCH_FREE = (
     "specs",
     "records",
     "report",
-    "gpus",
     "errors",
     "data_files",
     "files",
     "bench",
 )
-TORCH_FREE_CHECKPOINT = ("headers", "detect", "heads", "hub", "tokenizer", "rows", "conversations")
+TORCH_FREE_CHECKPOINT = ("headers", "target_problems", "heads", "hub", "tokenizer", "rows", "conversations")
 HEAVY = ("torch", "transformers", "modelopt", "accelerate", "datasets")
 MODELOPT_FILES = ("quant/modelopt.py", "heads/training/module.py")
 FORBIDDEN_NAMES = ("utils", "util", "common", "core", "base", "helpers", "misc")

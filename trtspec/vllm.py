@@ -1,5 +1,6 @@
 """One start of vLLM: options of `trtspec serve` -> `vllm serve`, its options checked by release, and what can be known
-before the launch. `trtspec.launch.plan.launch` starts what `plan_vllm` plans. data/vllm_flags.yaml has the releases."""
+before the launch. `trtspec.launch.preflight.launch` starts what `plan_vllm` plans; data/vllm_flags.yaml has the
+releases."""
 
 from __future__ import annotations
 
@@ -22,16 +23,18 @@ from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.hub import Head, Target, known, load_head, load_target
 from trtspec.data_files import DATA, Gate, load_yaml
 from trtspec.errors import Problem, Severity, UsageError
-from trtspec.gpus import read_gpus
-from trtspec.launch.plan import ServerPlan, limits_of, model_names
 from trtspec.launch.preflight import (
     EngineProgram,
+    ServerPlan,
     check_files,
     check_gpus,
     check_host,
     check_port,
     check_visible,
+    limits_of,
     mentioned,
+    model_names,
+    read_gpus,
     remote_code_problem,
 )
 from trtspec.launch.readiness import ServerAddress

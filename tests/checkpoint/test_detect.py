@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_head, make_target
 from trtspec.checkpoint.describe import describe
-from trtspec.checkpoint.detect import config_kind, detect
 from trtspec.checkpoint.hub import resolve
-from trtspec.checkpoint.target_problems import read_target
+from trtspec.checkpoint.target_problems import config_kind, detect, read_target
 from trtspec.errors import TrtspecError
 
 FORMATS = ("bf16", "int4", "fp8-block", "nvfp4")

@@ -215,7 +215,7 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
         stage.handed.append(repr(plan.limits))
         return 0
 
-    monkeypatch.setattr("trtspec.launch.plan.launch", launch)
+    monkeypatch.setattr("trtspec.launch.preflight.launch", launch)
     monkeypatch.setattr(
         "trtspec.cli.serve_reference._run",
         lambda start, executed: stage.handed.append(repr((start, executed))),

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tests.fake_cuda import fake_cuda
 from trtspec import data_files
-from trtspec.checkpoint.detect import target_spec
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.read import read_head
+from trtspec.checkpoint.target_problems import target_spec
 from trtspec.engine import engine as engine_module
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.sequence import GenerationRequest

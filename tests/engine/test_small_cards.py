@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from trtspec import data_files
-from trtspec.checkpoint.detect import target_spec
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.read import read_head
+from trtspec.checkpoint.target_problems import target_spec
 from trtspec.engine import preflight
 from trtspec.engine.preflight import MemoryLoad, footprint, ranks_that_fit, require_fitting
 from trtspec.errors import MissingDependency

@@ -74,8 +74,8 @@ def test_logits_equal_transformers(tmp_path: Path, nested: bool) -> None:
 def test_decoded_formats_equal_transformers_on_decoded_weights(tmp_path: Path, format: str) -> None:
     from safetensors.torch import save_file
 
-    from trtspec.checkpoint.detect import target_spec
     from trtspec.checkpoint.headers import Checkpoint
+    from trtspec.checkpoint.target_problems import target_spec
 
     model = load_target(make_target(tmp_path / format, format=format, nested=False), dtype=torch.float32)
     assert target_spec(Checkpoint.open(tmp_path / format)).quant.format == format

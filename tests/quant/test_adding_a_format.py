@@ -130,7 +130,8 @@ def test_mxfp4_is_three_files(copied: tuple[Path, list[str]], tmp_path: Path) ->
     assert [problem for problem in compared["problems"] if problem["severity"] != "info"] == []
     script = (
         "import sys, torch; from safetensors.torch import save_file; from trtspec.checkpoint.headers import Checkpoint;"
-        "from trtspec.checkpoint.tensors import LazyTensors; from trtspec.checkpoint.detect import target_spec;"
+        "from trtspec.checkpoint.tensors import LazyTensors;"
+        "from trtspec.checkpoint.target_problems import target_spec;"
         "from trtspec.quant.decode import decoded; from trtspec.quant.plan import plain_names;"
         "tensors = LazyTensors(Checkpoint.open(sys.argv[1])); spec = target_spec(tensors.checkpoint);"
         "names = plain_names(tensors.checkpoint.tensors);"

@@ -20,9 +20,8 @@ from tests.tiny import make_target
 from trtspec.checkpoint.journal import Journal
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.quant.conversion import ConversionOptions
-from trtspec.quant.parts import journal_name, journal_of, parse_part
 from trtspec.quant.policy import load_policy
-from trtspec.quant.streaming import quantize_checkpoint
+from trtspec.quant.streaming import journal_name, journal_of, parse_part, quantize_checkpoint
 from trtspec.quant.verify import compare
 from trtspec.report import OutputOptions
 

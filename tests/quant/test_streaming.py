@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_target
-from trtspec.checkpoint.detect import target_spec
 from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.target_problems import target_spec
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.quant import nvfp4

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from trtspec.checkpoint.hub import load_target, resolve
-from trtspec.gpus import InstalledGpu, read_gpus
 from trtspec.launch.log import LogPatterns
 from trtspec.launch.preflight import (
+    InstalledGpu,
     check_files,
     check_gpus,
     check_memory_limit,
@@ -20,15 +20,16 @@ from trtspec.launch.preflight import (
     check_reachable,
     check_shared_memory,
     mentioned,
+    read_gpus,
     remote_code_problem,
 )
 from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.schema import parse_version, schema_for
-from trtspec.trtllm.serve import preflight
-from trtspec.trtllm.serve.preflight import check_driver, check_environment, check_hardware, engine_version
+from trtspec.trtllm.serve import command
+from trtspec.trtllm.serve.command import check_driver, check_environment, check_hardware, engine_version
 
-PATTERNS = LogPatterns.load(Path(preflight.__file__).with_name("log_patterns.yaml"))
+PATTERNS = LogPatterns.load(Path(command.__file__).with_name("log_patterns.yaml"))
 
 
 def smi(directory: Path, gpus: int) -> None:
@@ -130,7 +131,7 @@ def test_a_dry_run_only_mentions_what_is_wrong_with_this_machine(
     monkeypatch.setenv("PATH", str(tmp_path))
     target = resolve("nvidia/Kimi-K2.6-NVFP4", allow_download=False)
     found = [
-        *preflight.PROGRAM.check(), remote_code_problem(target),
+        *command.PROGRAM.check(), remote_code_problem(target),
         *check_environment({"TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS": "2"}),
     ]  # fmt: skip
     dry = {problem.code: mentioned(problem).severity for problem in found}

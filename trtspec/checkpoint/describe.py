@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from trtspec.checkpoint.detect import detect
 from trtspec.checkpoint.hashes import hash_problems
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.read import no_eagle3_head, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
 from trtspec.checkpoint.heads.values import value_problems
 from trtspec.checkpoint.hub import Resolved, is_online
-from trtspec.checkpoint.target_problems import read_target
-from trtspec.checkpoint.target_shapes import logical_parameters
+from trtspec.checkpoint.target_problems import detect, read_target
+from trtspec.checkpoint.target_tensors import logical_parameters
 from trtspec.errors import Problem, UsageError
 from trtspec.specs import HeadSpec, ModelSpec
 

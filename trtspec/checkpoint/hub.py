@@ -107,7 +107,7 @@ class Resolved:
     @property
     def kind(self) -> str:
         """`target` or `head`."""
-        from trtspec.checkpoint.detect import config_kind
+        from trtspec.checkpoint.target_problems import config_kind
 
         return self.known["kind"] if self.known else config_kind(self.config(), self.name)
 

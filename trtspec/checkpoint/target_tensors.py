@@ -1,18 +1,29 @@
-"""The tensors of a Kimi target against its architecture: all there, of the right shape and type, and nothing else.
+"""Which tensors a Kimi target has, and whether those of a checkpoint fit its architecture and its quantization config.
 
-Told from headers. Every name is looked at once: it is a weight, a scale, a norm or a router bias that the config
-demands, part of the vision tower, or unknown.
+Everything follows from headers. Each name is looked at once: it is a weight, a scale, a norm or a router bias that the
+config demands, part of the vision tower, or unknown. An engine believes quantization_config and hf_quant_config.json: a
+scheme that is read in another way than it was written, or an exclude list that does not fit the tensors, produces
+nonsense without an error message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-from trtspec.checkpoint.headers import Checkpoint, TensorInfo
-from trtspec.checkpoint.target_shapes import linear_shapes, vector_shapes
+from trtspec.checkpoint.headers import HF_QUANT_NAME, Checkpoint, TensorInfo
 from trtspec.errors import Problem
-from trtspec.formats import PLAIN_DTYPES, WeightFormat, format_of_dtype, packed_format
-from trtspec.specs import ModelSpec
+from trtspec.formats import (
+    PLAIN_DTYPES,
+    SIDE_PARTS,
+    SchemeWord,
+    WeightFormat,
+    format_of_dtype,
+    format_of_method,
+    packed_format,
+)
+from trtspec.specs import ModelSpec, QuantSpec
 
 AGAIN = "fetch the checkpoint again"
 THEIRS = "check that config.json belongs to these weights"
@@ -147,3 +158,199 @@ def _unknown(names: list[str]) -> list[Problem]:
         return []
     message = f"{len(names):,} tensors are none of a Kimi's, first {names[0]}; what they mean to an engine is not known"
     return [Problem(UNKNOWN, "warning", names[0], message, "ask the publisher, or remove them")]
+
+
+LAYER_NUMBER, EXPERT_NUMBER = re.compile(r"\.layers\.\d+\."), re.compile(r"\.experts\.\d+\.")
+# Modules that read the same input share a scale: the larger amax of the group serves all of it.
+SHARED_INPUT = (("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+SCALES = (*SIDE_PARTS, "k_scale", "v_scale")
+
+
+def shared_partners(module: str) -> list[str]:
+    """The other modules that read the same input as `module`, whose scales are the same therefore."""
+    stem, _, leaf = module.rpartition(".")
+    group = next((group for group in SHARED_INPUT if leaf in group), ())
+    return [f"{stem}.{other}" for other in group if other != leaf]
+
+
+def logical_parameters(info: TensorInfo) -> int:
+    """Model parameters held by a stored tensor: 2 per packed NVFP4 byte, 8 per packed INT4 word, 0 for a scale."""
+    suffix = info.name.rsplit(".", 1)[-1]
+    if suffix in SCALES:
+        return 0
+    format = packed_format(suffix) or (format_of_dtype(info.dtype) if suffix == "weight" else None)
+    return info.numel * (format.values_per_element if format else 1)
+
+
+def linear_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Module name (hub name, without `.weight`) and logical [out, in] of every linear, the router and embeddings."""
+    hidden, prefix = spec.hidden_size, spec.name_prefix
+    yield f"{prefix}model.embed_tokens", (spec.vocab_size, hidden)
+    yield f"{prefix}lm_head", (spec.vocab_size, hidden)
+    for layer in range(spec.num_hidden_layers):
+        name = f"{prefix}model.layers.{layer}"
+        for part, shape in attention_shapes(spec).items():
+            yield f"{name}.self_attn.{part}", shape
+        if layer < spec.first_k_dense_replace:
+            yield from _mlp(f"{name}.mlp", hidden, spec.intermediate_size)
+            continue
+        yield f"{name}.mlp.gate", (spec.n_routed_experts, hidden)
+        for expert in range(spec.n_routed_experts):
+            yield from _mlp(f"{name}.mlp.experts.{expert}", hidden, spec.moe_intermediate_size)
+        yield from _mlp(f"{name}.mlp.shared_experts", hidden, spec.moe_intermediate_size * spec.n_shared_experts)
+
+
+def vector_shapes(spec: ModelSpec) -> Iterator[tuple[str, int]]:
+    """Tensor name and length of every norm and router bias."""
+    hidden, prefix = spec.hidden_size, spec.name_prefix
+    yield f"{prefix}model.norm.weight", hidden
+    for layer in range(spec.num_hidden_layers):
+        name = f"{prefix}model.layers.{layer}"
+        yield f"{name}.input_layernorm.weight", hidden
+        yield f"{name}.post_attention_layernorm.weight", hidden
+        yield f"{name}.self_attn.q_a_layernorm.weight", spec.q_lora_rank
+        yield f"{name}.self_attn.kv_a_layernorm.weight", spec.kv_lora_rank
+        if layer >= spec.first_k_dense_replace:
+            yield f"{name}.mlp.gate.e_score_correction_bias", spec.n_routed_experts
+
+
+def attention_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    heads = spec.num_attention_heads
+    return {
+        "q_a_proj": (spec.q_lora_rank, spec.hidden_size),
+        "q_b_proj": (heads * spec.qk_head_dim, spec.q_lora_rank),
+        "kv_a_proj_with_mqa": (spec.kv_lora_rank + spec.qk_rope_head_dim, spec.hidden_size),
+        "kv_b_proj": (heads * (spec.qk_nope_head_dim + spec.v_head_dim), spec.kv_lora_rank),
+        "o_proj": (spec.hidden_size, heads * spec.v_head_dim),
+    }
+
+
+def _mlp(name: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    yield f"{name}.gate_proj", (inner, hidden)
+    yield f"{name}.up_proj", (inner, hidden)
+    yield f"{name}.down_proj", (hidden, inner)
+
+
+QUANTIZE_AGAIN = "quantize again, or correct the exclude list of quantization_config"
+OTHER_SCHEME = "use a checkpoint in a published scheme (see the support matrix), or its BF16 source"
+
+
+def quantization_blocks(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, block) of each description of the quantization: config.json's own, the text model's, ModelOpt's file."""
+    config = checkpoint.config
+    if config.get("quantization_config"):
+        yield "config.json", config["quantization_config"]
+    text = config.get("text_config")
+    if isinstance(text, dict) and text.get("quantization_config"):
+        yield "config.json: text_config", text["quantization_config"]
+    quant = (checkpoint.hf_quant_config or {}).get("quantization")
+    if quant:
+        yield HF_QUANT_NAME, {"quant_method": WeightFormat.NVFP4.method, **quant}
+
+
+def scheme_problems(checkpoint: Checkpoint) -> list[Problem]:
+    """Words of the scheme that are not those of published Kimis, and descriptions that contradict each other."""
+    problems = []
+    for place, block in quantization_blocks(checkpoint):
+        format = format_of_method(block)
+        if format is None:
+            continue
+        if len(block.get("config_groups") or {}) > 1:
+            message = f"{len(block['config_groups'])} config_groups; which tensors each means is not read"
+            problems.append(Problem("TS-TARGET-GROUPS", "error", f"{place}: config_groups", message, OTHER_SCHEME))
+        for word in format.storage.words:
+            problems += _word_problems(block, word, place)
+    return problems + _disagreements(checkpoint)
+
+
+def _word_problems(block: dict[str, Any], word: SchemeWord, place: str) -> list[Problem]:
+    problems = []
+    for where, value in _values_at(block, word.path.split("."), ()):
+        if not any(type(value) is type(known) and value == known for known in word.values):
+            message = f"{value!r:.60} is not what published Kimis have; {word.why}"
+            problems.append(Problem(word.code, "error", f"{place}: {'.'.join(where)}", message, OTHER_SCHEME))
+    return problems
+
+
+def _values_at(value: Any, path: list[str], where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The values at a path, whose `*` means every key; None where a key is absent, nothing for groups that are not."""
+    if not path:
+        yield where, value
+        return
+    mapping = value if isinstance(value, dict) else {}
+    for key in mapping if path[0] == "*" else (path[0],):
+        yield from _values_at(mapping.get(key), path[1:], (*where, key))
+
+
+def _disagreements(checkpoint: Checkpoint) -> list[Problem]:
+    """config.json and hf_quant_config.json both describe the quantization; engines differ in which they read."""
+    blocks = list(quantization_blocks(checkpoint))
+    if not blocks or blocks[-1][0] != HF_QUANT_NAME:
+        return []
+    if len(blocks) == 1:
+        message = "config.json has no quantization_config; engines that read only that take the weights for BF16"
+        return [Problem("TS-TARGET-QUANT-CONFIGS", "warning", "config.json", message, "write it there too")]
+    ours = QuantSpec.from_configs(checkpoint.config)
+    theirs = QuantSpec.from_configs({}, checkpoint.hf_quant_config)
+    fields = ("format", "group_size", "kv_cache")
+    differing = [field for field in fields if getattr(ours, field) != getattr(theirs, field)]
+    if set(ours.exclude) != set(theirs.exclude):
+        differing.append("exclude list")
+    producers = [checkpoint.config.get("quantization_config", {}).get("producer")]
+    producers.append((checkpoint.hf_quant_config or {}).get("producer"))
+    if None not in producers and producers[0] != producers[1]:
+        differing.append("producer")
+    if not differing:
+        return []
+    message = f"config.json and {HF_QUANT_NAME} disagree on {', '.join(differing)}"
+    remedy = "make them agree; engines differ in which one they read"
+    return [Problem("TS-TARGET-QUANT-CONFIGS", "error", HF_QUANT_NAME, message, remedy)]
+
+
+def coverage_problems(checkpoint: Checkpoint, spec: ModelSpec, formats: dict[str, WeightFormat]) -> list[Problem]:
+    """The config's format and exclude list against `formats`, those that the linears are stored in."""
+    told, problems = spec.quant.format, []
+    others = [f"{module} is {format}" for module, format in formats.items() if format not in (told, WeightFormat.BF16)]
+    if others:
+        what = f"weights are stored in another format than config.json tells ({told})"
+        problems.append(grouped("TS-TARGET-FORMAT", others, what, "take config.json and weights from one checkpoint"))
+    if told.is_plain:
+        return problems
+    packed = [module for module, format in formats.items() if not format.is_plain]
+    never = [module for module in packed if module.endswith(told.storage.never)]
+    if never:
+        what = "router or embedding weights are quantized, which engines read as BF16"
+        problems.append(grouped("TS-TARGET-ROUTER", never, what, QUANTIZE_AGAIN))
+    if told not in formats.values():
+        message = f"config.json tells {told} and no weight is stored so"
+        where = spec.quant.where or "config.json"
+        problems.append(Problem("TS-TARGET-FORMAT", "error", where, message, "remove quantization_config"))
+        return problems
+    return problems + _excluded(told, _patterns(checkpoint, told), formats)
+
+
+def _patterns(checkpoint: Checkpoint, format: WeightFormat) -> tuple[str, ...]:
+    """The modules that the block in force leaves alone, by whatever key of the format."""
+    block = next(iter(quantization_blocks(checkpoint)), ("", {}))[1]
+    lists = [entries for key in format.storage.unquantized if isinstance(entries := block.get(key), list)]
+    return tuple(entry for entries in lists for entry in entries if isinstance(entry, str))
+
+
+def _excluded(told: WeightFormat, patterns: tuple[str, ...], formats: dict[str, WeightFormat]) -> list[Problem]:
+    """An engine decides by the list which weights to unpack."""
+    left_alone = told.unquantized_modules(patterns)
+    packed, plain = [], []
+    for module, format in formats.items():
+        excluded = left_alone.match(module) is not None
+        if excluded and format is told:
+            packed.append(module)
+        if not excluded and format.is_plain and not module.endswith(told.storage.never):
+            plain.append(module)
+    problems = []
+    if packed:
+        what = f"weights are {told} and listed as not quantized"
+        problems.append(grouped("TS-TARGET-EXCLUDE", packed, what, QUANTIZE_AGAIN))
+    if plain:
+        what = f"weights are not {told} and not listed as left alone"
+        problems.append(grouped("TS-TARGET-EXCLUDE", plain, what, QUANTIZE_AGAIN))
+    return problems

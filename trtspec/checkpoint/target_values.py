@@ -19,8 +19,7 @@ from trtspec import files
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.heads.values import EXPONENTS, decode
 from trtspec.checkpoint.target_problems import ReadTarget
-from trtspec.checkpoint.target_shapes import EXPERT_NUMBER, LAYER_NUMBER, shared_partners
-from trtspec.checkpoint.target_tensors import AGAIN, grouped
+from trtspec.checkpoint.target_tensors import AGAIN, EXPERT_NUMBER, LAYER_NUMBER, grouped, shared_partners
 from trtspec.errors import Problem
 from trtspec.formats import SIDE_PARTS, WeightFormat
 

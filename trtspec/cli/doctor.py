@@ -135,7 +135,7 @@ def command_state(needs: tuple[str, ...], extras: dict[str, dict[str, str | None
 
 def query_gpus() -> list[dict[str, str]]:
     """What nvidia-smi reports; empty where there is no driver."""
-    from trtspec.gpus import read_gpus
+    from trtspec.launch.preflight import read_gpus
 
     return [
         {"name": gpu.name, "memory": f"{gpu.memory_bytes // 2**20} MiB", "driver": gpu.driver,

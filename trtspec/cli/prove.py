@@ -125,7 +125,7 @@ def _setup(options: ProveOptions) -> ProveSetup:
 def _installed_gpu() -> str | None:
     """The row of gpus.yaml that the first GPU of this machine is, where its name says so."""
     from trtspec.data_files import gpu_names
-    from trtspec.gpus import read_gpus
+    from trtspec.launch.preflight import read_gpus
 
     found = read_gpus() or []
     words = found[0].name.lower().replace("-", " ").split() if found else []

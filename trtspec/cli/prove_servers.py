@@ -18,7 +18,7 @@ from trtspec import files, report
 from trtspec.bench.prove import ProveSetup, serve_words
 from trtspec.cli.demo_process import child, noted_signals, stop, tail
 from trtspec.errors import TrtspecError
-from trtspec.gpus import used_memory
+from trtspec.launch.preflight import used_memory
 from trtspec.launch.readiness import generation_failure, is_healthy
 
 POLL = 0.1

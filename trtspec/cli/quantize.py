@@ -202,7 +202,7 @@ def _source(options: Any) -> Path | Checkpoint:
 
 
 def _work(options: QuantizeWhole) -> dict[str, Any]:
-    from trtspec.quant.parts import parse_part
+    from trtspec.quant.streaming import parse_part
 
     if options.device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", options.device):
         raise UsageError(f"--device {options.device} is not one of cpu, cuda, cuda:N", "see `trtspec quantize --help`")

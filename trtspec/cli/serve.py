@@ -17,7 +17,7 @@ from trtspec.trtllm.serve.start import EngineStart, FrontStart
 from trtspec.vllm import VllmStart
 
 if TYPE_CHECKING:
-    from trtspec.launch.plan import ServerPlan
+    from trtspec.launch.preflight import ServerPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ def _refuse_any_port(port: int, program: str) -> None:
 
 def _show_and_launch(plan: ServerPlan, options: ServeOptions) -> None:
     """What any engine is started with. Raises CheckFailed where a dry run found an error."""
-    from trtspec.launch.plan import launch
+    from trtspec.launch.preflight import launch
     from trtspec.report import print_json, problem_lines, write_stderr
 
     if options.json_:

@@ -23,7 +23,7 @@ from trtspec.cli.train_options import (
     with_file,
 )
 from trtspec.errors import Interrupted, TrtspecError, UsageError
-from trtspec.heads.training.layout import foreign, is_finished, remove_run
+from trtspec.heads.training.curve import foreign, is_finished, remove_run
 from trtspec.heads.training.options import WORK_NAME, DataFiles, FeatureSource, TrainingRun, feature_source
 from trtspec.records import Mode, given, narrow, note, refuse_unused, words
 from trtspec.report import print_json, refuse_overwrite, say
@@ -119,7 +119,7 @@ def _work(command: TrainCommand, files: DataFiles) -> TrainingRun:
     if command.max_time is not None:
         import psutil
 
-        from trtspec.heads.training.duration import seconds_of
+        from trtspec.cli.train_options import seconds_of
 
         began = time.monotonic() - (time.time() - psutil.Process().create_time())
         deadline = began + seconds_of(command.max_time)
@@ -173,11 +173,11 @@ def _forecast(run: Run, options: TrainOptions, recipe: TrainingRecipe, command: 
     yet, are taken from the recipe."""
     from trtspec.checkpoint.hub import resolve
     from trtspec.checkpoint.target_problems import require_target
-    from trtspec.cli.train_checks import check_run
     from trtspec.data_files import gpu_spec
     from trtspec.heads.training.forecast import UsersCommand, forecast, require_way
+    from trtspec.heads.training.options import check_trackers
     from trtspec.heads.training.plan import estimated_seconds, make_plan, plan_without_data
-    from trtspec.heads.training.trackers import check_trackers
+    from trtspec.heads.training.state import check_run
 
     resolved = resolve(run.target, allow_download=False)
     spec, options = resolved.target_spec(), options.for_device(run.work.device)
@@ -240,9 +240,9 @@ def _train(run: Run, options: TrainOptions) -> dict[str, Any]:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from trtspec.checkpoint.hub import resolve
     from trtspec.checkpoint.target_problems import require_target
+    from trtspec.heads.training.options import check_trackers
     from trtspec.heads.training.plan import make_plan  # only now: importing torch takes seconds
     from trtspec.heads.training.processes import joined
-    from trtspec.heads.training.trackers import check_trackers
 
     resolved = resolve(run.target)
     if resolved.path is None:
@@ -259,7 +259,7 @@ def _train(run: Run, options: TrainOptions) -> dict[str, Any]:
 
 
 def _train_and_measure(run: Run, plan: TrainingPlan, options: TrainOptions, world: World) -> dict[str, Any]:
-    from trtspec.cli.train_checks import check_run
+    from trtspec.heads.training.state import check_run
 
     check_run(run.work, plan, options)
     _say_what(plan)

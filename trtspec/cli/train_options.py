@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -248,3 +249,17 @@ def curve_options(command: TrainCommand) -> TrainOptions:
                 f"--aux-layers {command.aux_layers!r} is not a list of numbers", "for example --aux-layers 1,29,57"
             ) from None
     return TrainOptions(**values).checked()
+
+
+CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)")  # Slurm's [days-]hours:minutes:seconds
+PARTS = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
+SECONDS = (86400, 3600, 60, 1)
+
+
+def seconds_of(text: str) -> float:
+    """Of `90m`, `1h30m`, `3600`, `2d` or Slurm's `1-12:00:00`; UsageError for anything else."""
+    found = CLOCK.fullmatch(text.strip()) or PARTS.fullmatch(text.strip().lower())
+    total = sum(float(part or 0) * unit for part, unit in zip(found.groups(), SECONDS, strict=True)) if found else 0.0
+    if total <= 0:
+        raise UsageError(f"--max-time {text!r} is no time", "for example 90m, 3h30m, 7200 or 1-12:00:00")
+    return total

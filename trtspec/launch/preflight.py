@@ -1,21 +1,86 @@
-"""What can be known before any engine is launched: this machine, its port and memory, and the checkpoint's files."""
+"""One start of any engine, as data, and what is known before it: this machine's GPUs as nvidia-smi reports them (only
+here), its port and memory, the checkpoint's files; then the launch of what was planned."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import socket
+import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.hub import Resolved
 from trtspec.checkpoint.target_problems import read_target
-from trtspec.errors import MissingDependency, Problem, TrtspecError
-from trtspec.gpus import InstalledGpu, visible
-from trtspec.report import file_sha256
+from trtspec.errors import CheckFailed, MissingDependency, Problem, TrtspecError, has_errors
+from trtspec.launch.log import LogPatterns
+from trtspec.launch.readiness import ServerAddress
+from trtspec.launch.supervisor import Limits, ServerLaunch, run
+from trtspec.report import file_sha256, problem_lines, say, write_stderr
+
+FIELDS = ("name", "memory.total", "driver_version", "compute_cap")
+TIMEOUT = 60.0  # seconds; a driver that wakes up eight GPUs takes several
+
+
+@dataclass(frozen=True)
+class InstalledGpu:
+    """`memory_bytes` is 0 where nvidia-smi does not say it, as for memory that the GPU shares with the host.
+    `capability` is the compute capability, such as "10.0"."""
+
+    name: str
+    memory_bytes: int
+    driver: str
+    capability: str
+
+
+def read_gpus() -> list[InstalledGpu] | None:
+    """None where nvidia-smi is missing, fails, or is too old for the question."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    rows = [[part.strip() for part in line.split(",")] for line in answer.stdout.splitlines() if line.strip()]
+    if any(len(row) != len(FIELDS) for row in rows):
+        return None
+    return [InstalledGpu(name, _bytes(memory), driver, capability) for name, memory, driver, capability in rows]
+
+
+def _bytes(memory: str) -> int:
+    """Of `183359` or `183359 MiB`."""
+    mib = memory.partition(" ")[0]
+    return int(mib) * 2**20 if mib.isdigit() else 0
+
+
+def visible(gpus: Sequence[InstalledGpu], environ: Mapping[str, str]) -> list[InstalledGpu]:
+    """Those that CUDA_VISIBLE_DEVICES leaves; names other than numbers are counted, not looked up."""
+    wanted = environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return list(gpus)
+    words = [word.strip() for word in wanted.split(",") if word.strip()]
+    if all(word.isdigit() for word in words):
+        return [gpus[int(word)] for word in words if int(word) < len(gpus)]
+    return list(gpus[: len(words)])
+
+
+def used_memory() -> list[int] | None:
+    """Bytes in use on each GPU, by all processes; None where nvidia-smi does not tell."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return [_bytes(line.strip()) for line in answer.stdout.splitlines() if line.strip()] or None
+
 
 # what is wrong with this machine rather than with the request: a dry run elsewhere only mentions it
 OF_THIS_MACHINE = ("TS-SERVE-NO-ENGINE", "TS-SERVE-PORT", "TS-SERVE-NO-GPU", "TS-SERVE-OFFLINE", "TS-SERVE-REMOTE-CODE")
@@ -171,3 +236,98 @@ def check_reachable(host: str, environ: Mapping[str, str]) -> Iterator[Problem]:
     if inside and host in ("localhost", "127.0.0.1", "::1"):
         message = f"{host} inside a pod is reached by nobody else, probes included"
         yield Problem("TS-SERVE-LOCALHOST", "warning", host, message, "pass --host 0.0.0.0")
+
+
+class Supervised(Protocol):
+    """The options of `trtspec serve` that decide how a server is watched, in seconds but for the count."""
+
+    @property
+    def startup_timeout(self) -> float: ...
+    @property
+    def generation_timeout(self) -> float: ...
+    @property
+    def stop_grace(self) -> float: ...
+    @property
+    def health_interval(self) -> float: ...
+    @property
+    def health_failures(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerPlan:
+    """Everything about a start. `patterns`: the file that says what the engine's log means. `config` is what the engine
+    is configured with beside its options. `config_text`, where it reads that from a file; `config_path` is the user's
+    file, or the name that the one written for this launch has in `argv` (`writes_config`). `version` and why that one.
+    `job`: a batch script for Slurm, where that launcher is asked for. `own_statuses`: as in ServerLaunch. `secrets`:
+    more of the environment, which is never shown.
+    """
+
+    program: EngineProgram
+    patterns: Path
+    argv: list[str]
+    env: dict[str, str]
+    problems: list[Problem]
+    version: tuple[str, str]
+    endpoint: ServerAddress
+    limits: Limits
+    config: dict[str, Any] = field(default_factory=dict)
+    config_text: str = ""
+    config_path: str = ""
+    writes_config: bool = False
+    job: str = ""
+    own_statuses: bool = False
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object of `--json`."""
+        return {
+            "argv": self.argv,
+            "env": self.env | dict.fromkeys(self.secrets, "(not shown)"),
+            "config": self.config,
+            "config_text": self.config_text,
+            "version": self.version[0],
+            "version_reason": self.version[1],
+            "job": self.job or None,
+            "endpoint": {key: value for key, value in asdict(self.endpoint).items() if key != "api_key"},
+            "limits": asdict(self.limits),
+            "problems": [problem.to_dict() for problem in self.problems],
+        }
+
+    def text(self) -> str:
+        """The command, the file that it reads and the job script, for a person."""
+        file = f"\n# {self.config_path}\n{self.config_text}" if self.config_path else ""
+        job = f"\n# job script; submit it with sbatch\n{self.job}" if self.job else ""
+        return f"{shlex.join(self.argv)}\n{file}{job}"
+
+
+def launch(plan: ServerPlan) -> int:
+    """Blocks until the server ends; returns its status when it ended as asked. Raises before anything starts when a
+    problem of the plan is an error, and ServerFailed when the server fails."""
+    listed = "\n".join(problem_lines(plan.problems))
+    if any(problem.code == "TS-SERVE-NO-ENGINE" for problem in plan.problems):
+        plan.program.require()
+    if has_errors(plan.problems):
+        raise CheckFailed(f"not launched:\n{listed}")
+    if listed:
+        write_stderr(f"{listed}\n")
+    say(f"{plan.program.title} {plan.version[0]}: {plan.version[1]}")
+    patterns = LogPatterns.load(plan.patterns)
+    with tempfile.TemporaryDirectory(prefix="trtspec-serve-") as directory:
+        argv = list(plan.argv)
+        if plan.writes_config:
+            written = Path(directory) / plan.config_path
+            written.write_text(plan.config_text, encoding="utf-8")
+            argv = [str(written) if word == plan.config_path else word for word in argv]
+        env = plan.env | plan.secrets
+        return run(ServerLaunch(argv, plan.endpoint, patterns, env, plan.limits, plan.own_statuses))
+
+
+def model_names(target: str, served: str | None) -> tuple[str, ...]:
+    """What a server of this target may call it in /v1/models; `served`: the name that it was told to use."""
+    return (served,) if served else tuple(dict.fromkeys((target, Path(target).resolve().name)))
+
+
+def limits_of(start: Supervised) -> Limits:
+    return Limits(
+        start.startup_timeout, start.generation_timeout, start.stop_grace, start.health_interval, start.health_failures
+    )

@@ -23,9 +23,9 @@ import numpy as np
 import psutil
 import torch
 
-from trtspec.checkpoint.detect import target_spec
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.journal import Journal
+from trtspec.checkpoint.target_problems import target_spec
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.writer import ShardFile
 from trtspec.errors import MissingDependency, TrtspecError, UsageError

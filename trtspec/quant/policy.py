@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from trtspec.checkpoint.target_shapes import shared_partners as shared_partners
+from trtspec.checkpoint.target_tensors import shared_partners as shared_partners
 from trtspec.data_files import load_yaml
 from trtspec.errors import UsageError
 from trtspec.files import load_file

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from trtspec.checkpoint.detect import detect, target_spec
 from trtspec.checkpoint.headers import Checkpoint, read_json
-from trtspec.checkpoint.target_shapes import shared_partners
+from trtspec.checkpoint.target_problems import detect, target_spec
+from trtspec.checkpoint.target_tensors import shared_partners
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.verify import exclude_problems, nvfp4_modules, part_problems
 from trtspec.errors import Problem

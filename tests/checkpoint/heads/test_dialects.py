@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_head, make_target
-from trtspec.checkpoint.detect import target_spec
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES
 from trtspec.checkpoint.heads.pairing import pair_problems, tensor_parallel_sizes, yarn_problems
 from trtspec.checkpoint.heads.read import head_spec, head_spec_from_config, read_head
 from trtspec.checkpoint.heads.values import value_problems
+from trtspec.checkpoint.target_problems import target_spec
 from trtspec.errors import TrtspecError
 from trtspec.specs import HeadSpec, ModelSpec
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from tests.fake_cuda import fake_cuda
 from tests.tiny import make_target
-from trtspec.checkpoint.detect import target_spec
 from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.target_problems import target_spec
 from trtspec.heads.data.samples import Sample
 from trtspec.heads.training import loop
 from trtspec.heads.training.features import Features

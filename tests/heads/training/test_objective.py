@@ -17,21 +17,16 @@ from hypothesis import strategies as st
 from tests.heads.training.test_exported_equals_trained import places_of, training_module
 from tests.tiny import make_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.cli.train_options import seconds_of
 from trtspec.errors import MissingDependency, UsageError
 from trtspec.heads.data.samples import Sample
-from trtspec.heads.training.batches import DataOrder, split_data
-from trtspec.heads.training.duration import seconds_of
-from trtspec.heads.training.estimate import walk
+from trtspec.heads.training.batches import DataOrder, read_mixture, split_data
 from trtspec.heads.training.features import compute_features
-from trtspec.heads.training.loop import Stepper
-from trtspec.heads.training.loss import FORMULAS, Gradients, Positions, Teacher, losses
-from trtspec.heads.training.mixture import read_mixture
+from trtspec.heads.training.loop import Stepper, learning_rate, walk
 from trtspec.heads.training.module import head_parameters
-from trtspec.heads.training.objective import Objective, draft_states
-from trtspec.heads.training.options import DataFiles, LossName, TrainOptions, new_head_spec
+from trtspec.heads.training.objective import FORMULAS, Gradients, Objective, Positions, Teacher, draft_states, losses
+from trtspec.heads.training.options import DataFiles, LossName, TrainOptions, check_trackers, new_head_spec
 from trtspec.heads.training.processes import World
-from trtspec.heads.training.schedule import learning_rate
-from trtspec.heads.training.trackers import check_trackers
 from trtspec.models.weights import load_target
 
 LAYERS = (1, 3, 4)
@@ -144,7 +139,7 @@ def test_recomputed_and_chunked_attention_change_nothing(target, attention, monk
     hidden, aux = torch.randn(2, 40, 64), torch.randn(2, 40, 192)
     results = []
     for recompute, scores in ((False, 2**26), (True, 2**26), (True, 64)):
-        monkeypatch.setattr("trtspec.heads.training.decoder.SCORES", scores)
+        monkeypatch.setattr("trtspec.heads.training.module.SCORES", scores)
         model = training_module(target, spec)
         objective = Objective(model, TrainOptions(ttt_steps=4), recompute)
         loss, _ = objective(tokens, hidden, aux, places_of(mask), torch.tensor([78, 76, 74, 72]))

@@ -27,11 +27,11 @@ from trtspec.checkpoint.target_problems import require_target
 from trtspec.errors import Problem, UsageError, has_errors
 from trtspec.heads.card import conversion_card, serving_commands
 from trtspec.heads.convert.output import check_output, check_room, write_output
-from trtspec.heads.convert.pickles import opened
 from trtspec.heads.convert.tensors import (
     Choice,
     Lender,
     OutputTensor,
+    opened,
     plan_tensors,
     sizes,
     vocabulary_targets,

@@ -16,8 +16,7 @@ from trtspec.files import read_object
 from trtspec.heads.card import model_card
 from trtspec.heads.data.samples import coverage
 from trtspec.heads.training.batches import TrainingData
-from trtspec.heads.training.curve import CurvePoint, summary
-from trtspec.heads.training.layout import BEST, CHECKPOINT, checkpoints
+from trtspec.heads.training.curve import BEST, CHECKPOINT, CurvePoint, checkpoints, summary
 from trtspec.heads.training.module import TrainingModule, head_tensors
 from trtspec.heads.training.options import TrainingRun, TrainOptions
 from trtspec.heads.training.plan import TrainingPlan

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtspec.checkpoint.target_shapes import linear_shapes
+from trtspec.checkpoint.target_tensors import linear_shapes
 from trtspec.data_files import gpu_spec
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.launchers import TrainingNodes, launch_text

@@ -1,12 +1,19 @@
-"""The training loop: AdamW on a head's objective over a schedule, resumable at any moment."""
+"""The training loop: AdamW on a head's objective over a schedule, resumable at any moment.
+
+A run ends before its last step on Ctrl-C, a scheduler's SIGTERM, or when its time is up: the step under way is
+finished, then the state and a head are written. In a group of processes all stop at the same step.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,16 +23,108 @@ from torch.distributed.tensor import DTensor
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.batches import MAX_HELD_OUT, TrainingData, collate, counted_positions, split_data
 from trtspec.heads.training.curve import Curve, CurvePoint
-from trtspec.heads.training.estimate import walk
 from trtspec.heads.training.exports import Exports
 from trtspec.heads.training.features import Features
 from trtspec.heads.training.module import TrainingModule, head_parameters
 from trtspec.heads.training.objective import Objective
 from trtspec.heads.training.options import TrainOptions
 from trtspec.heads.training.processes import ALONE, World
-from trtspec.heads.training.schedule import learning_rate
 from trtspec.heads.training.state import KeptState, SavedRun, load_state, save_state, state_tensors
-from trtspec.heads.training.stop import Stop
+
+
+def learning_rate(step: int, total: int, peak: float, options: TrainOptions) -> float:
+    """Of `step`, counted from 1, of `total`.
+
+    A linear warm-up, `peak` at its last step, then by `schedule`: `cosine`, half a cosine down to 0 at the last step;
+    `linear`, a straight line to 0; `constant`; `wsd` (warm-up, stable, decay: arXiv 2404.06395), constant, then a
+    straight line to 0 over the last `decay` of all steps.
+    """
+    rising = warmup_steps(total, options.warmup)
+    if step <= rising:
+        return peak * step / rising
+    done = (step - rising) / max(1, total - rising)
+    match options.schedule:
+        case "cosine":
+            return peak * 0.5 * (1 + math.cos(math.pi * done))
+        case "linear":
+            return peak * (1 - done)
+        case "wsd":
+            falling = max(1, min(round(options.decay * total), total - rising))
+            return peak * min(1.0, (total - step) / falling)
+    return peak
+
+
+def warmup_steps(total: int, warmup: float) -> int:
+    """`warmup`: below 1 a share of all steps, from 1 on a number of them. One step at the least, which has the peak."""
+    return max(1, round(warmup * total)) if warmup < 1 else min(round(warmup), total)
+
+
+def walk(agree: Sequence[Sequence[bool]], answer: Sequence[int]) -> tuple[int, int]:
+    """(verifications, accepted drafts) over one sample, from agreement on its answer: no engine, no generation.
+
+    Greedy decoding of the answer is walked through as a server would do it. At each verification, the head's drafts
+    count up to the first that is not the target's best token, the target adds one, and the next verification begins
+    behind them. Drafts after the first were made with the answer's own tokens in place of the head's, which are the
+    same as long as all before agreed and the answer is what the target says greedily. Acceptance length =
+    1 + accepted / verifications; the draft length is the number of training-time-test steps.
+
+
+    agree[k][q]: whether the draft of step k at row q is the target's best token; answer[t]: 1 where token t was
+    written by the target. The first token of an answer comes from the prompt's own pass.
+    """
+    steps = accepted = place = 0
+    while place < len(answer):
+        end = place
+        while end < len(answer) and answer[end]:
+            end += 1
+        known = max(place, 1)  # the last token that is known; the row before it drafts
+        while known < end - 1:
+            count = 0
+            while count < min(len(agree), end - 1 - known) and agree[count][known - 1 + count]:
+                count += 1
+            steps += 1
+            accepted += count
+            known += count + 1
+        place = end + 1
+    return steps, accepted
+
+
+TIME = "time"
+REASONS = (TIME, "SIGTERM", "SIGINT")
+
+
+class Stop:
+    """Collects the reasons to stop while it is entered. A second signal of a kind acts at once, as without it."""
+
+    def __init__(self, deadline: float | None = None) -> None:
+        """`deadline`: of time.monotonic()."""
+        self.deadline = deadline
+        self.reason: str | None = None  # of the whole group, once `asked` has said so
+        self._heard: set[str] = set()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _hear(self, number: int, _: FrameType | None) -> None:
+        self._heard.add(signal.Signals(number).name)
+        signal.signal(number, self._before[number])
+
+    def asked(self, world: World, reserve: float) -> bool:
+        """Whether to stop now; `reserve`: seconds that another step with its saving would take."""
+        if self.deadline is not None and time.monotonic() + reserve > self.deadline:
+            self._heard.add(TIME)
+        flags = world.sum(torch.tensor([float(reason in self._heard) for reason in REASONS]))
+        self.reason = next((reason for reason, flag in zip(REASONS, flags.tolist(), strict=True) if flag), self.reason)
+        return self.reason is not None
 
 
 @dataclass

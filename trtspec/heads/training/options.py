@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from trtspec.checkpoint.heads.dialects import DEFAULT
-from trtspec.errors import UsageError
+from trtspec.errors import MissingDependency, UsageError
 from trtspec.files import load_file
-from trtspec.heads.training.layout import CURVE_NAME, WORK_NAME
+from trtspec.heads.training.curve import CURVE_NAME, WORK_NAME
 from trtspec.specs import Attention, HeadSpec, ModelSpec, RopeSpec
 
 if TYPE_CHECKING:
@@ -333,3 +333,22 @@ def new_head_spec(
         norm_output=eagle == "3.1",
         has_d2t=draft != target.vocab_size,
     )
+
+
+def check_trackers(names: tuple[str, ...]) -> None:
+    """Raises UsageError for a tracker that accelerate does not know, MissingDependency for one without its package."""
+    if not names:
+        return
+    try:
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+    except ImportError as missing:
+        raise MissingDependency(
+            f"--log-with needs accelerate ({missing})", "install it: pip install 'trtspec[modelopt]'"
+        ) from None
+    known, there = sorted(map(str, LOGGER_TYPE_TO_CLASS)), {str(name) for name in get_available_trackers()}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--log-with {name}: no such tracker", f"one of {', '.join(known)}")
+        if name not in there:
+            package = {"comet_ml": "comet-ml"}.get(name, name)
+            raise MissingDependency(f"--log-with {name}: {package} is not installed", f"pip install {package}")

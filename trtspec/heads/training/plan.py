@@ -13,9 +13,8 @@ import torch
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import UsageError
 from trtspec.heads.data.samples import Sample
-from trtspec.heads.training.batches import TrainingData, split_data, steps_of
+from trtspec.heads.training.batches import TrainingData, read_mixture, split_data, steps_of
 from trtspec.heads.training.features import Features, all_dumps, bytes_per_token, check_room, find_dumps, states_of
-from trtspec.heads.training.mixture import read_mixture
 from trtspec.heads.training.options import (
     DataFiles,
     Dumped,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from trtspec.heads.data.samples import Sample, draft_vocabulary
 from trtspec.heads.training import module as train
 from trtspec.heads.training.batches import split_data
 from trtspec.heads.training.curve import CurvePoint, plot
-from trtspec.heads.training.estimate import best_by
 from trtspec.heads.training.exports import Exports, HeadWriter
 from trtspec.heads.training.features import (
     DumpedFeatures,
@@ -34,13 +33,11 @@ from trtspec.heads.training.features import (
 from trtspec.heads.training.features_server import ServedFeatures, served_model
 from trtspec.heads.training.features_stream import open_stream, stream_features
 from trtspec.heads.training.first_layers import check_first_layers
-from trtspec.heads.training.loop import Way, train_head
-from trtspec.heads.training.options import Dumped, Served, Streamed, TrainingRun, TrainOptions
+from trtspec.heads.training.loop import Stop, Way, train_head
+from trtspec.heads.training.options import Dumped, Served, Streamed, TrainingRun, TrainOptions, check_trackers
 from trtspec.heads.training.plan import TrainingPlan
 from trtspec.heads.training.processes import ALONE, World, require_shared
-from trtspec.heads.training.state import STATE_NAME, KeptState, check_saved, run_fingerprint, saved_run
-from trtspec.heads.training.stop import Stop
-from trtspec.heads.training.trackers import tracked
+from trtspec.heads.training.state import STATE_NAME, KeptState, best_by, check_saved, run_fingerprint, saved_run
 from trtspec.report import progress_bar, say
 from trtspec.specs import ModelSpec
 
@@ -210,3 +207,28 @@ def initial_tensors(head: Path) -> dict[str, torch.Tensor]:
     drop = ("embed_tokens.weight", "t2d")
     named = {name.replace("midlayer.", "layers.0."): stored[name] for name in stored.names() if name not in drop}
     return {name: value.float() if value.is_floating_point() else value for name, value in named.items()}
+
+
+PROJECT = "trtspec-train"
+
+
+@contextmanager
+def tracked(run: TrainingRun, options: TrainOptions, world: World) -> Iterator[Callable[[CurvePoint], None]]:
+    """While the block runs, a function that logs a step to the run's trackers, which are accelerate's own; it does
+    nothing where there are none, and in all processes but the main one. A tracker reads its account from its own
+    environment variables or login file (WANDB_API_KEY, MLFLOW_TRACKING_URI, ...)."""
+    if not (run.log_with and world.main):
+        yield lambda _: None
+        return
+    check_trackers(run.log_with)
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(
+        log_with=list(run.log_with), project_dir=run.output, cpu=not run.device.startswith("cuda")
+    )
+    told = {key: value for key, value in options.to_dict().items() if isinstance(value, (str, int, float, bool))}
+    accelerator.init_trackers(PROJECT, config=told | {"target": run.target_dir.name, "data": run.data})
+    try:
+        yield lambda point: accelerator.log(point.figures(), step=point.step)
+    finally:
+        accelerator.end_training()

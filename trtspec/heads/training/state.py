@@ -1,27 +1,33 @@
-"""The state of a run on disk: weights, moments and step in one file that appears whole, and what a run that goes on
-from it must repeat."""
+"""The state of a run on disk: weights, moments and step in one file that appears whole, and what a resumed run must
+repeat. `trtspec train` checks it, and the head to start from, before it spends an hour, also with --dry-run."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from trtspec.checkpoint.writer import write_shard
-from trtspec.errors import UsageError
+from trtspec.errors import TrtspecError, UsageError
 from trtspec.heads.data.samples import Sample
 from trtspec.heads.training.batches import TrainingData
+from trtspec.heads.training.curve import is_finished
 from trtspec.heads.training.features import target_digest
-from trtspec.heads.training.layout import is_finished
 from trtspec.heads.training.options import TrainingRun, TrainOptions
 from trtspec.heads.training.processes import like
 from trtspec.report import file_sha256
+
+if TYPE_CHECKING:
+    from trtspec.heads.training.options import TrainingRun, TrainOptions
+    from trtspec.heads.training.plan import TrainingPlan
+    from trtspec.specs import HeadSpec
 
 STATE_NAME = "state.safetensors"
 LENGTH = ("epochs", "steps")  # options that may grow when a run goes on
@@ -155,3 +161,63 @@ def _data_digest(samples: list[Sample], data: TrainingData) -> str:
     for sample, passes in zip(samples, data.order.passes, strict=True):
         digest.update(repr((sample.id, sample.tokens, passes)).encode())
     return digest.hexdigest()
+
+
+def check_run(run: TrainingRun, plan: TrainingPlan, options: TrainOptions) -> dict[str, Any]:
+    """Whether the head to start from fits, the figure of the best head can be had, and the run that the output holds
+    goes on with these options; raises otherwise. Returns what --dry-run says about it."""
+    import psutil
+
+    from trtspec.heads.training.batches import split_data
+    from trtspec.heads.training.state import check_saved, run_fingerprint, saved_run
+
+    data = (plan.data or split_data(plan.samples, options)).of(options)
+    if run.init is not None:
+        check_initial(run.init, plan.spec)
+    best = best_by(run.best_by, plan.samples, data.held)
+    saved = saved_run(run.work)
+    if saved is not None:
+        check_saved(saved, run_fingerprint(run, plan.samples, data, options), data.order.total, run.output)
+    free = psutil.virtual_memory().available
+    return {"best_head_by": best, "steps_done": saved.step if saved else 0, "free_memory_bytes": free}
+
+
+def check_initial(head: Path, spec: HeadSpec) -> None:
+    """Whether a head to start from has the tensors of one like `spec`, by its header. Raises TrtspecError for one in
+    which `trtspec inspect` finds an error, or which does not fit, naming every tensor."""
+    from trtspec.checkpoint.headers import Checkpoint
+    from trtspec.checkpoint.heads.read import head_spec
+    from trtspec.checkpoint.heads.shapes import canonical_names, expected_shapes
+
+    checkpoint = Checkpoint.open(head)
+    head_spec(checkpoint, values=True)
+    unused = {"embed_tokens.weight", "t2d", "input_norm.weight"} | (set() if spec.has_d2t else {"d2t"})
+    wanted = {
+        name: shape for name, shape in expected_shapes(spec).items()
+        if name not in unused and (spec.fc_norm or not name.startswith("fc_norm."))
+    }  # fmt: skip
+    stored = {name: tuple(info.shape) for name, info in canonical_names(checkpoint.tensors).items()}
+    stored = {name: shape for name, shape in stored.items() if name not in ("embed_tokens.weight", "t2d")}
+    wrong = [f"{name} missing" for name in wanted.keys() - stored.keys()]
+    wrong += [f"{name} has no place in it" for name in stored.keys() - wanted.keys()]
+    wrong += [
+        f"{name} is {stored[name]}, the head wants {wanted[name]}"
+        for name in wanted.keys() & stored.keys()
+        if stored[name] != wanted[name]
+    ]
+    if wrong:
+        raise TrtspecError(
+            f"{head} does not fit the head to train: {'; '.join(sorted(wrong))}",
+            "train with the same --attention, --eagle and --draft-vocab-size as the initial head",
+        )
+
+
+def best_by(asked: str, samples: Sequence[Sample], held: Sequence[int]) -> str | None:
+    """By which figure the best head is kept, None for no such head or where nothing is held out. UsageError where the
+    figure that was asked for cannot be had."""
+    if asked == "acceptance" and not any(any(samples[index].answer) for index in held):
+        raise UsageError(
+            "--best-by acceptance needs held-out conversations with answers of the target, and there are none",
+            "pass --eval-data or --held-out, or --best-by loss",
+        )
+    return asked if held and asked != "none" else None

@@ -1,7 +1,7 @@
 """One start of TensorRT-LLM: options -> intent -> configuration -> command -> problems -> launch.
 
 `EngineStart` and `FrontStart` are the options of `trtspec serve` that each kind of server uses. `plan_engine` and
-`plan_front` say everything about a start and start nothing; `trtspec.launch.plan.launch` starts what they planned.
+`plan_front` say everything about a start and start nothing; `trtspec.launch.preflight.launch` starts what they planned.
 """
 
 from __future__ import annotations
@@ -17,9 +17,18 @@ from typing import Any
 from trtspec.checkpoint.hub import Head, Resolved, Target, findable, load_head, load_target
 from trtspec.errors import Problem, UsageError
 from trtspec.files import STDIN, read_yaml_text
-from trtspec.gpus import read_gpus
-from trtspec.launch.plan import ServerPlan, limits_of, model_names
-from trtspec.launch.preflight import check_files, check_gpus, check_host, check_port, mentioned, remote_code_problem
+from trtspec.launch.preflight import (
+    ServerPlan,
+    check_files,
+    check_gpus,
+    check_host,
+    check_port,
+    limits_of,
+    mentioned,
+    model_names,
+    read_gpus,
+    remote_code_problem,
+)
 from trtspec.launch.readiness import ServerAddress
 from trtspec.trtllm.build.config import compose
 from trtspec.trtllm.deployment import Deployment, choose_version, compute_capability, parse_passed
@@ -30,15 +39,19 @@ from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.lint.model import check_tool_parser
 from trtspec.trtllm.releases import head_in
 from trtspec.trtllm.schema import Schema, parse_version, schema_for
-from trtspec.trtllm.serve import front, preflight
+from trtspec.trtllm.serve import front
 from trtspec.trtllm.serve.command import (
     CONFIG_NAME,
+    PROGRAM,
     Cluster,
     Command,
     Given,
     build_command,
     check_cluster,
+    check_environment,
     check_file,
+    check_hardware,
+    engine_version,
     environment,
     job_script,
     wrap,
@@ -160,16 +173,16 @@ def plan_engine(start: EngineStart, *, replay: tuple[str, ...] = (), launching: 
     problems += check_gpus(needed, gpus)
     if launching:
         models = [target.resolved, *([head.resolved] if head else [])]
-        problems += preflight.check_hardware(gpus or [], deployment, file.document, needed, os.environ)
+        problems += check_hardware(gpus or [], deployment, file.document, needed, os.environ)
         problems += check_host(models, start.host, target.spec.remote_code, os.environ)
         problems += [] if reach.contained else engine_problems(file.text, file.path)
-    problems += [] if reach.contained else preflight.PROGRAM.check()
+    problems += [] if reach.contained else PROGRAM.check()
     problems += check_cluster(reach, command.argv, world, os.environ, launching)
     problems += check_file(reach, file.ours, launching)
     env = {**ENVIRONMENT, **environment(reach, os.environ)}
     names = model_names(start.target, start.served_model_name)
     return ServerPlan(
-        program=preflight.PROGRAM,
+        program=PROGRAM,
         patterns=PATTERNS,
         argv=wrap(command.argv, env, reach, os.environ),
         env=env,
@@ -195,14 +208,14 @@ def plan_front(start: FrontStart, *, launching: bool) -> ServerPlan:
     read = front.read_front(path)
     problems = [
         *read.problems,
-        *preflight.check_environment(os.environ),
+        *check_environment(os.environ),
         *front.check_servers(read, names),
     ]
     if launching:
-        problems += [*check_port(read.host, read.port), *preflight.PROGRAM.check()]
-    version = preflight.engine_version() or "" if launching else ""
+        problems += [*check_port(read.host, read.port), *PROGRAM.check()]
+    version = engine_version() or "" if launching else ""
     return ServerPlan(
-        program=preflight.PROGRAM,
+        program=PROGRAM,
         patterns=PATTERNS,
         argv=read.argv(start.startup_timeout, REQUEST_TIMEOUT),
         env=dict(ENVIRONMENT),
@@ -266,7 +279,7 @@ def _version(
     the one that is installed here."""
     asked = start.trtllm_version
     problems: list[Problem] = []
-    installed = preflight.engine_version() if installed_counts else None
+    installed = engine_version() if installed_counts else None
     if asked is not None and installed is not None and parse_version(asked) != parse_version(installed):
         message = f"TensorRT-LLM {installed} is installed and would run; --trtllm-version says {asked}"
         problems.append(Problem("TS-SERVE-OTHER-ENGINE", "error", "--trtllm-version", message, "leave the option out"))
@@ -321,7 +334,7 @@ def _request_problems(
     start: EngineStart, target: Target, head: Head | None, command: Command, file: _File
 ) -> Iterator[Problem]:
     """Environment, port, files and remote code."""
-    yield from preflight.check_environment(os.environ)
+    yield from check_environment(os.environ)
     yield from check_port(start.host, start.port)
     models: list[Resolved] = [target.resolved, *([head.resolved] if head else [])]
     for resolved in models:
