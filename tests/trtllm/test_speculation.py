@@ -115,7 +115,7 @@ def test_a_width_alone_switches_a_tree_on_in_the_older_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choices", "refused"), [([[0], [0, 0]], False), ([[0], [1, 0]], True), ([], True), ("8", True)]
+    ("choices", "refused"), [([[0], [0, 0]], False), ([[0], [1, 0]], True), ([], True), ("8", True), ("None", False)]
 )
 def test_static_trees_are_connected(choices: Any, refused: bool) -> None:
     codes = found(MID, target=False, **EAGLE, eagle_choices=choices)
@@ -135,11 +135,57 @@ def test_static_trees_are_connected(choices: Any, refused: bool) -> None:
         "torch_compile_config: {capture_num_tokens: [1]}\nprefill_capture_num_tokens: [2]\n",
         "kv_cache_config: {mamba_state_config: {enable_branch_snapshot: true}, use_kv_cache_manager_v2: false}\n",
         "prefill_cuda_graph_backend: breakable\ntorch_compile_config: {}\n",
+        "sparse_attention_config: {algorithm: deepseek_v4, index_head_dim: 64}\n",
+        "sparse_attention_config: {algorithm: deepseek_v4, index_head_dim: null}\n",
+        "speculative_config: {decoding_type: MTP, max_draft_len: 0}\n",
+        "speculative_config: {decoding_type: MTP, num_nextn_predict_layers: 0}\n",
+        "speculative_config: {decoding_type: NGram, max_draft_len: 4, max_matching_ngram_size: 0.0}\n",
+        "kv_cache_config: {mamba_state_config: {additional_snapshot_offsets_from_start: ['8']}}\n",
+        "ray_worker_nsight_options: {1: 2}\n",
+        "ray_worker_extension_cls: ''\n",
+        "speculative_config: {decoding_type: MTP, use_dynamic_tree: null}\n",
+        "speculative_config: {decoding_type: SA, max_draft_len: 4, max_matching_ngram_size: 0}\n",
+        "enable_attention_dp: true\nlora_config: {cuda_graph_specialize_lora: true}\n",
     ],
 )
 def test_validators_of_several_keys_are_followed(text: str) -> None:
     """Each is refused by the class of the newest line, and taken without its second setting."""
     assert any(finding.severity == "error" for finding in lint(text, Deployment(schema_for(NEW))))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sparse_attention_config: {algorithm: deepseek_v4}\n",
+        "sparse_attention_config: {algorithm: deepseek_v4, index_head_dim: 64, indexer_k_dtype: fp8}\n",
+        "speculative_config: {decoding_type: MTP}\n",
+        "speculative_config: {decoding_type: SA, max_draft_len: 4, max_matching_ngram_size: -1}\n",
+        "speculative_config: {decoding_type: SA, max_draft_len: 4, max_matching_ngram_size: -2}\n",
+        "kv_cache_config: {mamba_state_config: {additional_snapshot_offsets_from_start: [8]}}\n",
+        "ray_worker_nsight_options: {t: cuda}\n",
+        "env_overrides: {1: 2}\n",
+    ],
+)
+def test_what_the_validators_take_is_no_error(text: str) -> None:
+    assert not [finding for finding in lint(text, Deployment(schema_for(NEW))) if finding.severity == "error"]
+
+
+@pytest.mark.parametrize(
+    ("text", "refused_by", "taken_by"),
+    [
+        ("prefill_cuda_graph_backend: piecewise\n", "1.3.0rc24", "1.4.0rc1"),
+        ("kv_cache_config: {kv_events_config: {hwm: 8}}\n", "1.3.0rc24", "1.4.0rc1"),
+        ("kv_cache_config: {dtype: fp8_ds_mla}\n", "1.3.0rc24", "1.4.0rc1"),
+        ("cp_config: {cp_anchor_size: 8}\n", "1.4.0rc1", "1.3.0rc24"),
+        ("sparse_attention_config: {algorithm: minimax_m3, sparse_index_dim: 0}\n", "1.4.0rc1", "1.3.0rc24"),
+        ("kv_cache_config: {block_reuse_config: {policy: per_request}}\n", "1.3.0rc20", "1.3.0rc24"),
+    ],
+)
+def test_a_key_is_judged_by_the_release_that_has_it(text: str, refused_by: str, taken_by: str) -> None:
+    """As the classes of both releases judge them, run."""
+    for version, refused in ((refused_by, True), (taken_by, False)):
+        errors = [found for found in lint(text, Deployment(schema_for(version))) if found.severity == "error"]
+        assert bool(errors) == refused, (version, errors)
 
 
 def test_an_mla_head_loads_from_the_release_that_somebody_ran() -> None:

@@ -67,9 +67,10 @@ class Since:
 @dataclass(frozen=True)
 class Field:
     """One key of the engine's YAML. `type` is a union such as "int|null" or "list[int]"; `min` and `max` are inclusive
-    and, like `allowed`, hold for every item of a list. `required` holds where the key's object is written, for the
-    `variants` alone where they are named. `changed` is the interval in which it became what it is here from
-    `otherwise`, `until` the one in which it goes."""
+    and, like `allowed`, hold for every item of a list. Of a `strict` one the engine makes no integer from text or 8.0,
+    and no text from a number. `required` holds where the key's object is written, for the `variants` alone where they
+    are named. `changed` is the interval in which it became what it is here from `otherwise`, `until` the one in which
+    it goes."""
 
     path: str
     type: str
@@ -80,6 +81,7 @@ class Field:
     not_empty: bool = False
     allowed: tuple[Any, ...] = ()
     case_insensitive: bool = False
+    strict: bool = False
     default: Any = UNKNOWN
     required: bool | tuple[str, ...] = False
     variants: tuple[str, ...] = ()

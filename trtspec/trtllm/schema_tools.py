@@ -21,11 +21,11 @@ from trtspec.trtllm.schema import LINES, Entries, line_of, merged, newest_known
 
 Entry = dict[str, Any]
 ORDER = (
-    "flags", "type", "min", "max", "above", "below", "not_empty", "allowed", "choices", "case_insensitive", "default",
-    "required", "is_flag", "multiple", "variants", "status", "key", "open", "since", "note",
+    "flags", "type", "min", "max", "above", "below", "not_empty", "allowed", "choices", "case_insensitive", "strict",
+    "default", "required", "is_flag", "multiple", "variants", "status", "key", "open", "since", "note",
 )  # fmt: skip
 # what the engine's classes do not tell: written by hand, so a difference is no change of the engine
-BY_HAND = ("case_insensitive", "key", "open", "since", "note")
+BY_HAND = ("case_insensitive", "strict", "key", "open", "since", "note")
 COMPARED = tuple(name for name in ORDER if name not in BY_HAND)
 HEADER = """\
 line: "{line}"

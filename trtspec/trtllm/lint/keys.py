@@ -40,13 +40,18 @@ def check_value(field: Field, value: Any) -> Verdict | None:
 def as_engine(field: Field, value: Any) -> Any:
     """What the engine makes of a value. Raises pydantic's ValidationError where it refuses it."""
     limits = (field.min, field.max, field.above, field.below)
-    rules = (field.type, limits, field.not_empty, field.allowed, field.case_insensitive)
+    rules = (field.type, limits, field.not_empty, field.allowed, field.case_insensitive, field.strict)
     return _validator(*rules).validate_python(value)
 
 
 @functools.cache
 def _validator(
-    union: str, limits: tuple[float | None, ...], not_empty: bool, allowed: tuple[Any, ...], case_insensitive: bool
+    union: str,
+    limits: tuple[float | None, ...],
+    not_empty: bool,
+    allowed: tuple[Any, ...],
+    case_insensitive: bool,
+    strict: bool,
 ) -> SchemaValidator:
     names = ("ge", "le", "gt", "lt")
     bounds = {name: limit for name, limit in zip(names, limits, strict=True) if limit is not None}
@@ -55,7 +60,7 @@ def _validator(
     def made(kind: str) -> CoreSchema:
         if kind == "int":
             whole = {name: int(limit) if limit == int(limit) else limit for name, limit in bounds.items()}
-            return core_schema.int_schema(**whole)  # type: ignore[arg-type]
+            return core_schema.int_schema(strict=strict, **whole)  # type: ignore[arg-type]
         if kind == "float":
             return core_schema.float_schema(**bounds)  # type: ignore[arg-type]
         if kind == "bool":
@@ -66,7 +71,7 @@ def _validator(
             return core_schema.list_schema(made(kind[5:-1]), min_length=length)
         if kind.startswith("dict["):
             key, _, item = kind[5:-1].partition(",")
-            if (key, item) == ("str", "str"):  # env_overrides, which turns keys and values into strings itself
+            if (key, item) == ("str", "str") and not strict:  # env_overrides, which makes strings of both itself
                 return core_schema.dict_schema(min_length=length)
             return core_schema.dict_schema(made(key), made(item), min_length=length)
         return core_schema.dict_schema(min_length=length)

@@ -110,6 +110,8 @@ def _choices(document: Document, deployment: Deployment) -> Iterator[Finding]:
     """A static tree: each path of two or more tokens continues another."""
     key = f"{SPEC}.eagle_choices"
     choices = document.get(key)
+    if isinstance(choices, str) and choices.strip() == "None":
+        return  # the engine reads the text as Python: nothing is chosen
     if isinstance(choices, str) and not choices.strip().startswith("["):
         message = "eagle_choices is a list, or the text of one"
         yield finding_at(
