@@ -97,7 +97,7 @@ def test_block_reuse_has_the_key_of_its_release(version: str, flat: str, convers
         ("disable_flashinfer_sampling: true\n", "1.3.0rc22", "after 1.3.0rc20, by 1.3.0rc24"),
         ("speculative_config: {decoding_type: NGram, max_draft_len: 1, enable_penalty: true}\n", "1.3.0rc25",
          "after 1.3.0rc24, by 1.3.0rc26"),
-        ("enable_in_graph_sampling: true\n", "1.3.0rc25", "after 1.3.0rc24, by 1.4.0rc1"),
+        ("enable_in_graph_sampling: true\n", "1.3.0rc24", "after 1.3.0rc23, by 1.4.0rc1"),
         ("moe_config: {backend: WIDEEP}\n", "1.3.0rc25", "after 1.3.0rc20, by 1.4.0rc1"),
     ],
 )  # fmt: skip

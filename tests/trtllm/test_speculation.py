@@ -173,11 +173,11 @@ def test_what_the_validators_take_is_no_error(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "refused_by", "taken_by"),
     [
-        ("prefill_cuda_graph_backend: piecewise\n", "1.3.0rc24", "1.4.0rc1"),
-        ("kv_cache_config: {kv_events_config: {hwm: 8}}\n", "1.3.0rc24", "1.4.0rc1"),
-        ("kv_cache_config: {dtype: fp8_ds_mla}\n", "1.3.0rc24", "1.4.0rc1"),
-        ("cp_config: {cp_anchor_size: 8}\n", "1.4.0rc1", "1.3.0rc24"),
-        ("sparse_attention_config: {algorithm: minimax_m3, sparse_index_dim: 0}\n", "1.4.0rc1", "1.3.0rc24"),
+        ("prefill_cuda_graph_backend: piecewise\n", "1.3.0rc23", "1.4.0rc1"),
+        ("kv_cache_config: {kv_events_config: {hwm: 8}}\n", "1.3.0rc23", "1.4.0rc1"),
+        ("kv_cache_config: {dtype: fp8_ds_mla}\n", "1.3.0rc23", "1.4.0rc1"),
+        ("cp_config: {cp_anchor_size: 8}\n", "1.4.0rc1", "1.3.0rc23"),
+        ("sparse_attention_config: {algorithm: minimax_m3, sparse_index_dim: 0}\n", "1.4.0rc1", "1.3.0rc23"),
         ("kv_cache_config: {block_reuse_config: {policy: per_request}}\n", "1.3.0rc20", "1.3.0rc24"),
     ],
 )
