@@ -44,22 +44,22 @@ class Sizes:
 
 
 FULL = Sizes(
-    answers=480,
+    answers=360,
     answer_tokens=112,
     answer_temperature=0.8,
     train_epochs=6,
     card_prompts=8,
-    record=16,
+    record=12,
     record_tokens=48,
     concurrency="1,4,16",
-    samples="10,20,40",
+    samples="9,18,36",
     bench_tokens=96,
     sampled_concurrency="1,4",
-    sampled_samples="5,15",
-    nvfp4_samples=12,
+    sampled_samples="4,12",
+    nvfp4_samples=10,
     seconds={
         "first": 12,
-        "inspect": 2, "quantize": 4, "synthesize": 105, "check": 45, "train": 240, "greedy": 110, "sampled": 60,
+        "inspect": 2, "quantize": 4, "synthesize": 90, "check": 55, "train": 260, "greedy": 100, "sampled": 50,
         "nvfp4": 50, "config": 2, "figures": 16,
     },
 )  # fmt: skip
