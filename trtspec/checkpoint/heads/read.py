@@ -96,7 +96,8 @@ def head_spec_from_config(
     if mla:
         ranks = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         sizes: dict[str, Any] = {rank: values.whole(rank, 0) for rank in ranks}
-        spec = replace(spec, **sizes, head_dim=sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"])
+        sizes["head_dim"] = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
+        spec = replace(spec, **sizes, num_key_value_heads=heads)  # latent attention shares one; engines read no number
     return replace(spec, eagle="3.1" if spec.fc_norm or spec.norm_output else "3")
 
 
