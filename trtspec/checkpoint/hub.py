@@ -133,7 +133,6 @@ class Resolved:
     def head_spec(self, *, values: bool = False) -> HeadSpec:
         """From the tensors where the checkpoint is here, else from the known config; `values` looks at a sample of the
         weights too."""
-        from trtspec.checkpoint.headers import Checkpoint
         from trtspec.checkpoint.heads.dialects import DIALECTS
         from trtspec.checkpoint.heads.read import head_spec, head_spec_from_config
 

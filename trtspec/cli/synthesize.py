@@ -13,7 +13,7 @@ from trtspec.cli.options import DryRunOption, ForceOption, JsonOption, RestartOp
 from trtspec.cli.values import json_object
 from trtspec.errors import TrtspecError
 from trtspec.records import refuse_unused
-from trtspec.report import file_sha256, print_json, provenance, refuse_overwrite, say, write_json
+from trtspec.report import file_sha256, print_json, progress_bar, provenance, refuse_overwrite, say, write_json
 
 if TYPE_CHECKING:
     from trtspec.heads.data.prompts import Prompt
@@ -140,7 +140,6 @@ def _answer(
     chosen: list[Prompt], output: Path, endpoint: TargetEndpoint, sampling: AnswerSampling, journal: Path
 ) -> Outcome:
     from trtspec.heads.data.synthesis import synthesize as answer
-    from trtspec.report import progress_bar
 
     tokens = 0
     with progress_bar("answers", len(chosen), "prompts") as bar:

@@ -20,13 +20,21 @@ from trtspec.cli.train_options import (
     TrainCommand,
     curve_options,
     refuse_from_file,
+    seconds_of,
     with_file,
 )
 from trtspec.errors import Interrupted, TrtspecError, UsageError
 from trtspec.heads.training.curve import foreign, is_finished, remove_run
-from trtspec.heads.training.options import WORK_NAME, DataFiles, FeatureSource, TrainingRun, feature_source
+from trtspec.heads.training.options import (
+    WORK_NAME,
+    DataFiles,
+    FeatureSource,
+    TrainingRun,
+    check_trackers,
+    feature_source,
+)
 from trtspec.records import Mode, given, narrow, note, refuse_unused, words
-from trtspec.report import print_json, refuse_overwrite, say
+from trtspec.report import print_json, progress_bar, refuse_overwrite, say, sparkline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,8 +127,6 @@ def _work(command: TrainCommand, files: DataFiles) -> TrainingRun:
     if command.max_time is not None:
         import psutil
 
-        from trtspec.cli.train_options import seconds_of
-
         began = time.monotonic() - (time.time() - psutil.Process().create_time())
         deadline = began + seconds_of(command.max_time)
     same = ("output", "init", "save_every", "export_every", "keep", "best_by", "keep_state", "activation_checkpointing")
@@ -175,7 +181,6 @@ def _forecast(run: Run, options: TrainOptions, recipe: TrainingRecipe, command: 
     from trtspec.checkpoint.target_problems import require_target
     from trtspec.data_files import gpu_spec
     from trtspec.heads.training.forecast import UsersCommand, forecast, require_way
-    from trtspec.heads.training.options import check_trackers
     from trtspec.heads.training.plan import estimated_seconds, make_plan, plan_without_data
     from trtspec.heads.training.state import check_run
 
@@ -240,7 +245,6 @@ def _train(run: Run, options: TrainOptions) -> dict[str, Any]:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from trtspec.checkpoint.hub import resolve
     from trtspec.checkpoint.target_problems import require_target
-    from trtspec.heads.training.options import check_trackers
     from trtspec.heads.training.plan import make_plan  # only now: importing torch takes seconds
     from trtspec.heads.training.processes import joined
 
@@ -267,7 +271,6 @@ def _train_and_measure(run: Run, plan: TrainingPlan, options: TrainOptions, worl
     from trtspec.cli.train_measure import measure_acceptance  # only now: importing ModelOpt takes many seconds
     from trtspec.heads.training.exports import write_record
     from trtspec.heads.training.run import run_training
-    from trtspec.report import progress_bar
 
     target_dir = run.work.target_dir
     model, whole = _target(target_dir, plan, options.dtype, world.device(run.work.device))
@@ -330,7 +333,6 @@ def _target(target_dir: Path, plan: TrainingPlan, dtype: Any, device: str) -> tu
 def _shown(advance: Callable[..., None]) -> Callable[[CurvePoint], None]:
     """Draws each step: the loss, its course so far, the agreement with the target at the first training-time-test
     steps, the last held-out loss."""
-    from trtspec.report import sparkline
 
     losses: list[float] = []
     done, held = 0, ""

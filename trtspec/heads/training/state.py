@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trtspec.checkpoint.writer import write_shard
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.heads.data.samples import Sample
-from trtspec.heads.training.batches import TrainingData
+from trtspec.heads.training.batches import TrainingData, split_data
 from trtspec.heads.training.curve import is_finished
 from trtspec.heads.training.features import target_digest
 from trtspec.heads.training.options import TrainingRun, TrainOptions
@@ -167,9 +167,6 @@ def check_run(run: TrainingRun, plan: TrainingPlan, options: TrainOptions) -> di
     """Whether the head to start from fits, the figure of the best head can be had, and the run that the output holds
     goes on with these options; raises otherwise. Returns what --dry-run says about it."""
     import psutil
-
-    from trtspec.heads.training.batches import split_data
-    from trtspec.heads.training.state import check_saved, run_fingerprint, saved_run
 
     data = (plan.data or split_data(plan.samples, options)).of(options)
     if run.init is not None:
