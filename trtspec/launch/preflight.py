@@ -12,16 +12,17 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.hub import Resolved
-from trtspec.checkpoint.target_problems import read_target
 from trtspec.errors import CheckFailed, MissingDependency, Problem, TrtspecError, has_errors
 from trtspec.launch.log import LogPatterns
 from trtspec.launch.readiness import ServerAddress
-from trtspec.launch.supervisor import Limits, ServerLaunch, run
 from trtspec.report import file_sha256, problem_lines, say, write_stderr
+
+if TYPE_CHECKING:
+    from trtspec.launch.supervisor import Limits
 
 FIELDS = ("name", "memory.total", "driver_version", "compute_cap")
 TIMEOUT = 60.0  # seconds; a driver that wakes up eight GPUs takes several
@@ -151,6 +152,8 @@ def check_visible(gpus: Sequence[InstalledGpu], needed: int, environ: Mapping[st
 def check_files(resolved: Resolved, environ: Mapping[str, str]) -> Iterator[Problem]:
     """A local checkpoint must be whole, a target also without anything that `inspect` calls an error; one that is not
     here must be allowed to come."""
+    from trtspec.checkpoint.target_problems import read_target
+
     if resolved.path is not None:
         try:
             if resolved.kind == "target":
@@ -303,6 +306,8 @@ class ServerPlan:
 def launch(plan: ServerPlan) -> int:
     """Blocks until the server ends; returns its status when it ended as asked. Raises before anything starts when a
     problem of the plan is an error, and ServerFailed when the server fails."""
+    from trtspec.launch.supervisor import ServerLaunch, run
+
     listed = "\n".join(problem_lines(plan.problems))
     if any(problem.code == "TS-SERVE-NO-ENGINE" for problem in plan.problems):
         plan.program.require()
@@ -328,6 +333,8 @@ def model_names(target: str, served: str | None) -> tuple[str, ...]:
 
 
 def limits_of(start: Supervised) -> Limits:
+    from trtspec.launch.supervisor import Limits
+
     return Limits(
         start.startup_timeout, start.generation_timeout, start.stop_grace, start.health_interval, start.health_failures
     )
