@@ -196,7 +196,7 @@ def test_a_start_that_the_release_refuses_ends_with_its_status_and_the_cause(
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     assert installed_vllm() == "0.32.0"
     target = make_target(tmp_path / "target", layers=2)
-    words = ("serve", str(target), "--backend", "vllm", "--tp-size", "1", "--port", "47311")
+    words = ("serve", str(target), "--backend", "vllm", "--tp-size", "1", "--port", "21311")
     answer = trtspec(*words)
     assert answer.status == 2 and "refuses an option of the command line" in answer.stderr, answer.stderr
     asked = trtspec(*words, "--vllm-version", "0.31.0")

@@ -139,7 +139,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     front = trtspec("build-config", "nvidia/Kimi-K2.5-NVFP4", "--role", "front", *servers)
     places["front"].write_text(front.stdout)
     found = Stage({name: str(path) for name, path in places.items()}, room / "run" / "out", server)
-    found.places |= {"nowhere": "http://127.0.0.1:9", "port": "47310", "taken": str(server.server_port)}
+    # below the ports that the system gives to outgoing connections of other tests
+    found.places |= {"nowhere": "http://127.0.0.1:9", "port": "21310", "taken": str(server.server_port)}
     short = ["check", server.url, "--max-tokens", 8, "--contexts", 0]
     for words in (
         ["quantize", places["target"], "-o", places["nvfp4"]],
