@@ -217,7 +217,7 @@ def test_a_row_that_is_no_conversation_is_named_by_line(tmp_path, row, says):
         ("a.json", b"[" * 100_000, "nested too deeply"),
         ("a.txt", "x\0y\n".encode("utf-16-le"), "NUL characters"),
         ("a.txt", b"fine\n\xc3(\n", "a.txt:2 is not UTF-8"),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n' * 99)[:-9], "cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n' * 99, mtime=0)[:-9], "cannot be read"),
         ("a.jsonl.gz", b"plain", "cannot be read"),
         ("a.jsonl.zst", b"plain", "cannot be read"),
         ("a.parquet", b"PAR1", "cannot read"),
