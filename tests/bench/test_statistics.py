@@ -9,15 +9,16 @@ import pytest
 from scipy import stats
 
 from trtspec.bench import compare as comparing
-from trtspec.bench.acceptance import TurnCounts, summarize
-from trtspec.bench.adapters import DetectedServer
-from trtspec.bench.intervals import (
+from trtspec.bench.acceptance import (
+    TurnCounts,
     independent_ratio,
     length_interval,
     paired_ratio,
     pairs_needed,
+    summarize,
     t_quantile,
 )
+from trtspec.bench.adapters import DetectedServer
 from trtspec.bench.results import BenchResults, ComparedRun, LevelResult, QuestionSpeed, Throughput
 from trtspec.bench.text_quality import judge_run
 

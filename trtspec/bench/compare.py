@@ -9,8 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trtspec.bench.acceptance import TurnCounts, acceptance_length, per_question
-from trtspec.bench.intervals import RatioTest, independent_ratio, paired_ratio, pairs_needed
+from trtspec.bench.acceptance import (
+    RatioTest,
+    TurnCounts,
+    acceptance_length,
+    independent_ratio,
+    paired_ratio,
+    pairs_needed,
+    per_question,
+)
 from trtspec.bench.results import (
     BenchResults,
     ComparedFigure,

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trtspec.bench.acceptance import AcceptanceSummary, TurnCounts, per_question
+from trtspec.bench.acceptance import AcceptanceSummary, TurnCounts, per_question, units_needed
 from trtspec.bench.arrivals import LONG
 from trtspec.bench.client import Answer
-from trtspec.bench.intervals import units_needed
 from trtspec.errors import Problem
 
 HIDDEN = 16  # special tokens of an answer that no text shows: ends of thinking, marks of tool calls

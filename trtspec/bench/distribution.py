@@ -18,8 +18,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from trtspec.bench.acceptance import length_interval
 from trtspec.bench.gate import CheckResult, result
-from trtspec.bench.intervals import length_interval
 from trtspec.bench.lossless import same_context
 from trtspec.bench.transcript import Recording, Transcript
 
