@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trtspec.bench import power
+from trtspec.bench import gate
 from trtspec.bench.check import check_tasks
 from trtspec.bench.graders import GradedTask, final_answer, grade
 from trtspec.bench.quality import load_tasks
@@ -68,19 +68,19 @@ def test_exact_tests_agree_with_scipy() -> None:
     stats = pytest.importorskip("scipy.stats")
     for lost, won in ((0, 0), (5, 1), (10, 10), (30, 12)):
         wanted = stats.binomtest(lost, lost + won, 0.5, "greater").pvalue if lost + won else 1.0
-        assert math.isclose(power.mcnemar(lost, won), wanted, rel_tol=1e-9)
+        assert math.isclose(gate.mcnemar(lost, won), wanted, rel_tol=1e-9)
     for few, few_of, many, many_of in ((0, 60, 6, 120), (3, 20, 9, 20), (5, 5, 0, 7)):
         table = [[many, many_of - many], [few, few_of - few]]
         wanted = stats.fisher_exact(table, alternative="greater").pvalue
-        assert math.isclose(power.fisher(few, few_of, many, many_of), wanted, rel_tol=1e-9)
-    assert math.isclose(power.binomial_at_least(7, 20, 0.2), stats.binom.sf(6, 20, 0.2), rel_tol=1e-9)
+        assert math.isclose(gate.fisher(few, few_of, many, many_of), wanted, rel_tol=1e-9)
+    assert math.isclose(gate.binomial_at_least(7, 20, 0.2), stats.binom.sf(6, 20, 0.2), rel_tol=1e-9)
 
 
 def test_60_answers_show_a_fault_in_5_percent_of_them() -> None:
-    assert power.answers_needed() == 59 and power.answers_needed(power=0.99) == 90
+    assert gate.answers_needed() == 59 and gate.answers_needed(power=0.99) == 90
     dice = random.Random(1)
     seen = sum(any(dice.random() < 0.05 for _ in range(60)) for _ in range(4000)) / 4000
-    assert abs(seen - power.chance_to_see(60)) < 0.015
+    assert abs(seen - gate.chance_to_see(60)) < 0.015
 
 
 def runs(pairs: int, before: float, now: float, seed: int) -> tuple[Recording, Recording]:
@@ -92,7 +92,7 @@ def runs(pairs: int, before: float, now: float, seed: int) -> tuple[Recording, R
 
 @pytest.mark.parametrize("count", [400, pytest.param(1000, marks=pytest.mark.slow)])
 def test_76_for_90_percent_is_found_with_the_proposed_number(count: int) -> None:
-    pairs = power.pairs_needed(0.90, 0.76)
+    pairs = gate.pairs_needed(0.90, 0.76)
     assert pairs < 200
     found = [check_tasks(*reversed(runs(pairs, 0.90, 0.76, seed)), 0.14).status for seed in range(count)]
     assert found.count("fail") / count > 0.88, f"found in {found.count('fail')} of {count} runs of {pairs} tasks"

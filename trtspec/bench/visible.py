@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from trtspec.bench.asking import NOT_ASKED
-from trtspec.bench.gate import CheckResult, result
+from trtspec.bench.gate import CheckResult, binomial_at_least, result
 from trtspec.bench.lossless import RoundingBound, first_divergence, judge, measure_rounding, tokens_show
-from trtspec.bench.power import binomial_at_least
 from trtspec.bench.transcript import Recording, Transcript
 
 SHOWN = 20

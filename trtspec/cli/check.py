@@ -277,7 +277,7 @@ def show(verdict: GateVerdict, options: CheckOptions) -> None:
 
 def lines(verdict: GateVerdict) -> list[str]:
     """One line per row, remedies below, and at the end what a rare fault has to fear."""
-    from trtspec.bench.power import RARE, answers_needed
+    from trtspec.bench.gate import RARE, answers_needed
 
     found = []
     for row in verdict.results:
