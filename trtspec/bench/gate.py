@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 Status = Literal["pass", "fail", "skipped"]
 REQUIRED = "TS-CHECK-REQUIRED"
-
-
 RARE = 0.05  # the share of answers in which a rare fault shows; power is stated for it
 POWER = 0.95
 
