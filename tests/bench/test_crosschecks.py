@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from trtspec.bench import arrivals, crosschecks, junit
+from trtspec.bench import findings, junit
 from trtspec.bench.acceptance import TurnCounts, summarize, without_surplus
 from trtspec.bench.client import Answer
 from trtspec.bench.load import Round
@@ -39,11 +39,11 @@ def codes(found: list[Problem]) -> list[str]:
 
 def test_honest_answers_pass() -> None:
     honest = [answer(steps, accepted) for steps in range(1, 60) for accepted in range(0, 3 * steps, 7)]
-    assert crosschecks.contradictions("e", honest, 1000) == []
+    assert findings.contradictions("e", honest, 1000) == []
     averages = [replace(one, spec_decode=None) for one in honest]
-    assert crosschecks.contradictions("e", averages, 1000) == [] and not arrivals.buffered("e", averages)
+    assert findings.contradictions("e", averages, 1000) == [] and not findings.buffered("e", averages)
     cut = [replace(one, completion_tokens=one.completion_tokens - 2) for one in honest if one.completion_tokens > 60]
-    assert crosschecks.contradictions("e", cut, 1000) == [], "the last step of an answer may be cut short"
+    assert findings.contradictions("e", cut, 1000) == [], "the last step of an answer may be cut short"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_honest_answers_pass() -> None:
 )  # fmt: skip
 def test_a_lie_in_5_percent_of_answers_is_named(change: dict[str, Any], code: str) -> None:
     lies = [answer() for _ in range(95)] + [answer(**change) for _ in range(5)]
-    found = crosschecks.contradictions("e", lies, 1000)
+    found = findings.contradictions("e", lies, 1000)
     assert code in codes(found) and "5 of 100 answers" in found[0].message
 
 
@@ -86,20 +86,20 @@ def test_drafts_accepted_past_the_end_are_taken_out() -> None:
 
 def test_counters_of_somebody_else_are_named() -> None:
     answers = [answer() for _ in range(24)]
-    assert not crosschecks.counters_disagree("e", [counters(1487, 474, 1024, 24)], answers)
+    assert not findings.counters_disagree("e", [counters(1487, 474, 1024, 24)], answers)
     others = [counters(24 * 76, 3000, 4000, 24), counters(24 * 76, 24 * 30, 24 * 45 + 500, 24)]
     tripled = counters(3 * 24 * 76, 24 * 30, 24 * 45, 24)
     inflated = [replace(one, completion_tokens=3 * one.completion_tokens) for one in answers]
-    assert all(codes(crosschecks.counters_disagree("e", [one], answers)) == ["TS-BENCH-COUNTERS"] for one in others)
-    assert codes(crosschecks.counters_disagree("e", [tripled], inflated)) == ["TS-BENCH-COUNTERS"]
+    assert all(codes(findings.counters_disagree("e", [one], answers)) == ["TS-BENCH-COUNTERS"] for one in others)
+    assert codes(findings.counters_disagree("e", [tripled], inflated)) == ["TS-BENCH-COUNTERS"]
 
 
 def test_too_few_steps_are_said_with_how_many_would_do() -> None:
     turns = [TurnCounts(str(i), "c", 40, 10, 3 + 9 * (i % 3), 30, None, "s") for i in range(6)]
-    found = crosschecks.too_few("e", summarize(turns), turns)
+    found = findings.too_few("e", summarize(turns), turns)
     assert codes(found) == ["TS-BENCH-FEW-STEPS"] and "questions give" in found[0].remedy
     many = [TurnCounts(str(i), "c", 40, 10, 14 + i % 3, 30, None, "s") for i in range(60)]
-    assert not crosschecks.too_few("e", summarize(many), many)
+    assert not findings.too_few("e", summarize(many), many)
 
 
 def test_a_rate_that_the_server_cannot_keep_is_named() -> None:
@@ -117,8 +117,8 @@ def test_a_rate_that_the_server_cannot_keep_is_named() -> None:
         ]
         return Round(10, answers, 0.0, 9.0, 0.0, 4.0, rate=10.0)
 
-    assert codes(arrivals.overloaded("e", [run(0.1)])) == ["TS-BENCH-OVERLOAD"]
-    assert not arrivals.overloaded("e", [run(0.0)])
+    assert codes(findings.overloaded("e", [run(0.1)])) == ["TS-BENCH-OVERLOAD"]
+    assert not findings.overloaded("e", [run(0.0)])
 
 
 def test_a_load_that_the_questions_do_not_reach_is_named() -> None:
@@ -126,9 +126,9 @@ def test_a_load_that_the_questions_do_not_reach_is_named() -> None:
         answers = [Answer(str(i), "c", 0, started=0.0) for i in range(questions)]
         return Round(load, answers, 0.0, 9.0, 0.0, 4.0, rate=rate)
 
-    found = arrivals.underfilled("e", [run(4, 80), run(256, 80), run(100, 80)])
+    found = findings.underfilled("e", [run(4, 80), run(256, 80), run(100, 80)])
     assert codes(found) == ["TS-BENCH-FEW-QUESTIONS"] and "load 256: a round had 80 questions" in found[0].message
-    assert not arrivals.underfilled("e", [run(80, 80), run(256, 80, rate=2.0)])
+    assert not findings.underfilled("e", [run(80, 80), run(256, 80, rate=2.0)])
 
 
 def test_markdown_and_annotations(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import permutations
 from typing import Any
 
-from trtspec.bench import arrivals, crosschecks, findings
+from trtspec.bench import findings
 from trtspec.bench.acceptance import by_category, summarize
 from trtspec.bench.client import Answer
 from trtspec.bench.load import steady_rate, throughput, total_rate
@@ -52,12 +52,12 @@ def find_problems(name: str, target: MeasuredEndpoint, workload: BenchWorkload) 
         *findings.nothing_accepted(name, counts),
         *findings.forced_acceptance(name, counts, answers),
         *findings.limited_parameters(name, target.limits, body),
-        *crosschecks.contradictions(name, answers, workload.sampling.max_tokens),
-        *crosschecks.counters_disagree(name, counts, answers),
-        *arrivals.buffered(name, answers),
-        *crosschecks.too_few(name, summarize(counts), counts),
-        *arrivals.overloaded(name, [run for runs in target.rounds.values() for run in runs]),
-        *arrivals.underfilled(name, [run for runs in target.rounds.values() for run in runs]),
+        *findings.contradictions(name, answers, workload.sampling.max_tokens),
+        *findings.counters_disagree(name, counts, answers),
+        *findings.buffered(name, answers),
+        *findings.too_few(name, summarize(counts), counts),
+        *findings.overloaded(name, [run for runs in target.rounds.values() for run in runs]),
+        *findings.underfilled(name, [run for runs in target.rounds.values() for run in runs]),
     ]
     if body.get("ignore_eos"):
         found.append(
