@@ -18,10 +18,9 @@ import httpx
 from trtspec.bench import adapters, findings
 from trtspec.bench.acceptance import TurnCounts, without_surplus
 from trtspec.bench.client import Answer, Endpoint, RequestSampling, first_model, new_client
-from trtspec.bench.conditions import Condition, under
+from trtspec.bench.conditions import Condition, fitted, under
 from trtspec.bench.datasets import Dataset, Question, spread
 from trtspec.bench.load import Ask, Load, Round, ServiceLevel, closed_loop, open_loop, total_rate
-from trtspec.bench.prompt_length import fitted
 from trtspec.bench.raw_results import PartName, RawResults, whole_conversations
 from trtspec.bench.results import level_label
 from trtspec.errors import Problem, TrtspecError, UsageError
