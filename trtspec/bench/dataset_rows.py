@@ -1,12 +1,15 @@
 """Rows of the data sets that are known by name, in the words that the one reader of conversations knows.
 
 What a set calls its fields, where it lies and what a whole copy holds stands in data/datasets.yaml; here is how a field
-becomes a question, a tool or a picture.
+becomes a question, a tool or a picture. Pictures are taken out before the words are read, and passed to servers as
+parts of content.
 """
 
 from __future__ import annotations
 
+import base64
 import functools
+import io
 import json
 import re
 import string
@@ -23,6 +26,7 @@ from trtspec.errors import UsageError
 LISTS = ("messages", "conversations", "conversation", "turns", "prompt")
 JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}  # BFCL writes Python's names
 NAMED = re.compile(r"(?P<name>[a-z0-9-]+)(?::(?P<config>[\w.-]+))?(?:=(?P<file>.+))?")
+PICTURES = ((b"\x89PNG", "png"), (b"\xff\xd8", "jpeg"), (b"GIF8", "gif"), (b"RIFF", "webp"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,3 +257,58 @@ def _json_types(value: Any) -> Any:
     if isinstance(found.get("type"), str):
         found["type"] = JSON_TYPES.get(found["type"], found["type"])
     return found
+
+
+def without_pictures(row: DataRow) -> tuple[DataRow, dict[int, list[dict[str, Any]]]]:
+    """The row without its pictures, and these as parts of content, by the message's place counted from the end (1 is
+    the last). A row's own `images` belong to its first question."""
+    if not isinstance(row.value, dict):
+        return row, {}
+    value, found = dict(row.value), {}
+    for key in LISTS:
+        items = value.get(key)
+        if not isinstance(items, list):
+            continue
+        value[key] = [_words_only(item) for item in items]
+        for place, item in enumerate(reversed(items), 1):
+            if parts := _picture_parts(item):
+                found[place] = parts
+    images = value.pop("images", None)
+    if images is not None and images != []:
+        single = images if isinstance(images, list) else [images]
+        turns = value.get("turns")
+        place = len(turns) if isinstance(turns, list) else 1
+        found.setdefault(place, []).extend(
+            {"type": "image_url", "image_url": {"url": url_of(row, one)}} for one in single
+        )
+    return replace(row, value=value), found
+
+
+def _picture_parts(message: Any) -> list[dict[str, Any]]:
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return []
+    return [part for part in content if isinstance(part, dict) and part.get("type") in ("image_url", "video_url")]
+
+
+def _words_only(message: Any) -> Any:
+    pictures = _picture_parts(message)
+    if not pictures:
+        return message
+    return {**message, "content": [part for part in message["content"] if part not in pictures]}
+
+
+def url_of(row: DataRow, image: Any) -> str:
+    """A picture as a URL: an address stays, bytes become a data: URL. Raises UsageError for anything else."""
+    if isinstance(image, str) and image.startswith(("http://", "https://", "data:image/")):
+        return image
+    data: Any = image.get("bytes") if isinstance(image, dict) else image
+    if hasattr(data, "save"):  # as the datasets library decodes it
+        buffer = io.BytesIO()
+        data.save(buffer, format="PNG")
+        data = buffer.getvalue()
+    kind = next((name for magic, name in PICTURES if isinstance(data, bytes) and data.startswith(magic)), None)
+    if kind is None:
+        raise UsageError(f"{CODE} {row.where} has an image that is neither a URL nor PNG, JPEG, GIF or WebP bytes",
+                         "give a URL, a data: URL, or the bytes of a picture")  # fmt: skip
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"

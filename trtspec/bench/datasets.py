@@ -17,8 +17,7 @@ from typing import Any
 
 from trtspec import data_files
 from trtspec.bench import text_quality
-from trtspec.bench.dataset_rows import DatasetSource, NamedSet, locate, rows_of
-from trtspec.bench.pictures import without_pictures
+from trtspec.bench.dataset_rows import DatasetSource, NamedSet, locate, rows_of, without_pictures
 from trtspec.checkpoint.conversations import Conversation, conversation, note_unread
 from trtspec.errors import Problem, UsageError
 from trtspec.report import file_sha256
