@@ -11,8 +11,7 @@ import pytest
 
 from trtspec.bench import gate
 from trtspec.bench.check import check_tasks
-from trtspec.bench.graders import GradedTask, final_answer, grade
-from trtspec.bench.quality import load_tasks
+from trtspec.bench.quality import GradedTask, final_answer, grade, load_tasks
 from trtspec.bench.transcript import Recording, TaskReply
 from trtspec.errors import UsageError
 

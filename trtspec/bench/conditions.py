@@ -1,4 +1,4 @@
-"""What is done to questions before they are asked: several conditions (`--under`) and prompts of a given length (`--isl`).
+"""What is done to questions before they are asked: conditions (`--under`) and prompts of a given length (`--isl`).
 
 A head that was trained without a long context, without a bare prompt or without a system prompt shows it under that
 condition. Prompts of a given length are made of text that somebody wrote: never of random ids, on which acceptance and

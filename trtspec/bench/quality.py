@@ -1,7 +1,8 @@
 """Accuracy on tasks with known answers, paired by task: does the served model still solve what the other one solved?
 
 Tasks come from a file: rows with a question and an answer (GSM8K's own rows among them), or a task of lm-eval whose
-data lie beside it. Answers are graded here; the two servers are compared by McNemar's exact test.
+data lie beside it. Answers are graded here, by the last thing that each calls its answer; the two servers are compared
+by McNemar's exact test.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trtspec import files
 from trtspec.bench.asking import Asker
-from trtspec.bench.graders import GRADERS, MARKED, GradedTask, Grader, grade, number
 from trtspec.bench.transcript import AskedPrompt, TaskReply
 from trtspec.checkpoint.rows import read_rows
 from trtspec.errors import UsageError
@@ -34,6 +35,23 @@ READ_KEYS = {
     "output_type", "num_fewshot", "metric_list", "tag", "metadata", "repeats",
 }  # fmt: skip
 REMEDY = 'rows read {"question": "...", "answer": "...", "grader": "number|choice|exact|contains"}'
+Grader = Literal["number", "choice", "exact", "contains"]
+GRADERS: tuple[Grader, ...] = ("number", "choice", "exact", "contains")
+NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
+MARKED = re.compile(r"####\s*(.+)")  # where GSM8K writes the answer of a row
+BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+SAID = re.compile(r"(?:final answer|answer)\s*(?:is|:|=)\s*\**\s*([^\n]+)", re.IGNORECASE)
+LETTER = re.compile(r"\b([A-J])\b")
+
+
+@dataclass(frozen=True)
+class GradedTask:
+    """One question with the answer that is right."""
+
+    id: str
+    question: str
+    answer: str
+    grader: Grader
 
 
 @dataclass(frozen=True)
@@ -126,6 +144,43 @@ def _lm_eval(path: Path) -> list[GradedTask]:
     except TemplateError as error:
         raise UsageError(f"{path}: a template does not render: {error}", remedy) from None
     return found
+
+
+def grade(task: GradedTask, text: str) -> bool:
+    """Whether an answer is right; the last thing that it calls its answer counts."""
+    if task.grader == "contains":
+        return _plain(task.answer) in _plain(text)
+    said = final_answer(text)
+    if task.grader == "number":
+        return number(said, last=True) == number(task.answer) is not None
+    if task.grader == "choice":
+        letters = LETTER.findall(said)
+        return bool(letters) and letters[0] == task.answer
+    return _plain(said) == _plain(task.answer)
+
+
+def final_answer(text: str) -> str:
+    """Behind the last ####, in the last \\boxed{}, behind the last `answer is`; else the whole text."""
+    for pattern in (MARKED, BOXED, SAID):
+        found = pattern.findall(text)
+        if found:
+            return str(found[-1]).strip()
+    return text.strip()
+
+
+def number(text: str, last: bool = False) -> Decimal | None:
+    """The only number in a text, or its last one; thousands may be separated by commas."""
+    found = NUMBER.findall(text)
+    if not found or (len(found) > 1 and not last):
+        return None
+    try:
+        return Decimal(found[-1].replace(",", "").rstrip(".")).normalize()
+    except InvalidOperation:
+        return None
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split()).strip(" .*`\"'")
 
 
 async def ask_tasks(asker: Asker, asked: TaskSet) -> list[TaskReply]:
