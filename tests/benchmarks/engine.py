@@ -24,7 +24,7 @@ import torch
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.drafters import DrafterName
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.sequence import GenerationRequest
+from trtspec.engine.request import GenerationRequest
 from trtspec.engine.server import thread_count
 from trtspec.models.decoding import prepare_for_decoding
 from trtspec.models.eagle3 import Eagle3Head

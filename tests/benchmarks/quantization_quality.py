@@ -31,7 +31,7 @@ from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.sequence import GenerationRequest
+from trtspec.engine.request import GenerationRequest
 from trtspec.models.head_weights import load_head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.quantized import NVFP4Linear

@@ -14,7 +14,7 @@ from trtspec.bench.acceptance import TurnCounts, bootstrap_interval
 from trtspec.bench.text_quality import mean_distinct_ratio
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.sequence import GenerationRequest
+from trtspec.engine.request import GenerationRequest
 from trtspec.heads.data.samples import draft_vocabulary, read_samples
 from trtspec.heads.training import module as train
 from trtspec.heads.training.curve import CurvePoint

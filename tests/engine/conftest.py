@@ -10,7 +10,8 @@ import torch
 
 from tests.tiny import make_head, make_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.sequence import Completion, GenerationRequest
+from trtspec.engine.request import GenerationRequest
+from trtspec.engine.sequence import Completion
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head
 from trtspec.models.kimi import KimiModel

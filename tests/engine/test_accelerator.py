@@ -18,7 +18,7 @@ from trtspec.checkpoint.heads.read import read_head
 from trtspec.checkpoint.target_problems import target_spec
 from trtspec.engine import engine as engine_module
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.sequence import GenerationRequest
+from trtspec.engine.request import GenerationRequest
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.precision import dtype_of_capability

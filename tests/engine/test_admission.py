@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.ranges import RequestRefused
-from trtspec.engine.sequence import GenerationRequest
-from trtspec.engine.steering import Wishes
+from trtspec.engine.request import GenerationRequest, RequestRefused, Wishes
 from trtspec.models.kimi import KimiModel
 
 

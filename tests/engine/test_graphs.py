@@ -13,7 +13,7 @@ from tests.engine.conftest import HEAD_KINDS, token_ids
 from tests.engine.test_lossless import HeadOf
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.graphs import Captured, Graphs, Pass, graphs_for, rounded_up
-from trtspec.engine.sequence import GenerationRequest
+from trtspec.engine.request import GenerationRequest
 from trtspec.errors import UsageError
 from trtspec.models.kimi import KimiModel
 

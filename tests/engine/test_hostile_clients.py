@@ -18,7 +18,8 @@ from tests.engine.test_server import Running, launch
 from tests.tiny import make_head
 from trtspec.engine.boundary import body_limit
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.sequence import GenerationRequest, Output, Sequence
+from trtspec.engine.request import GenerationRequest
+from trtspec.engine.sequence import Output, Sequence
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 

@@ -12,7 +12,7 @@ from tests.engine.oracle import OracleDrafter, drafts_from_scratch
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.drafters import Eagle3Drafter
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.sequence import GenerationRequest
+from trtspec.engine.request import GenerationRequest
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 

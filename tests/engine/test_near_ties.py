@@ -17,7 +17,8 @@ from trtspec.engine.drafters import Eagle3Drafter
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.near_ties import Divergence, Rounding, first_divergence, rounding_at, spacing
 from trtspec.engine.prefill import Chunk
-from trtspec.engine.sequence import Completion, GenerationRequest, Output
+from trtspec.engine.request import GenerationRequest
+from trtspec.engine.sequence import Completion, Output
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.weights import load_target

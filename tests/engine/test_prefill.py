@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.engine.conftest import token_ids
 from tests.engine.test_lossless import HeadOf
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.sequence import GenerationRequest
+from trtspec.engine.request import GenerationRequest
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel, TargetOutput
 from trtspec.models.layers import TextPiece

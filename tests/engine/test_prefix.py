@@ -15,7 +15,7 @@ from tests.engine.oracle import OracleDrafter, drafts_from_scratch
 from trtspec.engine.drafters import Eagle3Drafter
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.prefix import PrefixCache
-from trtspec.engine.sequence import GenerationRequest
+from trtspec.engine.request import GenerationRequest
 from trtspec.errors import UsageError
 from trtspec.models.cache import LatentCache
 from trtspec.models.eagle3 import Eagle3Head

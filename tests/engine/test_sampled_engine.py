@@ -23,8 +23,7 @@ from transformers import (
 )
 
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.sequence import GenerationRequest
-from trtspec.engine.steering import Wishes
+from trtspec.engine.request import GenerationRequest, Wishes
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 

@@ -23,8 +23,8 @@ from tests.engine.test_server import Running, launch
 from tests.tiny import make_head
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.sequence import GenerationRequest
-from trtspec.engine.steering import Grammars, Wishes, tool_call_grammar
+from trtspec.engine.request import GenerationRequest, Wishes
+from trtspec.engine.steering import Grammars, tool_call_grammar
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 

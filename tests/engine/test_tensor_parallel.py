@@ -16,7 +16,7 @@ import torch
 from trtspec import data_files
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.sequence import GenerationRequest
+from trtspec.engine.request import GenerationRequest
 from trtspec.models.head_weights import load_head
 from trtspec.models.weights import load_target
 

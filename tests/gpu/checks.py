@@ -21,7 +21,8 @@ from trtspec.engine.drafters import DraftSampling
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.graphs import GraphedHead, GraphedTarget, Graphs, rounded_up
 from trtspec.engine.near_ties import first_divergence, rounding_at
-from trtspec.engine.sequence import Completion, GenerationRequest
+from trtspec.engine.request import GenerationRequest
+from trtspec.engine.sequence import Completion
 from trtspec.models.decoding import prepare_for_decoding
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head

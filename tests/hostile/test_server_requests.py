@@ -31,7 +31,7 @@ from tests.hostile.requests import COMPLETIONS, Attacks, post
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.sequence import GenerationRequest
+from trtspec.engine.request import GenerationRequest
 from trtspec.models.weights import load_target
 
 HEAD = DATA / "kimi-nano-eagle3"

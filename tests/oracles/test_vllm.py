@@ -33,7 +33,8 @@ from trtspec.bench.adapters import parse_counters
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.engine.near_ties import first_divergence, rounding_at
-from trtspec.engine.sequence import Completion, GenerationRequest
+from trtspec.engine.request import GenerationRequest
+from trtspec.engine.sequence import Completion
 from trtspec.engine.server import ServerOptions, build_engine
 from trtspec.vllm import vllm_options
 

@@ -16,15 +16,14 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.admission import PromptTooLong
 from trtspec.engine.answers import DONE, ChoiceStream, body, usage_chunk
 from trtspec.engine.boundary import Boundary, body_limit, error_response, read_json
 from trtspec.engine.engine import Engine
 from trtspec.engine.openapi import describe, described
 from trtspec.engine.prepare import ApiCall, Preparation
 from trtspec.engine.protocol import ApiError, ChatBody, CompletionBody, GenerationBody, parse_body
-from trtspec.engine.ranges import RequestRefused
-from trtspec.engine.sequence import Completion, GenerationRequest, Output
+from trtspec.engine.request import GenerationRequest, PromptTooLong, RequestRefused
+from trtspec.engine.sequence import Completion, Output
 from trtspec.engine.status import add_status
 from trtspec.engine.worker import EngineThreadDied, GenerationFailed, Worker
 

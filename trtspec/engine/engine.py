@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.admission import EngineLimits, check_request
 from trtspec.engine.batch import BatchSampling, DecodeBatch, on_device
 from trtspec.engine.drafters import DrafterName, DraftSampling, Verified, make_drafter
 from trtspec.engine.graphs import GraphedTarget, Graphs, graphs_for
 from trtspec.engine.prefill import Chunk, compute
 from trtspec.engine.prefix import BLOCK_TOKENS, PREFIX_BYTES, PrefixCache, PrefixReuse, PrefixStats
+from trtspec.engine.request import EngineLimits, GenerationRequest, check_request
 from trtspec.engine.sampling import draw, token_logprobs
-from trtspec.engine.sequence import Completion, GenerationRequest, Output, Sequence, steered
+from trtspec.engine.sequence import Completion, Output, Sequence, steered
 from trtspec.engine.stats import Iteration, Totals
 from trtspec.engine.verify import accept_greedy, accept_sampled, on_host
 from trtspec.models.decoding import prepare_for_decoding

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.replay import BATCH, drafted_on
-from trtspec.engine.sequence import Completion, GenerationRequest, Stats
+from trtspec.engine.request import GenerationRequest
+from trtspec.engine.sequence import Completion, Stats
 from trtspec.models.captured import CapturedText, first_draft_hits
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_faults import HeadTensors, Suspicion, suspicions

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trtspec.engine.engine import Engine
-from trtspec.engine.sequence import GenerationRequest, Output, Sequence
+from trtspec.engine.request import GenerationRequest
+from trtspec.engine.sequence import Output, Sequence
 from trtspec.errors import TrtspecError
 from trtspec.models.sharding import Sharding
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.admission import PromptTooLong
 from trtspec.engine.answers import CompletionAnswer
 from trtspec.engine.engine import Engine
 from trtspec.engine.protocol import ApiError, ChatBody, CompletionBody, GenerationBody
-from trtspec.engine.sequence import GenerationRequest
-from trtspec.engine.steering import Grammars, Wishes, tool_call_grammar
+from trtspec.engine.request import GenerationRequest, PromptTooLong, Wishes
+from trtspec.engine.steering import Grammars, tool_call_grammar
 from trtspec.errors import MissingDependency, TrtspecError
 
 LONGEST_ESCAPE = 6  # characters of JSON per byte of text

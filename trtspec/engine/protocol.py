@@ -8,7 +8,16 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from trtspec.engine.ranges import MAX_INT32, MAX_STOPS, Bias, SamplingRanges, StopString, TokenId, TokenName, WishRanges
+from trtspec.engine.request import (
+    MAX_INT32,
+    MAX_STOPS,
+    Bias,
+    SamplingRanges,
+    StopString,
+    TokenId,
+    TokenName,
+    WishRanges,
+)
 
 
 class ApiError(Exception):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.sequence import GenerationRequest, Stats
+from trtspec.engine.request import GenerationRequest
+from trtspec.engine.sequence import Stats
 from trtspec.models.cache import LatentCache
 from trtspec.models.captured import CapturedText
 from trtspec.models.eagle3 import Eagle3Head

@@ -9,38 +9,12 @@ from typing import Literal
 import torch
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.steering import Steering, Wishes
+from trtspec.engine.request import GenerationRequest
+from trtspec.engine.steering import Steering
 from trtspec.engine.text import TextStream
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 COLDEST = 1e-30  # a temperature below it is greedy: float32 cannot divide by it
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """What to generate. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
-
-    `stop` strings need an engine with a tokenizer and are not part of the output, but with `include_stop`.
-    `skip_special=False` keeps the names of special tokens in the text. `logprobs` is how many alternatives to report
-    per token (0: none), with `prompt_logprobs` for those of the prompt as well, from its second. `seed` fixes a sampled
-    request's random numbers whatever else is in the batch.
-    """
-
-    id: str
-    prompt_ids: list[int]
-    max_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    stop: list[str] = field(default_factory=list)
-    ignore_eos: bool = False
-    logprobs: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    wishes: Wishes | None = None
-    prompt_logprobs: bool = False
-    include_stop: bool = False
-    skip_special: bool = True
 
 
 @dataclass(frozen=True)

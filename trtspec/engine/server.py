@@ -29,7 +29,7 @@ from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.parallel import ParallelEngine, Ranks, device_of, follow
 from trtspec.engine.prefix import BLOCK_TOKENS, PREFIX_BYTES, PrefixReuse
 from trtspec.engine.preflight import MemoryLoad, require_fitting
-from trtspec.engine.sequence import GenerationRequest
+from trtspec.engine.request import GenerationRequest
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.models.head_weights import load_head, open_head
 from trtspec.models.memory import check_device

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 
 from trtspec.engine.metrics import prometheus_text
 from trtspec.engine.openapi import STATUS_DOCUMENTS
-from trtspec.engine.sequence import GenerationRequest
+from trtspec.engine.request import GenerationRequest
 from trtspec.engine.worker import EngineThreadDied, GenerationFailed, Worker
 from trtspec.models.precision import dtype_name
 

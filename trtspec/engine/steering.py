@@ -11,13 +11,12 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from trtspec.engine.ranges import RequestRefused
+from trtspec.engine.request import RequestRefused, Wishes
 from trtspec.errors import MissingDependency
 
 if TYPE_CHECKING:
@@ -27,26 +26,6 @@ if TYPE_CHECKING:
 # takes longer would hold up everybody else's tokens. (a{1000}){1000} took 124 s for one token without.
 LEXER_FUEL = 50_000
 GRAMMAR_SECONDS, GRAMMAR_SECONDS_PER_TOKEN = 1.0, 0.02
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What is asked for; the defaults ask for nothing. Names and order are vLLM's: bans, biases, `min_tokens`, then the
-    penalties, which count output tokens (repetition: those of the prompt too), and `min_p` after the temperature.
-
-    `bad_words` are token sequences. `grammar` is an llguidance matcher of this request alone; it begins to count after
-    the token `grammar_after` where that is given.
-    """
-
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    min_p: float = 0.0
-    min_tokens: int = 0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    grammar: Any = None
-    grammar_after: int | None = None
 
 
 class Steering:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from trtspec.engine.boundary import log_exception
 from trtspec.engine.engine import Engine
 from trtspec.engine.metrics import RequestTimes
-from trtspec.engine.ranges import RequestRefused
-from trtspec.engine.sequence import Completion, GenerationRequest, Output
+from trtspec.engine.request import GenerationRequest, RequestRefused
+from trtspec.engine.sequence import Completion, Output
 
 ITERATIONS_KEPT = REQUESTS_KEPT = 1000
 
