@@ -101,8 +101,8 @@ def test_the_watchs_own_metrics_are_all_exported() -> None:
 
 def test_the_reference_servers_metrics_are_all_exported(tmp_path: Path) -> None:
     from tests.tiny import make_target
+    from trtspec.engine.app import prometheus_text
     from trtspec.engine.engine import Engine, GenerationRequest
-    from trtspec.engine.metrics import prometheus_text
     from trtspec.models.weights import load_target
 
     engine = Engine(load_target(make_target(tmp_path / "target")))

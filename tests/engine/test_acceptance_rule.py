@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from trtspec.engine.sampling import draw
-from trtspec.engine.verify import accept_greedy, accept_sampled, residual
+from trtspec.engine.sampling import accept_greedy, accept_sampled, draw, residual
 
 
 @settings(max_examples=100, deadline=None)

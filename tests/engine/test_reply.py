@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trtspec.engine.reply import Delta, ReplyParser, parse_reply
+from trtspec.engine.answers import Delta, ReplyParser, parse_reply
 
 SECTION = (
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"

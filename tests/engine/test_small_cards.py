@@ -12,9 +12,9 @@ from trtspec import data_files
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.read import read_head
 from trtspec.checkpoint.target_problems import target_spec
-from trtspec.engine import preflight
-from trtspec.engine.preflight import MemoryLoad, footprint, ranks_that_fit, require_fitting
 from trtspec.errors import MissingDependency
+from trtspec.models import memory
+from trtspec.models.memory import MemoryLoad, footprint, ranks_that_fit, require_fitting
 from trtspec.models.precision import dtype_name, dtype_of_capability
 from trtspec.specs import ModelSpec
 
@@ -91,7 +91,7 @@ def test_what_fits_on_small_cards(nano: ModelSpec, medium: ModelSpec) -> None:
 
 def test_several_small_cards_are_proposed(medium: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card("RTX 3060", 12, (8, 6))
-    monkeypatch.setattr(preflight, "free_bytes", lambda device: card.free)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: card.free)
     for gpus, proposed in ((2, "do not fit"), (4, "use --tp-size 4"), (8, "use --tp-size 4")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         with pytest.raises(MissingDependency, match="on cuda") as caught:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.text import TextStream, held_back
+from trtspec.engine.sequence import TextStream, held_back
 
 WORDS = st.lists(st.text("ab\u00e9", min_size=1, max_size=4), min_size=1, max_size=3)
 

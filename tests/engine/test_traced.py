@@ -18,8 +18,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from trtspec.engine.drafters import DraftSampling
-from trtspec.engine.sampling import probabilities
-from trtspec.engine.verify import accept_greedy, accept_sampled
+from trtspec.engine.sampling import accept_greedy, accept_sampled, probabilities
 from trtspec.models import moe
 from trtspec.models.decoding import prepare_for_decoding
 from trtspec.models.eagle3 import Eagle3Head

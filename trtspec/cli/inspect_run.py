@@ -193,7 +193,7 @@ def _prompts(options: InspectRun, tokenizer: Any) -> tuple[list[str], list[list[
 
 def _captured(options: InspectStates, target_path: Path, spec: HeadSpec, tensors: dict[str, torch.Tensor]) -> Gathered:
     """The head drafts along texts whose states lie in files; of the target, embedding and lm_head are read."""
-    from trtspec.engine.replay import drafted_on
+    from trtspec.engine.head_check import drafted_on
     from trtspec.heads.training.features_stream import kept_features
     from trtspec.models.head_weights import assemble
     from trtspec.models.stream import LayerStream

@@ -1,11 +1,13 @@
-"""The OpenAI-compatible HTTP surface of the reference engine, endpoint for endpoint that of trtllm-serve."""
+"""The HTTP surface of the reference engine, endpoint for endpoint that of trtllm-serve: OpenAI-compatible generation,
+and what the server says about itself (health, versions, models, sizes, counters)."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -13,21 +15,26 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.answers import DONE, ChoiceStream, body, usage_chunk
 from trtspec.engine.boundary import Boundary, body_limit, error_response, read_json
 from trtspec.engine.engine import Engine
-from trtspec.engine.openapi import describe, described
+from trtspec.engine.openapi import STATUS_DOCUMENTS, describe, described
 from trtspec.engine.prepare import ApiCall, Preparation
 from trtspec.engine.protocol import ApiError, ChatBody, CompletionBody, GenerationBody, parse_body
 from trtspec.engine.request import GenerationRequest, PromptTooLong, RequestRefused
 from trtspec.engine.sequence import Completion, Output
-from trtspec.engine.status import add_status
 from trtspec.engine.worker import EngineThreadDied, GenerationFailed, Worker
+from trtspec.models.precision import dtype_name
 
 RETRY_SECONDS = 1
+GENERATION_SECONDS = 60
+GENERATION_ENDED = (RequestRefused, EngineThreadDied, GenerationFailed)
 
 
 @dataclass(frozen=True)
@@ -199,9 +206,6 @@ def _require_room(asked: GenerationBody, worker: Worker) -> None:
         raise ApiError("too many requests wait", status=429, code="queue_full", retry_after=RETRY_SECONDS)
 
 
-GENERATION_ENDED = (RequestRefused, EngineThreadDied, GenerationFailed)
-
-
 def _told(failure: Exception) -> ApiError:
     """What a client hears about the end of a generation."""
     if isinstance(failure, RequestRefused):
@@ -226,3 +230,124 @@ def _add_errors(app: FastAPI) -> None:
     handlers: dict[type[Exception], Any] = {ApiError: api_error, RecursionError: too_deep, HTTPException: http_error}
     for kind, handler in (handlers | dict.fromkeys(GENERATION_ENDED, generation_ended)).items():
         app.add_exception_handler(kind, handler)
+
+
+@dataclass(frozen=True)
+class Status:
+    """Answers for one engine behind its worker."""
+
+    worker: Worker
+    model: str
+    version: str
+    started: int
+
+    async def health(self) -> Response:
+        """200 while the engine runs."""
+        return Response(status_code=200 if self.worker.healthy else 503)
+
+    async def health_generate(self) -> Response:
+        """200 after a real generation of one token."""
+        request = GenerationRequest(f"health-{uuid.uuid4().hex}", [next(iter(self.worker.engine.eos_ids), 0)], 1)
+        try:
+            await asyncio.wait_for(self.worker.collect(request), timeout=GENERATION_SECONDS)
+        except (TimeoutError, EngineThreadDied, GenerationFailed):
+            return Response(status_code=503)
+        return Response(status_code=200)
+
+    async def versions(self) -> JSONResponse:
+        """Version of the server, type that it computes in, and how drafts of sampled requests are chosen."""
+        engine = self.worker.engine
+        how = {"version": self.version, "dtype": dtype_name(engine.target.dtype)}
+        return JSONResponse(how | ({"draft_sampling": engine.options.draft_sampling} if engine.draft_len else {}))
+
+    async def models(self) -> JSONResponse:
+        """The one model that is served."""
+        entry = {"id": self.model, "object": "model", "created": self.started, "owned_by": "trtspec"}
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    async def server_info(self) -> JSONResponse:
+        """Sizes of the engine. `disaggregated_params` is null: trtllm-serve's clients look for it."""
+        engine = self.worker.engine
+        return JSONResponse(
+            {
+                "disaggregated_params": None,
+                "model": self.model,
+                "backend": "reference",
+                "max_batch_size": engine.max_batch_size,
+                "max_seq_len": engine.max_seq_len,
+                "max_queue": self.worker.capacity - engine.max_batch_size,
+                "max_draft_len": engine.draft_len,
+            }
+        )
+
+    async def iterations(self) -> JSONResponse:
+        """Records of the engine's steps since the last call."""
+        return JSONResponse(self.worker.drain_iterations())
+
+    async def perf_metrics(self) -> JSONResponse:
+        """Times and speculation of the requests that ended since the last call."""
+        return JSONResponse(self.worker.drain_timings())
+
+    async def prometheus(self) -> Response:
+        """Totals since the start, for a scraper."""
+        text = prometheus_text(self.worker.engine)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def add_status(app: FastAPI, worker: Worker, model: str) -> None:
+    """Adds the paths to an app."""
+    status = Status(worker, model, app.version, int(time.time()))
+    answers: dict[str, Any] = {
+        "/health": status.health,
+        "/health_generate": status.health_generate,
+        "/version": status.versions,
+        "/v1/models": status.models,
+        "/server_info": status.server_info,
+        "/metrics": status.iterations,
+        "/perf_metrics": status.perf_metrics,
+        "/prometheus/metrics": status.prometheus,
+    }
+    for path, answer in answers.items():
+        app.get(path, responses=STATUS_DOCUMENTS[path], response_class=Response)(answer)
+
+
+class EngineCollector(Collector):
+    """Reads the engine's totals at the moment of the scrape."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        totals = self.engine.totals
+        counters = {
+            "requests": (totals.requests, "Requests that ended."),
+            "prompt_tokens": (totals.prompt_tokens, "Prompt tokens prefilled."),
+            "generation_tokens": (totals.tokens, "Tokens generated."),
+            "engine_iterations": (totals.iterations, "Engine steps."),
+            "spec_decode_steps": (totals.steps, "Verification steps, counted per sequence."),
+            "spec_decode_draft_tokens": (totals.drafted, "Draft tokens verified."),
+            "spec_decode_accepted_tokens": (totals.accepted, "Draft tokens accepted."),
+        }
+        if self.engine.prefix is not None:
+            prefix = self.engine.prefix.stats
+            counters["prefix_tokens"] = (prefix.tokens, "Prompt tokens looked up among computed prefixes.")
+            counters["prefix_cached_tokens"] = (prefix.cached_tokens, "Prompt tokens that needed no computation.")
+            counters["prefix_evicted_blocks"] = (prefix.evicted_blocks, "Blocks of prefixes that made room for others.")
+        for name, (value, text) in counters.items():
+            yield CounterMetricFamily(f"trtspec_{name}", text, value=value)
+        positions = CounterMetricFamily(
+            "trtspec_spec_decode_accepted_tokens_per_position",
+            "Steps that accepted this draft position.",
+            labels=["position"],
+        )
+        for position in range(1, len(totals.histogram)):
+            positions.add_metric([str(position)], sum(totals.histogram[position:]))
+        yield positions
+        yield GaugeMetricFamily("trtspec_requests_running", "Requests in the batch.", value=len(self.engine.batch))
+        yield GaugeMetricFamily("trtspec_requests_waiting", "Requests in the queue.", value=len(self.engine.waiting))
+
+
+def prometheus_text(engine: Engine) -> bytes:
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(engine))
+    return generate_latest(registry)

@@ -22,10 +22,8 @@ from trtspec.engine.graphs import GraphedTarget, Graphs, graphs_for
 from trtspec.engine.prefill import Chunk, compute
 from trtspec.engine.prefix import BLOCK_TOKENS, PREFIX_BYTES, PrefixCache, PrefixReuse, PrefixStats
 from trtspec.engine.request import EngineLimits, GenerationRequest, check_request
-from trtspec.engine.sampling import draw, token_logprobs
-from trtspec.engine.sequence import Completion, Output, Sequence, steered
-from trtspec.engine.stats import Iteration, Totals
-from trtspec.engine.verify import accept_greedy, accept_sampled, on_host
+from trtspec.engine.sampling import accept_greedy, accept_sampled, draw, on_host, token_logprobs
+from trtspec.engine.sequence import Completion, Iteration, Output, Sequence, Totals, steered
 from trtspec.models.decoding import prepare_for_decoding
 from trtspec.models.layers import TextPiece
 

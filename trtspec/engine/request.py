@@ -61,8 +61,9 @@ class WishRanges(Ranges):
 
 @dataclass(frozen=True)
 class Wishes:
-    """What is asked of the tokens besides sampling; the defaults ask for nothing. Names and order are vLLM's: bans, biases, `min_tokens`, then the
-    penalties, which count output tokens (repetition: those of the prompt too), and `min_p` after the temperature.
+    """What is asked of the tokens beyond the sampling; the defaults ask for nothing. Names and order are vLLM's: bans,
+    biases, `min_tokens`, then the penalties, which count output tokens (repetition: those of the prompt too), and
+    `min_p` after the temperature.
 
     `bad_words` are token sequences. `grammar` is an llguidance matcher of this request alone; it begins to count after
     the token `grammar_after` where that is given.

@@ -1,4 +1,10 @@
-"""From logits to probabilities to tokens. Pure functions over whole batches; randomness comes in as uniform numbers."""
+"""From logits to probabilities to tokens, and which drafts stand. Pure functions over whole batches; randomness
+comes in as uniform numbers.
+
+Sampled verification is Leviathan et al. 2023 (arXiv 2211.17192): draft x is kept with probability min(1, p(x)/q(x)); at
+the first rejection a token is drawn from max(p - q, 0) normalised; if all stand, one more is drawn from p. The result
+has exactly the target's distribution p whatever the drafter's distribution q was.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +63,78 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     cumulative = probs.double().cumsum(-1)
     threshold = uniform.double().unsqueeze(-1) * cumulative[..., -1:]
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp(max=probs.shape[-1] - 1)
+
+
+def leading(matches: Tensor, counts: Tensor | None = None) -> Tensor:
+    """How many leading columns of matches bool [B, k] are true, int64 [B], at most counts[b] where given."""
+    run = matches.long().cumprod(-1).sum(-1)
+    return run if counts is None else torch.minimum(run, counts)
+
+
+def on_host(tokens: Tensor, accepted: Tensor) -> list[list[int]]:
+    """The tokens int64 [B, T] that each row emits, accepted int64 [B] of them and one more, in one transfer."""
+    return [row[: row[-1] + 1] for row in torch.cat((tokens, accepted.unsqueeze(1)), 1).tolist()]
+
+
+def accept_greedy(best: Tensor, drafts: Tensor, counts: Tensor | None = None) -> Tensor:
+    """Accepted drafts per row, int64 [B].
+
+    best int64 [B, k+1] is the target's argmax after the last token and after each draft, drafts int64 [B, k];
+    counts int64 [B] says how many of a row's drafts are real (None: all). The tokens to emit are best[:, :accepted+1].
+    """
+    return leading(best[:, :-1] == drafts, counts)
+
+
+def accept_sampled(
+    target: Tensor,
+    drafts: Tensor,
+    draft_probs: Tensor | None,
+    uniform: Tensor,
+    *,
+    draft_ids: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(tokens int64 [B, k+1], accepted int64 [B]); row b emits tokens[b, :accepted[b]+1].
+
+    target float32 [B, k+1, V] holds p after the last token and after each draft; drafts int64 [B, k] in target ids;
+    draft_probs float32 [B, k, Vd] is the q that each draft was drawn from (None: the drafter is deterministic, q = 1);
+    uniform [B, k+1] in [0, 1): one number per draft to accept it, the last one for the token drawn after them;
+    draft_ids int64 [Vd] maps the draft vocabulary to target ids (None: the same); counts as in `accept_greedy`.
+    """
+    width = drafts.shape[1]
+    rows = torch.arange(len(drafts), device=drafts.device)
+    p = target[:, :width].gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
+    q = None if draft_probs is None else _on_target(draft_probs, draft_ids, target.shape[-1])
+    q_drafted = torch.ones_like(p) if q is None else q.gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
+    accepted = leading(uniform[:, :width] * q_drafted < p, counts)
+
+    final = target[rows, accepted]
+    if width:
+        last = accepted.clamp(max=width - 1)
+        offered = torch.full_like(accepted, width) if counts is None else counts
+        if q is None:
+            rejected = torch.zeros_like(final).scatter_(1, drafts[rows, last].unsqueeze(1), float("inf"))
+        else:
+            rejected = q[rows, last]
+        final = torch.where((accepted < offered).unsqueeze(1), residual(final, rejected), final)
+    tokens = torch.cat((drafts, drafts.new_zeros(len(drafts), 1)), 1)
+    tokens[rows, accepted] = draw(final, uniform[:, width])
+    return tokens, accepted
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """max(p - q, 0) of distributions [B, V], normalised; p itself where rounding leaves nothing."""
+    left = (p - q).clamp_(min=0)
+    mass = left.sum(-1, keepdim=True)
+    return torch.where(mass > 0, left / mass, p)
+
+
+def _on_target(draft_probs: Tensor, draft_ids: Tensor | None, vocab: int) -> Tensor:
+    """q over the target's vocabulary: zero for tokens that a pruned draft vocabulary lacks."""
+    if draft_ids is None:
+        return draft_probs
+    full = draft_probs.new_zeros(*draft_probs.shape[:-1], vocab)
+    return full.index_copy_(-1, draft_ids, draft_probs)
 
 
 def token_logprobs(scores: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs]:

@@ -1,17 +1,19 @@
-"""One request on its way through the engine: what was asked, what was produced, why it ended."""
+"""One request on its way through the engine: its tokens and its text, what was produced, why it ended; and the counters
+that add the requests up, for each iteration and since the start."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 
-from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.checkpoint.tokenizer import Detokenizer, KimiTokenizer
+from trtspec.engine.prefix import PrefixStats
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.steering import Steering
-from trtspec.engine.text import TextStream
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 COLDEST = 1e-30  # a temperature below it is greedy: float32 cannot divide by it
@@ -208,3 +210,157 @@ def steered(sequences: list[Sequence], logits: torch.Tensor, drafts: torch.Tenso
         except Exception as error:
             sequence.failure = error
     return logits
+
+
+class TextStream:
+    """The growing text of one request.
+
+    With stop strings, tokens are looked at one by one, so the generation ends at the same token whether tokens
+    arrive singly or several per step; text that may be the beginning of a stop string is held back.
+    """
+
+    def __init__(
+        self,
+        tokenizer: KimiTokenizer | None,
+        stop: Rows[str] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special) if tokenizer else None
+        self._include_stop = include_stop
+        self.stop = tuple(stop)
+        self._pending = ""
+        self.stopped = False
+
+    def push(self, ids: list[int]) -> tuple[str, int]:
+        """(text that is now certain, how many of `ids` belong to the output): fewer than all after a stop string."""
+        if self._detokenizer is None:
+            return "", len(ids)
+        if not self.stop:
+            return self._detokenizer.push(ids), len(ids)
+        for used, token in enumerate(ids, 1):
+            self._pending += self._detokenizer.push((token,))
+            found = find_stop(self._pending, self.stop)
+            if found >= 0:
+                self.stopped = True
+                if self._include_stop:
+                    found += next(len(word) for word in self.stop if self._pending.startswith(word, found))
+                text, self._pending = self._pending[:found], ""
+                return text, used
+        keep = held_back(self._pending, self.stop)
+        cut = len(self._pending) - keep
+        text, self._pending = self._pending[:cut], self._pending[cut:]
+        return text, len(ids)
+
+    def finish(self) -> str:
+        """What was held back, when no stop string ended the generation; U+FFFD for half a character."""
+        if self.stopped or self._detokenizer is None:
+            return ""
+        text, self._pending = self._pending + self._detokenizer.flush(), ""
+        return text
+
+
+def find_stop(text: str, stop: Rows[str]) -> int:
+    """Position of the earliest stop string in `text`, -1 if there is none."""
+    found = [position for position in (text.find(word) for word in stop) if position >= 0]
+    return min(found, default=-1)
+
+
+def held_back(text: str, stop: Rows[str]) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of a stop string."""
+    longest = min(len(text), max(len(word) for word in stop) - 1)
+    for size in range(longest, 0, -1):
+        tail = text[-size:]
+        if any(word.startswith(tail) for word in stop):
+            return size
+    return 0
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One engine step. `decoding` rows ran a round; `tokens` came out of it and of the prefills. `prefix`: what prefix
+    reuse did since the start, where it is on."""
+
+    number: int
+    seconds: float
+    active: int
+    queued: int
+    decoding: int
+    prompt_tokens: int
+    tokens: int
+    drafted: int
+    accepted: int
+    prefix: PrefixStats | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record under the names that trtllm-serve's /metrics uses, as far as they have a meaning here."""
+        speculated = self.drafted > 0
+        record: dict[str, Any] = {
+            "iter": self.number,
+            "iterLatencyMS": self.seconds * 1000,
+            "numActiveRequests": self.active,
+            "numQueuedRequests": self.queued,
+            "inflightBatchingStats": {
+                "numScheduledRequests": self.decoding,
+                "numGenRequests": self.decoding,
+                "numCtxTokens": self.prompt_tokens,
+            },
+            "specDecodingStats": {
+                "numDraftTokens": self.drafted,
+                "numAcceptedTokens": self.accepted,
+                "numRequestsWithDraftTokens": self.decoding if speculated else 0,
+                "acceptanceLength": 1 + self.accepted / self.decoding if speculated else 1.0,
+            },
+        }
+        if self.prefix is not None:
+            record["kvCacheStats"] = {
+                "reusedBlocks": self.prefix.reused_blocks,
+                "missedBlocks": self.prefix.missed_blocks,
+                "cacheHitRate": self.prefix.hit_rate,
+            }
+        return record
+
+
+@dataclass
+class Totals:
+    """Sums since the engine started. steps, drafted, accepted and histogram count rounds of rows, as `Stats` does."""
+
+    histogram: list[int] = field(default_factory=list)
+    iterations: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def record(
+        self,
+        outputs: Iterable[Output],
+        *,
+        decoding: int,
+        active: int,
+        queued: int,
+        prompt_tokens: int,
+        seconds: float,
+        prefix: PrefixStats | None = None,
+    ) -> Iteration:
+        """Adds one engine step and returns its record."""
+        tokens = drafted = accepted = 0
+        for output in outputs:
+            tokens += len(output.token_ids)
+            if output.finish_reason:
+                self.requests += 1
+            if output.round is not None:
+                offered, stood = output.round
+                self.steps += 1
+                drafted += offered
+                accepted += stood
+                self.histogram[stood] += 1
+        self.iterations += 1
+        self.prompt_tokens += prompt_tokens
+        self.tokens += tokens
+        self.drafted += drafted
+        self.accepted += accepted
+        counts = (active, queued, decoding, prompt_tokens, tokens, drafted, accepted)
+        return Iteration(self.iterations, seconds, *counts, prefix=replace(prefix) if prefix else None)

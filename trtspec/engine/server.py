@@ -23,16 +23,15 @@ import uvicorn
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.app import AppOptions, create_app
-from trtspec.engine.connection import ClientConnection
+from trtspec.engine.boundary import ClientConnection
 from trtspec.engine.drafters import DrafterName, DraftSampling
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.parallel import ParallelEngine, Ranks, device_of, follow
 from trtspec.engine.prefix import BLOCK_TOKENS, PREFIX_BYTES, PrefixReuse
-from trtspec.engine.preflight import MemoryLoad, require_fitting
 from trtspec.engine.request import GenerationRequest
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.models.head_weights import load_head, open_head
-from trtspec.models.memory import check_device
+from trtspec.models.memory import MemoryLoad, check_device, require_fitting
 from trtspec.models.precision import dtype_name, serving_dtype
 from trtspec.models.sharding import WHOLE, Sharding
 from trtspec.models.weights import load_target

@@ -1,4 +1,4 @@
-"""The engine's own thread, and the bridge between it and an asyncio server."""
+"""The engine's own thread, the bridge between it and an asyncio server, and the times of each request."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from trtspec.engine.boundary import log_exception
 from trtspec.engine.engine import Engine
-from trtspec.engine.metrics import RequestTimes
 from trtspec.engine.request import GenerationRequest, RequestRefused
-from trtspec.engine.sequence import Completion, Output
+from trtspec.engine.sequence import Completion, Output, Stats
 
 ITERATIONS_KEPT = REQUESTS_KEPT = 1000
 
@@ -33,6 +33,53 @@ class EngineStep(NamedTuple):
     output: Output
     made: float
     iteration: int
+
+
+@dataclass
+class RequestTimes:
+    """When one request arrived at the server and at the engine, when its prompt was taken up, and when its tokens were
+    made and taken over by the server: seconds of the monotonic clock, as trtllm-serve has them."""
+
+    id: str
+    server_arrival: float
+    arrival: float
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    server_first_token: float = 0.0
+    last_token: float = 0.0
+    first_iteration: int = 0
+    last_iteration: int = 0
+    stats: Stats | None = None
+
+    def add(self, output: Output, made: float, iteration: int) -> None:
+        """Counts what a step made."""
+        if not self.first_token:
+            self.scheduled, self.first_iteration = output.scheduled, iteration
+            self.first_token, self.server_first_token = made, time.monotonic()
+        self.last_token, self.last_iteration = made, iteration
+        self.stats = output.stats or self.stats
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record under trtllm-serve's names."""
+        metrics: dict[str, Any] = {
+            "first_iter": self.first_iteration,
+            "last_iter": self.last_iteration,
+            "timing_metrics": {
+                "server_arrival_time": self.server_arrival,
+                "arrival_time": self.arrival,
+                "first_scheduled_time": self.scheduled,
+                "first_token_time": self.first_token,
+                "server_first_token_time": self.server_first_token,
+                "last_token_time": self.last_token,
+            },
+        }
+        if self.stats is not None and self.stats.drafted:
+            metrics["speculative_decoding"] = {
+                "acceptance_rate": self.stats.accepted / self.stats.drafted,
+                "total_accepted_draft_tokens": self.stats.accepted,
+                "total_draft_tokens": self.stats.drafted,
+            }
+        return {"request_id": self.id, "perf_metrics": metrics}
 
 
 class Worker:
