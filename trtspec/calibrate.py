@@ -34,11 +34,9 @@ from trtspec.models.kimi import DecoderLayer
 from trtspec.models.moe import Experts, MoE, dispatch
 from trtspec.models.precision import default_dtype
 from trtspec.models.stream import LayerStream, States
-from trtspec.quant.conversion import fingerprint
-from trtspec.quant.input_scales import METADATA_KEY, source_fingerprint, source_name
+from trtspec.quant.conversion import Calibrated, CalibrationPlan, fingerprint
 from trtspec.quant.modelopt import InputObserver
-from trtspec.quant.policy import Policy
-from trtspec.quant.results import Calibrated, CalibrationPlan
+from trtspec.quant.policy import METADATA_KEY, Policy, source_fingerprint, source_name
 from trtspec.report import (
     OutputOptions,
     existing,

@@ -28,18 +28,15 @@ ROW = """    "mxfp4": Storage(
 CONFIG = """    if method == "mxfp4":
         return WeightFormat.MXFP4, 32, None
 """
-DECODER = '''"""MXFP4: E2M1 values with a power of two for each 32 of a row (OCP Microscaling Formats 1.0)."""
+DECODER = '''
 
-from __future__ import annotations
+def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """MXFP4: E2M1 values with a power of two for each 32 of a row (OCP Microscaling Formats 1.0).
 
-import torch
-
-from trtspec.quant.nvfp4 import E2M1_VALUES
-
-
-def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """uint8 [N, K/2] and uint8 [N, K/32] -> bf16 [N, K]; exact."""
-    table = torch.tensor((*E2M1_VALUES, *(-value for value in E2M1_VALUES)), dtype=torch.float32)
+    uint8 [N, K/2] and uint8 [N, K/32] -> bf16 [N, K]; exact.
+    """
+    codes = nvfp4.E2M1_VALUES
+    table = torch.tensor((*codes, *(-value for value in codes)), dtype=torch.float32)
     values = table[torch.stack((blocks & 15, blocks >> 4), -1).long()].view(blocks.shape[0], scales.shape[1], -1)
     return torch.ldexp(values, scales.int().unsqueeze(-1) - 127).view(blocks.shape[0], -1).to(torch.bfloat16)
 '''
@@ -55,10 +52,9 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     edit(root / "trtspec/formats.py", '    NVFP4 = "nvfp4"\n', '    NVFP4 = "nvfp4"\n    MXFP4 = "mxfp4"\n')
     edit(root / "trtspec/formats.py", '    method = block.get("quant_method", "")\n',
          '    method = block.get("quant_method", "")\n' + CONFIG)  # fmt: skip
-    (root / "trtspec/quant/mxfp4.py").write_text(DECODER)
     edit(root / "trtspec/quant/decode.py", "    WeightFormat.INT4:",
-         "    WeightFormat.MXFP4: lambda parts, _: mxfp4.dequantize(*parts),\n    WeightFormat.INT4:")  # fmt: skip
-    edit(root / "trtspec/quant/decode.py", "import fp8_block, int4, nvfp4", "import fp8_block, int4, mxfp4, nvfp4")
+         "    WeightFormat.MXFP4: lambda parts, _: dequantize_mxfp4(*parts),\n    WeightFormat.INT4:")  # fmt: skip
+    edit(root / "trtspec/quant/decode.py", "\n\ndef dequantize_int4(", DECODER + "\n\ndef dequantize_int4(")
     files = [path for path in (root / "trtspec").rglob("*") if path.suffix in (".py", ".yaml", ".c")]
     here = [(path, PACKAGE / path.relative_to(root / "trtspec")) for path in files]
     return root, sorted(path.name for path, old in here if not old.exists() or path.read_bytes() != old.read_bytes())
@@ -103,10 +99,10 @@ def run(root: Path, *words: object) -> str:
     return done.stdout
 
 
-def test_mxfp4_is_three_files(copied: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_mxfp4_is_two_files(copied: tuple[Path, list[str]], tmp_path: Path) -> None:
     """Then it is detected, inspected, converted to the values that ModelOpt's rule gives, and decoded for reference."""
     root, changed = copied
-    assert changed == ["decode.py", "formats.py", "mxfp4.py"]
+    assert changed == ["decode.py", "formats.py"]
     source, plain = mxfp4_target(tmp_path / "Kimi-K2.7-Code")
     found = json.loads(run(root, "-m", "trtspec", "inspect", source, "--json"))
     assert (found["kind"], found["format"]) == ("target", "mxfp4")

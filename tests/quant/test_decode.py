@@ -14,8 +14,7 @@ from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError
 from trtspec.formats import stored_format
-from trtspec.quant import fp8_block, int4
-from trtspec.quant.decode import decoded
+from trtspec.quant.decode import decoded, dequantize_fp8_block, dequantize_int4
 from trtspec.specs import ModelSpec
 
 PREFIX = "language_model.model.layers.1.mlp"
@@ -30,25 +29,25 @@ def test_int4_equals_compressed_tensors(rows, groups, seed):
     scale = torch.randn(rows, groups, generator=generator).bfloat16()
     codes = unpack_from_int32(packed, 4, torch.Size([rows, columns]))
     expected = (codes.to(torch.bfloat16).view(rows, groups, 32) * scale.unsqueeze(-1)).view(rows, columns)
-    assert torch.equal(int4.dequantize(packed, scale, torch.tensor([rows, columns])), expected)
+    assert torch.equal(dequantize_int4(packed, scale, torch.tensor([rows, columns])), expected)
 
 
 def test_int4_of_a_random_weight_is_near_it():
     weight = torch.randn(64, 128).bfloat16()
-    back = int4.dequantize(*pack_int4(weight).values())
+    back = dequantize_int4(*pack_int4(weight).values())
     assert (back - weight).float().norm() / weight.float().norm() < 0.13
 
 
 def test_int4_parts_that_do_not_fit_are_refused():
     parts = pack_int4(torch.randn(8, 64).bfloat16())
     with pytest.raises(TrtspecError, match="do not belong together"):
-        int4.dequantize(parts["weight_packed"][:4], parts["weight_scale"], parts["weight_shape"])
+        dequantize_int4(parts["weight_packed"][:4], parts["weight_scale"], parts["weight_shape"])
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (256, 384), (130, 200), (5, 300), (300, 7), (300, 7168)])
 def test_fp8_blocks_equal_the_definition(shape):
     parts = pack_fp8_block(torch.randn(shape).bfloat16())
-    got = fp8_block.dequantize(parts["weight"], parts["weight_scale_inv"])
+    got = dequantize_fp8_block(parts["weight"], parts["weight_scale_inv"])
     rows, columns = torch.meshgrid(*(torch.arange(size) // 128 for size in shape), indexing="ij")
     expected = (parts["weight"].float() * parts["weight_scale_inv"][rows, columns]).bfloat16()
     assert torch.equal(got, expected)
@@ -56,7 +55,7 @@ def test_fp8_blocks_equal_the_definition(shape):
 
 def test_fp8_scales_that_do_not_fit_are_refused():
     with pytest.raises(TrtspecError, match="does not fit"):
-        fp8_block.dequantize(torch.zeros(256, 128).to(torch.float8_e4m3fn), torch.ones(1, 1))
+        dequantize_fp8_block(torch.zeros(256, 128).to(torch.float8_e4m3fn), torch.ones(1, 1))
 
 
 @pytest.mark.parametrize("format", ["bf16", "int4", "fp8-block", "nvfp4"])

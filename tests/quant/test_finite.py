@@ -16,8 +16,8 @@ from tests.tiny import make_target
 from trtspec.checkpoint.tensors import CODES
 from trtspec.errors import TrtspecError
 from trtspec.quant.conversion import ConversionOptions
-from trtspec.quant.finite import PATTERNS, first_not_finite
 from trtspec.quant.modelopt import quantize_with_modelopt
+from trtspec.quant.packing import PATTERNS, first_not_finite
 from trtspec.quant.policy import load_policy
 from trtspec.quant.streaming import quantize_checkpoint
 

@@ -13,10 +13,8 @@ from safetensors.torch import load_file, save_file
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.quant.conversion import ConversionOptions
-from trtspec.quant.input_scales import InputScales, source_fingerprint
-from trtspec.quant.policy import load_policy
-from trtspec.quant.results import QuantizePlan
+from trtspec.quant.conversion import ConversionOptions, QuantizePlan
+from trtspec.quant.policy import InputScales, load_policy, source_fingerprint
 from trtspec.quant.streaming import quantize_checkpoint
 from trtspec.report import OutputOptions
 

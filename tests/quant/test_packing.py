@@ -18,7 +18,8 @@ from tests.tiny_formats import pack_fp8_block, pack_int4
 from trtspec.checkpoint.tensors import DTYPES
 from trtspec.errors import MissingDependency, UsageError
 from trtspec.formats import WeightFormat
-from trtspec.quant import fp8_block, native, nvfp4, scale_search
+from trtspec.quant import native, nvfp4, scale_search
+from trtspec.quant.decode import dequantize_fp8_block
 from trtspec.quant.native import NativePacker, choose_packer
 from trtspec.quant.packing import Packer, Rows, Scaling
 from trtspec.quant.torch_packer import TorchPacker, rows_of
@@ -140,7 +141,7 @@ def test_fp8_blocks(portable, shape):
     parts = pack_fp8_block(torch.randn(shape).bfloat16())
     parts["weight"].view(torch.uint8)[0, :16] = torch.arange(16) * 0x11 % 0x7F  # subnormals among them
     rows = rows_of(WeightFormat.FP8_BLOCK, *parts.values())
-    assert torch.equal(TorchPacker().decoded(rows), fp8_block.dequantize(*parts.values()))
+    assert torch.equal(TorchPacker().decoded(rows), dequantize_fp8_block(*parts.values()))
     for packer in (*packers(), portable):
         assert_modelopts_bytes(rows, packer)
     parts["weight"].view(torch.uint8)[3, 5] = 0x7F

@@ -20,8 +20,9 @@ from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 from tests.benchmarks.full_size_layer import make_layer
 from tests.quant.test_streaming import tensors_of, weights
 from tests.tiny import make_target
+from trtspec.checkpoint.target_tensors import shared_partners
 from trtspec.quant.conversion import ConversionOptions
-from trtspec.quant.policy import load_policy, shared_partners
+from trtspec.quant.policy import load_policy
 from trtspec.quant.streaming import quantize_checkpoint
 from trtspec.quant.verify import compare
 

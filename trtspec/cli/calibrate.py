@@ -12,7 +12,7 @@ from trtspec.cli.options import DryRunOption, ForceOption, JsonOption, PolicyOpt
 from trtspec.cli.values import policy_of, source_directory
 
 if TYPE_CHECKING:
-    from trtspec.quant.results import Calibrated, CalibrationPlan
+    from trtspec.quant.conversion import Calibrated, CalibrationPlan
 
 GIB = 2**30
 
@@ -54,7 +54,7 @@ def calibrate(options: CalibrateOptions) -> None:
     Texts are processed layer by layer, so one machine calibrates a model of any size. An interrupted run resumes with
     the layer it stopped in. Use the result with `trtspec quantize SRC -o OUT --input-scales FILE`.
     """
-    from trtspec.quant.results import to_json
+    from trtspec.quant.conversion import to_json
     from trtspec.report import OutputOptions, print_json
 
     path = source_directory(options.source)
@@ -82,7 +82,7 @@ def calibrate(options: CalibrateOptions) -> None:
 
 
 def _show(result: Calibrated | CalibrationPlan, source: str) -> None:
-    from trtspec.quant.results import CalibrationPlan
+    from trtspec.quant.conversion import CalibrationPlan
 
     print(f"texts     {result.texts:,}, {result.tokens:,} tokens, computed in {result.dtype}")
     print(f"linears   {result.linears:,} under policy {result.policy}, {result.layers} layers")

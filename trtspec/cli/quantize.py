@@ -17,7 +17,7 @@ from trtspec.records import Mode, narrow, refuse_unused
 
 if TYPE_CHECKING:
     from trtspec.checkpoint.headers import Checkpoint
-    from trtspec.quant.results import Quantized, QuantizePlan
+    from trtspec.quant.conversion import Quantized, QuantizePlan
 
 KvCache = Literal["fp8", "none"]
 WeightScales = Literal["max", "mse"]
@@ -142,7 +142,7 @@ def quantize(options: QuantizeOptions) -> None:
 
     The bytes equal those of ModelOpt's export for the same scales.
     """
-    from trtspec.quant.results import to_json
+    from trtspec.quant.conversion import to_json
     from trtspec.report import print_json, progress_bar
 
     used = narrow(options, _mode(options), MODES, selecting=("engine", "shard", "merge"))
@@ -214,7 +214,7 @@ def _show(result: Quantized | QuantizePlan, source: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from trtspec.quant.results import QuantizePlan
+    from trtspec.quant.conversion import QuantizePlan
 
     console = Console(highlight=False)
     if isinstance(result, QuantizePlan):

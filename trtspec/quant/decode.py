@@ -1,4 +1,4 @@
-"""A weight by its plain name, decoded to BF16, whatever the checkpoint stores it as."""
+"""A weight by its plain name, decoded to BF16, whatever the checkpoint stores it as; the decoders of INT4 and FP8."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from trtspec.checkpoint.tensors import LazyTensors
+from trtspec.errors import TrtspecError
 from trtspec.formats import FP8_BLOCK_SIZE, WeightFormat, stored_format
-from trtspec.quant import fp8_block, int4, nvfp4
+from trtspec.quant import nvfp4
 from trtspec.quant.plan import parts_of
 from trtspec.specs import ModelSpec
 
@@ -16,10 +17,11 @@ Decoder = Callable[[Sequence[torch.Tensor], tuple[int, int]], torch.Tensor]
 # the stored parts and the block size of config.json -> bf16 [N, K]; a format that weights are read from has a row here
 DECODERS: dict[WeightFormat, Decoder] = {
     WeightFormat.BF16: lambda parts, _: parts[0],  # in its own dtype
-    WeightFormat.INT4: lambda parts, _: int4.dequantize(*parts),
-    WeightFormat.FP8_BLOCK: lambda parts, block: fp8_block.dequantize(parts[0], parts[1], block),
+    WeightFormat.INT4: lambda parts, _: dequantize_int4(*parts),
+    WeightFormat.FP8_BLOCK: lambda parts, block: dequantize_fp8_block(parts[0], parts[1], block),
     WeightFormat.NVFP4: lambda parts, _: nvfp4.dequantize(nvfp4.NVFP4Tensor(*parts)),
 }
+CHUNK = 1 << 18  # values whose intermediates stay in the cache
 
 
 def dequantize(
@@ -34,3 +36,70 @@ def decoded(tensors: LazyTensors, spec: ModelSpec, name: str) -> torch.Tensor:
     format = stored_format(tensors, name.removesuffix(".weight"))
     stored = [tensors[part] for part in parts_of(tensors, name)]
     return dequantize(format, stored, spec.quant.block_size or FP8_BLOCK_SIZE)
+
+
+def dequantize_int4(
+    weight_packed: torch.Tensor, weight_scale: torch.Tensor, weight_shape: torch.Tensor
+) -> torch.Tensor:
+    """INT4 as Kimi-K2-Thinking and later publish it: compressed-tensors `pack-quantized`, symmetric, group 32.
+
+    int32 [N, K/8], bf16 [N, K/group], [N, K] as two integers -> bf16 [N, K] = (code - 8) * scale. Eight values, each
+    plus 8, lie in one int32, the first in the lowest bits; a BF16 scale serves 32 values of a row.
+    The product is rounded to BF16 once, as compressed-tensors does it.
+    """
+    rows, columns = (int(size) for size in weight_shape.tolist())
+    groups = weight_scale.shape[1]
+    if weight_packed.shape != (rows, -(-columns // 8)) or weight_scale.shape[0] != rows or columns % groups:
+        raise TrtspecError(
+            f"INT4 tensors do not belong together: weight_packed {list(weight_packed.shape)}, "
+            f"weight_scale {list(weight_scale.shape)}, weight_shape {[rows, columns]}",
+            "download the checkpoint again",
+        )
+    result = torch.empty(rows, columns, dtype=torch.bfloat16, device=weight_packed.device)
+    packed = weight_packed.contiguous().view(torch.uint8)
+    step = max(1, CHUNK // columns)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        values = _nibbles(packed[part])[:, :columns].sub_(8).to(torch.bfloat16)
+        scale = weight_scale[part].unsqueeze(-1)
+        torch.mul(
+            values.view(-1, groups, columns // groups), scale, out=result[part].view(-1, groups, columns // groups)
+        )
+    return result
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [n, b] -> int8 [n, 2b], low nibble first: each byte spreads over the two bytes of an int16."""
+    wide = packed.to(torch.int16)
+    return wide.bitwise_or_(wide << 4).bitwise_and_(0x0F0F).view(torch.int8)
+
+
+def dequantize_fp8_block(
+    weight: torch.Tensor, weight_scale_inv: torch.Tensor, block: tuple[int, int] = FP8_BLOCK_SIZE
+) -> torch.Tensor:
+    """FP8 E4M3 with one FP32 scale per block of 128x128, as Kimi-K2-Instruct and DeepSeek-V3 publish their weights.
+
+    float8_e4m3fn [N, K] and float32 [ceil(N/128), ceil(K/128)] -> bf16 [N, K] = weight * scale, in float32.
+    Despite its name `weight_scale_inv` multiplies. The last block of a row or column may be narrower.
+    """
+    (rows, columns), (height, width) = weight.shape, block
+    if weight_scale_inv.shape != (-(-rows // height), -(-columns // width)):
+        raise TrtspecError(
+            f"weight_scale_inv {list(weight_scale_inv.shape)} does not fit a weight {list(weight.shape)} "
+            f"in blocks of {height}x{width}",
+            "check weight_block_size in config.json",
+        )
+    result = torch.empty(rows, columns, dtype=torch.bfloat16, device=weight.device)
+    scales = weight_scale_inv.float().repeat_interleave(width, dim=1)[:, :columns]
+    codes, table = weight.contiguous().view(torch.uint8), _e4m3_values().to(weight.device)
+    step = max(1, CHUNK // columns)
+    for index, band in enumerate(zip(codes.split(height), result.split(height), strict=True)):
+        for part, target in zip(*(tensor.split(step) for tensor in band), strict=True):
+            values = table.index_select(0, part.reshape(-1).to(torch.int32)).view(part.shape)
+            target.copy_(values.mul_(scales[index]))
+    return result
+
+
+def _e4m3_values() -> torch.Tensor:
+    """float32 of each E4M3 byte; looking it up is several times faster than torch's conversion."""
+    return torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()

@@ -26,6 +26,7 @@ import torch
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.journal import Journal
 from trtspec.checkpoint.target_problems import target_spec
+from trtspec.checkpoint.target_tensors import shared_partners
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.writer import ShardFile
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
@@ -34,16 +35,16 @@ from trtspec.quant import nvfp4
 from trtspec.quant.conversion import (
     Conversion,
     ConversionOptions,
+    Quantized,
+    QuantizePlan,
     estimate,
     prepare,
 )
 from trtspec.quant.decode import decoded
-from trtspec.quant.finite import first_not_finite, not_finite
 from trtspec.quant.output import JOURNAL_NAME, check_output, claim_output, clear_output, source_identity
-from trtspec.quant.packing import Scaling
+from trtspec.quant.packing import Scaling, first_not_finite, not_finite
 from trtspec.quant.plan import ShardPlan
-from trtspec.quant.policy import TEXT_PREFIX, Policy, shared_partners
-from trtspec.quant.results import Quantized, QuantizePlan
+from trtspec.quant.policy import TEXT_PREFIX, Policy
 from trtspec.quant.shard import ERROR_ROWS, Statistics
 from trtspec.quant.streaming import finish, summarize
 from trtspec.quant.torch_packer import TorchPacker, rows_of

@@ -21,9 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
+from trtspec.checkpoint.headers import DTYPE_BITS
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.formats import WeightFormat
-from trtspec.quant.packing import BLOCK, Array, Packer, Rows, Scaling
+from trtspec.quant.packing import BLOCK, PATTERNS, Array, Packer, Rows, Scaling
 
 SOURCE = Path(__file__).with_name("nvfp4_kernel.c")
 # contraction would fuse a product and a sum into one rounding; then the bytes would depend on the processor.
@@ -48,9 +49,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "tables_bytes": (SIZE, ()),
     "searches_bytes": (SIZE, ()),
 }
-# bytes of a value, and the bits without sign from which on it is infinity or NaN
-NOT_FINITE = {"BF16": (2, 0x7F80), "F16": (2, 0x7C00), "F32": (4, 0x7F800000)}
-MORE_FLOATS = ("F64", "F8_E4M3", "F8_E5M2")
+FLOATS = ("BF16", "F16", "F32")  # whose largest magnitude the kernel finds; of the others torch does
 TINIEST = 2.0**-88  # an amax below it leaves float32's range in the search for scales; torch knows what comes then
 
 
@@ -196,11 +195,11 @@ class NativePacker:
         return sums[0], sums[1]
 
     def is_finite(self, data: Array, dtype: str) -> bool:
-        if dtype not in NOT_FINITE:
-            return dtype not in MORE_FLOATS or self._torch.is_finite(data, dtype)
-        width, infinity = NOT_FINITE[dtype]
+        if dtype not in FLOATS:
+            return dtype not in PATTERNS or self._torch.is_finite(data, dtype)
+        width, (_, least) = DTYPE_BITS[dtype] // 8, PATTERNS[dtype]
         largest = self.kernel.bf16_amax if width == 2 else self.kernel.f32_amax
-        return bool(largest(_at(data), data.size // width) < infinity)
+        return bool(largest(_at(data), data.size // width) < least)
 
 
 def _at(array: Array) -> int:

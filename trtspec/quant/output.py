@@ -19,9 +19,8 @@ from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME, Checkpoint
 from trtspec.checkpoint.journal import recorded_keys
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.formats import NVFP4_BLOCK
-from trtspec.quant.conversion import Conversion
+from trtspec.quant.conversion import Conversion, LinearErrors
 from trtspec.quant.policy import Policy
-from trtspec.quant.results import LinearErrors
 from trtspec.report import existing, file_sha256, fsync_directory, refuse_overwrite, write_atomic, write_json
 from trtspec.specs import ModelSpec
 

@@ -1,28 +1,38 @@
-"""What a packer sees and gives: rows of a weight as stored, the scale of a group of linears, NVFP4 bytes.
+"""What a packer sees, gives and refuses: rows of a weight as stored, the scale of a group, NVFP4 bytes, NaN.
 
 A packer reads what lies on disk (BF16, INT4 with group scales, FP8 with block scales), so that a source need not be
 decoded where it can be translated. native.py has the one in C, torch_packer.py the definition; the bytes are the same.
+
+NaN and infinity are looked for in every tensor that passes, copied ones too, while its bytes are in memory anyway: one
+in a norm or a router spoils every token and would be invisible until the model's first answer.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from trtspec.checkpoint.headers import DTYPE_BITS
+from trtspec.errors import TrtspecError
 from trtspec.formats import FP8_BLOCK_SIZE, NVFP4_BLOCK, WeightFormat
 
 Array = np.ndarray[Any, np.dtype[Any]]
 BLOCK = NVFP4_BLOCK
 LARGEST = 6.0 * 448.0  # the largest E2M1 value times the largest E4M3 scale
-
-
-def as_array(data: Array, dtype: str, columns: int) -> Array:
-    """uint8 bytes as [rows, columns] of unsigned integers as wide as the safetensors dtype."""
-    return data.view(f"u{DTYPE_BITS[dtype] // 8}").reshape(-1, columns)
+# safetensors code -> the bits without the sign, and the least of them that is not finite
+PATTERNS = {
+    "BF16": (0x7FFF, 0x7F80),
+    "F16": (0x7FFF, 0x7C00),
+    "F32": (0x7FFFFFFF, 0x7F800000),
+    "F64": (0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
+    "F8_E4M3": (0x7F, 0x7F),  # has no infinity
+    "F8_E5M2": (0x7F, 0x7C),
+    "F8_E8M0": (0xFF, 0xFF),
+}
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,11 @@ class Rows:
         if scale is not None:
             scale = scale[: -(-rows // self.block[0]) if self.format.has_block_scales else rows]
         return Rows(self.format, self.dtype, self.values[:rows], scale, self.scale_dtype, self.block)
+
+
+def as_array(data: Array, dtype: str, columns: int) -> Array:
+    """uint8 bytes as [rows, columns] of unsigned integers as wide as the safetensors dtype."""
+    return data.view(f"u{DTYPE_BITS[dtype] // 8}").reshape(-1, columns)
 
 
 class Scaling(NamedTuple):
@@ -86,3 +101,25 @@ class Packer(Protocol):
 
     def is_finite(self, data: Array, dtype: str) -> bool:
         """Whether the uint8 bytes of a tensor of that dtype hold neither NaN nor infinity; integers never do."""
+
+
+def first_not_finite(data: Array, dtype: str) -> int | None:
+    """Which element of the uint8 bytes of a tensor of that safetensors dtype is NaN or infinite first; None: none is,
+    or the dtype has neither."""
+    if dtype not in PATTERNS:
+        return None
+    mask, least = PATTERNS[dtype]
+    bits = data.view(f"u{DTYPE_BITS[dtype] // 8}")
+    found = np.flatnonzero((bits & bits.dtype.type(mask)) >= least)
+    return int(found[0]) if found.size else None
+
+
+def not_finite(name: str, shard: str, shape: tuple[int, ...], index: int | None) -> TrtspecError:
+    """The error that names the tensor, its shard and the place of the value, whose flat index it gets."""
+    where = ""
+    if index is not None and math.prod(shape) > 1:
+        where = f" at {[int(part) for part in np.unravel_index(index, shape)]}"
+    return TrtspecError(
+        f"TS-QUANT-NOT-FINITE {name} in {shard} holds NaN or infinity{where}",
+        "download that file again and compare its sha256 with the hub's; a model with NaN in it cannot be served",
+    )

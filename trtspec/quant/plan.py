@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
+from trtspec.checkpoint.target_tensors import shared_partners
 from trtspec.checkpoint.writer import byte_count
 from trtspec.errors import TrtspecError
 from trtspec.formats import (
@@ -19,8 +20,7 @@ from trtspec.formats import (
     packed_format,
     stored_format,
 )
-from trtspec.quant.input_scales import InputScales
-from trtspec.quant.policy import Policy, shared_partners
+from trtspec.quant.policy import InputScales, Policy
 
 Action = Literal["quantize", "decode", "copy"]
 Entry = tuple[str, tuple[int, ...]]

@@ -1,30 +1,50 @@
-"""Which tensors become NVFP4, by which scales, and which exclude list says so; the rules are data (data/policies.yaml).
+"""Which tensors become NVFP4, by which scales of weights and activations, and which exclude list says so.
 
-A policy is what a publisher did. Options may differ from it; then `deviations` names every difference."""
+A policy is what a publisher did, and is data (data/policies.yaml). Options may differ from it; then `deviations` names
+every difference.
+
+Activation scales are 1.0 everywhere, or read from a file of calibrated ones: input_scale = amax / (6 * 448). NVIDIA's
+data-free recipes pin amax to 2688, so that it is 1.0; block scales are computed per token anyway, so 1.0 costs only
+where a block's amax / 6 leaves E4M3's range. A scale fits one model only, and nothing in its value tells which:
+`trtspec calibrate` writes the source's fingerprint into the file, and `check` refuses it for any other.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from trtspec.checkpoint.target_tensors import shared_partners as shared_partners
+from safetensors import SafetensorError, safe_open
+
+from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.hub import hub_id_of
 from trtspec.data_files import load_yaml
-from trtspec.errors import UsageError
+from trtspec.errors import TrtspecError, UsageError
 from trtspec.files import load_file
 from trtspec.specs import ModelSpec
 
 TEXT_PREFIX = "language_model."
-
-
 WEIGHT_SCALES = {
     "max": "by the maximum of each block",
     "mse": "of least squared error for each block (ModelOpt's mse with fp8_scale_sweep)",
 }
 INPUT_SCALES = {"one": "1.0 for every linear, uncalibrated", "calibrated": "measured on text"}
 KV_CACHES = {"fp8": "FP8 E4M3 by a plain cast, no scales", "none": "as the engine chooses"}
+FP4_RANGE = 6.0 * 448.0
+KINDS = ("input_scale", "input_amax")
+METADATA_KEY = "trtspec"  # of the safetensors header
+SAMPLED, SAMPLE_BYTES = 48, 1 << 12  # tensors whose first bytes belong to the fingerprint
+ACCEPT = "--accept-input-scales"
+REMEDY = f"calibrate SRC itself with `trtspec calibrate`, or pass {ACCEPT} if you know that they belong to it"
+VOLATILE = {"_name_or_path", "transformers_version", "auto_map"}  # of config.json: says nothing about the model
+FINGERPRINT = {"the config": "config", "tensor names, dtypes or shapes": "tensors", "the weights": "sample"}
 
 
 @dataclass(frozen=True)
@@ -138,3 +158,163 @@ def default_policy(*names: str) -> Policy:
                 if re.search(entry["family"], part, re.IGNORECASE):
                     return _policy(key, entry)
     return _policy(table["default"], table["policies"][table["default"]])
+
+
+def source_fingerprint(checkpoint: Checkpoint) -> dict[str, str]:
+    """What a scale file is bound to: the config, the tensors' names, dtypes and shapes, and a sample of their bytes.
+
+    Neither the place of the files nor how tensors are dealt to shards counts. Reads at most 192 KiB.
+    """
+    config = {key: value for key, value in checkpoint.config.items() if key not in VOLATILE}
+    headers = sorted((info.name, info.dtype, info.shape) for info in checkpoint.tensors.values())
+    return {
+        "config": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
+        "tensors": hashlib.sha256(repr(headers).encode()).hexdigest(),
+        "sample": _sample(checkpoint),
+    }
+
+
+def source_name(directory: Path) -> str:
+    """How files name their source: its hub id where the directory is a hub's snapshot, else the directory's name."""
+    return hub_id_of(directory) or directory.resolve().name
+
+
+def _sample(checkpoint: Checkpoint) -> str:
+    """sha256 of the first bytes of some tensors, evenly spread by name."""
+    names = sorted(checkpoint.tensors)
+    digest, step = hashlib.sha256(), -(-len(names) // SAMPLED)
+    for name in names[::step]:
+        info = checkpoint.tensors[name]
+        digest.update(checkpoint.bytes_at(info.shard, info.begin, min(SAMPLE_BYTES, info.nbytes)))
+    return digest.hexdigest()
+
+
+class InputScales:
+    """`scale(module)` is the float for that linear. `digest` goes into the journal: other scales, another output."""
+
+    def __init__(
+        self,
+        values: dict[str, float] | None = None,
+        digest: str = "one",
+        source: str = "one",
+        about: dict[str, Any] | None = None,
+    ) -> None:
+        self._values, self.digest, self.source, self.about = values, digest, source, about or {}
+        self.bound = False  # set by `check`
+
+    @staticmethod
+    def load(path: Path | None) -> InputScales:
+        """None means 1.0 everywhere.
+
+        A file is JSON or safetensors with `<module>.input_scale` (as in a ModelOpt export) or `<module>.input_amax`;
+        `experts.*` in place of an expert's number stands for all experts of the layer. Raises UsageError or
+        TrtspecError naming the entry for what is no single positive finite number.
+        """
+        if path is None:
+            return InputScales()
+        if not path.is_file():
+            raise UsageError(f"--input-scales {path} is not a file", "pass `one` or the file that calibration wrote")
+        raw, about = _read(path)
+        values: dict[str, float] = {}
+        for name, value in raw.items():
+            module, _, kind = name.rpartition(".")
+            if kind not in KINDS:
+                continue
+            if not math.isfinite(value) or value <= 0:
+                raise TrtspecError(f"{path}: {name} is {value}, a scale must be positive", "calibrate again")
+            plain = module.removeprefix(TEXT_PREFIX)
+            scale = value if kind == "input_scale" else _divide(value)
+            if values.setdefault(plain, scale) != scale:
+                raise TrtspecError(f"{path} has two scales for {plain}", "keep one of them, or calibrate again")
+        if not values:
+            raise UsageError(f"{path} holds no *.input_scale or *.input_amax", "pass the file that calibration wrote")
+        return InputScales(values, hashlib.sha256(path.read_bytes()).hexdigest(), path.name, about)
+
+    def check(self, checkpoint: Checkpoint, modules: Iterable[str], accept: bool) -> None:
+        """Raises UsageError for scales of another source than `checkpoint`, whose linears are `modules`.
+
+        With `accept` another fingerprint or none is no hindrance; a scale of a linear that is not there still is.
+        """
+        if self._values is None:
+            return
+        known = {module.removeprefix(TEXT_PREFIX) for module in modules}
+        known |= {re.sub(r"\.experts\.\d+\.", ".experts.*.", module) for module in known}
+        foreign = sorted(self._values.keys() - known)
+        if foreign:
+            more = f" and {len(foreign) - 1:,} more" if len(foreign) > 1 else ""
+            text = f"{self.source} has a scale for {foreign[0]}{more}, which {checkpoint.path} does not have"
+            raise UsageError(text, "it is another model's: calibrate this one with `trtspec calibrate`")
+        bound: dict[str, Any] | None = self.about.get("fingerprint")
+        if bound is None and not accept:
+            raise UsageError(f"{self.source} does not say which source it was measured on", REMEDY)
+        other = []
+        if bound is not None:
+            found = source_fingerprint(checkpoint)
+            other = [name for name, key in FINGERPRINT.items() if bound.get(key) != found[key]]
+        self.bound = bound is not None and not other
+        if other and not accept:
+            named = self.about.get("source", "another one")
+            text = f"{self.source} was measured on another source ({named}): {' and '.join(other)} differ"
+            raise UsageError(text, REMEDY)
+
+    @property
+    def description(self) -> str:
+        """For the card: where the scales come from and whether they are known to belong to the source."""
+        if self._values is None:
+            return "1.0 for every linear (uncalibrated)"
+        named = self.about.get("source")
+        texts, tokens = self.about.get("texts"), self.about.get("tokens")
+        origin = f", measured on {named} with {texts:,} texts, {tokens:,} tokens" if named and texts and tokens else ""
+        bound = "" if self.bound else " (not bound to this source, accepted with --accept-input-scales)"
+        return f"{self.source}{origin}{bound}"
+
+    def scale(self, modules: list[str]) -> float:
+        """The one scale of linears that read the same input: the largest that the file gives for any of them."""
+        if self._values is None:
+            return 1.0
+        found = [value for module in modules if (value := self._find(module)) is not None]
+        if not found:
+            raise TrtspecError(
+                f"{self.source} has no input scale for {modules[0]}",
+                "calibrate with the same policy, or pass --input-scales one",
+            )
+        return max(found)
+
+    def _find(self, module: str) -> float | None:
+        assert self._values is not None
+        plain = module.removeprefix(TEXT_PREFIX)
+        return self._values.get(plain, self._values.get(re.sub(r"\.experts\.\d+\.", ".experts.*.", plain)))
+
+
+def _divide(amax: float) -> float:
+    import torch  # one float32 division, as everywhere else
+
+    return float(torch.tensor(amax) / FP4_RANGE)
+
+
+def _read(path: Path) -> tuple[dict[str, float], dict[str, Any]]:
+    """Entries by name, and what the file says about itself."""
+    try:
+        if path.suffix == ".json":
+            entries = json.loads(path.read_text(encoding="utf-8"))
+            return {name: _number(name, value) for name, value in entries.items()}, {}
+        with safe_open(path, framework="pt") as stream:
+            wanted = [name for name in stream.keys() if name.rpartition(".")[2] in KINDS]  # noqa: SIM118
+            about = json.loads((stream.metadata() or {}).get(METADATA_KEY, "{}"))
+            values = {}
+            for name in wanted:
+                tensor = stream.get_tensor(name)
+                if tensor.numel() != 1:
+                    raise ValueError(f"{name} has shape {list(tensor.shape)}, one number is wanted")
+                values[name] = float(tensor)
+            if not isinstance(about, dict) or not isinstance(about.get("fingerprint", {}), dict):
+                raise ValueError("its header says nothing readable about its source")
+            return values, about
+    except (ValueError, TypeError, AttributeError, SafetensorError) as error:
+        raise UsageError(f"{path} is not a file of input scales: {error}", "pass JSON or safetensors") from None
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} is {value!r}, which is not a number")
+    return float(value)

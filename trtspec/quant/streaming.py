@@ -24,10 +24,12 @@ from trtspec.errors import TrtspecError, UsageError
 from trtspec.quant.conversion import (
     Conversion,
     ConversionOptions,
+    LinearErrors,
+    Quantized,
+    QuantizePlan,
     estimate,
     prepare,
 )
-from trtspec.quant.input_scales import source_name
 from trtspec.quant.native import choose_packer
 from trtspec.quant.output import (
     JOURNAL_NAME,
@@ -45,8 +47,7 @@ from trtspec.quant.output import (
     write_configs,
 )
 from trtspec.quant.plan import ShardPlan
-from trtspec.quant.policy import KV_CACHES, WEIGHT_SCALES, Policy
-from trtspec.quant.results import LinearErrors, Quantized, QuantizePlan
+from trtspec.quant.policy import KV_CACHES, WEIGHT_SCALES, Policy, source_name
 from trtspec.quant.shard import ERROR_ROWS, ShardConverter
 from trtspec.quant.workers import Job, convert_all, worker_count
 from trtspec.report import OutputOptions, file_sha256, peak_rss, provenance, say, write_json
