@@ -11,14 +11,11 @@ import yaml
 
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.data_files import gpu_spec
-from trtspec.planning.acceptance import Acceptance
-from trtspec.planning.decay import Decay, fit, lengths, mean, other_decays, published_curves, rates_of
-from trtspec.planning.kernels import kernels
+from trtspec.planning.acceptance import Acceptance, Decay, fit, lengths, mean, other_decays, published_curves, rates_of
 from trtspec.planning.layout import Layout
-from trtspec.planning.memory import memory
+from trtspec.planning.memory import checkpoint_bytes, memory
 from trtspec.planning.points import HOST_US, Setting, Workload, assumptions, plan_layout
-from trtspec.planning.step import StepModel
-from trtspec.planning.weights import checkpoint_bytes
+from trtspec.planning.step import StepModel, kernels
 
 DOCS = Path(__file__).resolve().parent
 START, END = "<!-- tables: written by docs/plan_checks.py -->", "<!-- end of tables -->"

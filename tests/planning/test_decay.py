@@ -8,8 +8,18 @@ from hypothesis import strategies as st
 
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.data_files import gpu_spec
-from trtspec.planning.acceptance import Acceptance, parse_acceptance
-from trtspec.planning.decay import Decay, fit, lengths, mean, other_decays, published_curves, published_decay, rates_of
+from trtspec.planning.acceptance import (
+    Acceptance,
+    Decay,
+    fit,
+    lengths,
+    mean,
+    other_decays,
+    parse_acceptance,
+    published_curves,
+    published_decay,
+    rates_of,
+)
 from trtspec.planning.layout import Layout
 from trtspec.planning.points import Setting, Workload, plan_layout
 

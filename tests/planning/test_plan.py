@@ -16,12 +16,10 @@ from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.data_files import gpu_spec
 from trtspec.errors import UsageError
 from trtspec.planning.acceptance import parse_acceptance
-from trtspec.planning.kernels import Series, interpolate, kernels
 from trtspec.planning.layout import Layout, layout_of
-from trtspec.planning.memory import memory
+from trtspec.planning.memory import checkpoint_bytes, head_weights, memory, weight_classes
 from trtspec.planning.points import Setting, Workload, plan_layout
-from trtspec.planning.step import StepModel, distinct_experts
-from trtspec.planning.weights import checkpoint_bytes, head_weights, weight_classes
+from trtspec.planning.step import Series, StepModel, distinct_experts, interpolate, kernels
 
 GIB, GB = 2**30, 1e9
 TARGET = "nvidia/Kimi-K2.6-NVFP4"

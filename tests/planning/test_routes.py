@@ -8,9 +8,8 @@ import pytest
 
 from trtspec.checkpoint.hub import load_target
 from trtspec.data_files import gpu_names, gpu_spec
-from trtspec.planning.layout import Layout
+from trtspec.planning.layout import LONGEST_DRAFT, OLDEST_CAPABILITY, Layout, refusals
 from trtspec.planning.memory import memory
-from trtspec.planning.routes import LONGEST_DRAFT, OLDEST_CAPABILITY, refusals
 from trtspec.specs import ModelSpec
 
 NVFP4, INT4, FP8 = "nvidia/Kimi-K2.6-NVFP4", "moonshotai/Kimi-K2.6", "moonshotai/Kimi-K2-Instruct-0905"

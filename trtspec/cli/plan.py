@@ -11,7 +11,7 @@ import typer
 
 from trtspec.cli.options import ForceOption, Gpu, HeadOption, JsonOption, TargetArgument
 from trtspec.cli.values import numbers
-from trtspec.planning.routes import LONGEST_DRAFT
+from trtspec.planning.layout import LONGEST_DRAFT
 from trtspec.records import Mode, narrow, refuse_unused, without
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def plan(options: PlanOptions) -> None:
     command."""
     from trtspec.checkpoint.hub import load_head, load_target
     from trtspec.errors import CheckFailed
-    from trtspec.planning.report import text, to_dict
+    from trtspec.planning.report import draw, text, to_dict
     from trtspec.report import print_json
 
     narrow(options, SPECULATING if options.head else PLAIN, MODES, selecting=("head",))
@@ -121,8 +121,6 @@ def plan(options: PlanOptions) -> None:
         sys.stdout.write(text(decision, model, names, setting, head=head, verbose=options.verbose))
     chosen = decision.best.plan if decision.best else decision.plans[0]
     if options.output is not None and chosen.points:
-        from trtspec.planning.plot import draw
-
         draw(chosen, f"{options.target}, {chosen.layout.name}, {setting.gpu.name.upper()}", options.output)
     _fail_without_choice(decision, setting, options)
     if options.output is not None and not chosen.points:
@@ -163,7 +161,7 @@ def _layouts(options: PlanOptions, model: ModelSpec) -> list[Layout]:
 
 def _check_kernels(kernel: str, model: ModelSpec, gpu: GpuSpec) -> None:
     from trtspec.errors import UsageError
-    from trtspec.planning.kernels import measured_kernels
+    from trtspec.planning.step import measured_kernels
 
     known = measured_kernels(gpu, model.quant.format)
     if kernel not in known:
@@ -196,7 +194,7 @@ def _check_output(path: Path, force: bool) -> None:
     from importlib.util import find_spec
 
     from trtspec.errors import MissingDependency
-    from trtspec.planning.plot import check_format
+    from trtspec.planning.report import check_format
     from trtspec.report import refuse_overwrite
 
     check_format(path)

@@ -2,7 +2,7 @@
 the `trtspec build-config` command of the best.
 
 Rows rank by tokens/s of the whole server, those that meet the targets first, then those that miss them least. Nothing
-is recommended that the cache does not hold or that TensorRT-LLM refuses (`routes`).
+is recommended that the cache does not hold or that TensorRT-LLM refuses (`layout.refusals`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Any
 
 from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.errors import Problem
-from trtspec.planning.layout import Layout
+from trtspec.planning.layout import Layout, refusals
 from trtspec.planning.memory import memory
 from trtspec.planning.points import DraftLength, LayoutPlan, Point, Setting, Workload, layouts, plan_layout
-from trtspec.planning.routes import refusals
 from trtspec.specs import HeadSpec, ModelSpec
 
 MOST_SEQUENCES = 512  # per rank: the largest batch in the attention tables

@@ -1,14 +1,33 @@
-"""How a model is spread over GPUs: tensor, expert and attention-data parallelism."""
+"""How a model is spread over GPUs (tensor, expert and attention-data parallelism), and whether TensorRT-LLM can run a
+Kimi target on a GPU and in a layout at all, before any memory or speed is estimated.
+
+`plan` recommends nothing and `build-config` writes nothing that `refusals` names. What depends on a release stands in
+releases.yaml and the schemas; what is here holds for every release that is known.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trtspec.errors import UsageError
-from trtspec.specs import ModelSpec
+from trtspec.errors import Problem, UsageError
+from trtspec.formats import WeightFormat
+from trtspec.specs import GpuSpec, ModelSpec
 
 KV_FRACTION = 0.9  # of what is free: the engine's default
 ATTENTION_DP_KV_FRACTION = 0.75  # what build-config writes: attention DP and the exchange of tokens need room
+# oldest compute capability whose tensor cores multiply this weight format in TensorRT-LLM. INT4 is absent: its loader
+# does not read Kimi's compressed-tensors experts (aiconfigurator PR 757, on 1.2.0rc5; no later support seen).
+OLDEST_CAPABILITY = {WeightFormat.NVFP4: (10, 0), WeightFormat.FP8_BLOCK: (9, 0), WeightFormat.BF16: (8, 0)}
+# The highest acceptance published for a Kimi head is 0.906 per draft token (MT-Bench math, draft length 3). Even there
+# the 17th draft token adds 2 % to the tokens of a step, and drafting it takes 4 % of a plain step (B200, tensor
+# parallel 4), its verification not counted.
+LONGEST_DRAFT = 16
+HOPPER = (
+    "use B200, GB200, B300 or GB300. On Hopper TensorRT-LLM runs the Kimi targets with FP8 weights "
+    "(moonshotai/Kimi-K2-Instruct and Kimi-K2-Instruct-0905, on 8 H200 or 16 H100 and more); K2-Thinking and later "
+    "exist as INT4 there, which vLLM runs (`trtspec serve TARGET --backend vllm`)"
+)
 
 
 @dataclass(frozen=True)
@@ -61,3 +80,91 @@ def layout_of(model: ModelSpec, gpus: int, tp: int | None, ep: int | None, atten
             f"use --ep {tp} or --ep 1",
         )
     return Layout(tp, ep == tp and tp > 1, attention_dp)
+
+
+def refusals(
+    model: ModelSpec,
+    *,
+    gpu: GpuSpec | None,
+    tp_size: int,
+    ep_size: int | None = None,
+    attention_dp: bool = False,
+    tokens: int | None = None,
+    draft_len: int = 0,
+) -> list[Problem]:
+    """Why a server cannot exist, every reason as an error; empty where nothing stands against it.
+
+    `gpu` None: not known, so formats are judged for any GPU. `ep_size` None or 1: every expert is split over all ranks.
+    `tokens` is the longest request, prompt and answer together. Memory is the business of `memory`.
+    """
+    capability = gpu.compute_capability if gpu else None
+    found = [format_refusal(model, capability, gpu.name.upper() if gpu else "")]
+    found += [*layout_refusals(model, tp_size, ep_size or 1, attention_dp), *_lengths(model, tokens, draft_len)]
+    return [problem for problem in found if problem is not None]
+
+
+def layout_refusals(model: ModelSpec, tp_size: int, ep_size: int, attention_dp: bool) -> list[Problem]:
+    """Why a model does not spread over that many ranks."""
+    return [*_spread(model, tp_size, attention_dp), *_experts(model, tp_size, ep_size)]
+
+
+def format_refusal(model: ModelSpec, capability: str | None, name: str = "") -> Problem | None:
+    """Why weights of this format do not run on a GPU of that compute capability ("10.0"; None: any GPU)."""
+    oldest = OLDEST_CAPABILITY.get(model.quant.format)
+    if oldest is None:
+        blackwell = capability is None or _number(capability) >= OLDEST_CAPABILITY[WeightFormat.NVFP4]
+        message = "TensorRT-LLM does not load Kimi's native INT4 weights (reported for 1.2.0rc5; no later support seen)"
+        remedy = "run `trtspec quantize` to NVFP4, or serve it with vLLM (`trtspec serve TARGET --backend vllm`)"
+        return Problem("TS-ROUTE-INT4", "error", "target", message, remedy if blackwell else HOPPER)
+    if capability is None or _number(capability) >= oldest:
+        return None
+    what = f"{name}, compute capability {capability}," if name else f"compute capability {capability}"
+    message = f"{what} has no tensor cores for {model.quant.format} weights, which TensorRT-LLM runs from "
+    message += f"{'.'.join(map(str, oldest))} on"
+    return Problem("TS-ROUTE-GPU", "error", "gpu", message, HOPPER)
+
+
+def _number(capability: str) -> tuple[int, int]:
+    major, _, minor = capability.partition(".")
+    return int(major), int(minor or 0)
+
+
+def _spread(model: ModelSpec, tp_size: int, attention_dp: bool) -> Iterator[Problem]:
+    heads = model.num_attention_heads
+    if heads % tp_size and not attention_dp:
+        message = f"the {heads} attention heads do not divide by tensor-parallel size {tp_size}"
+        fitting = max(size for size in range(1, tp_size + 1) if heads % size == 0)
+        remedy = f"use --tp-size {fitting}, or --attention-dp, which copies attention to every rank"
+        yield Problem("TS-ROUTE-HEADS", "error", "tp_size", message, remedy)
+
+
+def _experts(model: ModelSpec, tp_size: int, ep_size: int) -> Iterator[Problem]:
+    code, where = "TS-ROUTE-EXPERTS", "ep_size"
+    if tp_size % ep_size:
+        message = f"experts over {ep_size} of {tp_size} ranks"
+        yield Problem(code, "error", where, message, "give --ep-size a divisor of --tp-size")
+        return
+    if model.n_routed_experts % ep_size:
+        message = f"the {model.n_routed_experts} experts do not divide by expert-parallel size {ep_size}"
+        yield Problem(code, "error", where, message, "give --ep-size a divisor of both the experts and --tp-size")
+        return
+    split, width = tp_size // ep_size, model.moe_intermediate_size
+    group = model.quant.group_size or 1
+    if width % split or width // split % group:
+        message = f"an expert of width {width} does not divide into {split} equal parts"
+        message += f" of whole groups of {group}" if group > 1 else ""
+        yield Problem(code, "error", where, message, f"use --ep-size {tp_size}, which keeps every expert whole")
+
+
+def _lengths(model: ModelSpec, tokens: int | None, draft_len: int) -> Iterator[Problem]:
+    limit = model.max_position_embeddings
+    if tokens is not None and tokens > limit:
+        message = f"requests of {tokens:,} tokens are longer than the model's {limit:,} positions"
+        yield Problem(
+            "TS-ROUTE-LENGTH", "error", "max_seq_len", message, f"prompt and answer together: at most {limit}"
+        )
+    if draft_len > LONGEST_DRAFT:
+        message = f"a draft of {draft_len} tokens cannot pay: beyond {LONGEST_DRAFT}, even at the highest acceptance "
+        message += "published for a Kimi head, a further token costs more time than it saves"
+        remedy = "use 3, the model cards' length, or what `trtspec plan --acceptance` recommends"
+        yield Problem("TS-ROUTE-DRAFT-LENGTH", "error", "draft_len", message, remedy)

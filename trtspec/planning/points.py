@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trtspec.planning.acceptance import Acceptance
-from trtspec.planning.kernels import HEADS, Kernels, kernels
 from trtspec.planning.layout import Layout
 from trtspec.planning.memory import Memory, memory
-from trtspec.planning.step import StepModel, distinct_experts
+from trtspec.planning.step import HEADS, Kernels, StepModel, distinct_experts, kernels
 from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 
 HOST_US = 1000.0  # what a 4 x B200 server without speculation took beyond its kernels (6.6 ms against 5.6 ms)

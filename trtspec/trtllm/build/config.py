@@ -18,8 +18,7 @@ from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.data_files import gpu_spec, largest_gpu
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.files import YamlError, load_text
-from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, KV_FRACTION, Layout
-from trtspec.planning.routes import refusals
+from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, KV_FRACTION, Layout, refusals
 from trtspec.report import problem_lines
 from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 from trtspec.trtllm.deployment import Deployment, Finding

@@ -17,7 +17,7 @@ import yaml
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.data_files import gpu_spec
 from trtspec.errors import UsageError
-from trtspec.planning.weights import checkpoint_bytes, head_weights
+from trtspec.planning.memory import checkpoint_bytes, head_weights
 from trtspec.trtllm.build.config import EngineConfig
 from trtspec.trtllm.intent import Intent, Role
 from trtspec.trtllm.releases import dynamo_release, dynamo_releases

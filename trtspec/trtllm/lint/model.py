@@ -9,7 +9,7 @@ from typing import Any
 
 from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.hub import known, same_checkpoint
-from trtspec.planning.routes import format_refusal, layout_refusals
+from trtspec.planning.layout import format_refusal, layout_refusals
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.deployment import Deployment, Finding, finding_at
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
