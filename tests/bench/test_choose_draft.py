@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,18 @@ def test_the_best_length_is_found_from_three_served_ones() -> None:
         best = next(figure for figure in load.lengths if figure.draft_len == load.best)
         assert expected(load.best) / step_s(load.best, load.concurrency) >= 0.97 * really_best(load.concurrency)
         assert best.tokens_per_s == pytest.approx(expected(load.best) / step_s(load.best, load.concurrency), rel=0.01)
+
+
+def test_acceptance_comes_from_all_loads_unless_one_contradicts_them() -> None:
+    """The cost of a step depends on the load, acceptance does not: few answers at one load must not decide."""
+    served = endpoint(3)
+    lucky, less = (
+        replace(served.concurrency[0], acceptance_length=1.2, acceptance_length_interval=interval)
+        for interval in ([1.0, 4.0], [1.1, 1.3])
+    )
+    exact = choose({3: served})[0].lengths[0].tokens_per_step
+    first = [replace(served, concurrency=[level, *served.concurrency[1:]]) for level in (lucky, less)]
+    assert [choose({3: found})[0].lengths[0].tokens_per_step for found in first] == [exact, 1.2]
 
 
 def test_never_a_length_that_was_not_served_or_measured() -> None:

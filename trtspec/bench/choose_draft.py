@@ -1,8 +1,10 @@
 """Which draft length pays, at each load: acceptance by position against the measured cost of a step.
 
-tokens per step at length k    1 + the shares of steps that accepted 1 .. k drafts (of the longest length measured)
+tokens per step at length k    1 + the shares of steps that accepted 1 .. k drafts, where k was not served those of the
+                               longest length served; from all loads together, since a load decides what a step costs
+                               and not what is accepted, unless a load's own figure contradicts that
 seconds per step at length k   measured where k was served; between two served lengths on the line through them
-tokens per second of a user    the quotient; of a served length the measured one itself
+tokens per second of a user    the quotient
 
 Never proposed is a length longer than what was served, and one whose cost nobody measured. A schedule over batch sizes
 falls or stays with the load, reaches every batch and never ends at 0, where acceptance stays collapsed after a burst.
@@ -16,6 +18,7 @@ from itertools import pairwise
 from math import sqrt
 from typing import Any
 
+from trtspec.bench.acceptance import AcceptanceSummary
 from trtspec.bench.results import EndpointResult, LevelResult
 from trtspec.errors import UsageError
 from trtspec.report import say
@@ -111,7 +114,7 @@ def _choice(served: Mapping[int, EndpointResult], concurrency: int) -> LoadChoic
             raise UsageError(
                 f"no step was timed with {drafts} drafts at concurrency {concurrency}", "ask longer answers"
             )
-        costs[drafts], lengths[drafts] = seconds, (level.acceptance_length or 1.0) if drafts else 1.0
+        costs[drafts], lengths[drafts] = seconds, (_answers(endpoint, level).acceptance_length or 1.0) if drafts else 1
     longest = max(served)
     shares = _shares(served[longest], concurrency)
     if shares and not served[longest].surplus:
@@ -134,9 +137,16 @@ def _choice(served: Mapping[int, EndpointResult], concurrency: int) -> LoadChoic
     return LoadChoice(concurrency=concurrency, lengths=figures, best=best)
 
 
+def _answers(endpoint: EndpointResult, level: LevelResult) -> AcceptanceSummary:
+    """The answers that tell a level's acceptance: those of all levels, several times as many as its own, unless the
+    level accepts more or less than its interval allows, as where a server drafts less under load."""
+    found, own = endpoint.acceptance_length, level.acceptance_length_interval
+    return endpoint if found and own and own[0] <= found <= own[1] else level
+
+
 def _shares(endpoint: EndpointResult, concurrency: int) -> list[float] | None:
     level = _level(endpoint, concurrency)
-    return (level.cumulative if level else None) or endpoint.cumulative
+    return (_answers(endpoint, level).cumulative if level else None) or endpoint.cumulative
 
 
 def _between(costs: Mapping[int, float], drafts: int) -> float | None:
