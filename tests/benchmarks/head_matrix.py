@@ -30,8 +30,8 @@ from tests.benchmarks.small_heads import Workshop, held_out_messages, kept, last
 from tests.heads.training.test_exported_equals_trained import ROWS, TTT, drafted_logits, record_logits
 from trtspec import data_files
 from trtspec.heads.training import module as train
-from trtspec.heads.training.exports import write_head
 from trtspec.heads.training.options import TrainOptions
+from trtspec.heads.training.run import write_head
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head
 

@@ -15,13 +15,13 @@ from trtspec.bench.text_quality import mean_distinct_ratio
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
-from trtspec.heads.data.samples import draft_vocabulary, read_samples
 from trtspec.heads.training import module as train
 from trtspec.heads.training.curve import CurvePoint
 from trtspec.heads.training.features import Features, compute_features, dumps_of, write_dumps
 from trtspec.heads.training.loop import Result, Way, train_head
 from trtspec.heads.training.options import TrainOptions, new_head_spec
-from trtspec.heads.training.state import KeptState
+from trtspec.heads.training.plan import KeptState
+from trtspec.heads.training.samples import draft_vocabulary, read_samples
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.weights import load_target

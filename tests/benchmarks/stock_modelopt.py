@@ -43,8 +43,8 @@ from trtspec import data_files
 from trtspec.checkpoint.heads.config import head_config
 from trtspec.heads.training import module as train
 from trtspec.heads.training.curve import CurvePoint
-from trtspec.heads.training.exports import write_head
 from trtspec.heads.training.options import TrainOptions
+from trtspec.heads.training.run import write_head
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head
 from trtspec.report import write_json

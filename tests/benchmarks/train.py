@@ -39,8 +39,8 @@ from torch import Tensor
 from trtspec import data_files
 from trtspec.checkpoint.hub import resolve
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.heads.data.samples import Sample, read_samples
 from trtspec.heads.training.options import TrainOptions, new_head_spec
+from trtspec.heads.training.samples import Sample, read_samples
 
 TTT, DECAY, RATE = 3, 0.9, 1e-3
 

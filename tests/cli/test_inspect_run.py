@@ -18,8 +18,8 @@ from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.cli.inspect_verdict import Expectation, judge
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.engine.head_check import Baseline, HeadCheck
-from trtspec.heads.data.samples import Sample
 from trtspec.heads.training.features import compute_features, write_dumps
+from trtspec.heads.training.samples import Sample
 from trtspec.models.weights import load_target
 
 NANO, SHIPPED = kimi_nano_dir(), DATA / "kimi-nano-eagle3"

@@ -180,8 +180,8 @@ def captured_states(room: Path, target: Path) -> dict[str, Path]:
     """States of 20 and of 17 of these texts, as `trtspec train` dumps them."""
     import torch
 
-    from trtspec.heads.data.samples import Sample
     from trtspec.heads.training.features import compute_features, write_dumps
+    from trtspec.heads.training.samples import Sample
     from trtspec.models.weights import load_target
 
     model, places = load_target(target, dtype=torch.float32), {"dumps": room / "dumps", "fewer": room / "fewer"}

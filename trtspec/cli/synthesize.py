@@ -16,8 +16,7 @@ from trtspec.records import refuse_unused
 from trtspec.report import file_sha256, print_json, progress_bar, provenance, refuse_overwrite, say, write_json
 
 if TYPE_CHECKING:
-    from trtspec.heads.data.prompts import Prompt
-    from trtspec.heads.data.synthesis import AnswerSampling, Outcome, TargetEndpoint
+    from trtspec.heads.synthesis import AnswerSampling, Outcome, Prompt, TargetEndpoint
 
 REASONS = ("empty", "noise", "loop", "cut off")
 
@@ -68,8 +67,7 @@ def synthesize(options: SynthesizeOptions) -> None:
     finished answers are not requested again. Prompts that fail are listed and left out, and the exit status is 1.
     """
     from trtspec.checkpoint.rows import from_hub
-    from trtspec.heads.data import prompts as reading
-    from trtspec.heads.data.synthesis import AnswerSampling, TargetEndpoint
+    from trtspec.heads.synthesis import AnswerSampling, TargetEndpoint, read_prompts, shard
 
     if options.raw:
         refuse_unused(options, ["thinking"], "by --raw, which has no chat template")
@@ -85,7 +83,7 @@ def synthesize(options: SynthesizeOptions) -> None:
         json_object(options.extra_body or "{}", "--extra-body"),
         options.thinking,
     )
-    chosen = reading.shard(reading.read_prompts(options.prompts, options.split, options.samples), options.shard)
+    chosen = shard(read_prompts(options.prompts, options.split, options.samples), options.shard)
     output = options.output
     journal = output.with_name(f".{output.name}.journal")
     resumes = journal.exists() and not options.restart
@@ -139,7 +137,7 @@ def _record(
 def _answer(
     chosen: list[Prompt], output: Path, endpoint: TargetEndpoint, sampling: AnswerSampling, journal: Path
 ) -> Outcome:
-    from trtspec.heads.data.synthesis import synthesize as answer
+    from trtspec.heads.synthesis import synthesize as answer
 
     tokens = 0
     with progress_bar("answers", len(chosen), "prompts") as bar:

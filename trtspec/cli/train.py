@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from trtspec.checkpoint.hub import Resolved
     from trtspec.heads.training.curve import CurvePoint
-    from trtspec.heads.training.launchers import TrainingNodes
+    from trtspec.heads.training.forecast import TrainingNodes
     from trtspec.heads.training.options import TrainingRecipe, TrainOptions
     from trtspec.heads.training.plan import TrainingPlan
     from trtspec.heads.training.processes import World
@@ -136,7 +136,7 @@ def _work(command: TrainCommand, files: DataFiles) -> TrainingRun:
 
 def _cluster(command: TrainCommand) -> TrainingNodes:
     from trtspec.data_files import gpu_spec
-    from trtspec.heads.training.launchers import TrainingNodes
+    from trtspec.heads.training.forecast import TrainingNodes
 
     return TrainingNodes(command.nodes, command.gpus_per_node or gpu_spec(command.gpu).gpus_per_node)
 
@@ -155,8 +155,7 @@ def _launch_text(command: TrainCommand, run: Run, options: TrainOptions) -> str:
     have it there."""
     from trtspec.checkpoint.hub import resolve
     from trtspec.data_files import gpu_spec
-    from trtspec.heads.training.forecast import require_room
-    from trtspec.heads.training.launchers import launch_text
+    from trtspec.heads.training.forecast import launch_text, require_room
 
     assert command.print_launch is not None
     if "device" not in given(command) or command.device != "cpu":
@@ -181,8 +180,7 @@ def _forecast(run: Run, options: TrainOptions, recipe: TrainingRecipe, command: 
     from trtspec.checkpoint.target_problems import require_target
     from trtspec.data_files import gpu_spec
     from trtspec.heads.training.forecast import UsersCommand, forecast, require_way
-    from trtspec.heads.training.plan import estimated_seconds, make_plan, plan_without_data
-    from trtspec.heads.training.state import check_run
+    from trtspec.heads.training.plan import check_run, estimated_seconds, make_plan, plan_without_data
 
     resolved = resolve(run.target, allow_download=False)
     spec, options = resolved.target_spec(), options.for_device(run.work.device)
@@ -263,14 +261,13 @@ def _train(run: Run, options: TrainOptions) -> dict[str, Any]:
 
 
 def _train_and_measure(run: Run, plan: TrainingPlan, options: TrainOptions, world: World) -> dict[str, Any]:
-    from trtspec.heads.training.state import check_run
+    from trtspec.heads.training.plan import check_run
 
     check_run(run.work, plan, options)
     _say_what(plan)
 
     from trtspec.cli.train_measure import measure_acceptance  # only now: importing ModelOpt takes many seconds
-    from trtspec.heads.training.exports import write_record
-    from trtspec.heads.training.run import run_training
+    from trtspec.heads.training.run import run_training, write_record
 
     target_dir = run.work.target_dir
     model, whole = _target(target_dir, plan, options.dtype, world.device(run.work.device))

@@ -11,10 +11,10 @@ import typer
 
 from trtspec.cli.options import DryRunOption, ForceOption, Gpu, JsonOption, RestartOption
 from trtspec.errors import UsageError
-from trtspec.heads.training.launchers import Launcher
 from trtspec.heads.training.options import (
     BestBy,
     EagleVersion,
+    Launcher,
     LossName,
     Precision,
     Schedule,

@@ -22,7 +22,7 @@ from tests.command_line import Done, trtspec
 from tests.heads.convert.foreign_heads import IDS, target_embedding, write_head
 from tests.tiny import make_target
 from trtspec.errors import UsageError
-from trtspec.heads.convert.output import check_room
+from trtspec.heads.convert.tensors import check_room
 
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 

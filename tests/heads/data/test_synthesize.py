@@ -19,9 +19,8 @@ from trtspec.checkpoint.conversations import read_conversations
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.cli.synthesize import judge_answers
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.heads.data.prompts import read_prompts, shard
-from trtspec.heads.data.samples import read_samples
-from trtspec.heads.data.synthesis import AnswerSampling, TargetEndpoint, synthesize
+from trtspec.heads.synthesis import AnswerSampling, TargetEndpoint, read_prompts, shard, synthesize
+from trtspec.heads.training.samples import read_samples
 
 SERVER = Path(__file__).with_name("answering_server.py")
 
@@ -168,7 +167,7 @@ def test_the_same_prompts_from_every_container(tmp_path):
 
     from trtspec.checkpoint.conversations import conversation
     from trtspec.checkpoint.rows import hub_rows
-    from trtspec.heads.data.prompts import distinct
+    from trtspec.heads.synthesis import distinct
 
     source = [{"messages": [{"role": "user", "content": f"q{n}"}], "category": "ab"[n % 2]} for n in range(7)]
     want = read_prompts(write(tmp_path / "p.jsonl", source))
@@ -200,7 +199,7 @@ def test_what_is_no_container_is_refused(tmp_path):
     ],
 )
 def test_thinking_is_kept_or_dropped(message):
-    from trtspec.heads.data.synthesis import _answer
+    from trtspec.heads.synthesis import _answer
 
     choice = {"message": {"role": "assistant", **message}}
     assert _answer(choice, "drop") == {"role": "assistant", "content": "Yes."}

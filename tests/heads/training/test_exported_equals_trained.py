@@ -11,9 +11,9 @@ from torch import nn
 
 from tests.tiny import make_target
 from trtspec.heads.training import module as train
-from trtspec.heads.training.exports import write_head
-from trtspec.heads.training.objective import Objective, draft_states
+from trtspec.heads.training.loop import Objective, draft_states
 from trtspec.heads.training.options import TrainOptions, new_head_spec
+from trtspec.heads.training.run import write_head
 from trtspec.models.head_weights import load_head
 from trtspec.models.weights import load_target
 

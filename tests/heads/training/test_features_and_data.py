@@ -10,11 +10,10 @@ import torch
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError
-from trtspec.heads.data.samples import coverage, draft_vocabulary, read_samples
-from trtspec.heads.training.batches import batches_of_epoch, collate, split_held_out
 from trtspec.heads.training.features import (
     all_dumps,
     check_room,
+    collate,
     compute_features,
     dump_features,
     dump_path,
@@ -23,6 +22,7 @@ from trtspec.heads.training.features import (
     states_of,
     write_dumps,
 )
+from trtspec.heads.training.samples import batches_of_epoch, coverage, draft_vocabulary, read_samples, split_held_out
 from trtspec.models.weights import load_target
 
 LAYERS = (1, 3, 4)

@@ -25,8 +25,7 @@ from trtspec.errors import MissingDependency, TrtspecError
 from trtspec.heads.training import features_server
 from trtspec.heads.training import module as train
 from trtspec.heads.training.features import compute_features
-from trtspec.heads.training.features_server import ServedFeatures, served_model
-from trtspec.heads.training.first_layers import check_first_layers
+from trtspec.heads.training.features_server import ServedFeatures, check_first_layers, served_model
 from trtspec.heads.training.options import InMemory, Served, TrainingRun, TrainOptions, feature_source
 from trtspec.heads.training.plan import TrainingPlan, make_plan
 from trtspec.heads.training.processes import World

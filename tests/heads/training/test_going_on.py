@@ -166,7 +166,7 @@ import sys, json, torch
 from pathlib import Path
 from tests.tiny import make_target
 from trtspec.heads.training import module as train
-from trtspec.heads.training.objective import Objective
+from trtspec.heads.training.loop import Objective
 from trtspec.heads.training.options import TrainOptions, new_head_spec
 from trtspec.report import peak_rss
 from trtspec.models.weights import load_target

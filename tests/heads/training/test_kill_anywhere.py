@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tests.heads.data.test_synthesize import asked, serving, write
 from tests.heads.training.test_training import OPTIONS, curve, train_once
 from trtspec.cli.synthesize import SynthesizeOptions, synthesize
-from trtspec.heads.data.prompts import read_prompts
+from trtspec.heads.synthesis import read_prompts
 from trtspec.heads.training.curve import is_finished
 
 KILLS = 20

@@ -19,14 +19,29 @@ from tests.tiny import make_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.cli.train_options import seconds_of
 from trtspec.errors import MissingDependency, UsageError
-from trtspec.heads.data.samples import Sample
-from trtspec.heads.training.batches import DataOrder, read_mixture, split_data
 from trtspec.heads.training.features import compute_features
-from trtspec.heads.training.loop import Stepper, learning_rate, walk
+from trtspec.heads.training.loop import (
+    FORMULAS,
+    Gradients,
+    Objective,
+    Positions,
+    Stepper,
+    Teacher,
+    draft_states,
+    losses,
+    walk,
+)
 from trtspec.heads.training.module import head_parameters
-from trtspec.heads.training.objective import FORMULAS, Gradients, Objective, Positions, Teacher, draft_states, losses
-from trtspec.heads.training.options import DataFiles, LossName, TrainOptions, check_trackers, new_head_spec
+from trtspec.heads.training.options import (
+    DataFiles,
+    LossName,
+    TrainOptions,
+    check_trackers,
+    learning_rate,
+    new_head_spec,
+)
 from trtspec.heads.training.processes import World
+from trtspec.heads.training.samples import DataOrder, Sample, read_mixture, split_data
 from trtspec.models.weights import load_target
 
 LAYERS = (1, 3, 4)

@@ -30,7 +30,7 @@ LAUNCHERS = {
 SHARES = """
 import torch
 from trtspec.heads.training import module as train
-from trtspec.heads.training.objective import Objective
+from trtspec.heads.training.loop import Objective
 from trtspec.heads.training.options import TrainOptions, new_head_spec
 from trtspec.heads.training.processes import joined
 from trtspec.models.weights import load_target

@@ -28,8 +28,7 @@ from trtspec.heads.training.options import (
     TrainOptions,
     feature_source,
 )
-from trtspec.heads.training.plan import TrainingPlan, make_plan
-from trtspec.heads.training.state import KeptState
+from trtspec.heads.training.plan import KeptState, TrainingPlan, make_plan
 from trtspec.models.stream import LayerStream
 from trtspec.models.weights import load_target
 

@@ -22,7 +22,7 @@ SCRIPT = """
 import hashlib, json, sys
 from pathlib import Path
 import torch
-from trtspec.heads.training.batches import batches_of_epoch, split_held_out
+from trtspec.heads.training.samples import batches_of_epoch, split_held_out
 from trtspec.heads.training.features_stream import open_stream, stream_features
 from trtspec.heads.training.options import Streamed, TrainOptions
 from trtspec.heads.training.plan import make_plan

@@ -26,16 +26,18 @@ from trtspec.checkpoint.hub import Resolved
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.errors import Problem, UsageError, has_errors
 from trtspec.heads.card import conversion_card, serving_commands
-from trtspec.heads.convert.output import check_output, check_room, write_output
 from trtspec.heads.convert.tensors import (
     Choice,
     Lender,
     OutputTensor,
+    check_output,
+    check_room,
     opened,
     plan_tensors,
     sizes,
     vocabulary_targets,
     with_ownership,
+    write_output,
 )  # fmt: skip
 from trtspec.report import peak_rss, provenance
 from trtspec.specs import HeadSpec, ModelSpec

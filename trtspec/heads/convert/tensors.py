@@ -1,12 +1,16 @@
-"""Which tensors a converted head holds, and where the bytes of each come from; heads that exist only as pickles
-(SafeAILab's pytorch_model.bin, a trainer's .pt) are read without running code."""
+"""The tensors of a converted head, where the bytes of each come from, and the directory that they are written to: what
+may stand in its way, and how it appears whole or not at all. Heads that exist only as pickles (SafeAILab's
+pytorch_model.bin, a trainer's .pt) are read without running code."""
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 import re
+import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,13 +23,18 @@ import torch
 from trtspec.checkpoint.headers import DTYPE_BITS, Checkpoint, ShardReader, TensorInfo, read_config
 from trtspec.checkpoint.heads.dialects import Dialect
 from trtspec.checkpoint.heads.shapes import MAPS, OPTIONAL, canonical_names, required_names
-from trtspec.checkpoint.heads.values import EXPONENTS, MAP_DTYPES, read_values
-from trtspec.checkpoint.writer import write_shard
-from trtspec.errors import Problem, TrtspecError
-from trtspec.report import write_json
+from trtspec.checkpoint.heads.values import EXPONENTS, MAP_DTYPES, count_not_finite, not_finite, read_values
+from trtspec.checkpoint.writer import ShardFile, write_shard
+from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError
+from trtspec.report import existing, fsync_directory, refuse_overwrite, write_atomic, write_json
 from trtspec.specs import HeadSpec, ModelSpec
 
 Choice = Literal["auto", "keep", "drop", "target"]
+Progress = Callable[[int, int], None]
+PATTERNS = ("*.bin", "*.pt", "*.pth")  # of pickles
+NESTED = ("state_dict", "model_state_dict", "model", "draft_model")
+OWN_FILES = ("config.json", "model.safetensors", "provenance.json", "README.md", "LICENSE")
+MARGIN = 1 << 20  # bytes, for all but the tensors
 PIECE = 1 << 20  # bytes in flight; they stay in the cache while they are hashed and looked at
 
 
@@ -235,10 +244,6 @@ def with_ownership(spec: HeadSpec, dialect: Dialect, entries: dict[str, OutputTe
     )
 
 
-PATTERNS = ("*.bin", "*.pt", "*.pth")
-NESTED = ("state_dict", "model_state_dict", "model", "draft_model")
-
-
 @contextmanager
 def opened(path: Path, scratch: Path | None = None) -> Iterator[Checkpoint]:
     """The head's checkpoint; pickled weights are rewritten as safetensors below `scratch` for as long as it is open."""
@@ -301,3 +306,105 @@ def _pickles(path: Path) -> list[Path]:
     found = sorted({file for pattern in PATTERNS for file in path.glob(pattern)})
     other = ("optimizer", "scheduler", "training_args", "rng_state", "trainer_state")
     return [file for file in found if not file.name.startswith(other)]
+
+
+def check_output(output: Path, source: Path, force: bool) -> None:
+    """Raises UsageError where writing would overwrite, or cannot succeed; with `force`, what `trtspec` wrote may be
+    replaced and nothing else."""
+    if output.resolve() == source.resolve() or output.resolve() in source.resolve().parents:
+        raise UsageError(f"{output} is, or holds, the head that is converted", "choose another --output")
+    refuse_overwrite(output, force)
+    parent = existing(output.resolve().parent)
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{output} cannot be written: no permission to write in {parent}", "choose another --output")
+    strangers = [file.name for file in output.iterdir() if file.name not in OWN_FILES] if output.is_dir() else []
+    if strangers:
+        raise UsageError(
+            f"{output} holds more than a head of trtspec's ({sorted(strangers)[0]}), so --force does not replace it",
+            "choose another --output, or remove the directory yourself",
+        )
+
+
+def check_room(output: Path, size: int) -> None:
+    """Raises UsageError where the file system has less than the head will take."""
+    parent = existing(output.resolve().parent)
+    free = shutil.disk_usage(parent).free
+    if free < size + MARGIN:
+        raise UsageError(
+            f"{output} needs {size:,} bytes, and {parent} has {free:,} free", "make room, or choose another --output"
+        )
+
+
+def write_output(
+    output: Path,
+    entries: dict[str, OutputTensor],
+    config: dict[str, Any],
+    licences: list[Path],
+    describe: Callable[[dict[str, Any]], tuple[dict[str, Any], str]],
+    progress: Progress | None,
+) -> None:
+    """Writes everything to a directory beside `output` that takes its name when it is complete. `describe` makes
+    provenance.json and README.md from the digests of the tensors."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.parent.resolve() / f".{output.name}.{os.getpid()}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        digests = write_tensors(partial / "model.safetensors", entries, progress)
+        record, card = describe(digests)
+        write_json(partial / "provenance.json", record)
+        write_atomic(partial / "README.md", card)
+        for licence in licences:
+            write_atomic(partial / licence.name, licence.read_bytes())
+        write_json(partial / "config.json", config)
+        _swap(partial, output)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _swap(partial: Path, output: Path) -> None:
+    """Renames `partial` to `output`; what was there is set aside first and removed last."""
+    old = partial.with_suffix(".old")
+    if output.exists():
+        os.rename(output, old)
+    os.rename(partial, output)
+    fsync_directory(output.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_tensors(
+    path: Path, entries: dict[str, OutputTensor], progress: Callable[[int, int], None] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Writes model.safetensors and returns, for each tensor, its source and the SHA-256 of its bytes.
+
+    Every float that passes is looked at: raises CheckFailed for NaN and infinity.
+    """
+    layout = {name: (entry.dtype, entry.shape) for name, entry in sorted(entries.items())}
+    shard = ShardFile(path, layout, {"format": "pt"})
+    total, done, record = shard.size, 0, dict[str, dict[str, Any]]()
+    try:
+        with readers(*entries.values()) as opened:
+            for name, entry in entries.items():
+                digest, bad = hashlib.sha256(), 0
+
+                def passing(entry: OutputTensor = entry, digest: Any = digest) -> Iterator[memoryview]:
+                    nonlocal bad, done
+                    for piece in pieces(entry, opened):
+                        digest.update(piece)
+                        bad += count_not_finite(piece, entry.dtype) if entry.dtype in EXPONENTS else 0
+                        done += len(piece)
+                        yield piece
+                        if progress is not None:
+                            progress(done, total)
+
+                shard.write_chunks(name, passing())
+                if bad:
+                    problem = not_finite(name, bad, math.prod(entry.shape))
+                    raise CheckFailed(f"[{problem.code}] {name}: {problem.message}", problem.remedy)
+                record[name] = {"source": entry.info.name if entry.info else None, "sha256": digest.hexdigest()}
+        shard.finish()
+    except BaseException:
+        shard.abandon()
+        raise
+    return record

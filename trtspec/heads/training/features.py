@@ -1,4 +1,5 @@
-"""The target's states that a head learns from: computed once per token, kept in memory or as ModelOpt's dumps.
+"""The target's states that a head learns from: computed once per token, kept in memory or as ModelOpt's dumps,
+and gathered into batches.
 
 Per token: the state after the final norm (it gives the target's distribution) and the captured layer outputs, in bf16,
 (1 + n_aux) * H * 2 bytes. A dump directory holds one .pt per conversation in ModelOpt's offline format:
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from trtspec.errors import TrtspecError
-from trtspec.heads.data.samples import Sample
+from trtspec.heads.training.samples import Sample, loss_mask
 from trtspec.report import existing, file_sha256
 from trtspec.specs import ModelSpec
 
@@ -61,6 +62,37 @@ class Features(ABC):
     def bytes(self) -> int:
         tokens = sum(len(sample.tokens) for sample in self.samples)
         return tokens * (1 + self.num_aux) * self.hidden_size * 2
+
+
+@dataclass
+class TrainingBatch:
+    """tokens [B, S]; hidden [B, S, H]; aux [B, S, n_aux*H]; padded on the right. places int64 [N]: the positions that
+    count and have a row before them, as places in the flattened batch, ascending."""
+
+    tokens: Tensor
+    hidden: Tensor
+    aux: Tensor
+    places: Tensor
+
+
+def collate(features: Features, indices: list[int], answer_only: bool, device: str = "cpu") -> TrainingBatch:
+    """Gathers the samples' states. What counts is found here, on the host: a mask on a GPU would have to be read back
+    for the number of its ones. Nothing waits for the device."""
+    length = max(len(features.samples[index].tokens) for index in indices)
+    tokens = torch.zeros(len(indices), length, dtype=torch.int64)
+    places: list[int] = []
+    features.expect(indices)
+    states = [features.states(index) for index in indices]
+    hidden, aux = (torch.zeros(len(indices), length, part.shape[-1], dtype=torch.bfloat16) for part in states[0])
+    for row, index in enumerate(indices):
+        sample = features.samples[index]
+        count = len(sample.tokens)
+        tokens[row, :count] = torch.tensor(sample.tokens)
+        hidden[row, :count], aux[row, :count] = states[row]
+        mask = loss_mask(sample, answer_only)
+        places += [row * length + at for at in range(1, count) if mask[at]]
+    parts = (tokens, hidden, aux, torch.tensor(places, dtype=torch.int64))
+    return TrainingBatch(*(part.to(device, non_blocking=True) for part in parts))
 
 
 class HeldFeatures(Features):

@@ -1,31 +1,42 @@
-"""`--features http://HOST:PORT`: states fetched from a live server while the head trains; nothing is stored.
+"""States that another program computes. `--features http://HOST:PORT` fetches them from a live server while the head
+trains; nothing is stored.
 
 This is ModelOpt's streaming mode, spoken by ModelOpt's own client: a vLLM with ModelOpt's `RdmaHiddenStatesConnector`
 answers a completion request of one token with an id, and the captured states of the prompt are read from its memory
 over NIXL: the head's layers and the residual stream after the last one. The target's final norm is applied here.
 A step's states are fetched while the step before computes. Every epoch fetches them again.
+
+What a server or an engine's dump sends has the right shape whatever model and layers it captured; so the first layers
+are computed here for one sample, and what came is compared with the outputs of the wanted layer and of its neighbours.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import torch
 from torch import Tensor, nn
 
 from trtspec.errors import TrtspecError
-from trtspec.heads.data.samples import Sample
 from trtspec.heads.training.features import Features
+from trtspec.heads.training.samples import Sample
+from trtspec.models.stream import LayerStream, States
+from trtspec.report import say
 from trtspec.specs import ModelSpec
 
 Fetch = Callable[[Sample], Tensor | None]
 CONCURRENT = 2  # requests under way at once per process; each takes a core, because NIXL polls without a pause
 ATTEMPTS = 5
 PATIENCE = 1.0  # seconds before the second attempt, doubled before each further one
+TOKENS = 32  # of the sample; every token of a layer costs little beside decoding its weights
+DEEPEST = 4  # layers that are decoded for this; a head that reads later ones first is not checked
+MOST_APART = 0.2  # of the norm: quantized and plain weights of one model differ by less, other models by more
 
 
 def served_model(urls: tuple[str, ...], longest: int) -> str:
@@ -124,3 +135,56 @@ class ServedFeatures(Features):
             f"TS-FEATURES-SERVER the server gave no states of {sample.id} in {ATTEMPTS} attempts ({reason})",
             "look at its log, then run the same command again to resume",
         )
+
+
+class _Enough(Exception):
+    """Raised where no further layer is needed."""
+
+
+def check_first_layers(
+    target_dir: Path, sample: Sample, aux: Tensor, layers: tuple[int, ...], dtype: torch.dtype
+) -> float | None:
+    """The relative difference of the first captured plane from the target's own; None where it was not looked at.
+
+    aux [S, n_aux*H] as a head gets it. Raises TrtspecError when another layer or another model fits better.
+    """
+    layer = min(layers)
+    if layer >= DEEPEST:
+        say(f"The states are not compared with the target: the first captured layer is {layer}")
+        return None
+    count = min(TOKENS, len(sample.tokens))
+    with LayerStream(target_dir, dtype=dtype, load_ahead=False) as stream:
+        ours = first_outputs(stream, sample.tokens[:count], min(layer + 2, stream.num_layers))
+        came = aux[:count, : stream.spec.hidden_size].float()
+    apart = [float((own - came).norm() / own.norm()) for own in ours]
+    nearest = min(range(len(apart)), key=apart.__getitem__)
+    if apart[nearest] > MOST_APART:
+        raise TrtspecError(
+            f"TS-FEATURES-OTHER the states of {sample.id} are of no early layer of {target_dir.name}: the nearest "
+            f"differs by {apart[nearest]:.0%} of its norm",
+            "serve this target, or dump its states",
+        )
+    if nearest != layer:
+        raise TrtspecError(
+            f"TS-FEATURES-OTHER the states of {sample.id} labelled as layer {layer} are the outputs of layer "
+            f"{nearest} ({apart[nearest]:.1%} apart, layer {layer} {apart[layer]:.1%})",
+            "capture the layers that `trtspec train --dry-run` prints: vLLM counts one more",
+        )
+    say(f"States compared with the target: layer {layer} differs by {apart[layer]:.1%} of its norm")
+    return apart[layer]
+
+
+def first_outputs(stream: LayerStream, tokens: tuple[int, ...], layers: int) -> list[Tensor]:
+    """Outputs [S, H] of the first layers for one sequence, float32."""
+    batches, outputs = [torch.tensor([tokens])], []
+
+    def on_output(layer: int, _: int, output: Tensor) -> None:
+        outputs.append(output[0].float().cpu())
+        if layer + 1 == layers:
+            raise _Enough
+
+    with States(batches, stream.spec.hidden_size, stream.dtype) as states:
+        stream.embed(batches, states)
+        with contextlib.suppress(_Enough):
+            stream.run(batches, states, on_output=on_output)
+    return outputs

@@ -23,12 +23,11 @@ from torch import Tensor
 
 from trtspec.checkpoint.writer import Layout, ShardFile
 from trtspec.errors import TrtspecError
-from trtspec.heads.data.samples import Sample
-from trtspec.heads.training.batches import MAX_HELD_OUT, TrainingData, split_data
 from trtspec.heads.training.features import Features, all_dumps, bytes_per_token, padded, similar_length
 from trtspec.heads.training.options import Streamed, TrainOptions
 from trtspec.heads.training.plan import TrainingPlan
 from trtspec.heads.training.processes import ALONE, World, require_shared
+from trtspec.heads.training.samples import MAX_HELD_OUT, Sample, TrainingData, split_data
 from trtspec.models.stream import ROOM, LayerStream, States
 from trtspec.report import existing, say
 from trtspec.specs import ModelSpec

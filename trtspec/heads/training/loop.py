@@ -1,4 +1,14 @@
-"""The training loop: AdamW on a head's objective over a schedule, resumable at any moment.
+"""What a draft head is trained to minimise, and the loop that does it: AdamW over a schedule, resumable at any moment.
+
+The training-time test: a head drafts several tokens on from every position at once, and is judged at each. At step k,
+row q holds the state that the head made k drafts after the target's last one (row q - k) and the token that follows row
+q in the text. The head therefore meets its own states in training, as it will when it drafts. ModelOpt's own loop
+computes the same function (a test compares them) with all logits in memory.
+
+Logits of a whole batch over a vocabulary of 163,840 do not fit beside a head: 20,000 tokens are 13 GB for each
+training-time-test step. Here the target's distribution and the head's logits exist for a chunk of positions at a time,
+and the gradients are taken while they are there, so nothing over the vocabulary is kept for the backward pass. The
+products are those of the plain formula; only the order of sums differs.
 
 A run ends before its last step on Ctrl-C, a scheduler's SIGTERM, or when its time is up: the step under way is
 finished, then the state and a head are written. In a group of processes all stop at the same step.
@@ -8,55 +18,234 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from trtspec.errors import TrtspecError
-from trtspec.heads.training.batches import MAX_HELD_OUT, TrainingData, collate, counted_positions, split_data
 from trtspec.heads.training.curve import Curve, CurvePoint
-from trtspec.heads.training.exports import Exports
-from trtspec.heads.training.features import Features
+from trtspec.heads.training.features import Features, collate
 from trtspec.heads.training.module import TrainingModule, head_parameters
-from trtspec.heads.training.objective import Objective
-from trtspec.heads.training.options import TrainOptions
-from trtspec.heads.training.processes import ALONE, World
-from trtspec.heads.training.state import KeptState, SavedRun, load_state, save_state, state_tensors
+from trtspec.heads.training.options import TrainOptions, learning_rate
+from trtspec.heads.training.plan import KeptState, SavedRun, load_state, save_state, state_tensors
+from trtspec.heads.training.processes import ALONE, Stop, World
+from trtspec.heads.training.samples import MAX_HELD_OUT, TrainingData, counted_positions, split_data
+
+CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**28}  # logits of a chunk: the cache of a CPU core, 1 GiB of a GPU
 
 
-def learning_rate(step: int, total: int, peak: float, options: TrainOptions) -> float:
-    """Of `step`, counted from 1, of `total`.
+@dataclass(frozen=True)
+class Positions:
+    """The positions that count. `target` int64 [N]: where the target's distribution is, as places in the flattened
+    batch; the head's row is the one before. `depth` int64 [N]: that row within its sequence, counted from 0.
+    `weights` float32 [K]: the factor of a position's loss at each training-time-test step."""
 
-    A linear warm-up, `peak` at its last step, then by `schedule`: `cosine`, half a cosine down to 0 at the last step;
-    `linear`, a straight line to 0; `constant`; `wsd` (warm-up, stable, decay: arXiv 2404.06395), constant, then a
-    straight line to 0 over the last `decay` of all steps.
+    target: Tensor
+    depth: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The target's end: `hidden` [B*S, H] after its final norm, `lm_head` [Vd, H] its rows of the draft vocabulary."""
+
+    hidden: Tensor
+    lm_head: Tensor
+
+
+def cross_entropy(p: Tensor, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """-sum p log q, EAGLE-3's own (arXiv 2503.01840) and ModelOpt's; the gradient of the logits is q - p."""
+    value = -torch.linalg.vecdot(p, log_q)
+    return value, log_q.exp_().sub_(p)
+
+
+def kl(p: Tensor, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """sum p (log p - log q): cross entropy less the target's own entropy, so the same gradient and 0 at best."""
+    value = torch.linalg.vecdot(p, log_p - log_q)
+    return value, log_q.exp_().sub_(p)
+
+
+def reverse_kl(p: Tensor, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """sum q (log q - log p), which seeks one mode; the gradient is q (log q - log p - value)."""
+    q = log_q.exp()
+    apart = log_q.sub_(log_p)
+    value = torch.linalg.vecdot(q, apart)
+    return value, apart.sub_(value[:, None]).mul_(q)
+
+
+def total_variation(p: Tensor, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """sum |p - q| / 2: one minus the chance that a draft drawn from q is accepted. With s the sign of q - p, halved,
+    the gradient is q (s - sum q s)."""
+    q = log_q.exp_()
+    apart = q - p
+    value = apart.abs().sum(-1) / 2
+    sign = apart.sign_().mul_(0.5)
+    return value, sign.sub_(torch.linalg.vecdot(q, sign)[:, None]).mul_(q)
+
+
+# (p, log p, log q), each float32 [N, V] -> (value [N], gradient of the logits [N, V]); log q may be overwritten
+FORMULAS: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "cross-entropy": cross_entropy, "kl": kl, "reverse-kl": reverse_kl, "total-variation": total_variation,
+}  # fmt: skip
+
+
+@dataclass
+class Gradients:
+    """Of the weighted sum of losses: by the head's lm_head (float32) and by the states of each step."""
+
+    lm_head: Tensor
+    states: list[Tensor]
+
+    def add(self, step: int, places: Tensor, logits: Tensor, rows: Tensor, lm_head: Tensor) -> None:
+        """From the gradient of the logits [N, Vd] that `rows` [N, H], at `places` of the batch, gave."""
+        if logits.dtype == self.lm_head.dtype:
+            self.lm_head.addmm_(logits.T, rows)
+        else:
+            self.lm_head.add_(logits.T @ rows)
+        self.states[step].index_copy_(0, places, (logits @ lm_head).to(self.states[step].dtype))
+
+
+def losses(
+    name: str, lm_head: Tensor, states: tuple[Tensor, ...], teacher: Teacher, positions: Positions,
+    gradients: Gradients | None = None, chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(weighted loss of each step float64 [K], whether the best draft is the target's best token bool [K, N]).
+
+    lm_head [Vd, H] and states, K times [B*S, H] after the head's norm, in the dtype of the products; softmax and sums
+    in float32. `gradients` are filled where given. `chunk`: positions at a time, by default CHUNK_ELEMENTS of logits.
+    Positions whose row is above a step's depth have no draft at that step: they weigh nothing, and agree with nothing.
     """
-    rising = warmup_steps(total, options.warmup)
-    if step <= rising:
-        return peak * step / rising
-    done = (step - rising) / max(1, total - rising)
-    match options.schedule:
-        case "cosine":
-            return peak * 0.5 * (1 + math.cos(math.pi * done))
-        case "linear":
-            return peak * (1 - done)
-        case "wsd":
-            falling = max(1, min(round(options.decay * total), total - rising))
-            return peak * min(1.0, (total - step) / falling)
-    return peak
+    count, steps = len(positions.target), len(states)
+    chunk = chunk or max(64, CHUNK_ELEMENTS["cuda" if lm_head.is_cuda else "cpu"] // lm_head.shape[0])
+    values = torch.zeros(steps, dtype=torch.float64, device=lm_head.device)
+    agree = torch.zeros(steps, count, dtype=torch.bool, device=lm_head.device)
+    for begin in range(0, count, chunk):
+        part = slice(begin, begin + chunk)
+        places, depth = positions.target[part], positions.depth[part]
+        wanted = teacher.hidden[places].to(lm_head.dtype) @ teacher.lm_head.T
+        best = wanted.argmax(-1, keepdim=True)
+        log_p = torch.log_softmax(wanted, -1, dtype=torch.float32)
+        p = log_p.exp()
+        for step, state in enumerate(states):
+            rows = state[places - 1].to(lm_head.dtype)
+            drafted = rows @ lm_head.T
+            # argmax is not vectorized on a CPU, amax is
+            agree[step, part] = (drafted.gather(-1, best)[:, 0] >= drafted.amax(-1)) & (depth >= step)
+            weight = (depth >= step) * positions.weights[step]
+            value, gradient = FORMULAS[name](p, log_p, torch.log_softmax(drafted, -1, dtype=torch.float32))
+            values[step] += torch.dot(value.double(), weight.double())
+            if gradients is not None:
+                gradients.add(step, places - 1, gradient.mul_(weight[:, None]).to(lm_head.dtype), rows, lm_head)
+    return values, agree
 
 
-def warmup_steps(total: int, warmup: float) -> int:
-    """`warmup`: below 1 a share of all steps, from 1 on a number of them. One step at the least, which has the peak."""
-    return max(1, round(warmup * total)) if warmup < 1 else min(round(warmup), total)
+class _Loss(torch.autograd.Function):
+    """`losses`, summed over the steps, whose gradients are there when the forward pass is done."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, teacher: Teacher, positions: Positions, lm_head: Tensor, *states: Tensor):
+        gradients = Gradients(torch.zeros_like(lm_head, dtype=torch.float32), [torch.zeros_like(s) for s in states])
+        values, agree = losses(name, lm_head.to(teacher.lm_head.dtype), states, teacher, positions, gradients)
+        ctx.gradients = gradients
+        ctx.mark_non_differentiable(agree)
+        return values.sum().float(), agree
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        found: Gradients = ctx.gradients
+        del ctx.gradients
+        return None, None, None, found.lm_head.mul_(grads[0]), *(part.mul_(grads[0]) for part in found.states)
+
+
+def draft_loss(
+    name: str, lm_head: Tensor, states: tuple[Tensor, ...], teacher: Teacher, positions: Positions
+) -> tuple[Tensor, Tensor]:
+    """(the weighted sum of `losses` over the steps, a float32 scalar with gradients; agreement [K, N])."""
+    with torch.autocast(lm_head.device.type, enabled=False):
+        if torch.is_grad_enabled():
+            return _Loss.apply(name, teacher, positions, lm_head, *states)
+        values, agree = losses(name, lm_head.to(teacher.lm_head.dtype), states, teacher, positions)
+        return values.sum().float(), agree
+
+
+class StepKeys:
+    """Keys and values of the steps so far, for attention modules that take a cache of transformers: each step's apart,
+    in a tuple, because `decoder.ttt_attention` looks at them apart."""
+
+    def __init__(self, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
+        self.keys, self.values = keys, values
+
+    def update(self, key: Tensor, value: Tensor, *_: object) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        self.keys, self.values = (*self.keys, key), (*self.values, value)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return 0
+
+
+def draft_states(
+    model: TrainingModule, tokens: Tensor, aux: Tensor, steps: int, recompute: bool = False
+) -> list[Tensor]:
+    """The head's states after its norm, [B, S, H] for each training-time-test step.
+
+    tokens int64 [B, S]; aux [B, S, n*H]. `recompute`: the layer's activations are computed again in the backward pass
+    in place of being kept, for a third more time.
+    """
+    head = model.eagle_module
+    with torch.no_grad():
+        following = model.embed_tokens(tokens.roll(-1, 1))
+    places = torch.arange(tokens.shape[1], device=tokens.device)[None]
+
+    def step(state: Tensor, *kept: Tensor) -> tuple[Tensor, ...]:
+        cache = StepKeys(kept[: len(kept) // 2], kept[len(kept) // 2 :])
+        normed, output, _ = head(state, following, None, position_ids=places, past_key_values=cache, use_cache=True)
+        return normed, output.roll(1, 1), cache.keys[-1], cache.values[-1]
+
+    state, found = head.fc(aux), []
+    keys: tuple[Tensor, ...] = ()
+    values: tuple[Tensor, ...] = ()
+    for _ in range(steps):
+        arguments = (state, *keys, *values)
+        normed, state, key, value = checkpoint(step, *arguments, use_reentrant=False) if recompute else step(*arguments)
+        keys, values = (*keys, key), (*values, value)
+        found.append(normed)
+    return found
+
+
+class Objective(nn.Module):
+    """Loss and agreement of one training module: what is wrapped for several processes."""
+
+    def __init__(self, model: TrainingModule, options: TrainOptions, recompute: bool = False) -> None:
+        super().__init__()
+        self.model, self.options, self.recompute = model, options, recompute
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, aux: Tensor, places: Tensor, counted: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(this batch's part of the loss, its part of the agreement [K, B, S] by the row that drafts, bool).
+
+        tokens int64 [B, S]; hidden [B, S, H] after the target's final norm; aux [B, S, n*H]; places int64 [N] as in
+        `TrainingBatch`; counted [K]: the positions of the whole step, over all of whose batches and processes the parts
+        of the loss add up. The loss is the mean over positions, summed over the steps with weights `ttt_decay`^k.
+        """
+        steps, model = self.options.ttt_steps, self.model
+        dtype = torch.bfloat16 if torch.is_autocast_enabled(tokens.device.type) else model.target_rows.dtype
+        normed = draft_states(model, tokens, aux.to(dtype), steps, self.recompute)
+        rows, length = tokens.shape
+        decay = self.options.ttt_decay ** torch.arange(steps, device=tokens.device)
+        positions = Positions(places, places % length - 1, (decay / counted.clamp_min(1)).float())
+        teacher = Teacher(hidden.flatten(0, 1), model.target_rows)
+        flat = tuple(state.flatten(0, 1) for state in normed)
+        loss, agree = draft_loss(self.options.loss, model.eagle_module.lm_head.weight, flat, teacher, positions)
+        agreement = torch.zeros(steps, rows * length, dtype=torch.bool, device=tokens.device)
+        agreement[:, places - 1] = agree
+        return loss, agreement.view(steps, rows, length)
 
 
 def walk(agree: Sequence[Sequence[bool]], answer: Sequence[int]) -> tuple[int, int]:
@@ -67,7 +256,6 @@ def walk(agree: Sequence[Sequence[bool]], answer: Sequence[int]) -> tuple[int, i
     behind them. Drafts after the first were made with the answer's own tokens in place of the head's, which are the
     same as long as all before agreed and the answer is what the target says greedily. Acceptance length =
     1 + accepted / verifications; the draft length is the number of training-time-test steps.
-
 
     agree[k][q]: whether the draft of step k at row q is the target's best token; answer[t]: 1 where token t was
     written by the target. The first token of an answer comes from the prompt's own pass.
@@ -87,44 +275,6 @@ def walk(agree: Sequence[Sequence[bool]], answer: Sequence[int]) -> tuple[int, i
             known += count + 1
         place = end + 1
     return steps, accepted
-
-
-TIME = "time"
-REASONS = (TIME, "SIGTERM", "SIGINT")
-
-
-class Stop:
-    """Collects the reasons to stop while it is entered. A second signal of a kind acts at once, as without it."""
-
-    def __init__(self, deadline: float | None = None) -> None:
-        """`deadline`: of time.monotonic()."""
-        self.deadline = deadline
-        self.reason: str | None = None  # of the whole group, once `asked` has said so
-        self._heard: set[str] = set()
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Stop:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._hear)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before.clear()
-
-    def _hear(self, number: int, _: FrameType | None) -> None:
-        self._heard.add(signal.Signals(number).name)
-        signal.signal(number, self._before[number])
-
-    def asked(self, world: World, reserve: float) -> bool:
-        """Whether to stop now; `reserve`: seconds that another step with its saving would take."""
-        if self.deadline is not None and time.monotonic() + reserve > self.deadline:
-            self._heard.add(TIME)
-        flags = world.sum(torch.tensor([float(reason in self._heard) for reason in REASONS]))
-        self.reason = next((reason for reason, flag in zip(REASONS, flags.tolist(), strict=True) if flag), self.reason)
-        return self.reason is not None
 
 
 @dataclass
@@ -156,7 +306,7 @@ class Way:
 
     on_step: Callable[[CurvePoint], None] = lambda _: None
     stop: Stop = field(default_factory=Stop)
-    exports: Exports | None = None
+    export: Callable[[CurvePoint, int], None] = lambda *_: None  # heads on the way, as (point, total steps) call for
     recompute: bool = False  # activations in the backward pass, in place of keeping them
 
 
@@ -195,8 +345,7 @@ def train_head(
         slowest, result.steps = max(slowest, point.seconds), step
         stopping = step < total and way.stop.asked(world, slowest + saving)
         before = time.monotonic()
-        if way.exports:
-            way.exports.after(point, total)
+        way.export(point, total)
         if stopping or step % kept.save_every == 0 or step == total:
             tensors = world.whole(state_tensors(stepper.parameters, stepper.optimizer))
             if curve:

@@ -37,7 +37,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 
 from trtspec.checkpoint.heads.config import architecture_config, rope_scaling
 from trtspec.errors import MissingDependency, TrtspecError
-from trtspec.heads.data.samples import Sample
+from trtspec.heads.training.samples import Sample
 from trtspec.specs import HeadSpec, ModelSpec
 
 TTT_ATTENTION = "trtspec_ttt"

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Schedule = Literal["cosine", "linear", "constant", "wsd"]
 LossName = Literal["cross-entropy", "kl", "reverse-kl", "total-variation"]
 EagleVersion = Literal["3", "3.1"]
+Launcher = Literal["torchrun", "accelerate", "slurm"]
 Precision = Literal["auto", "bf16", "fp32"]
 BestBy = Literal["loss", "acceptance", "none"]
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # of --config's `precision`
@@ -352,3 +353,30 @@ def check_trackers(names: tuple[str, ...]) -> None:
         if name not in there:
             package = {"comet_ml": "comet-ml"}.get(name, name)
             raise MissingDependency(f"--log-with {name}: {package} is not installed", f"pip install {package}")
+
+
+def learning_rate(step: int, total: int, peak: float, options: TrainOptions) -> float:
+    """Of `step`, counted from 1, of `total`.
+
+    A linear warm-up, `peak` at its last step, then by `schedule`: `cosine`, half a cosine down to 0 at the last step;
+    `linear`, a straight line to 0; `constant`; `wsd` (warm-up, stable, decay: arXiv 2404.06395), constant, then a
+    straight line to 0 over the last `decay` of all steps.
+    """
+    rising = warmup_steps(total, options.warmup)
+    if step <= rising:
+        return peak * step / rising
+    done = (step - rising) / max(1, total - rising)
+    match options.schedule:
+        case "cosine":
+            return peak * 0.5 * (1 + math.cos(math.pi * done))
+        case "linear":
+            return peak * (1 - done)
+        case "wsd":
+            falling = max(1, min(round(options.decay * total), total - rising))
+            return peak * min(1.0, (total - step) / falling)
+    return peak
+
+
+def warmup_steps(total: int, warmup: float) -> int:
+    """`warmup`: below 1 a share of all steps, from 1 on a number of them. One step at the least, which has the peak."""
+    return max(1, round(warmup * total)) if warmup < 1 else min(round(warmup), total)

@@ -1,4 +1,5 @@
-"""Several processes training one head: `torchrun` or `accelerate launch` around the same command.
+"""Several processes training one head: `torchrun` or `accelerate launch` around the same command, and how all of them
+stop at the same step.
 
 Both launchers describe the group in the environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR), where accelerate also
 says whether the head is to be sharded (ACCELERATE_USE_FSDP). The global batch is what one process would take; each
@@ -8,10 +9,15 @@ process computes its share of the rows. torch's sharding takes over a second to 
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from trtspec.errors import TrtspecError, UsageError
 
 NOT_HONOURED = ("FSDP_OFFLOAD_PARAMS", "FSDP_ACTIVATION_CHECKPOINTING")  # settings of accelerate that would be lost
+TIME = "time"
+REASONS = (TIME, "SIGTERM", "SIGINT")  # to stop before the last step
 
 
 @dataclass(frozen=True)
@@ -166,3 +174,37 @@ def joined(device: str) -> Iterator[World]:
         yield world
     finally:
         dist.destroy_process_group()
+
+
+class Stop:
+    """Collects the reasons to stop while it is entered. A second signal of a kind acts at once, as without it."""
+
+    def __init__(self, deadline: float | None = None) -> None:
+        """`deadline`: of time.monotonic()."""
+        self.deadline = deadline
+        self.reason: str | None = None  # of the whole group, once `asked` has said so
+        self._heard: set[str] = set()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _hear(self, number: int, _: FrameType | None) -> None:
+        self._heard.add(signal.Signals(number).name)
+        signal.signal(number, self._before[number])
+
+    def asked(self, world: World, reserve: float) -> bool:
+        """Whether to stop now; `reserve`: seconds that another step with its saving would take."""
+        if self.deadline is not None and time.monotonic() + reserve > self.deadline:
+            self._heard.add(TIME)
+        flags = world.sum(torch.tensor([float(reason in self._heard) for reason in REASONS]))
+        self.reason = next((reason for reason, flag in zip(REASONS, flags.tolist(), strict=True) if flag), self.reason)
+        return self.reason is not None

@@ -1,10 +1,13 @@
-"""One training run from data to a written head: what `trtspec train` does, without its command line."""
+"""One training run from data to a written head: what `trtspec train` does, without its command line. It leaves heads at
+its end, on the way, and the best so far, each whole, with its record and card."""
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.heads.config import head_config
 from trtspec.checkpoint.heads.read import head_spec
 from trtspec.checkpoint.tensors import LazyTensors
+from trtspec.checkpoint.writer import write_shard
 from trtspec.errors import TrtspecError
-from trtspec.heads.data.samples import Sample, draft_vocabulary
+from trtspec.files import read_object
+from trtspec.heads.card import model_card
 from trtspec.heads.training import module as train
-from trtspec.heads.training.batches import split_data
-from trtspec.heads.training.curve import CurvePoint, plot
-from trtspec.heads.training.exports import Exports, HeadWriter
+from trtspec.heads.training.curve import BEST, CHECKPOINT, CurvePoint, checkpoints, plot, summary
 from trtspec.heads.training.features import (
     DumpedFeatures,
     Features,
@@ -30,57 +34,28 @@ from trtspec.heads.training.features import (
     states_of,
     target_digest,
 )
-from trtspec.heads.training.features_server import ServedFeatures, served_model
+from trtspec.heads.training.features_server import ServedFeatures, check_first_layers, served_model
 from trtspec.heads.training.features_stream import open_stream, stream_features
-from trtspec.heads.training.first_layers import check_first_layers
-from trtspec.heads.training.loop import Stop, Way, train_head
+from trtspec.heads.training.loop import Way, train_head
 from trtspec.heads.training.options import Dumped, Served, Streamed, TrainingRun, TrainOptions, check_trackers
-from trtspec.heads.training.plan import TrainingPlan
-from trtspec.heads.training.processes import ALONE, World, require_shared
-from trtspec.heads.training.state import STATE_NAME, KeptState, best_by, check_saved, run_fingerprint, saved_run
-from trtspec.report import progress_bar, say
-from trtspec.specs import ModelSpec
+from trtspec.heads.training.plan import (
+    STATE_NAME,
+    KeptState,
+    TrainingPlan,
+    best_by,
+    check_saved,
+    run_fingerprint,
+    saved_run,
+)
+from trtspec.heads.training.processes import ALONE, Stop, World, require_shared
+from trtspec.heads.training.samples import Sample, TrainingData, coverage, draft_vocabulary, split_data
+from trtspec.report import fsync_directory, progress_bar, provenance, say, write_atomic, write_json
+from trtspec.specs import HeadSpec, ModelSpec
 
 if TYPE_CHECKING:
     from trtspec.models.kimi import KimiModel
 
-
-def gather_features(model: KimiModel, plan: TrainingPlan, target_dir: Path, world: World = ALONE) -> Features:
-    """The states of all samples: from dumps where they exist, else computed (and dumped when a directory was given)."""
-    if plan.dumped is not None:
-        return plan.dumped
-    layers = plan.spec.aux_layers or ()
-    with progress_bar("states of the target", plan.tokens / world.size, "tokens") as bar:
-        if not isinstance(plan.features, Dumped):
-            return _compute_together(model, plan.samples, layers, bar.advance, world)
-        directory, of = plan.features.directory, states_of(target_dir, layers)
-        dump_features(model, plan.samples, directory, of, bar.advance, slice(world.rank, None, world.size))
-    world.wait()
-    dumped = dumps_of(plan.samples, directory, model.spec, plan.spec.num_aux, of)
-    if dumped is None:
-        raise TrtspecError(
-            f"TS-FEATURES-SHARED {directory} lacks states that another process computed",
-            "put it on storage that all nodes share",
-        )
-    return dumped
-
-
-def _compute_together(
-    model: KimiModel, samples: list[Sample], layers: tuple[int, ...], advance: Callable[[int], None], world: World
-) -> HeldFeatures:
-    """Each process runs the target over its part of the samples and hears the states of the others."""
-    if world.size == 1:
-        return compute_features(model, samples, layers, advance)
-    bounds = [len(samples) * rank // world.size for rank in range(world.size + 1)]
-    mine = compute_features(model, samples[bounds[world.rank] : bounds[world.rank + 1]], layers, advance)
-    whole = HeldFeatures(samples, model.spec.hidden_size, len(layers))
-    for source in range(world.size):
-        rows = slice(whole.offsets[bounds[source]], whole.offsets[bounds[source + 1]])
-        if source == world.rank:
-            whole.hidden[rows], whole.aux[rows] = mine.hidden, mine.aux
-        for part in (whole.hidden[rows], whole.aux[rows]):
-            world.broadcast(part.view(torch.uint8), source)  # gloo knows no bf16
-    return whole
+PROJECT = "trtspec-train"
 
 
 def run_training(
@@ -121,7 +96,7 @@ def run_training(
             log(point)
             on_step(point)
 
-        way = Way(shown, stop, exports, run.activation_checkpointing)
+        way = Way(shown, stop, exports.after, run.activation_checkpointing)
         result = train_head(module, features, options, kept, data=data, way=way, world=world)
         record = writer.write(run.output, result.to_dict())
     if world.main:
@@ -172,6 +147,44 @@ def _compare(
         check_first_layers(run.target_dir, features.samples[index], aux, layers, dtype)
 
 
+def gather_features(model: KimiModel, plan: TrainingPlan, target_dir: Path, world: World = ALONE) -> Features:
+    """The states of all samples: from dumps where they exist, else computed (and dumped when a directory was given)."""
+    if plan.dumped is not None:
+        return plan.dumped
+    layers = plan.spec.aux_layers or ()
+    with progress_bar("states of the target", plan.tokens / world.size, "tokens") as bar:
+        if not isinstance(plan.features, Dumped):
+            return _compute_together(model, plan.samples, layers, bar.advance, world)
+        directory, of = plan.features.directory, states_of(target_dir, layers)
+        dump_features(model, plan.samples, directory, of, bar.advance, slice(world.rank, None, world.size))
+    world.wait()
+    dumped = dumps_of(plan.samples, directory, model.spec, plan.spec.num_aux, of)
+    if dumped is None:
+        raise TrtspecError(
+            f"TS-FEATURES-SHARED {directory} lacks states that another process computed",
+            "put it on storage that all nodes share",
+        )
+    return dumped
+
+
+def _compute_together(
+    model: KimiModel, samples: list[Sample], layers: tuple[int, ...], advance: Callable[[int], None], world: World
+) -> HeldFeatures:
+    """Each process runs the target over its part of the samples and hears the states of the others."""
+    if world.size == 1:
+        return compute_features(model, samples, layers, advance)
+    bounds = [len(samples) * rank // world.size for rank in range(world.size + 1)]
+    mine = compute_features(model, samples[bounds[world.rank] : bounds[world.rank + 1]], layers, advance)
+    whole = HeldFeatures(samples, model.spec.hidden_size, len(layers))
+    for source in range(world.size):
+        rows = slice(whole.offsets[bounds[source]], whole.offsets[bounds[source + 1]])
+        if source == world.rank:
+            whole.hidden[rows], whole.aux[rows] = mine.hidden, mine.aux
+        for part in (whole.hidden[rows], whole.aux[rows]):
+            world.broadcast(part.view(torch.uint8), source)  # gloo knows no bf16
+    return whole
+
+
 def _renamed(source: dict[str, Any]) -> dict[str, Any]:
     """The digests under their names in provenance.json."""
     return {"target_config": source["target"], "data_sha256": source["data"], "init_sha256": source["init"]}
@@ -209,9 +222,6 @@ def initial_tensors(head: Path) -> dict[str, torch.Tensor]:
     return {name: value.float() if value.is_floating_point() else value for name, value in named.items()}
 
 
-PROJECT = "trtspec-train"
-
-
 @contextmanager
 def tracked(run: TrainingRun, options: TrainOptions, world: World) -> Iterator[Callable[[CurvePoint], None]]:
     """While the block runs, a function that logs a step to the run's trackers, which are accelerate's own; it does
@@ -232,3 +242,106 @@ def tracked(run: TrainingRun, options: TrainOptions, world: World) -> Iterator[C
         yield lambda point: accelerator.log(point.figures(), step=point.step)
     finally:
         accelerator.end_training()
+
+
+def write_head(output: Path, tensors: dict[str, torch.Tensor], spec: HeadSpec, target: ModelSpec) -> None:
+    """The checkpoint itself; config.json comes last, so a directory that has one holds a whole head."""
+    output.mkdir(parents=True, exist_ok=True)
+    write_shard(output / "model.safetensors", tensors, {"format": "pt"})
+    write_json(output / "config.json", head_config(spec, target))
+
+
+def write_record(output: Path, spec: HeadSpec, provenance: dict[str, Any]) -> None:
+    """provenance.json and README.md beside the checkpoint; rewritten when a measurement is added."""
+    write_json(output / "provenance.json", provenance)
+    write_atomic(output / "README.md", model_card(spec, provenance))
+
+
+@dataclass
+class HeadWriter:
+    """Writes the head of one run as it is now. Every process calls it, the main one writes."""
+
+    run: TrainingRun
+    plan: TrainingPlan
+    data: TrainingData
+    options: TrainOptions
+    target: ModelSpec
+    module: train.TrainingModule
+    world: World
+    source: dict[str, Any]  # digests of what the run started from, as provenance.json names them
+
+    def write(self, place: Path, about: dict[str, Any]) -> dict[str, Any]:
+        """The head into `place`, its record last; `about`: what the record says of the run so far. Returns the record,
+        empty in all processes but the main one."""
+        tensors = train.head_tensors(self.module, whole=self.world.whole)
+        if not self.world.main:
+            return {}
+        plan, options, samples = self.plan, self.options, self.plan.samples
+        training = summary(self.run.curve) | {
+            "samples": sum(times > 0 for times in self.data.order.passes),
+            "held_out": len(self.data.held),
+            "peak_lr": options.peak_lr(plan.spec.hidden_size),
+            "processes": self.world.size,
+            "sharded": self.world.sharded,
+        }
+        if plan.spec.has_d2t:
+            ids = (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).tolist()
+            training["draft_vocabulary_coverage"] = coverage(samples, ids)
+        named = {"target": self.run.target_dir.name, "data": self.run.data, "files": plan.files}
+        record = provenance(
+            "train", named | self.source, options.to_dict(), parameters=plan.parameters,
+            training=training | about, held_out=[samples[index].id for index in self.data.held],
+        )  # fmt: skip
+        for name in ("provenance.json", "README.md"):  # so that a kill leaves no head with another's record
+            (place / name).unlink(missing_ok=True)
+        write_head(place, tensors, plan.spec, self.target)
+        write_record(place, plan.spec, record)
+        return record
+
+
+@dataclass
+class Exports:
+    """The heads that a run leaves on its way: `checkpoint-<step>`, of which the newest stay, and `best`.
+
+    A folder appears whole. `best` is the one whose held-out figure is the best so far, by `best_by`: `loss`, or
+    `acceptance`, the estimated acceptance length.
+    """
+
+    output: Path
+    every: int  # steps; 0: none on the way
+    keep: int
+    best_by: str | None
+    writer: HeadWriter
+    _best: dict[str, Any] | None = field(default=None, init=False)  # figures of `best`
+
+    def due(self, point: CurvePoint, total: int) -> bool:
+        return self.every > 0 and point.step % self.every == 0 and point.step < total
+
+    def after(self, point: CurvePoint, total: int) -> None:
+        """Writes what this step calls for; all processes come to the same answer."""
+        if self.due(point, total):
+            self._put(self.output / f"{CHECKPOINT}{point.step}", point)
+            for old in checkpoints(self.output)[: -self.keep] if self.writer.world.main else ():
+                shutil.rmtree(old)
+        if self.best_by and point.held_out and self._improves(point):
+            self._put(self.output / BEST, point)
+
+    def _improves(self, point: CurvePoint) -> bool:
+        figure, sign = ("loss", 1) if self.best_by == "loss" else ("acceptance_length", -1)
+        if self._best is None and (self.output / BEST / "provenance.json").is_file():
+            self._best = read_object(self.output / BEST / "provenance.json")["training"]["held_out_figures"]
+        assert point.held_out is not None
+        better = self._best is None or sign * point.held_out[figure] < sign * self._best.get(figure, sign * math.inf)
+        self._best = point.held_out if better else self._best
+        return better
+
+    def _put(self, place: Path, point: CurvePoint) -> None:
+        partial = place.with_name(f".{place.name}.partial")
+        if self.writer.world.main:
+            shutil.rmtree(partial, ignore_errors=True)
+        about = {"steps": point.step, "total": point.total, "finished": False, "held_out_figures": point.held_out}
+        self.writer.write(partial, about)
+        if self.writer.world.main:
+            shutil.rmtree(place, ignore_errors=True)
+            partial.rename(place)
+            fsync_directory(place.parent)
