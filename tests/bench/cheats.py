@@ -17,7 +17,7 @@ from trtspec.bench.check import GateLimits, GateVerdict, run_checks
 from trtspec.bench.datasets import Question
 from trtspec.bench.recorder import RecorderOptions, record
 from trtspec.bench.transcript import Recording
-from trtspec.cli.values import request_limits_of
+from trtspec.cli.options import request_limits_of
 
 SERVER = Path(__file__).with_name("cheating_server.py")
 TOPICS = ("sorts", "reads", "writes", "joins", "finds", "sends")

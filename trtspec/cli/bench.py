@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from trtspec import report
-from trtspec.cli.options import ForceOption, JsonOption
-from trtspec.cli.values import json_object, numbers, request_limits_of
+from trtspec.cli.options import ForceOption, JsonOption, json_object, numbers, request_limits_of
 from trtspec.errors import CheckFailed, Interrupted, UsageError, has_errors
 from trtspec.records import refuse_unused
 

@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trtspec.cli.options import DryRunOption, ForceOption, JsonOption, PolicyOption, RestartOption, SourceArgument
-from trtspec.cli.values import policy_of, source_directory
+from trtspec.cli.options import (
+    DryRunOption,
+    ForceOption,
+    JsonOption,
+    PolicyOption,
+    RestartOption,
+    SourceArgument,
+    policy_of,
+    source_directory,
+)
 
 if TYPE_CHECKING:
     from trtspec.quant.conversion import Calibrated, CalibrationPlan

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trtspec import report
-from trtspec.cli.options import ForceOption, JsonOption
-from trtspec.cli.values import numbers, request_limits_of
+from trtspec.cli.options import ForceOption, JsonOption, numbers, request_limits_of
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.records import Mode, narrow, refuse_unused
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trtspec.cli.options import ForceOption, Gpu, HeadOption, JsonOption, TargetArgument
-from trtspec.cli.values import numbers
+from trtspec.cli.options import ForceOption, Gpu, HeadOption, JsonOption, TargetArgument, numbers
 from trtspec.planning.layout import LONGEST_DRAFT
 from trtspec.records import Mode, narrow, refuse_unused, without
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from trtspec import report
-from trtspec.cli.options import DryRunOption, Gpu, HeadOption, JsonOption, RestartOption
-from trtspec.cli.values import numbers
+from trtspec.cli.options import DryRunOption, Gpu, HeadOption, JsonOption, RestartOption, numbers
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.records import Mode, narrow, without
 

@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from trtspec.cli.options import DryRunOption, ForceOption, JsonOption, PolicyOption, RestartOption, SourceArgument
-from trtspec.cli.values import policy_of, source_directory
+from trtspec.cli.options import (
+    DryRunOption,
+    ForceOption,
+    JsonOption,
+    PolicyOption,
+    RestartOption,
+    SourceArgument,
+    policy_of,
+    source_directory,
+)
 from trtspec.errors import UsageError
 from trtspec.records import Mode, narrow, refuse_unused
 

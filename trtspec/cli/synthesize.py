@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from trtspec.cli.options import DryRunOption, ForceOption, JsonOption, RestartOption
-from trtspec.cli.values import json_object
+from trtspec.cli.options import DryRunOption, ForceOption, JsonOption, RestartOption, json_object
 from trtspec.errors import TrtspecError
 from trtspec.records import refuse_unused
 from trtspec.report import file_sha256, print_json, progress_bar, provenance, refuse_overwrite, say, write_json

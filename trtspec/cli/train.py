@@ -1,65 +1,274 @@
-"""`trtspec train`: an Eagle3 head from a target and its own answers, measured in the reference engine at the end."""
+"""`trtspec train`: an Eagle3 head from a target and its own answers, measured in the reference engine at the end. First
+the options, the modes that use them, and the configuration file that may hold them."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from trtspec.cli.train_options import (
-    FORECAST,
-    LAUNCH,
-    MODES,
-    SELECTING,
-    WITH_LAYERS,
-    WITHOUT_LAYERS,
-    TrainCommand,
-    curve_options,
-    refuse_from_file,
-    seconds_of,
-    with_file,
-)
+import typer
+
+from trtspec.cli.options import DryRunOption, ForceOption, Gpu, JsonOption, RestartOption, seconds_of
 from trtspec.errors import Interrupted, TrtspecError, UsageError
-from trtspec.heads.training.curve import foreign, is_finished, remove_run
+from trtspec.heads.training.curve import remove_run, resumes
 from trtspec.heads.training.options import (
-    WORK_NAME,
+    BestBy,
     DataFiles,
+    EagleVersion,
     FeatureSource,
+    Launcher,
+    LossName,
+    Precision,
+    Schedule,
+    TrainingRecipe,
     TrainingRun,
+    TrainOptions,
+    TrainRequest,
     check_trackers,
     feature_source,
+    read_config,
 )
-from trtspec.records import Mode, given, narrow, note, refuse_unused, words
-from trtspec.report import print_json, progress_bar, refuse_overwrite, say, sparkline
+from trtspec.records import Mode, flag_of, given, narrow, note, parse, refuse_unused, words
+from trtspec.report import print_json, progress_bar, say, sparkline
+from trtspec.specs import Attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trtspec.checkpoint.hub import Resolved
     from trtspec.heads.training.curve import CurvePoint
-    from trtspec.heads.training.forecast import TrainingNodes
     from trtspec.heads.training.options import TrainingRecipe, TrainOptions
     from trtspec.heads.training.plan import TrainingPlan
-    from trtspec.heads.training.processes import World
-    from trtspec.models.kimi import KimiModel
+    from trtspec.heads.training.processes import TrainingNodes, World
 
 
-@dataclass(frozen=True)
-class Run:
-    """What is trained on what, and how: everything that does not change the loss curve. `work.target_dir` is known
-    when the target's name was looked up."""
+CURVE, RUN = TrainOptions(), TrainingRun(Path(), "", Path())  # their defaults
 
-    target: str
-    data: DataFiles
-    features: FeatureSource
-    work: TrainingRun
-    acceptance_prompts: int
-    asked_for_acceptance: bool
-    again: str  # the command that goes on with this run
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand:
+    """Those that decide the loss curve are fields of TrainOptions, where their defaults are too."""
+
+    target: Annotated[str | None, typer.Argument(help="Target model: a checkpoint directory or a hub id.")] = None
+    data: Annotated[
+        tuple[str, ...],
+        typer.Argument(
+            help="Conversations answered by the target: files, each with =PASSES where it is to be seen more or less "
+            "than once in an epoch; or a directory of dumps.",
+            show_default=False,
+        ),
+    ] = ()
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the new head.")]
+    attention: Annotated[Attention, typer.Option(help="Attention of the head.")] = CURVE.attention
+    eagle: Annotated[EagleVersion, typer.Option(help="EAGLE version.")] = CURVE.eagle
+    draft_vocab_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Draft only from this many most frequent tokens.", show_default="the whole vocabulary"
+        ),
+    ] = None
+    intermediate_size: Annotated[
+        int | None, typer.Option(min=1, help="MLP width of the head.", show_default="the target's")
+    ] = None
+    aux_layers: Annotated[
+        str | None,
+        typer.Option(help="Layers whose outputs the head reads, counted from 0.", show_default="1,L//2-1,L-4"),
+    ] = None
+    init: Annotated[Path | None, typer.Option(help="Start from the weights of this head.")] = None
+    ttt_steps: Annotated[int, typer.Option(min=1, max=16, help="Training-time-test steps.")] = CURVE.ttt_steps
+    ttt_decay: Annotated[
+        float, typer.Option(help="Weight of each of these steps in the loss, relative to the step before.")
+    ] = CURVE.ttt_decay
+    loss: Annotated[LossName, typer.Option(help="Distance to the target's distribution.")] = CURVE.loss
+    answer_only: Annotated[
+        bool,
+        typer.Option(
+            "--answer-only/--all-tokens", help="Compute the loss on the target's own tokens only, or on all tokens."
+        ),
+    ] = CURVE.answer_only
+    epochs: Annotated[
+        int, typer.Option(min=1, help="Passes over the data; more than a finished run had extend it.")
+    ] = CURVE.epochs
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; replaces --epochs.")] = None
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per batch, across all processes.")] = (
+        CURVE.batch_size
+    )
+    accumulation: Annotated[int, typer.Option(min=1, help="Batches per optimizer step.")] = CURVE.accumulation
+    seq_len: Annotated[int, typer.Option(min=8, help="Maximum sequence length in tokens.")] = CURVE.seq_len
+    lr: Annotated[
+        float | None,
+        typer.Option(help="Peak learning rate.", show_default="by hidden size: 2e-3 at 256, 7e-5 at 7168"),
+    ] = None
+    schedule: Annotated[Schedule, typer.Option(help="Learning-rate schedule after the warm-up.")] = CURVE.schedule
+    warmup: Annotated[
+        float, typer.Option(min=0, help="Warm-up: a share of all steps, or from 1 on a number of steps.")
+    ] = CURVE.warmup
+    decay: Annotated[float, typer.Option(help="Share of all steps over which wsd decays.")] = CURVE.decay
+    weight_decay: Annotated[float, typer.Option(min=0, help="AdamW's weight decay.")] = CURVE.weight_decay
+    grad_clip: Annotated[float, typer.Option(help="Largest norm of the gradient.")] = CURVE.grad_clip
+    precision: Annotated[
+        Precision, typer.Option(help="Precision of matrix products; auto: bf16 where the device supports it natively.")
+    ] = CURVE.precision
+    seed: Annotated[int, typer.Option(help="Random seed for weight initialisation and data order.")] = CURVE.seed
+    deduplicate: Annotated[
+        bool,
+        typer.Option("--deduplicate/--keep-duplicates", help="Train only once on duplicate conversations."),
+    ] = CURVE.deduplicate
+    skip_bad_rows: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Skip up to N data rows that cannot be read; the run's record counts them."
+        ),
+    ] = CURVE.skip_bad_rows
+    held_out: Annotated[
+        float, typer.Option(min=0, max=0.99, help="Share of the conversations that is held out for evaluations.")
+    ] = CURVE.held_out
+    eval_data: Annotated[
+        str | None, typer.Option(help="Conversations to evaluate on; replaces --held-out.", show_default=False)
+    ] = None
+    eval_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between evaluations.", show_default="a tenth of the run")
+    ] = None
+    features: Annotated[
+        str,
+        typer.Option(
+            help="Source of the target's hidden states: auto, memory, a directory, stream, stream:DIR or a server URL."
+        ),
+    ] = "auto"
+    config: Annotated[
+        Path | None,
+        typer.Option(help="YAML file with any of these options by name; flags and variables take precedence."),
+    ] = None
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between saved states.")] = RUN.save_every
+    export_every: Annotated[
+        int | None,
+        typer.Option(min=0, help="Steps between exported heads; 0: none on the way.", show_default="--save-every"),
+    ] = None
+    keep: Annotated[int, typer.Option(min=1, help="Exported heads to keep, the newest.")] = RUN.keep
+    best_by: Annotated[BestBy, typer.Option(help="Keep the head with the best held-out figure of this kind too.")] = (
+        RUN.best_by
+    )
+    keep_state: Annotated[
+        bool, typer.Option("--keep-state/--drop-state", help="Whether a finished run can be extended with more steps.")
+    ] = RUN.keep_state
+    max_time: Annotated[
+        str | None,
+        typer.Option(help="Stop in time and leave a usable head: 90m, 3h30m, 1-12:00:00.", show_default=False),
+    ] = None
+    activation_checkpointing: Annotated[
+        bool,
+        typer.Option("--activation-checkpointing", help="Compute activations twice in place of keeping them."),
+    ] = RUN.activation_checkpointing
+    log_with: Annotated[
+        tuple[str, ...],
+        typer.Option(help="Experiment tracker: tensorboard, wandb, mlflow or another of accelerate's."),
+    ] = ()
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = RUN.device
+    acceptance_prompts: Annotated[
+        int, typer.Option(min=0, help="Held-out prompts for the final acceptance measurement; 0 skips it.")
+    ] = 48
+    gpu: Annotated[Gpu, typer.Option(help="GPU type assumed by --dry-run estimates and --print-launch.")] = "b200"
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes assumed by --dry-run and --print-launch.")] = 1
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(min=1, help="GPUs per node for --dry-run and --print-launch.", show_default="those of --gpu"),
+    ] = None
+    print_launch: Annotated[
+        Launcher | None,
+        typer.Option(help="Print what starts this run on these nodes (a script for sbatch: slurm) and stop."),
+    ] = None
+    dry_run: DryRunOption = False
+    restart: RestartOption = False
+    force: ForceOption = False
+    json_: JsonOption = False
+
+
+def _all_but(record: str, name: str, how: str, without: tuple[str, ...]) -> Mode:
+    """A mode that uses every option but these."""
+    used = [(f.name, Any, field(default=None)) for f in fields(TrainCommand) if f.name not in without]
+    return Mode(name, make_dataclass(record, used, frozen=True, kw_only=True), how)
+
+
+SELECTING = ("dry_run", "print_launch")
+CLUSTER = ("gpu", "nodes", "gpus_per_node")
+FORECAST = _all_but("TrainForecast", "--dry-run", "--dry-run", SELECTING)
+LAUNCH = _all_but("TrainLaunch", "--print-launch", "--print-launch", SELECTING)
+WITH_LAYERS = _all_but("TrainWithLayers", "a training run", "--features auto, memory or DIR", (*SELECTING, *CLUSTER))
+# the target's layers run elsewhere, in a stream or in a live server, so no acceptance is measured at the end
+WITHOUT_LAYERS = _all_but(
+    "TrainWithoutLayers",
+    "--features stream or URL",
+    "--features stream or URL",
+    (*SELECTING, *CLUSTER, "acceptance_prompts"),
+)
+MODES = (FORECAST, LAUNCH, WITH_LAYERS, WITHOUT_LAYERS)
+NOT_IN_FILES = ("config", "dry_run", "print_launch", "restart", "force", "json_", "output")  # they belong to one call
+
+
+def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[str]]:
+    """(the command with what its --config file says where neither flag nor variable did, the file's counts of data
+    that are not made yet, the options that came from the file). UsageError for a key that is no option, or a value
+    that the option would refuse."""
+    if command.config is None:
+        return command, TrainingRecipe(), set()
+    values = read_config(command.config)
+    recipe = {key: values.pop(key) for key in [f.name for f in fields(TrainingRecipe)] if key in values}
+    known = {f.name for f in fields(TrainCommand)} - set(NOT_IN_FILES)
+    if unknown := sorted(set(values) - known):
+        allowed = ", ".join(sorted(known | {f.name for f in fields(TrainingRecipe)}))
+        raise UsageError(f"{command.config}: unknown training options {', '.join(unknown)}", f"known: {allowed}")
+    found = _judged(command.config, {key: value for key, value in values.items() if value is not None})
+    told = {key: value for key, value in found.items() if key not in given(command)}
+    return replace(command, **told), TrainingRecipe(**recipe), set(told)
+
+
+def _judged(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """The values as the command line would make them of the same text."""
+    places = {key: values.pop(key) for key in ("target", "data") if key in values}
+    for key, value in values.items():
+        if isinstance(value, list) and key != "log_with":
+            values[key] = ",".join(map(str, value))
+        elif key == "log_with":
+            values[key] = tuple(map(str, value if isinstance(value, list) else [value]))
+        elif not isinstance(value, bool):
+            values[key] = str(value)
+    try:
+        line = words(replace(TrainCommand(output=Path("-")), **values), always=values)
+        parsed = parse(TrainCommand, line, "trtspec train")
+    except UsageError as error:
+        raise UsageError(f"{path}: {error.message.partition(' does not parse: ')[2]}", "correct the file") from None
+    found = {key: getattr(parsed, key) for key in values}
+    if "target" in places:
+        found["target"] = str(places["target"])
+    if "data" in places:
+        data = places["data"]
+        found["data"] = tuple(map(str, data)) if isinstance(data, list) else (str(data),)
+    return found
+
+
+def refuse_from_file(command: TrainCommand, chosen: Mode, names: set[str]) -> None:
+    """Raises UsageError for what a file sets and the mode does not use; a forecast uses all."""
+    used = {f.name for f in fields(chosen.record)}
+    for name in sorted(names - used - set(CLUSTER)):
+        flag = flag_of(TrainCommand, name)
+        raise UsageError(f"{command.config}: {name} ({flag}) is not used by {chosen.name}", "remove it from the file")
+
+
+def curve_options(command: TrainCommand) -> TrainOptions:
+    """What decides the loss curve, checked."""
+    values = {f.name: getattr(command, f.name) for f in fields(TrainOptions)}
+    if command.aux_layers is not None:
+        try:
+            values["aux_layers"] = tuple(int(part) for part in command.aux_layers.split(","))
+        except ValueError:
+            raise UsageError(
+                f"--aux-layers {command.aux_layers!r} is not a list of numbers", "for example --aux-layers 1,29,57"
+            ) from None
+    return TrainOptions(**values).checked()
 
 
 def train(command: TrainCommand) -> None:
@@ -85,26 +294,26 @@ def train(command: TrainCommand) -> None:
     if files.directory:
         refuse_unused(typed, ["features", "seq_len"], f"by {files}: the dumps hold the hidden states")
     options = curve_options(command)
-    run = Run(
+    request = TrainRequest(
         target=_needed(command.target, "TARGET"),
         data=files,
         features=features,
-        work=_work(command, files),
+        run=_run(command, files),
         acceptance_prompts=command.acceptance_prompts,
         asked_for_acceptance="acceptance_prompts" in given(typed) | from_file,
         again=shlex.join(["trtspec", "train", *words(replace(typed, restart=False, force=False, dry_run=False))]),
     )
     if command.print_launch:
-        print(_launch_text(typed, run, options), end="")
+        print(_launch_text(typed, request, options), end="")
         return
     main = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts, the one that writes and talks
-    resumes = main and _resumes(command.output, command.restart, command.force)
+    goes_on = main and resumes(command.output, command.restart, command.force)
     if command.dry_run:
-        print_json(_forecast(run, options, recipe, typed) | {"resumes": resumes})
+        print_json(_forecast(typed, request, options, recipe) | {"resumes": goes_on})
         return
-    if main and not resumes:
+    if main and not goes_on:
         remove_run(command.output)
-    _report(run, _train(run, options), command.json_)
+    _report(request, _train(request, options), command.json_)
 
 
 def _mode(command: TrainCommand, features: FeatureSource) -> Mode:
@@ -121,7 +330,7 @@ def _needed(value: Any, name: str) -> Any:
     return value
 
 
-def _work(command: TrainCommand, files: DataFiles) -> TrainingRun:
+def _run(command: TrainCommand, files: DataFiles) -> TrainingRun:
     """`--max-time` counts from the start of this process, its imports included."""
     deadline = None
     if command.max_time is not None:
@@ -136,7 +345,7 @@ def _work(command: TrainCommand, files: DataFiles) -> TrainingRun:
 
 def _cluster(command: TrainCommand) -> TrainingNodes:
     from trtspec.data_files import gpu_spec
-    from trtspec.heads.training.forecast import TrainingNodes
+    from trtspec.heads.training.processes import TrainingNodes
 
     return TrainingNodes(command.nodes, command.gpus_per_node or gpu_spec(command.gpu).gpus_per_node)
 
@@ -150,16 +359,16 @@ def _launch_words(command: TrainCommand, **changes: Any) -> list[str]:
     return words(replace(command, device=device, **plain, **changes), always=("device",))
 
 
-def _launch_text(command: TrainCommand, run: Run, options: TrainOptions) -> str:
+def _launch_text(command: TrainCommand, request: TrainRequest, options: TrainOptions) -> str:
     """Raises TrtspecError for a target that is neither here nor a known id, or does not fit the GPUs as the run would
     have it there."""
-    from trtspec.checkpoint.hub import resolve
     from trtspec.data_files import gpu_spec
-    from trtspec.heads.training.forecast import launch_text, require_room
+    from trtspec.heads.training.forecast import require_room
+    from trtspec.heads.training.processes import launch_text
 
     assert command.print_launch is not None
     if "device" not in given(command) or command.device != "cpu":
-        require_room(run.features, _stored_bytes(resolve(run.target, allow_download=False)), gpu_spec(command.gpu))
+        require_room(request, gpu_spec(command.gpu))
     cluster = _cluster(command)
     if cluster.gpus > options.batch_size:
         idle = f"{cluster.gpus} processes and {options.batch_size} sequences per step: the others only wait"
@@ -167,77 +376,17 @@ def _launch_text(command: TrainCommand, run: Run, options: TrainOptions) -> str:
     return launch_text(command.print_launch, _launch_words(command), cluster, Path.cwd())
 
 
-def _stored_bytes(resolved: Resolved) -> int:
-    """Of the target's weights: here, or as published."""
-    stored = sum(path.stat().st_size for path in resolved.path.glob("*.safetensors")) if resolved.path else 0
-    return stored or int((resolved.known or {}).get("bytes") or 0)
-
-
-def _forecast(run: Run, options: TrainOptions, recipe: TrainingRecipe, command: TrainCommand) -> dict[str, Any]:
-    """Sizes and costs, after every check that the run makes. A target that is not on this machine, or data not made
-    yet, are taken from the recipe."""
-    from trtspec.checkpoint.hub import resolve
-    from trtspec.checkpoint.target_problems import require_target
+def _forecast(
+    command: TrainCommand, request: TrainRequest, options: TrainOptions, recipe: TrainingRecipe
+) -> dict[str, Any]:
     from trtspec.data_files import gpu_spec
-    from trtspec.heads.training.forecast import UsersCommand, forecast, require_way
-    from trtspec.heads.training.plan import check_run, estimated_seconds, make_plan, plan_without_data
+    from trtspec.heads.training.forecast import dry_run
 
-    resolved = resolve(run.target, allow_download=False)
-    spec, options = resolved.target_spec(), options.for_device(run.work.device)
-    stored = _stored_bytes(resolved)
-    here = resolved.path is not None and not run.data.missing()
-    check_trackers(run.work.log_with)
-    if here:
-        assert resolved.path is not None
-        spec = require_target(resolved.path).spec
-        plan = make_plan(resolved.path, spec, run.data, options, run.features)
-        found = plan.to_dict() | {"estimated_seconds": round(estimated_seconds(plan, options), 1)}
-        found |= check_run(replace(run.work, target_dir=resolved.path), plan, options)
-    else:
-        plan = plan_without_data(spec, options, recipe, Path(str(run.data)), run.features)
-        found = plan.to_dict()
-    work = run.work
-    about = {
-        "output": str(work.output),
-        "device": work.device,
-        "init": str(work.init) if work.init else None,
-        "save_every": work.save_every,
-        "export_every": work.exports,
-        "keep": work.keep,
-        "best_by": work.best_by,
-        "keep_state": work.keep_state,
-        "max_seconds": None if work.deadline is None else round(work.deadline - time.monotonic(), -1),
-        "activation_checkpointing": work.activation_checkpointing,
-        "log_with": list(work.log_with),
-        "acceptance_prompts": run.acceptance_prompts,
-        "options": options.to_dict() | {"lr": options.peak_lr(spec.hidden_size)},
-        "warnings": warnings_of(plan),
-    }
-    typed = UsersCommand(run.target, str(run.data), partial(_launch_words, command, target=run.target))
-    costs = forecast(plan, spec, options, stored, gpu_spec(command.gpu), _cluster(command), typed)
-    if str(run.features) != "auto":
-        require_way(run.features, costs)
-    return found | {"measured": here, **about, **costs}
+    words_of = partial(_launch_words, command, target=request.target)
+    return dry_run(request, options, recipe, _cluster(command), gpu_spec(command.gpu), words_of)
 
 
-def warnings_of(plan: TrainingPlan) -> list[str]:
-    """What engines cannot do with the head that is to be trained."""
-    from trtspec.checkpoint.heads.dialects import ENGINES
-
-    return [text for engine in ENGINES.values() if (text := engine.cannot_load(plan.spec))]
-
-
-def _resumes(output: Path, restart: bool, force: bool) -> bool:
-    """Whether the run that this output holds goes on. Raises UsageError where something else is in the way."""
-    finished = is_finished(output)
-    if (output / WORK_NAME).is_dir() and not restart and not (finished and force):
-        return True
-    if finished or foreign(output):
-        refuse_overwrite(output, force)
-    return False
-
-
-def _train(run: Run, options: TrainOptions) -> dict[str, Any]:
+def _train(request: TrainRequest, options: TrainOptions) -> dict[str, Any]:
     """Plans, trains and measures; the record of the run, empty in all processes but the main one."""
     # OpenMP reads this when torch is loaded. Threads that spin long for each other stop the run where cores are shared.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -246,85 +395,49 @@ def _train(run: Run, options: TrainOptions) -> dict[str, Any]:
     from trtspec.heads.training.plan import make_plan  # only now: importing torch takes seconds
     from trtspec.heads.training.processes import joined
 
-    resolved = resolve(run.target)
+    resolved = resolve(request.target)
     if resolved.path is None:
-        raise TrtspecError(f"{run.target} is not on this machine", f"run `hf download {resolved.hub_id}`")
-    run = replace(run, work=replace(run.work, target_dir=resolved.path))
-    with joined(run.work.device) as world:
+        raise TrtspecError(f"{request.target} is not on this machine", f"run `hf download {resolved.hub_id}`")
+    request = replace(request, run=replace(request.run, target_dir=resolved.path))
+    with joined(request.run.device) as world:
         if not world.main:
             os.environ["TRTSPEC_QUIET"] = "1"
-        check_trackers(run.work.log_with)
-        options = options.for_device(run.work.device)
+        check_trackers(request.run.log_with)
+        options = options.for_device(request.run.device)
         spec = require_target(resolved.path).spec
-        plan = make_plan(resolved.path, spec, run.data, options, run.features)
-        return _train_and_measure(run, plan, options, world)
+        plan = make_plan(resolved.path, spec, request.data, options, request.features)
+        return _train_and_measure(request, plan, options, world)
 
 
-def _train_and_measure(run: Run, plan: TrainingPlan, options: TrainOptions, world: World) -> dict[str, Any]:
+def _train_and_measure(
+    request: TrainRequest, plan: TrainingPlan, options: TrainOptions, world: World
+) -> dict[str, Any]:
     from trtspec.heads.training.plan import check_run
 
-    check_run(run.work, plan, options)
-    _say_what(plan)
+    check_run(request.run, plan, options)
+    for line in plan.told():
+        say(line)
 
     from trtspec.cli.train_measure import measure_acceptance  # only now: importing ModelOpt takes many seconds
-    from trtspec.heads.training.run import run_training, write_record
+    from trtspec.heads.training.run import open_target, run_training, write_record
 
-    target_dir = run.work.target_dir
-    model, whole = _target(target_dir, plan, options.dtype, world.device(run.work.device))
-    if not whole and run.asked_for_acceptance and run.acceptance_prompts:
+    target_dir = request.run.target_dir
+    model, whole = open_target(target_dir, plan, options.dtype, world.device(request.run.device))
+    if not whole and request.asked_for_acceptance and request.acceptance_prompts:
         text = "--acceptance-prompts is not used where the target does not fit in memory beside its dumps"
         raise UsageError(text, "leave it out, serve both, then run `trtspec bench`")
     with progress_bar("training", plan.steps, "steps") as bar:
-        record = run_training(run.work, model, plan, options, on_step=_shown(bar.advance), world=world)
-    if not record or not run.acceptance_prompts or not record["training"]["finished"]:
+        record = run_training(request.run, model, plan, options, on_step=_shown(bar.advance), world=world)
+    if not record or not request.acceptance_prompts or not record["training"]["finished"]:
         return record
     if not whole:
         say("Acceptance is not measured without the target's layers; serve both, then run `trtspec bench`")
     elif record["held_out"]:
         record["acceptance"] = measure_acceptance(
-            target_dir, model, run.work.output, plan, record["held_out"], run.acceptance_prompts
+            target_dir, model, request.run.output, plan, record["held_out"], request.acceptance_prompts
         )
-        write_record(run.work.output, plan.spec, record)
+        write_record(request.run.output, plan.spec, record)
     return record
-
-
-def _say_what(plan: TrainingPlan) -> None:
-    """What is trained on what, before the work begins."""
-    for told in plan.files:
-        left = [f"{told[key]} {text}" for key, text in LEFT_OUT.items() if told.get(key)]
-        if left:
-            say(f"{told['file']}: {told['conversations']} conversations, {' and '.join(left)}")
-    for warning in warnings_of(plan):
-        say(f"warning: {warning}")
-    say(
-        f"Training an EAGLE-{plan.spec.eagle} {plan.spec.attention.upper()} head of {plan.parameters / 1e6:.1f} M "
-        f"parameters on {plan.tokens:,} tokens, {plan.steps} steps"
-    )
-
-
-LEFT_OUT = {
-    "bad_rows": "rows skipped that cannot be read",
-    "duplicates": "duplicates left out",
-    "in_eval_data": "left out because they are evaluated on",
-}
-
-
-def _target(target_dir: Path, plan: TrainingPlan, dtype: Any, device: str) -> tuple[KimiModel, bool]:
-    """(the target, whether with its layers). Its embeddings, final norm and lm_head suffice where the states come by
-    another way: streamed, from a server, or from dumps of a target that does not fit."""
-    import psutil
-
-    from trtspec.heads.training.plan import MEMORY_SHARE
-    from trtspec.models.stream import LayerStream
-    from trtspec.models.weights import load_target
-
-    stored = sum(path.stat().st_size for path in target_dir.glob("*.safetensors"))
-    large = stored > MEMORY_SHARE * psutil.virtual_memory().available
-    apart = not plan.features.needs_layers or (large and plan.dumped is not None)
-    if not apart:
-        return load_target(target_dir, dtype=dtype, device=device), True
-    with LayerStream(target_dir, dtype=dtype, device=device) as stream:
-        return stream.ends(), False
 
 
 def _shown(advance: Callable[..., None]) -> Callable[[CurvePoint], None]:
@@ -346,11 +459,11 @@ def _shown(advance: Callable[..., None]) -> Callable[[CurvePoint], None]:
     return on_step
 
 
-def _report(run: Run, record: dict[str, Any], as_json: bool) -> None:
+def _report(request: TrainRequest, record: dict[str, Any], as_json: bool) -> None:
     """The end of a run for the one who called it; Interrupted where a signal ended it."""
     if not record:
         return
-    output, training = run.work.output, record["training"]
+    output, training = request.run.output, record["training"]
     if as_json:
         print_json({"output": str(output), **record})
     else:
@@ -359,8 +472,8 @@ def _report(run: Run, record: dict[str, Any], as_json: bool) -> None:
         return
     where = f"after step {training['steps']} of {training['total']}; {output} holds the head of that step"
     if training["stopped"] in ("SIGINT", "SIGTERM"):
-        raise Interrupted(f"stopped by {training['stopped']} {where}", f"resume with `{run.again}`")
-    say(f"Time is up {where}. Resume with: {run.again}")
+        raise Interrupted(f"stopped by {training['stopped']} {where}", f"resume with `{request.again}`")
+    say(f"Time is up {where}. Resume with: {request.again}")
 
 
 def _show(output: Path, record: dict[str, Any]) -> None:

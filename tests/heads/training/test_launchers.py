@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trtspec.heads.training.forecast import TrainingNodes, launch_text
+from trtspec.heads.training.processes import TrainingNodes, launch_text
 
 ROOT = Path(__file__).parents[3]
 OPTIONS = ["--seq-len", "96", "--steps", "6", "--batch-size", "4", "--acceptance-prompts", "0", "--device", "cpu"]

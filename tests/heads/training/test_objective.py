@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.heads.training.test_exported_equals_trained import places_of, training_module
 from tests.tiny import make_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.cli.train_options import seconds_of
+from trtspec.cli.options import seconds_of
 from trtspec.errors import MissingDependency, UsageError
 from trtspec.heads.training.features import compute_features
 from trtspec.heads.training.loop import (

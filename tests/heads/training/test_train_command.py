@@ -93,7 +93,7 @@ def test_what_cannot_be_is_a_usage_error(tmp_path, target_dir, data, arguments, 
 
 
 def test_options_come_from_a_file_and_unknown_ones_are_refused(tmp_path):
-    from trtspec.cli.train_options import TrainCommand, curve_options, with_file
+    from trtspec.cli.train import TrainCommand, curve_options, with_file
     from trtspec.errors import UsageError
 
     path = tmp_path / "train.yaml"

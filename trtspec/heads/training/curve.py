@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.files import read_object
+from trtspec.report import refuse_overwrite
 
 WORK_NAME = ".trtspec"  # the state of a run, and states of a streamed target
 CHECKPOINT, BEST = "checkpoint-", "best"  # folders of exported heads
@@ -41,6 +42,16 @@ def foreign(output: Path) -> list[Path]:
     """What no run of `trtspec train` left here."""
     ours = {WORK_NAME, BEST, CURVE_NAME, SPEED_NAME, PLOT_NAME, *HEAD_FILES, *(p.name for p in checkpoints(output))}
     return [path for path in output.iterdir() if path.name not in ours] if output.is_dir() else []
+
+
+def resumes(output: Path, restart: bool, force: bool) -> bool:
+    """Whether the run that this output holds goes on. Raises UsageError where something else is in the way."""
+    finished = is_finished(output)
+    if (output / WORK_NAME).is_dir() and not restart and not (finished and force):
+        return True
+    if finished or foreign(output):
+        refuse_overwrite(output, force)
+    return False
 
 
 def remove_run(output: Path) -> None:

@@ -1,5 +1,4 @@
-"""What a training run costs by each way of getting the target's states (hours by phase, bytes, peak memory), and how
-its command starts on several GPUs and nodes.
+"""What a training run costs by each way of getting the target's states (hours by phase, bytes, peak memory).
 
 Hours are ranges: counted multiplications at a share of the GPUs' dense rate that is assumed and said, because nothing
 here was measured on a GPU; a published run stands beside them. Bytes are counted. The ways:
@@ -8,9 +7,6 @@ here was measured on a GPU; a published run stands beside them. Bytes are counte
     stream   each GPU runs the target one decoder layer at a time, over its part of a chunk of samples
     dumps    states written by an engine at tensor parallel N, read again in every epoch
     server   a live engine hands over the states while the head trains; nothing is stored
-
-The launch texts (torchrun, accelerate, or a Slurm script around torchrun) run as they are printed, from the directory
-that they name, which all nodes must see. torchrun replicates the head, accelerate shards it (FSDP).
 """
 
 from __future__ import annotations
@@ -18,16 +14,30 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trtspec.checkpoint.hub import Resolved, resolve
+from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.target_tensors import linear_shapes
 from trtspec.data_files import gpu_spec
 from trtspec.errors import TrtspecError
-from trtspec.heads.training.options import Dumped, FeatureSource, InMemory, Launcher, Served, Streamed, TrainOptions
-from trtspec.heads.training.plan import TrainingPlan
+from trtspec.heads.training.options import (
+    Dumped,
+    FeatureSource,
+    InMemory,
+    Served,
+    Streamed,
+    TrainingRecipe,
+    TrainOptions,
+    TrainRequest,
+    check_trackers,
+)
+from trtspec.heads.training.plan import TrainingPlan, check_run, estimated_seconds, make_plan, plan_without_data
+from trtspec.heads.training.processes import TrainingNodes, launch_text
 from trtspec.specs import GpuSpec, ModelSpec
 
 TRAINING_SHARE, FORWARD_SHARE = (0.1, 0.4), (0.1, 0.5)  # of the dense bf16 rate: slow and fast
@@ -48,7 +58,6 @@ PUBLISHED = {
 }  # fmt: skip
 OTHER_WAYS = "pass --features stream, a directory of dumps, or a server's URL: `--dry-run` compares them"
 SERVER = "http://HOST:8000"
-PORT = 29500  # of the rendezvous; torchrun's own default
 Range = tuple[float, float]  # least, most
 
 
@@ -59,6 +68,60 @@ class UsersCommand:
     target: str
     data: str
     words: Callable[..., list[str]]
+
+
+def dry_run(
+    request: TrainRequest,
+    options: TrainOptions,
+    recipe: TrainingRecipe,
+    cluster: TrainingNodes,
+    gpu: GpuSpec,
+    words: Callable[..., list[str]],
+) -> dict[str, Any]:
+    """Sizes and costs, after every check that the run makes. A target that is not on this machine, or data not made
+    yet, are taken from the recipe. `words`: see `UsersCommand`."""
+    resolved = resolve(request.target, allow_download=False)
+    run = request.run
+    spec, options = resolved.target_spec(), options.for_device(run.device)
+    stored = stored_bytes(resolved)
+    here = resolved.path is not None and not request.data.missing()
+    check_trackers(run.log_with)
+    if here:
+        assert resolved.path is not None
+        spec = require_target(resolved.path).spec
+        plan = make_plan(resolved.path, spec, request.data, options, request.features)
+        found = plan.to_dict() | {"estimated_seconds": round(estimated_seconds(plan, options), 1)}
+        found |= check_run(replace(run, target_dir=resolved.path), plan, options)
+    else:
+        plan = plan_without_data(spec, options, recipe, Path(str(request.data)), request.features)
+        found = plan.to_dict()
+    about = {
+        "output": str(run.output),
+        "device": run.device,
+        "init": str(run.init) if run.init else None,
+        "save_every": run.save_every,
+        "export_every": run.exports,
+        "keep": run.keep,
+        "best_by": run.best_by,
+        "keep_state": run.keep_state,
+        "max_seconds": None if run.deadline is None else round(run.deadline - time.monotonic(), -1),
+        "activation_checkpointing": run.activation_checkpointing,
+        "log_with": list(run.log_with),
+        "acceptance_prompts": request.acceptance_prompts,
+        "options": options.to_dict() | {"lr": options.peak_lr(spec.hidden_size)},
+        "warnings": plan.warnings,
+    }
+    typed = UsersCommand(request.target, str(request.data), words)
+    costs = forecast(plan, spec, options, stored, gpu, cluster, typed)
+    if str(request.features) != "auto":
+        require_way(request.features, costs)
+    return found | {"measured": here, **about, **costs}
+
+
+def stored_bytes(resolved: Resolved) -> int:
+    """Of the target's weights: here, or as published."""
+    stored = sum(path.stat().st_size for path in resolved.path.glob("*.safetensors")) if resolved.path else 0
+    return stored or int((resolved.known or {}).get("bytes") or 0)
 
 
 def forecast(
@@ -115,9 +178,11 @@ def way_of(features: FeatureSource) -> str:
             return "server"
 
 
-def require_room(features: FeatureSource, stored: int, gpu: GpuSpec) -> None:
-    """Raises TrtspecError where the target would have to lie in each GPU's memory and does not fit."""
-    if way_of(features) == "online" and stored > gpu.memory_bytes * USABLE:
+def require_room(request: TrainRequest, gpu: GpuSpec) -> None:
+    """Raises TrtspecError where the target would have to lie in each GPU's memory and does not fit, and for
+    one that is neither here nor a known id."""
+    stored = stored_bytes(resolve(request.target, allow_download=False))
+    if way_of(request.features) == "online" and stored > gpu.memory_bytes * USABLE:
         raise TrtspecError(
             f"TS-TRAIN-FIT the target's {stored:,} bytes would lie in each {gpu.name}, which has "
             f"{gpu.memory_bytes * USABLE:,.0f} to give",
@@ -337,82 +402,3 @@ def server_commands(
         "vllm": f"vllm serve {name} --tensor-parallel-size {parallel} --max-model-len {options.seq_len + 1} {flags} "
         f"--speculative-config '{json.dumps(speculative)}' --kv-transfer-config '{json.dumps(connector)}'",
     }
-
-
-@dataclass(frozen=True)
-class TrainingNodes:
-    """GPUs to train on; one process each."""
-
-    nodes: int
-    gpus_per_node: int
-
-    @property
-    def gpus(self) -> int:
-        return self.nodes * self.gpus_per_node
-
-    def holding(self, processes: int) -> TrainingNodes:
-        """As much of it as this many processes need, on as few nodes as possible."""
-        processes = min(processes, self.gpus)
-        nodes = -(-processes // self.gpus_per_node)
-        return TrainingNodes(nodes, -(-processes // nodes))
-
-
-def launch_text(launcher: Launcher, words: Sequence[str], cluster: TrainingNodes, directory: Path) -> str:
-    """What to run for `trtspec train WORDS`: a line to be given on each node, or the script for sbatch."""
-    if launcher == "slurm":
-        return slurm_script(words, cluster, directory)
-    lines = [f"cd {shlex.quote(str(directory))}"]
-    if cluster.nodes > 1:
-        lines.append(f"# on each node, with NODE_RANK=0 to {cluster.nodes - 1} and MASTER_ADDR=the name of node 0:")
-    start = _torchrun(cluster) if launcher == "torchrun" else _accelerate(cluster)
-    return "\n".join([*lines, command_line(start, words)]) + "\n"
-
-
-def command_line(start: Sequence[str], words: Sequence[str]) -> str:
-    """One line: the launcher's part, which may hold shell variables, and the quoted command."""
-    return " ".join([*start, "-m", "trtspec", "train", shlex.join(words)])
-
-
-def _torchrun(cluster: TrainingNodes) -> list[str]:
-    each = ["--nproc-per-node", str(cluster.gpus_per_node)]
-    if cluster.nodes == 1:
-        return ["torchrun", "--standalone", *each]
-    return ["torchrun", "--nnodes", str(cluster.nodes), *each, "--node-rank", '"$NODE_RANK"', *_meeting("--master-")]
-
-
-def _accelerate(cluster: TrainingNodes) -> list[str]:
-    line = [
-        "accelerate", "launch", "--use_fsdp", "--fsdp_version", "2", "--mixed_precision", "no",
-        "--dynamo_backend", "no", "--num_machines", str(cluster.nodes), "--num_processes", str(cluster.gpus),
-    ]  # fmt: skip
-    if cluster.nodes == 1:
-        return [*line, "--main_process_port", "0"]
-    address, place, port, number = _meeting("--main_process_")
-    return [*line, "--machine_rank", '"$NODE_RANK"', address.replace("addr", "ip"), place, port, number]
-
-
-def _meeting(prefix: str) -> list[str]:
-    return [f"{prefix}addr", '"$MASTER_ADDR"', f"{prefix}port", f'"${{MASTER_PORT:-{PORT}}}"']
-
-
-def slurm_script(words: Sequence[str], cluster: TrainingNodes, directory: Path) -> str:
-    """For sbatch. Given again after a time limit, the job resumes with its last saved state."""
-    on_gpus = "cpu" not in words
-    gpus = f"#SBATCH --gpus-per-node={cluster.gpus_per_node}\n" if on_gpus else ""
-    start = [
-        "srun", "--kill-on-bad-exit=1", "torchrun", "--nnodes", '"$SLURM_JOB_NUM_NODES"',
-        "--nproc-per-node", str(cluster.gpus_per_node), "--rdzv-backend", "c10d", "--rdzv-id", '"$SLURM_JOB_ID"',
-        "--rdzv-endpoint", f'"$head:${{MASTER_PORT:-{PORT}}}"',
-    ]  # fmt: skip
-    return f"""#!/bin/bash
-#SBATCH --job-name=trtspec-train
-#SBATCH --nodes={cluster.nodes}
-#SBATCH --ntasks-per-node=1
-{gpus}#SBATCH --exclusive
-#SBATCH --chdir={directory}
-#SBATCH --output=trtspec-train-%j.log
-# Add --partition, --account and --time. When the time is up, submit the script again: the run resumes.
-set -euo pipefail
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-{command_line(start, words)}
-"""

@@ -264,6 +264,20 @@ def _weighted(word: str) -> tuple[str, float]:
 
 
 @dataclass(frozen=True)
+class TrainRequest:
+    """What is to be trained on what, by the names that were given, and how: all that does not change the loss curve.
+    `run.target_dir` is known once the target's name was looked up."""
+
+    target: str
+    data: DataFiles
+    features: FeatureSource
+    run: TrainingRun
+    acceptance_prompts: int  # held-out prompts that the new head drafts on at the end
+    asked_for_acceptance: bool
+    again: str  # the command that goes on with this run
+
+
+@dataclass(frozen=True)
 class TrainingRecipe:
     """What a config file may say beside the command's options: `samples` and `mean_tokens` (per sample) describe data
     that are not made yet, for the forecast of --dry-run."""

@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from trtspec.checkpoint.heads.dialects import ENGINES
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.checkpoint.writer import write_shard
 from trtspec.errors import TrtspecError, UsageError
@@ -54,6 +55,11 @@ STATE_NAME = "state.safetensors"
 LENGTH = ("epochs", "steps")  # options that may grow when a run goes on
 IN_DATA = ("skip_bad_rows",)  # its effect is in the digest of the data
 MOMENTS = ("exp_avg", "exp_avg_sq")
+LEFT_OUT = {  # of a data file
+    "bad_rows": "rows skipped that cannot be read",
+    "duplicates": "duplicates left out",
+    "in_eval_data": "left out because they are evaluated on",
+}
 
 
 @dataclass
@@ -71,6 +77,22 @@ class TrainingPlan:
     files: list[dict[str, Any]] = field(default_factory=list)  # what became of each data file
     counted: int | None = None  # samples of a plan made without the data
     dumped: Features | None = None  # the states, where a directory holds them already
+
+    @property
+    def warnings(self) -> list[str]:
+        """What engines cannot do with the head that is to be trained."""
+        return [text for engine in ENGINES.values() if (text := engine.cannot_load(self.spec))]
+
+    def told(self) -> list[str]:
+        """What is trained on what, line by line, for whoever waits."""
+        found = []
+        for file in self.files:
+            left = [f"{file[key]} {text}" for key, text in LEFT_OUT.items() if file.get(key)]
+            if left:
+                found.append(f"{file['file']}: {file['conversations']} conversations, {' and '.join(left)}")
+        found += [f"warning: {warning}" for warning in self.warnings]
+        head = f"EAGLE-{self.spec.eagle} {self.spec.attention.upper()} head of {self.parameters / 1e6:.1f} M parameters"
+        return [*found, f"Training an {head} on {self.tokens:,} tokens, {self.steps} steps"]
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from trtspec.checkpoint.headers import Checkpoint
@@ -39,6 +40,7 @@ from trtspec.heads.training.features_stream import open_stream, stream_features
 from trtspec.heads.training.loop import Way, train_head
 from trtspec.heads.training.options import Dumped, Served, Streamed, TrainingRun, TrainOptions, check_trackers
 from trtspec.heads.training.plan import (
+    MEMORY_SHARE,
     STATE_NAME,
     KeptState,
     TrainingPlan,
@@ -49,6 +51,8 @@ from trtspec.heads.training.plan import (
 )
 from trtspec.heads.training.processes import ALONE, Stop, World, require_shared
 from trtspec.heads.training.samples import Sample, TrainingData, coverage, draft_vocabulary, split_data
+from trtspec.models.stream import LayerStream
+from trtspec.models.weights import load_target
 from trtspec.report import fsync_directory, progress_bar, provenance, say, write_atomic, write_json
 from trtspec.specs import HeadSpec, ModelSpec
 
@@ -56,6 +60,18 @@ if TYPE_CHECKING:
     from trtspec.models.kimi import KimiModel
 
 PROJECT = "trtspec-train"
+
+
+def open_target(target_dir: Path, plan: TrainingPlan, dtype: torch.dtype, device: str) -> tuple[KimiModel, bool]:
+    """(the target, whether with its layers). Its embeddings, final norm and lm_head suffice where the states come by
+    another way: streamed, from a server, or from dumps of a target that does not fit."""
+    stored = sum(path.stat().st_size for path in target_dir.glob("*.safetensors"))
+    large = stored > MEMORY_SHARE * psutil.virtual_memory().available
+    apart = not plan.features.needs_layers or (large and plan.dumped is not None)
+    if not apart:
+        return load_target(target_dir, dtype=dtype, device=device), True
+    with LayerStream(target_dir, dtype=dtype, device=device) as stream:
+        return stream.ends(), False
 
 
 def run_training(
