@@ -12,9 +12,10 @@ from trtspec.checkpoint.hub import resolve
 from trtspec.cli.train import TrainCommand, curve_options, with_file
 from trtspec.data_files import gpu_spec
 from trtspec.errors import UsageError
+from trtspec.heads.training.forecast import UsersCommand, decoded_layer_bytes, forecast, forward_flops
 from trtspec.heads.training.options import InMemory, TrainingRecipe, TrainOptions, feature_source
 from trtspec.heads.training.plan import plan_without_data
-from trtspec.heads.training.processes import TrainingNodes, UsersCommand, decoded_layer_bytes, forecast, forward_flops
+from trtspec.heads.training.processes import TrainingNodes
 
 RECIPES = sorted((Path(__file__).parents[3] / "configs" / "train").glob("*.yaml"))
 
