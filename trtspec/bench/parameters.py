@@ -43,7 +43,8 @@ async def probe_parameters(asker: Asker, answered: Sequence[Transcript], limits:
 
 
 async def _changed(asker: Asker, probe: ParameterProbe, base: Transcript, limits: RequestLimits) -> ParameterReply:
-    """A penalty changes a long answer; where none changes, it was dropped, or nothing in the answer repeats."""
+    """A penalty, or a word that must not come, changes a long answer; where it does not, it was dropped, or nothing in
+    the answer repeats."""
     if (deadly := _deadly(probe, limits)) is not None:
         return deadly
     got = await _ask(asker, base, probe.fields)
@@ -56,13 +57,7 @@ async def _bad_word(asker: Asker, base: Transcript, limits: RequestLimits) -> Pa
     words = [word for word in base.content.split() if word.isalpha() and len(word) > 2]
     if not words:
         return ParameterReply("bad", NOT_SENT, "no answer holds a word")
-    probe = ParameterProbe("bad", {"bad": f" {words[-1]}"}, "bad_words")
-    if (deadly := _deadly(probe, limits)) is not None:
-        return deadly
-    got = await _ask(asker, base, probe.fields)
-    if isinstance(got, str):
-        return ParameterReply(probe.name, REFUSED, got)
-    return ParameterReply(probe.name, NO_EFFECT if got.text == base.text else HONOURED)
+    return await _changed(asker, ParameterProbe("bad", {"bad": f" {words[-1]}"}, "bad_words"), base, limits)
 
 
 async def _min_tokens(asker: Asker, answered: Sequence[Transcript], limits: RequestLimits) -> ParameterReply:
