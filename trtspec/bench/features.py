@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from trtspec.bench.asking import NOT_ASKED
+from trtspec.bench.asking import HONOURED, NO_EFFECT, NOT_ASKED, NOT_SENT, REFUSED
 from trtspec.bench.battery import FORM_SCHEMA, TOOL, stop_word
 from trtspec.bench.gate import CheckResult, result
-from trtspec.bench.parameters import HONOURED, NO_EFFECT, NOT_SENT, REFUSED
 from trtspec.bench.transcript import Recording, ToolReply, Transcript
 
 TOOL_MARKERS = ("<|tool_call", "<tool_call", "[TOOL_CALLS]")

@@ -13,12 +13,11 @@ from typing import Any
 
 from trtspec.bench import adapters, battery
 from trtspec.bench.acceptance import TurnCounts
-from trtspec.bench.asking import TOP, Asker
+from trtspec.bench.asking import TOP, Asker, probe_parameters
 from trtspec.bench.battery import Battery
 from trtspec.bench.client import Answer, Endpoint, new_client
 from trtspec.bench.features import stream_fault
 from trtspec.bench.findings import RequestLimits
-from trtspec.bench.parameters import probe_parameters
 from trtspec.bench.quality import TaskSet, ask_tasks
 from trtspec.bench.transcript import (
     AskedPrompt,
