@@ -17,11 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import yaml
 
 from trtspec.errors import TrtspecError, UsageError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 MOST_JSON = 256 * 2**20  # bytes; the index of a large model has about 20 MB
 KINDS = ((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
@@ -90,6 +93,12 @@ def read_object(path: str | Path, most: int = MOST_JSON, remedy: str = "", uniqu
     if not isinstance(value, dict):
         raise TrtspecError(f"{path} holds {type(value).__name__}, not a JSON object", remedy, CODE)
     return value
+
+
+def first_fault(error: ValidationError) -> str:
+    """What pydantic finds wrong first, without the value: `field.of.field: why`."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def parse_json(text: str | bytes, unique: bool = False) -> Any:

@@ -19,14 +19,14 @@ from tests.bench.conftest import free_port
 from tests.command_line import trtspec
 from trtspec import data_files
 from trtspec.bench import measure
-from trtspec.bench.distribution import TOP, QualityLimits, check_distribution, compare_distributions, kl_bound
+from trtspec.bench.lossless import MOST_TOLD, QualityLimits, check_distribution, compare_distributions, kl_bound
 from trtspec.bench.transcript import Recording, Token, Transcript
 
 TRTSPEC = [sys.executable, "-m", "trtspec"]
 NANO = data_files.kimi_nano_dir()
 
 
-def told(logits: np.ndarray, top: int = TOP) -> dict[str, float]:
+def told(logits: np.ndarray, top: int = MOST_TOLD) -> dict[str, float]:
     logs = logits - np.log(np.exp(logits).sum())
     return {str(index): float(logs[index]) for index in np.argsort(-logs)[:top]}
 

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trtspec.bench import drafting, features, pace, visible
-from trtspec.bench.distribution import QualityLimits, check_distribution
 from trtspec.bench.gate import CheckResult, mcnemar, pairs_needed, required, result
-from trtspec.bench.lossless import compare_transcripts
+from trtspec.bench.lossless import QualityLimits, check_distribution, compare_transcripts
 from trtspec.bench.quality import paired
 from trtspec.bench.text_quality import RUN_SHARE, degeneration, judge_run
 from trtspec.bench.transcript import Recording

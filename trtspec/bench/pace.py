@@ -9,7 +9,6 @@ from dataclasses import replace
 from trtspec.bench.gate import CheckResult, result
 from trtspec.bench.transcript import Recording, Transcript
 
-SHOWN = 20
 BUFFERED_SPAN = 0.05  # all pieces of a stream within this share of its time came at once
 SHORTEST_STREAM = 0.1  # seconds; below it nothing can be said about how an answer arrives
 MANY_TOKENS = 24

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -19,6 +20,8 @@ from trtspec.bench.acceptance import AcceptanceSummary, TurnCounts
 from trtspec.bench.adapters import DetectedServer
 from trtspec.bench.text_quality import OutputQuality
 from trtspec.errors import Problem, TrtspecError, UsageError
+
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
@@ -258,25 +261,21 @@ def level_label(concurrency: int, rate: float | None) -> str:
 
 
 def read_results(path: Path) -> ComparedRun:
-    """results.json of a directory or a file. Raises UsageError when it is not one."""
-    file = path / "results.json" if path.is_dir() else path
-    try:
-        return _adapter(ComparedRun).validate_json(json.dumps(files.read_object(file)), strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise _no_result(file, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    except (OSError, TrtspecError, ValueError) as error:
-        raise _no_result(file, str(error)) from None
+    """What a comparison reads of results.json of a directory or a file. Raises UsageError when it is not one."""
+    return _read(path, lambda found: _adapter(ComparedRun).validate_json(json.dumps(found), strict=True))
 
 
 def read_whole(path: Path) -> BenchResults:
     """All of results.json of a directory or a file, of this release. Raises UsageError when it is not one."""
+    return _read(path, from_dict)
+
+
+def _read(path: Path, records: Callable[[dict[str, Any]], Read]) -> Read:
     file = path / "results.json" if path.is_dir() else path
     try:
-        return from_dict(files.read_object(file))
+        return records(files.read_object(file))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise _no_result(file, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise _no_result(file, files.first_fault(error)) from None
     except (OSError, TrtspecError, ValueError) as error:
         raise _no_result(file, str(error)) from None
 

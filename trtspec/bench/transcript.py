@@ -197,8 +197,7 @@ def read_recording(path: Path) -> Recording:
         if not asked or not all(isinstance(text, str) for text in asked) or read.max_tokens < 1:
             raise ValueError("it holds no prompt that was answered")
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise _no_recording(path, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise _no_recording(path, files.first_fault(error)) from None
     except KeyError as error:
         raise _no_recording(path, f"{error} is missing") from None
     except (OSError, TrtspecError, ValueError, IndexError, RecursionError) as error:

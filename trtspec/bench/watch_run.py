@@ -69,9 +69,7 @@ def read_state(
     except FileNotFoundError:
         return fresh
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UsageError(f"{path} is not the state of a watch: {where}: {first['msg']}", RESTART) from None
+        raise UsageError(f"{path} is not the state of a watch: {files.first_fault(error)}", RESTART) from None
     except TrtspecError as error:
         raise UsageError(f"{path} is not the state of a watch: {error.message}", RESTART) from None
     if found.url != url:

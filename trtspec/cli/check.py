@@ -157,7 +157,7 @@ def check(options: CheckOptions) -> None:
     skipped and named. Exits with status 3 when a check fails.
     """
     from trtspec.bench.check import GateLimits, run_checks
-    from trtspec.bench.distribution import QualityLimits
+    from trtspec.bench.lossless import QualityLimits
 
     used = narrow(options, _mode(options), MODES)
     if options.record is None and options.junit is None:
@@ -213,7 +213,7 @@ def collect(options: CheckAlone | CheckAgainstServer | CheckAgainstRecording) ->
     from trtspec.bench.asking import TOP
     from trtspec.bench.battery import battery_of
     from trtspec.bench.client import base_url
-    from trtspec.bench.distribution import TOP as MOST_TOLD
+    from trtspec.bench.lossless import MOST_TOLD
     from trtspec.bench.recorder import RecorderOptions
     from trtspec.bench.recorder import record as ask_server
     from trtspec.bench.transcript import read_recording
