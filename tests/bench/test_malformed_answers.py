@@ -16,8 +16,8 @@ from tests.command_line import trtspec
 from trtspec.bench.asking import read_answer
 from trtspec.bench.check import GateLimits, run_checks
 from trtspec.bench.client import finite
-from trtspec.bench.pace import check_speed
 from trtspec.bench.transcript import AskedPrompt, Recording, read_recording
+from trtspec.bench.visible import check_speed
 from trtspec.errors import UsageError
 
 

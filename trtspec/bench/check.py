@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from trtspec.bench import drafting, features, pace, visible
+from trtspec.bench import drafting, features, visible
 from trtspec.bench.gate import CheckResult, mcnemar, pairs_needed, required, result
 from trtspec.bench.lossless import QualityLimits, check_distribution, compare_transcripts
 from trtspec.bench.quality import paired
@@ -75,8 +75,8 @@ def run_checks(got: Recording, expected: Recording | None, limits: GateLimits) -
         drafting.check_forced(got),
         *drafting.check_passes(got),
         drafting.check_long(got),
-        pace.check_speed(got),
-        pace.check_streaming(got),
+        visible.check_speed(got),
+        visible.check_streaming(got),
         features.check_parameters(got, expected),
         check_tasks(got, expected, limits.task_fall),
     ]
