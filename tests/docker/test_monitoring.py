@@ -18,7 +18,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from trtspec.bench.watch import ProbeAnswer, Watch, WatchSettings, WatchState
-from trtspec.bench.watch_metrics import CODES, WatchCollector, start_exporter
+from trtspec.bench.watch_run import CODES, WatchCollector, start_exporter
 from trtspec.bench.watch_sources import NAMES, Increment
 
 MONITORING = Path(__file__).parents[2] / "docker" / "monitoring"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from trtspec.bench.gate import Status
 from trtspec.bench.prove import PLAIN
 
 PLAN_TOLERANCE = 0.20  # relative; what docs/plan-model.md states for held-out figures
@@ -13,8 +14,6 @@ MEMORY_TOLERANCE = 0.10
 WARM_LOSS = 0.15  # acceptance on a repeated prompt may be this much lower
 LONG_LOSS = 0.50  # and on the longest prompts this much, against the shortest
 FEWEST_STEPS = 50  # of a part that is compared with another
-
-Status = Literal["pass", "fail", "skipped"]
 
 
 @dataclass(frozen=True)

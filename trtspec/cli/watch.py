@@ -176,8 +176,7 @@ def _look_on(found: Watch, source: WatchSource, path: Path, options: WatchOption
     import signal
     import time
 
-    from trtspec.bench.watch_metrics import WatchCollector, start_exporter
-    from trtspec.bench.watch_run import look_on, write_state
+    from trtspec.bench.watch_run import WatchCollector, look_on, start_exporter, write_state
 
     collector = WatchCollector()
     collector.update(found, [])
