@@ -1,18 +1,28 @@
-"""`prove`: which commands make a proof, with which prompts. Runs nothing.
+"""`prove`: which commands make a proof, with which prompts, and what their outputs amount to. Runs nothing.
 
 A proof is a list of steps, each one command of trtspec with its output. Steps that need a server name its launch; the
-launches follow each other, the plain one first, because they want the same GPUs.
+launches follow each other, the plain one first, because they want the same GPUs. The verdict is judged line by line,
+and figures that leave the plan are named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from trtspec.bench.gate import Status
 
 PLAIN = "plain"
 URL = "{url}"  # in a step's words: where its server answers
 WORK = "{work}"  # the directory of the whole proof's outputs
+RATES = {"reference": 60.0, "vllm": 80.0, "trtllm": 120.0}  # output tokens per second of one request, for estimates
+STARTS = {"reference": 15.0, "vllm": 600.0, "trtllm": 900.0}  # seconds until a server is ready
+PLAN_TOLERANCE = 0.20  # relative; what docs/plan-model.md states for held-out figures
+MEMORY_TOLERANCE = 0.10
+WARM_LOSS = 0.15  # acceptance on a repeated prompt may be this much lower
+LONG_LOSS = 0.50  # and on the longest prompts this much, against the shortest
+FEWEST_STEPS = 50  # of a part that is compared with another
 
 
 @dataclass(frozen=True)
@@ -126,10 +136,6 @@ def _measured(setup: ProveSetup, launch: str) -> Iterator[ProveStep]:
     yield speed
 
 
-RATES = {"reference": 60.0, "vllm": 80.0, "trtllm": 120.0}  # output tokens per second of one request, for estimates
-STARTS = {"reference": 15.0, "vllm": 600.0, "trtllm": 900.0}  # seconds until a server is ready
-
-
 def prompts_of(setup: ProveSetup, questions: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """The rows of the prompt files that a proof makes: `warm` asks each question twice in a row, so that the second
     time its prefix is in the cache; `long` puts real text before a question, up to about the number of tokens that its
@@ -154,3 +160,153 @@ def _filler(text: str, tokens: int, number: int) -> str:
     """Another part of the text for each number, so that no prompt is a prefix of another."""
     wanted, start = 4 * tokens, (number * 997) % max(1, len(text))
     return ((text[start:] + "\n\n") + (text + "\n\n") * (wanted // len(text) + 1))[:wanted]
+
+
+@dataclass(frozen=True)
+class ProveLine:
+    """One line of the verdict."""
+
+    name: str
+    status: Status
+    message: str
+
+
+@dataclass(frozen=True)
+class PlanFinding:
+    """One figure of the plan beside the measured one. `status`: verified within the tolerance, refuted beyond it."""
+
+    what: str
+    planned: float
+    measured: float
+    status: Literal["verified", "refuted"]
+
+    @property
+    def ratio(self) -> float:
+        return self.measured / self.planned
+
+
+def plan_findings(evidence: Mapping[str, Any]) -> list[PlanFinding]:
+    """Step times and memory against the plan; nothing where the measured GPUs are not the planned ones."""
+    plan = evidence["outputs"].get("plan") or {}
+    names = [gpu["name"].lower() for gpu in evidence["gpus"]]
+    if not plan.get("points") or not names or not all(plan["gpu"].lower() in name for name in names):
+        return []
+    found = []
+    for launch, measured in evidence["speed"].items():
+        drafts = 0 if launch == PLAIN else int(launch.removeprefix("k"))
+        for level, figures in measured.items():
+            point = _point(plan["points"], int(level), drafts)
+            if point and figures.get("step_ms"):
+                what = f"step time, {launch}, concurrency {level} (ms)"
+                found.append(_compared(what, point["step_ms"], figures["step_ms"], PLAN_TOLERANCE))
+    per_gpu = plan["per_gpu"]
+    for launch, used in evidence["memory"].items():
+        parts = ("weights", "kv") if launch == PLAIN else ("weights", "head", "kv")
+        if used.get("per_gpu"):
+            planned = sum(per_gpu[part] for part in parts)
+            found.append(
+                _compared(f"memory of one GPU, {launch} (bytes)", planned, max(used["per_gpu"]), MEMORY_TOLERANCE)
+            )
+    return found
+
+
+def _point(points: Sequence[Mapping[str, Any]], concurrency: int, drafts: int) -> Mapping[str, Any] | None:
+    return next((p for p in points if (p["concurrency"], p["draft_len"]) == (concurrency, drafts)), None)
+
+
+def _compared(what: str, planned: float, measured: float, tolerance: float) -> PlanFinding:
+    holds = abs(measured / planned - 1) <= tolerance
+    return PlanFinding(what, planned, measured, "verified" if holds else "refuted")
+
+
+def speed_of(results: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
+    """By concurrency: tokens per second, acceptance length, and milliseconds of one verification step (tokens per step
+    over the speed of one request)."""
+    found = {}
+    for level in results["concurrency"]:
+        through = level["throughput"]
+        rate = through["steady_tokens_per_s"] or through["tokens_per_s"]
+        length = level["acceptance_length"] if level.get("drafted") != 0 else None
+        gap = through["inter_token_s"]["mean"] if through.get("inter_token_s") else None
+        step = gap * (length or 1.0) * 1000 if gap else None
+        found[str(level["concurrency"])] = {"tokens_per_s": rate, "acceptance_length": length, "step_ms": step}
+    return found
+
+
+def judge(evidence: Mapping[str, Any]) -> list[ProveLine]:
+    """The verdict, from the outputs of the steps. What was not measured is skipped, and says so."""
+    outputs = evidence["outputs"]
+    lines = [
+        _problems("installation", outputs.get("doctor")),
+        _problems("target", outputs.get("inspect-target")),
+        _problems("head and pair", outputs.get("inspect-head")),
+    ]
+    if evidence["backend"] == "trtllm":
+        lines += [_lint(name, outputs.get(f"lint-{name}")) for name in ("plain", "head")]
+    checked = outputs.get("check") or {"results": []}
+    lines += [ProveLine(f"check: {r['name']}", r["status"], r["message"]) for r in checked["results"]]
+    lines += [*_acceptance(evidence), *_speed(evidence)]
+    plan = plan_findings(evidence)
+    for finding in plan:
+        status: Status = "pass" if finding.status == "verified" else "fail"
+        shown = f"planned {finding.planned:.4g}, measured {finding.measured:.4g} (x {finding.ratio:.2f})"
+        lines.append(ProveLine(f"plan: {finding.what}", status, shown))
+    if not plan:
+        lines.append(ProveLine("plan", "skipped", "no plan of the GPUs that were measured"))
+    return lines
+
+
+def _problems(name: str, output: Mapping[str, Any] | None) -> ProveLine:
+    if output is None:
+        return ProveLine(name, "skipped", "no output")
+    errors = [p for p in output.get("problems", ()) if p["severity"] == "error"]
+    first = f"{errors[0]['code']}: {errors[0]['message']}" if errors else "no errors"
+    return ProveLine(name, "fail" if errors else "pass", first)
+
+
+def _lint(name: str, output: Mapping[str, Any] | None) -> ProveLine:
+    if output is None or output.get("error"):
+        why = (output or {}).get("error", {}).get("message", "no output")
+        return ProveLine(f"lint --installed: {name}", "skipped", why)
+    line = _problems(f"lint --installed: {name}", output)
+    return ProveLine(line.name, line.status, f"{line.message}, for {output.get('version')}")
+
+
+def _acceptance(evidence: Mapping[str, Any]) -> Iterator[ProveLine]:
+    outputs = evidence["outputs"]
+    for name in ("sampled", "warm", "long"):
+        results = outputs.get(f"bench-{name}")
+        length = results and results.get("acceptance_length")
+        if not results or length is None:
+            yield ProveLine(f"acceptance: {name}", "skipped", "not measured, or the server does not tell it")
+            continue
+        parts = {c: r.get("acceptance_length") for c, r in results["categories"].items()}
+        fewest = min((r.get("steps") or 0 for r in results["categories"].values()), default=0)
+        known = {c: value for c, value in parts.items() if value}
+        shown = f"{length:.3f} tokens per step" + "".join(f"; {c} {v:.3f}" for c, v in known.items())
+        if name == "sampled":
+            yield ProveLine(f"acceptance: {name}", "pass", shown)
+            continue
+        if len(known) < 2 or fewest < FEWEST_STEPS:
+            yield ProveLine(f"acceptance: {name}", "skipped", f"{shown}; too few steps to compare ({fewest})")
+            continue
+        first = known["cold"] if name == "warm" else next(iter(known.values()))
+        last = known["warm"] if name == "warm" else min(known.values())
+        lost = 1 - (last - 1) / (first - 1) if first > 1 else 0.0
+        allowed = WARM_LOSS if name == "warm" else LONG_LOSS
+        yield ProveLine(f"acceptance: {name}", "fail" if lost > allowed else "pass", f"{shown}; lost {lost:.0%}")
+
+
+def _speed(evidence: Mapping[str, Any]) -> Iterator[ProveLine]:
+    plain = evidence["speed"].get(PLAIN, {})
+    heads = {launch: levels for launch, levels in evidence["speed"].items() if launch != PLAIN}
+    for level, base in plain.items():
+        rates = {launch: (levels.get(level) or {}).get("tokens_per_s") for launch, levels in heads.items()}
+        known = {launch: rate for launch, rate in rates.items() if rate}
+        if not known or not base["tokens_per_s"]:
+            yield ProveLine(f"speed at concurrency {level}", "skipped", "not measured")
+            continue
+        best = max(known, key=lambda launch: known[launch])
+        gain = known[best] / base["tokens_per_s"]
+        shown = f"{base['tokens_per_s']:.1f} tokens/s plain, {known[best]:.1f} with {best} (x {gain:.2f})"
+        yield ProveLine(f"speed at concurrency {level}", "pass" if gain > 1 else "fail", shown)

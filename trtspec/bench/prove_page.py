@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trtspec.bench import report
-from trtspec.bench.prove import PLAIN
-from trtspec.bench.prove_verdict import ProveLine, plan_findings
+from trtspec.bench.prove import PLAIN, ProveLine, plan_findings
 from trtspec.report import Table
 
 
 def prove_html(evidence: Mapping[str, Any], lines: Sequence[ProveLine]) -> str:
     """One self-contained page. What was not measured has no table."""
+    from trtspec.bench.report import environment
+
     setup, failed = evidence["setup"], [line for line in lines if line.status == "fail"]
     skipped = sum(line.status == "skipped" for line in lines)
     gpus = ", ".join(sorted({gpu["name"] for gpu in evidence["gpus"]})) or "no GPU"
     return (
-        report.environment()
+        environment()
         .get_template("prove.html.j2")
         .render(
             title=f"{setup['target']} with {setup['head']}: {'not proved' if failed else 'proved'}",

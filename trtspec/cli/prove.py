@@ -169,8 +169,8 @@ def _show(proof: Proof, json_output: bool) -> None:
 def _import(options: ProveImport) -> None:
     from dataclasses import asdict
 
+    from trtspec.bench.prove import plan_findings
     from trtspec.bench.prove_bundle import read_bundle
-    from trtspec.bench.prove_verdict import plan_findings
     from trtspec.trtllm.schema_evidence import observation, patch, weigh
 
     bundles = [read_bundle(path) for path in options.import_]

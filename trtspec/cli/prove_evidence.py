@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trtspec import files, report
-from trtspec.bench.prove import ProveSetup, ProveStep, launches, steps_of
+from trtspec.bench.prove import ProveLine, ProveSetup, ProveStep, judge, launches, speed_of, steps_of
 from trtspec.bench.prove_bundle import Redactor, json_text, redactor, write_bundle
-from trtspec.bench.prove_verdict import ProveLine, judge, speed_of
 from trtspec.cli.prove_run import ProofRun, run_proof
 from trtspec.errors import TrtspecError
 
