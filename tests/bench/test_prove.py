@@ -13,8 +13,7 @@ import pytest
 
 from tests.command_line import trtspec
 from trtspec.bench.prove import ProveSetup, judge, launches, plan_findings, prompts_of, steps_of
-from trtspec.bench.prove_bundle import Redactor, json_text, read_bundle, redactor, write_bundle
-from trtspec.bench.prove_page import prove_html
+from trtspec.bench.prove_bundle import Redactor, json_text, prove_html, read_bundle, redactor, write_bundle
 from trtspec.errors import TrtspecError, UsageError
 
 PAIR = ("nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3")

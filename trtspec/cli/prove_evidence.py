@@ -8,7 +8,7 @@ from typing import Any
 
 from trtspec import files, report
 from trtspec.bench.prove import ProveLine, ProveSetup, ProveStep, judge, launches, speed_of, steps_of
-from trtspec.bench.prove_bundle import Redactor, json_text, redactor, write_bundle
+from trtspec.bench.prove_bundle import Redactor, json_text, prove_html, redactor, write_bundle
 from trtspec.cli.prove_run import ProofRun, run_proof
 from trtspec.errors import TrtspecError
 
@@ -38,8 +38,6 @@ def prove_all(setup: ProveSetup, directory: Path, startup: float, restart: bool)
 
 def finish(run: ProofRun) -> Proof:
     """Verdict, page and bundle from what the work directory holds."""
-    from trtspec.bench.prove_page import prove_html
-
     setup = run.setup
     redact = redactor(
         {setup.target: "<target>", setup.head: "<head>", str(run.directory): "<proof>", setup.dataset: "<dataset>"}
