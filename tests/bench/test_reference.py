@@ -99,7 +99,7 @@ def test_tables_of_cards_from_held_out_prompts(reference: Callable[..., str]) ->
     urls["plain"] = reference()
     conditions = tuple(parse(["context=256", "template=none", "system=Answer in Python."]))
     results = run(urls, conditions=conditions, samples=(5,), max_tokens=48)
-    tables = {table.title: table for table in card_tables.of_run(results)}
+    tables = {table.title: table for table in card_tables.card_tables(results)}
     for table in tables.values():
         print(table.title, list(table.columns), *table.rows, sep="\n")
     assert any(title.startswith("Output per user") for title in tables)

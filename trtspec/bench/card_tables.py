@@ -25,17 +25,17 @@ DEFINITION = (
 )
 
 
-def of_run(results: BenchResults, others: Sequence[BenchResults] = ()) -> list[Table]:
+def card_tables(results: BenchResults, others: Sequence[BenchResults] = ()) -> list[Table]:
     """Every layout that a run (and those on other data sets) can fill."""
-    found = [by_category(results), by_data_set([results, *others]) if others else None, per_user(results)]
-    return [table for table in [*found, by_condition(results)] if table is not None]
+    found = [categories_table(results), data_sets_table([results, *others]) if others else None, per_user_table(results)]
+    return [table for table in [*found, conditions_table(results)] if table is not None]
 
 
 def speculating(results: BenchResults) -> list[EndpointResult]:
     return [endpoint for endpoint in results.all if endpoint.steps and endpoint.drafted != 0]
 
 
-def by_category(results: BenchResults) -> Table | None:
+def categories_table(results: BenchResults) -> Table | None:
     """One row per endpoint, one column per category, and the average over all questions."""
     endpoints = speculating(results)
     if not endpoints or all(endpoint.per_question_mean is None for endpoint in endpoints):
@@ -59,7 +59,7 @@ def _degenerate(endpoint: EndpointResult, category: str) -> bool:
     return quality is not None and quality.degenerate
 
 
-def by_data_set(runs: Sequence[BenchResults]) -> Table:
+def data_sets_table(runs: Sequence[BenchResults]) -> Table:
     """accept_length by data set: 1 + accepted / steps."""
     rows = [
         [
@@ -76,7 +76,7 @@ def by_data_set(runs: Sequence[BenchResults]) -> Table:
     )
 
 
-def per_user(results: BenchResults) -> Table | None:
+def per_user_table(results: BenchResults) -> Table | None:
     """Output per user of endpoints that speculate over one that does not, by concurrency."""
     endpoints = speculating(results)
     plain = next((endpoint for endpoint in results.all if endpoint not in endpoints), None)
@@ -100,7 +100,7 @@ def per_user(results: BenchResults) -> Table | None:
     return Table(f"Output per user by concurrency, {condition(results)}", columns, rows, note)
 
 
-def by_condition(results: BenchResults) -> Table | None:
+def conditions_table(results: BenchResults) -> Table | None:
     """Two or more heads under each condition of `--under`, with the ratio of the first two."""
     conditions, endpoints = results.workload.get("under") or [], speculating(results)
     if not conditions or not endpoints:
@@ -124,7 +124,7 @@ def by_condition(results: BenchResults) -> Table | None:
     return Table(f"Acceptance by condition, {condition(results)}", columns, rows, note)
 
 
-def published(results: BenchResults, others: Sequence[BenchResults] = ()) -> list[Table]:
+def published_tables(results: BenchResults, others: Sequence[BenchResults] = ()) -> list[Table]:
     """What others published on the data sets of these runs, each with its source."""
     names = {run.workload["dataset"].partition(":")[0] for run in (results, *others)}
     entries: list[dict[str, Any]] = load_yaml("published_acceptance.yaml")["tables"]
@@ -133,10 +133,6 @@ def published(results: BenchResults, others: Sequence[BenchResults] = ()) -> lis
         for entry in entries
         if entry["data_set"] in names or (names - {"nano"} and not entry["data_set"])
     ]
-
-
-def all_published() -> list[Table]:
-    return [_published(entry) for entry in load_yaml("published_acceptance.yaml")["tables"]]
 
 
 def _published(entry: dict[str, Any]) -> Table:

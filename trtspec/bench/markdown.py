@@ -23,8 +23,8 @@ def markdown(results: BenchResults, others: Sequence[BenchResults] = ()) -> str:
     lines += [""] if results.problems else []
     for table in [
         *tables.all_tables(results),
-        *card_tables.of_run(results, others),
-        *card_tables.published(results, others),
+        *card_tables.card_tables(results, others),
+        *card_tables.published_tables(results, others),
     ]:
         lines += [f"## {table.title}", "", *markdown_table(table), ""]
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())

@@ -47,8 +47,8 @@ def bench_html(results: BenchResults, others: Sequence[BenchResults] = ()) -> st
                 tables.acceptance_by_category(results, e) for e in results.all if e.steps and e.drafted != 0
             ],
             condition=tables.condition(results),
-            card_tables=card_tables.of_run(results, others),
-            published_tables=card_tables.published(results, others),
+            card_tables=card_tables.card_tables(results, others),
+            published_tables=card_tables.published_tables(results, others),
             speed_tables=[tables.throughput_table(results), *ratios],
             draft_table=tables.draft_table(results.draft_choice) if results.draft_choice else None,
             comparison_table=tables.comparison_table(results.comparison) if results.comparison else None,
