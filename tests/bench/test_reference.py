@@ -19,12 +19,13 @@ import yaml
 from tests.bench.conftest import free_port
 from tests.command_line import trtspec
 from trtspec import data_files
-from trtspec.bench import assembly, card_tables, measure
+from trtspec.bench import assembly, measure
 from trtspec.bench.choose_draft import choose
 from trtspec.bench.client import RequestSampling
 from trtspec.bench.conditions import parse
 from trtspec.bench.datasets import load_dataset
 from trtspec.bench.results import BenchResults, EndpointResult
+from trtspec.bench.tables import card_tables
 
 NANO, HEAD = str(data_files.kimi_nano_dir()), str(data_files.DATA / "kimi-nano-eagle3")
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,7 +100,7 @@ def test_tables_of_cards_from_held_out_prompts(reference: Callable[..., str]) ->
     urls["plain"] = reference()
     conditions = tuple(parse(["context=256", "template=none", "system=Answer in Python."]))
     results = run(urls, conditions=conditions, samples=(5,), max_tokens=48)
-    tables = {table.title: table for table in card_tables.card_tables(results)}
+    tables = {table.title: table for table in card_tables(results)}
     for table in tables.values():
         print(table.title, list(table.columns), *table.rows, sep="\n")
     assert any(title.startswith("Output per user") for title in tables)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trtspec.bench import card_tables, tables
+from trtspec.bench import tables
 from trtspec.bench.results import BenchResults
 from trtspec.report import Table
 
@@ -23,8 +23,8 @@ def markdown(results: BenchResults, others: Sequence[BenchResults] = ()) -> str:
     lines += [""] if results.problems else []
     for table in [
         *tables.all_tables(results),
-        *card_tables.card_tables(results, others),
-        *card_tables.published_tables(results, others),
+        *tables.card_tables(results, others),
+        *tables.published_tables(results, others),
     ]:
         lines += [f"## {table.title}", "", *markdown_table(table), ""]
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())

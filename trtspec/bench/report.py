@@ -8,7 +8,7 @@ from importlib import resources
 
 import jinja2
 
-from trtspec.bench import card_tables, plots, tables
+from trtspec.bench import plots, tables
 from trtspec.bench.acceptance import AcceptanceSummary
 from trtspec.bench.plots import PlotSeries
 from trtspec.bench.results import BenchResults, EndpointResult
@@ -43,12 +43,10 @@ def bench_html(results: BenchResults, others: Sequence[BenchResults] = ()) -> st
             keys=key_figures(results),
             quality=tables.quality_line(results),
             problems=results.problems,
-            acceptance_tables=[
-                tables.acceptance_by_category(results, e) for e in results.all if e.steps and e.drafted != 0
-            ],
+            acceptance_tables=[tables.acceptance_by_category(results, e) for e in tables.speculating(results)],
             condition=tables.condition(results),
-            card_tables=card_tables.card_tables(results, others),
-            published_tables=card_tables.published_tables(results, others),
+            card_tables=tables.card_tables(results, others),
+            published_tables=tables.published_tables(results, others),
             speed_tables=[tables.throughput_table(results), *ratios],
             draft_table=tables.draft_table(results.draft_choice) if results.draft_choice else None,
             comparison_table=tables.comparison_table(results.comparison) if results.comparison else None,
