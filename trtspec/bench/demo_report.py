@@ -26,7 +26,7 @@ BASELINE = (
 
 def demo_html(data: dict[str, Any]) -> str:
     """One self-contained page from demo.json. A stage that is missing from the data is left out, never invented."""
-    data, drawn = with_records(data), plots.available()
+    data, drawn = with_records(data), plots.can_plot()
     greedy = data["bench"].get("greedy")
     endpoints = in_order(greedy.all) if greedy else []
     return (
@@ -161,7 +161,7 @@ def loss_plot(data: dict[str, Any]) -> str:
     curve = data.get("training") or []
     series = {"training": thinned([(row["step"], row["loss"]) for row in curve if "loss" in row])}
     held = [(row["step"], row["held_out"]["loss"]) for row in curve if "held_out" in row]
-    return plots.lines(series | ({"held out": held} if held else {}), "step", "loss") if curve else ""
+    return plots.line_plot(series | ({"held out": held} if held else {}), "step", "loss") if curve else ""
 
 
 def accuracy_plot(data: dict[str, Any]) -> str:
@@ -175,7 +175,7 @@ def accuracy_plot(data: dict[str, Any]) -> str:
         f"draft step {k + 1}": thinned([(step, accuracy[k]) for step, accuracy in points if len(accuracy) > k])
         for k in range(len(points[-1][1]))
     }
-    return plots.lines(series, "step", "top-1 agreement" + (", held out" if held else ""))
+    return plots.line_plot(series, "step", "top-1 agreement" + (", held out" if held else ""))
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -26,14 +26,14 @@ class PlotSeries:
     color: int = 0  # which of the page's series colours
 
 
-def available() -> bool:
+def can_plot() -> bool:
     """Whether matplotlib is installed."""
     from importlib.util import find_spec
 
     return find_spec("matplotlib") is not None
 
 
-def grouped_bars(series: Sequence[PlotSeries], ylabel: str, baseline: float = 0.0, digits: int = 2) -> str:
+def bar_plot(series: Sequence[PlotSeries], ylabel: str, baseline: float = 0.0, digits: int = 2) -> str:
     """Bars per label, one colour per series, with intervals where known and the value above each bar."""
     labels = list(dict.fromkeys(label for entry in series for label in entry.values))
     width = 0.8 / max(1, len(series))
@@ -55,7 +55,7 @@ def grouped_bars(series: Sequence[PlotSeries], ylabel: str, baseline: float = 0.
     return _svg(figure, axes, len(series) > 1)
 
 
-def lines(series: Mapping[str, Sequence[tuple[float, float]]], xlabel: str, ylabel: str) -> str:
+def line_plot(series: Mapping[str, Sequence[tuple[float, float]]], xlabel: str, ylabel: str) -> str:
     """One line per name from (x, y) points."""
     figure, axes = _figure(4.6, 2.7)
     for index, (name, points) in enumerate(series.items()):

@@ -33,7 +33,7 @@ def environment() -> jinja2.Environment:
 def bench_html(results: BenchResults, others: Sequence[BenchResults] = ()) -> str:
     """The report of one run; `others` are runs on other data sets, whose acceptance stands beside it."""
     ratios = [table for name in results.endpoints if (table := tables.ratio_table(results, name))]
-    drawn, endpoints = plots.available(), {endpoint.name: endpoint for endpoint in results.all}
+    drawn, endpoints = plots.can_plot(), {endpoint.name: endpoint for endpoint in results.all}
     return (
         environment()
         .get_template("bench.html.j2")
@@ -94,7 +94,7 @@ def category_plot(groups: Mapping[str, EndpointResult]) -> str:
         }
         if values and group.drafted != 0:
             series.append(PlotSeries(name, values, color))
-    return plots.grouped_bars(series, "tokens per step", baseline=1.0) if series else ""
+    return plots.bar_plot(series, "tokens per step", baseline=1.0) if series else ""
 
 
 def position_plot(groups: Mapping[str, EndpointResult]) -> str:
@@ -106,7 +106,7 @@ def position_plot(groups: Mapping[str, EndpointResult]) -> str:
         for color, (name, group) in enumerate(groups.items())
         if group.cumulative and group.drafted
     ]
-    return plots.grouped_bars(series, "share of steps") if series else ""
+    return plots.bar_plot(series, "share of steps") if series else ""
 
 
 def speed_plot(results: BenchResults, endpoints: Sequence[EndpointResult]) -> str:
@@ -119,4 +119,4 @@ def speed_plot(results: BenchResults, endpoints: Sequence[EndpointResult]) -> st
             ends = (min(rounds), max(rounds)) if len(rounds) > 1 else (None, None)
             values[level.label] = (tables.mean(rounds) or 0.0, *ends)
         series.append(PlotSeries(endpoint.name, values, color))
-    return plots.grouped_bars(series, "output tokens/s", digits=0)
+    return plots.bar_plot(series, "output tokens/s", digits=0)
