@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from trtspec.bench import assembly, demo_report, measure, plots
+from trtspec.bench import assembly, demo_report, measure
 from trtspec.bench.client import RequestSampling
 from trtspec.bench.datasets import load_dataset
 from trtspec.bench.report import bench_html
@@ -119,7 +119,7 @@ def test_demo_report_leaves_out_what_was_not_run(sample: dict[str, Any]) -> None
 
 
 def test_without_matplotlib_the_report_says_so(results: BenchResults, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plots, "can_plot", lambda: False)
+    monkeypatch.setattr("trtspec.bench.report.can_plot", lambda: False)
     page = bench_html(results)
     assert "<svg" not in page and "trtspec[report]" in page
     assert f"{results.acceptance_length:.2f}" in page

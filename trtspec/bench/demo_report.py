@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trtspec.bench import plots, report, tables
+from trtspec.bench import report, tables
 from trtspec.bench.acceptance import AcceptanceSummary
 from trtspec.bench.results import BenchResults, EndpointResult, PairRatio, from_dict
 from trtspec.bench.tables import number
@@ -26,7 +26,7 @@ BASELINE = (
 
 def demo_html(data: dict[str, Any]) -> str:
     """One self-contained page from demo.json. A stage that is missing from the data is left out, never invented."""
-    data, drawn = with_records(data), plots.can_plot()
+    data, drawn = with_records(data), report.can_plot()
     greedy = data["bench"].get("greedy")
     endpoints = in_order(greedy.all) if greedy else []
     return (
@@ -161,7 +161,7 @@ def loss_plot(data: dict[str, Any]) -> str:
     curve = data.get("training") or []
     series = {"training": thinned([(row["step"], row["loss"]) for row in curve if "loss" in row])}
     held = [(row["step"], row["held_out"]["loss"]) for row in curve if "held_out" in row]
-    return plots.line_plot(series | ({"held out": held} if held else {}), "step", "loss") if curve else ""
+    return report.line_plot(series | ({"held out": held} if held else {}), "step", "loss") if curve else ""
 
 
 def accuracy_plot(data: dict[str, Any]) -> str:
@@ -175,7 +175,7 @@ def accuracy_plot(data: dict[str, Any]) -> str:
         f"draft step {k + 1}": thinned([(step, accuracy[k]) for step, accuracy in points if len(accuracy) > k])
         for k in range(len(points[-1][1]))
     }
-    return plots.line_plot(series, "step", "top-1 agreement" + (", held out" if held else ""))
+    return report.line_plot(series, "step", "top-1 agreement" + (", held out" if held else ""))
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
