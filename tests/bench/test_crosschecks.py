@@ -8,11 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from trtspec.bench import findings, junit
+from trtspec.bench import ci_reports, findings
 from trtspec.bench.acceptance import TurnCounts, summarize, without_surplus
 from trtspec.bench.client import Answer
 from trtspec.bench.load import Round
-from trtspec.bench.markdown import markdown_table
 from trtspec.errors import Problem
 from trtspec.report import Table
 
@@ -133,17 +132,17 @@ def test_a_load_that_the_questions_do_not_reach_is_named() -> None:
 
 def test_markdown_and_annotations(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     table = Table("t", ["name", "a|b"], [["x", "1"], ["y", "2"]], "note")
-    assert markdown_table(table)[:3] == ["| name | a\\|b |", "| :-- | --: |", "| x | 1 |"]
-    lines = junit.problem_annotations([Problem("TS-BENCH-ERRORS", "error", "e", "100 % failed\nall", "look")])
+    assert ci_reports.markdown_table(table)[:3] == ["| name | a\\|b |", "| :-- | --: |", "| x | 1 |"]
+    lines = ci_reports.problem_annotations([Problem("TS-BENCH-ERRORS", "error", "e", "100 % failed\nall", "look")])
     monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
-    junit.annotate(lines)
+    ci_reports.annotate(lines)
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    junit.annotate(lines)
+    ci_reports.annotate(lines)
     assert capsys.readouterr().err == "::error title=TS-BENCH-ERRORS::e: 100 %25 failed%0Aall -> look\n"
 
 
 def test_junit_is_xml_with_a_failure_per_error() -> None:
-    case = junit.JunitCase("e", "fail", "bad \x00 byte", "TS-BENCH-ERRORS", "look")
-    root = ElementTree.fromstring(junit.junit_xml("trtspec bench", [case]).encode())
+    case = ci_reports.JunitCase("e", "fail", "bad \x00 byte", "TS-BENCH-ERRORS", "look")
+    root = ElementTree.fromstring(ci_reports.junit_xml("trtspec bench", [case]).encode())
     assert root.find(".//failure").get("type") == "TS-BENCH-ERRORS"  # type: ignore[union-attr]

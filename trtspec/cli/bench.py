@@ -347,8 +347,7 @@ def write(
     options: BenchOptions, results: BenchResults, answers: list[dict[str, Any]], others: Sequence[BenchResults]
 ) -> None:
     """results.json, answers.jsonl (with the texts) and report.html, and what a CI job reads."""
-    from trtspec.bench import junit
-    from trtspec.bench.markdown import markdown
+    from trtspec.bench import ci_reports
     from trtspec.bench.report import bench_html
 
     directory = options.output
@@ -363,10 +362,10 @@ def write(
             report.write_atomic(directory / "build-config.args", words)
         report.say(f"wrote {directory / 'results.json'}, answers.jsonl and report.html")
     if options.markdown is not None:
-        report.write_atomic(options.markdown, markdown(results, others))
+        report.write_atomic(options.markdown, ci_reports.markdown(results, others))
     if options.junit is not None:
-        report.write_atomic(options.junit, junit.bench_xml(results))
-    junit.annotate(junit.problem_annotations(results.problems))
+        report.write_atomic(options.junit, ci_reports.bench_xml(results))
+    ci_reports.annotate(ci_reports.problem_annotations(results.problems))
 
 
 def show(results: BenchResults, json_output: bool) -> None:

@@ -261,17 +261,17 @@ def _tasks(options: _AnyCheck) -> TaskSet | None:
 
 def show(verdict: GateVerdict, options: CheckOptions) -> None:
     """The verdict on stdout, as lines or as one JSON object, and wherever else it was asked for."""
-    from trtspec.bench import junit
+    from trtspec.bench import ci_reports
 
     if options.junit is not None:
-        report.write_atomic(options.junit, junit.check_xml(verdict))
+        report.write_atomic(options.junit, ci_reports.check_xml(verdict))
         report.say(f"wrote {options.junit}")
     if options.json_:
         report.print_json(verdict.to_dict())
     else:
         for line in lines(verdict):
             print(line)
-    junit.annotate(junit.check_annotations(verdict))
+    ci_reports.annotate(ci_reports.check_annotations(verdict))
 
 
 def lines(verdict: GateVerdict) -> list[str]:

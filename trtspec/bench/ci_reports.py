@@ -1,4 +1,5 @@
-"""Verdicts for other programs: JUnit XML, as continuous integration reads it, and GitHub's annotations.
+"""Results for other programs: JUnit XML, as continuous integration reads it, annotations of GitHub, and Markdown
+for a pull request or a model card.
 
 JUnit as Jenkins and GitLab read it: one test case per row; a failure has the problem's code as its type, a row that
 could not be measured is skipped (https://github.com/testmoapp/junitxml).
@@ -11,12 +12,13 @@ import re
 import xml.etree.ElementTree as xml
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from trtspec.bench import tables
 from trtspec.bench.check import GateVerdict
+from trtspec.bench.gate import Status
 from trtspec.bench.results import BenchResults
 from trtspec.errors import Problem
-from trtspec.report import write_stderr
+from trtspec.report import Table, write_stderr
 
 # what XML 1.0 cannot hold at all, even escaped
 UNPRINTABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -28,7 +30,7 @@ class JunitCase:
     """One row: passed, failed with a code, or skipped with a reason."""
 
     name: str
-    status: Literal["pass", "fail", "skipped"]
+    status: Status
     message: str
     code: str = ""
     remedy: str = ""
@@ -104,3 +106,33 @@ def _escaped(text: str, properties: bool = False) -> str:
     """https://github.com/actions/toolkit/blob/main/packages/core/src/command.ts"""
     found = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return found.replace(":", "%3A").replace(",", "%2C") if properties else found
+
+
+def markdown(results: BenchResults, others: Sequence[BenchResults] = ()) -> str:
+    """The tables of the report and its findings."""
+    lines = [
+        f"# {results.name}: {results.server.model} on {results.server.kind}",
+        "",
+        tables.workload_line(results),
+        "",
+    ]
+    lines += [tables.quality_line(results), ""]
+    for problem in results.problems:
+        lines += [f"- **{problem.severity} {problem.code}** {problem.where}: {problem.message}. {problem.remedy}"]
+    lines += [""] if results.problems else []
+    for table in [
+        *tables.all_tables(results),
+        *tables.card_tables(results, others),
+        *tables.published_tables(results, others),
+    ]:
+        lines += [f"## {table.title}", "", *markdown_table(table), ""]
+    versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
+    return "\n".join([*lines, f"Measured {results.created}. {versions}.", ""])
+
+
+def markdown_table(table: Table) -> list[str]:
+    """A table of GitHub's Markdown with its note below."""
+    marks = [":--" if place in table.text_columns else "--:" for place in range(len(table.columns))]
+    rows = [table.columns, marks, *table.rows]
+    lines = ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows]
+    return [*lines, *(["", table.note] if table.note else [])]
