@@ -55,8 +55,13 @@ def fsync_directory(directory: Path) -> None:
         os.close(handle)
 
 
+def json_text(value: Any) -> str:
+    """JSON as this program writes it, in files and on stdout."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
 def write_json(path: Path, value: Any) -> None:
-    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_atomic(path, json_text(value))
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,7 @@ def provenance(command: str, source: dict[str, Any], options: dict[str, Any], **
 def print_json(value: Any) -> None:
     """The one object of `--json` on stdout; nothing else goes there."""
     global answered
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    sys.stdout.write(json_text(value))
     answered = True
 
 

@@ -13,8 +13,9 @@ import pytest
 
 from tests.command_line import trtspec
 from trtspec.bench.prove import ProveSetup, judge, launches, plan_findings, prompts_of, steps_of
-from trtspec.bench.prove_bundle import Redactor, json_text, prove_html, read_bundle, redactor, write_bundle
+from trtspec.bench.prove_bundle import Redactor, prove_html, read_bundle, redactor, write_bundle
 from trtspec.errors import TrtspecError, UsageError
+from trtspec.report import json_text
 
 PAIR = ("nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3")
 SETUP = ProveSetup(*PAIR, "trtllm", 2, "b200", 4, "nano", 8, 64, (1, 4), (100, 300))

@@ -18,8 +18,8 @@ from trtspec.bench.client import Answer
 from trtspec.checkpoint.journal import Journal
 from trtspec.errors import TrtspecError
 
-NAME = "raw.jsonl"
-REMEDY = "give the options that it was started with, or start over with --force"
+RAW_FILE = "raw.jsonl"
+RESUME_REMEDY = "give the options that it was started with, or start over with --force"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RawResults:
     """The journal of a run; without a path nothing is kept. `segment` counts the processes that worked on it."""
 
     def __init__(self, path: Path | None, header: Mapping[str, Any], restart: bool = False) -> None:
-        self.journal = Journal(path, dict(header), restart=restart, remedy=REMEDY) if path else None
+        self.journal = Journal(path, dict(header), restart=restart, remedy=RESUME_REMEDY) if path else None
         self._thread = ThreadPoolExecutor(1)
         self._written: list[Future[None]] = []
         self.stored: dict[PartName, dict[int, list[dict[str, Any]]]] = {}

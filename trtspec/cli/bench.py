@@ -184,7 +184,9 @@ def _refuse_unused(options: BenchOptions) -> None:
         try:
             report.refuse_overwrite(options.output, options.force)
         except UsageError as error:
-            begun = (options.output / "raw.jsonl").is_file()
+            from trtspec.bench.raw_results import RAW_FILE
+
+            begun = (options.output / RAW_FILE).is_file()
             more = "; --resume continues an interrupted run" if begun else ""
             raise UsageError(error.message, error.remedy + more) from None
     if options.compare is None:
@@ -239,17 +241,18 @@ def run(urls: dict[str, str], work: BenchWorkload, options: BenchOptions) -> tup
     """Runs the measurement, which keeps every answer in raw.jsonl, and stamps it with versions and time."""
     import asyncio
 
-    from trtspec.bench import assembly, measure, raw_results
+    from trtspec.bench import assembly, measure
+    from trtspec.bench.raw_results import RAW_FILE, RawResults
     from trtspec.report import progress_bar
 
     if options.wait_ready:
         for url in urls.values():
             asyncio.run(measure.wait_ready(url, options.wait_ready))
-    path = options.output / raw_results.NAME if options.output else None
+    path = options.output / RAW_FILE if options.output else None
     header = {"workload": work.describe(), "endpoints": list(urls), "model": options.model}
     with (
         progress_bar("asking", len(urls) * work.turns(), "answers") as bar,
-        raw_results.RawResults(path, header, restart=not options.resume) as raw,
+        RawResults(path, header, restart=not options.resume) as raw,
     ):
         progress = measure.Progress(bar.say, lambda answer: bar.advance(1), raw)
         if raw.kept():

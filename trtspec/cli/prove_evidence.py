@@ -8,7 +8,7 @@ from typing import Any
 
 from trtspec import files, report
 from trtspec.bench.prove import ProveLine, ProveSetup, ProveStep, judge, launches, speed_of, steps_of
-from trtspec.bench.prove_bundle import Redactor, json_text, prove_html, redactor, write_bundle
+from trtspec.bench.prove_bundle import Redactor, prove_html, redactor, write_bundle
 from trtspec.cli.prove_run import ProofRun, run_proof
 from trtspec.errors import TrtspecError
 
@@ -51,7 +51,7 @@ def finish(run: ProofRun) -> Proof:
     page = prove_html(evidence, lines)
     report.write_json(run.directory / "verdict.json", verdict)
     report.write_atomic(run.directory / "report.html", page)
-    kept = {"evidence.json": json_text(evidence), "verdict.json": json_text(verdict), "report.html": page}
+    kept = {"evidence.json": report.json_text(evidence), "verdict.json": report.json_text(verdict), "report.html": page}
     bundle = run.directory / "proof.tar.gz"
     digest = write_bundle(bundle, kept | _texts(run, redact), redact)
     return Proof(lines, str(bundle), digest)
