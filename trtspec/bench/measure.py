@@ -21,8 +21,7 @@ from trtspec.bench.client import Answer, Endpoint, RequestSampling, first_model,
 from trtspec.bench.conditions import Condition, fitted, under
 from trtspec.bench.datasets import Dataset, Question, spread
 from trtspec.bench.load import Ask, Load, Round, ServiceLevel, closed_loop, open_loop, total_rate
-from trtspec.bench.raw_results import PartName, RawResults, whole_conversations
-from trtspec.bench.results import level_label
+from trtspec.bench.results import PartName, RawResults, level_label, whole_conversations
 from trtspec.errors import Problem, TrtspecError, UsageError
 
 WARMUP_TOKENS = 16

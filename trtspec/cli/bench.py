@@ -184,7 +184,7 @@ def _refuse_unused(options: BenchOptions) -> None:
         try:
             report.refuse_overwrite(options.output, options.force)
         except UsageError as error:
-            from trtspec.bench.raw_results import RAW_FILE
+            from trtspec.bench.results import RAW_FILE
 
             begun = (options.output / RAW_FILE).is_file()
             more = "; --resume continues an interrupted run" if begun else ""
@@ -242,7 +242,7 @@ def run(urls: dict[str, str], work: BenchWorkload, options: BenchOptions) -> tup
     import asyncio
 
     from trtspec.bench import assembly, measure
-    from trtspec.bench.raw_results import RAW_FILE, RawResults
+    from trtspec.bench.results import RAW_FILE, RawResults
     from trtspec.report import progress_bar
 
     if options.wait_ready:
