@@ -34,8 +34,7 @@ from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.models.head_weights import load_head
 from trtspec.models.kimi import KimiModel
-from trtspec.models.quantized import NVFP4Linear
-from trtspec.models.weights import load_target
+from trtspec.models.weights import NVFP4Linear, load_target
 from trtspec.nano.measure import held_out
 from trtspec.quant import nvfp4
 from trtspec.quant.conversion import ConversionOptions

@@ -11,9 +11,16 @@ from tests.tiny import make_head
 from trtspec.bench.datasets import load_dataset
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import kimi_nano_dir
-from trtspec.engine.head_check import HeadCheck, chance_of_gain, check_head, draft_freely, drafted_on
+from trtspec.engine.head_check import (
+    CapturedText,
+    HeadCheck,
+    capture,
+    chance_of_gain,
+    check_head,
+    draft_freely,
+    drafted_on,
+)
 from trtspec.engine.sequence import Completion
-from trtspec.models.captured import CapturedText, capture
 from trtspec.models.head_faults import HeadTensors, suspicions
 from trtspec.models.head_weights import assemble, open_head, read_tensors
 

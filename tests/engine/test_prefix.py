@@ -17,9 +17,9 @@ from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.prefix import PrefixCache
 from trtspec.engine.request import GenerationRequest
 from trtspec.errors import UsageError
-from trtspec.models.cache import LatentCache
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
+from trtspec.models.layers import LatentCache
 
 HeadOf = Callable[[tuple[str, str, int | None]], Eagle3Head]
 REUSE = EngineOptions(

@@ -4,7 +4,7 @@ traced computes the same bits.
 `torch.compile(fullgraph=True, backend="eager")` and not export: it traces the Python of the very calls that the engine
 makes, with the cache as an argument that is written to (export would want the cache as a buffer of the module), refuses
 every graph break, and its eager backend runs the traced operators as they are, so that bits can be compared. Shapes are
-static, as in a CUDA graph. Weights are not packed for the CPU here (packed.py), which is what a GPU runs.
+static, as in a CUDA graph. Weights are not packed for the CPU here (models/precision.py), which is what a GPU runs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch._dynamo.utils import counters
 from trtspec.engine.drafters import DraftSampling
 from trtspec.engine.sampling import accept_greedy, accept_sampled, probabilities
 from trtspec.models import moe
-from trtspec.models.decoding import prepare_for_decoding
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
+from trtspec.models.weights import prepare_for_decoding
 
 HeadOf = Callable[[tuple[str, str, int | None]], Eagle3Head]
 Step = Callable[..., tuple[Tensor, ...]]

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
+from trtspec.engine.head_check import CapturedText, capture
 from trtspec.heads.training.options import new_head_spec
-from trtspec.models.captured import CapturedText, capture
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_faults import HeadTensors
 from trtspec.models.head_weights import assemble, layout, open_head, read_tensors

@@ -10,10 +10,8 @@ import torch
 
 from tests.tiny import make_target
 from trtspec.errors import TrtspecError
-from trtspec.models.decoding import prepare_for_decoding
 from trtspec.models.kimi import KimiModel
-from trtspec.models.names import checkpoint_tensors
-from trtspec.models.weights import load_target
+from trtspec.models.weights import checkpoint_tensors, load_target, prepare_for_decoding
 
 TOKENS = 48
 

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from trtspec.models.decoding import prepare_for_decoding
 from trtspec.models.layers import Linear, RMSNorm
-from trtspec.models.packed import MIN_ELEMENTS, pack
-from trtspec.models.precision import has_native_bf16
+from trtspec.models.precision import MIN_ELEMENTS, has_native_bf16, pack
+from trtspec.models.weights import prepare_for_decoding
 
 IN, OUT = 256, 512
 PACKS = "fbgemm" in torch.backends.quantized.supported_engines

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from trtspec.checkpoint.headers import Checkpoint
     from trtspec.checkpoint.hub import Resolved
-    from trtspec.models.captured import CapturedText
+    from trtspec.engine.head_check import CapturedText
     from trtspec.models.kimi import KimiModel
     from trtspec.specs import HeadSpec
 
@@ -153,8 +153,7 @@ Gathered = tuple[list["CapturedText"], list[Any], "KimiModel", str]  # texts, be
 def _drafted(options: InspectRun, target_path: Path, spec: HeadSpec, tensors: dict[str, torch.Tensor]) -> Gathered:
     """The target answers prompts with the head's help, and runs once more over each answer for its states."""
     from trtspec.checkpoint.tokenizer import KimiTokenizer
-    from trtspec.engine.head_check import draft_freely
-    from trtspec.models.captured import capture
+    from trtspec.engine.head_check import capture, draft_freely
     from trtspec.models.head_faults import suspicions
     from trtspec.models.head_weights import assemble
     from trtspec.models.weights import load_target
@@ -224,7 +223,7 @@ def _text(features: Any, index: int, ends: KimiModel, layers: tuple[int, ...]) -
     behind a prompt of a bearable length."""
     import torch
 
-    from trtspec.models.captured import CapturedText
+    from trtspec.engine.head_check import CapturedText
 
     sample = features.samples[index]
     marked = [place for place, mine in enumerate(sample.answer) if mine]

@@ -13,8 +13,7 @@ from trtspec.engine.graphs import GraphedHead, Graphs
 from trtspec.engine.sampling import draw
 from trtspec.engine.sequence import Sequence
 from trtspec.errors import MissingDependency, UsageError
-from trtspec.models.cache import LatentCache
-from trtspec.models.layers import TextPiece
+from trtspec.models.layers import LatentCache, TextPiece
 
 if TYPE_CHECKING:
     from trtspec.models.eagle3 import Eagle3Head

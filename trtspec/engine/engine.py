@@ -24,8 +24,8 @@ from trtspec.engine.prefix import BLOCK_TOKENS, PREFIX_BYTES, PrefixCache, Prefi
 from trtspec.engine.request import EngineLimits, GenerationRequest, check_request
 from trtspec.engine.sampling import accept_greedy, accept_sampled, draw, on_host, token_logprobs
 from trtspec.engine.sequence import Completion, Iteration, Output, Sequence, Totals, steered
-from trtspec.models.decoding import prepare_for_decoding
 from trtspec.models.layers import TextPiece
+from trtspec.models.weights import prepare_for_decoding
 
 if TYPE_CHECKING:
     from trtspec.models.eagle3 import Eagle3Head

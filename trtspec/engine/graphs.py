@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from trtspec.errors import UsageError
-from trtspec.models.cache import LatentCache
 from trtspec.models.kimi import TargetOutput
+from trtspec.models.layers import LatentCache
 
 if TYPE_CHECKING:
     from trtspec.models.eagle3 import Eagle3Head

@@ -4,14 +4,16 @@ The head's first drafts are compared with the target's choices, and with drafts 
 could be wrong behind right shapes is undone, one at a time (models/head_faults.py): what makes the drafts better by
 more than chance is named. The comparison is paired by text, because positions of one text are not independent.
 
-Where the target itself does not fit, the engine drafts against one that says captured texts again (`ReplayTarget`).
+The texts come with what the target computed on them (`CapturedText`): one causal pass of the head over a text gives its
+first draft at every position. Where the target does not fit, the engine drafts against one that says the captured texts
+again (`ReplayTarget`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
@@ -21,13 +23,11 @@ from torch import Tensor, nn
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.sequence import Completion, Stats
-from trtspec.models.cache import LatentCache
-from trtspec.models.captured import CapturedText, first_draft_hits
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_faults import HeadTensors, Suspicion, suspicions
 from trtspec.models.head_weights import assemble
 from trtspec.models.kimi import KimiModel, TargetOutput
-from trtspec.models.layers import TextPiece
+from trtspec.models.layers import LatentCache, TextPiece
 from trtspec.specs import HeadSpec
 
 FALSE_ALARMS = 0.01  # of checks of a sound head: chance that anything is named; kinds share it equally
@@ -38,6 +38,7 @@ LEAST_LATER_GAIN = 0.05
 MOST_FAULTS = 3
 SIEVE, CLEARLY_WORSE = 16, 0.03  # a suspicion that makes so many texts so much worse is not tried on the others
 BATCH = 8  # texts at a time
+FORWARD_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,80 @@ def _share(hits: list[Tensor]) -> float:
 def _leads(better: list[Tensor], worse: list[Tensor]) -> list[float]:
     """Of the share of hits of each text."""
     return [_share([one]) - _share([other]) for one, other in zip(better, worse, strict=True)]
+
+
+@dataclass(frozen=True)
+class CapturedText:
+    """Row t of each tensor belongs to position t.
+
+    tokens int64 [S]; `begin` >= 1 is the first token that the target wrote; choices int64 [S]: the target's likeliest
+    token after each position; states: outputs [S, Ht] of the captured layers.
+    """
+
+    tokens: Tensor
+    begin: int
+    choices: Tensor
+    states: dict[int, Tensor]
+
+    def aux(self, layers: Iterable[int]) -> Tensor:
+        """The states of `layers` side by side, [S, n * Ht]: what a head's fc reads."""
+        return torch.cat([self.states[layer] for layer in layers], -1)
+
+    @property
+    def previous(self) -> list[int]:
+        """The tokens after which a first draft is judged; `wanted` holds what the target takes there."""
+        return self.tokens[self.begin :].tolist()
+
+    @property
+    def wanted(self) -> Tensor:
+        """int64 [S - begin]: the target's choice after each token that it wrote."""
+        return self.choices[self.begin :]
+
+
+@torch.inference_mode()
+def capture(target: KimiModel, tokens: list[int], begin: int, layers: tuple[int, ...]) -> CapturedText:
+    """Runs the target once over a text of which it wrote the tokens from `begin` on; `layers` ascend."""
+    device = target.embed.weight.device
+    output = target(torch.tensor([tokens], device=device), aux_layers=layers)
+    assert output.aux is not None
+    parts = output.aux[0].chunk(len(layers), -1)
+    states = {layer: part.clone() for layer, part in zip(layers, parts, strict=True)}
+    return CapturedText(torch.tensor(tokens), begin, output.logits[0].argmax(-1).cpu(), states)
+
+
+@torch.inference_mode()
+def first_draft_hits(head: Eagle3Head, layers: tuple[int, ...], texts: list[CapturedText]) -> list[Tensor]:
+    """For each text, bool [S - begin]: whether the first draft after each written token is what the target takes.
+
+    Row t of the head pairs the state at t with the token at t+1 and drafts the token at t+2. Texts of similar length
+    run together, padded on the right: a causal pass does not see what comes later.
+    """
+    weight, hits = head.fc.weight, {}
+    for batch in _similar_length(texts):
+        longest = max(len(texts[at].tokens) for at in batch)
+        aux = weight.new_zeros(len(batch), longest - 1, head.fc.in_features)
+        following = torch.zeros(len(batch), longest - 1, dtype=torch.int64)
+        for row, at in enumerate(batch):
+            count = len(texts[at].tokens) - 1
+            aux[row, :count] = texts[at].aux(layers)[:-1].to(weight.device, weight.dtype)
+            following[row, :count] = texts[at].tokens[1:]
+        _, normed = head(head.fuse(aux), following.to(weight.device), None, None)
+        for row, at in enumerate(batch):
+            rows = normed[row, texts[at].begin - 1 : len(texts[at].tokens) - 1]
+            hits[at] = head.to_target_ids(head.logits(rows).argmax(-1)).cpu() == texts[at].wanted
+    return [hits[at] for at in range(len(texts))]
+
+
+def _similar_length(texts: list[CapturedText]) -> Iterator[list[int]]:
+    """Numbers of texts, short ones first, in batches of at most FORWARD_TOKENS padded tokens."""
+    batch: list[int] = []
+    for at in sorted(range(len(texts)), key=lambda at: len(texts[at].tokens)):
+        if batch and (len(batch) + 1) * len(texts[at].tokens) > FORWARD_TOKENS:
+            yield batch
+            batch = []
+        batch.append(at)
+    if batch:
+        yield batch
 
 
 class ReplayTarget(KimiModel):

@@ -21,8 +21,8 @@ from trtspec.engine.sequence import Completion
 from trtspec.models.layers import TextPiece
 
 if TYPE_CHECKING:
-    from trtspec.models.cache import LatentCache
     from trtspec.models.kimi import KimiModel
+    from trtspec.models.layers import LatentCache
 
 # The largest change between a few dozen computations is not the largest there is: the runs may have used shapes and
 # neighbours that were not tried. What a wrong engine does is far larger (tests/engine/test_near_ties.py).

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from trtspec.engine.batch import on_device
 from trtspec.engine.sequence import Sequence
-from trtspec.models.cache import LatentCache
-from trtspec.models.layers import TextPiece
+from trtspec.models.layers import LatentCache, TextPiece
 
 if TYPE_CHECKING:
     from trtspec.engine.drafters import Drafter

@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from trtspec.errors import UsageError
-from trtspec.models.cache import BlockStore, LatentCache
+from trtspec.models.layers import LatentCache
 
 PrefixReuse = Literal["warm", "blind"]
 BLOCK_TOKENS = 32  # TensorRT-LLM's default tokens_per_block
@@ -47,6 +49,33 @@ class PrefixStats:
 class Block:
     number: int
     slot: int
+
+
+class BlockStore:
+    """Copies of a cache's entries in blocks of equal length, [layers, blocks, block_tokens, width]."""
+
+    def __init__(self, cache: LatentCache, blocks: int, block_tokens: int) -> None:
+        # bytes: torch indexes no FP8 type
+        self.cache = cache.data.view(torch.uint8)
+        layers, _, _, width = self.cache.shape
+        self.data = torch.zeros(layers, blocks, block_tokens, width, dtype=torch.uint8, device=self.cache.device)
+
+    def save(self, row: int, begin: int, slots: Sequence[int]) -> None:
+        """Fills these blocks, in their order, with a row's entries from position `begin` on; there are none before 0,
+        which leaves as many places of the first block empty."""
+        count = self.data.shape[2]
+        for number, slot in enumerate(slots):
+            at = begin + number * count
+            skip = max(0, -at)
+            self.data[:, slot, skip:] = self.cache[:, row, at + skip : at + count]
+
+    def load(self, row: int, begin: int, slots: Sequence[int]) -> None:
+        """The reverse of `save`."""
+        count = self.data.shape[2]
+        for number, slot in enumerate(slots):
+            at = begin + number * count
+            skip = max(0, -at)
+            self.cache[:, row, at + skip : at + count] = self.data[:, slot, skip:]
 
 
 class PrefixCache:

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trtspec.models.cache import LatentCache
 from trtspec.models.layers import (
     MLP,
     AttentionStep,
     CausalMask,
     LatentAttention,
+    LatentCache,
     Linear,
     PackedStep,
     RMSNorm,

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trtspec.models.cache import LatentCache
 from trtspec.models.layers import (
     MLP,
     AttentionStep,
     LatentAttention,
+    LatentCache,
     PackedStep,
     RMSNorm,
     TextPiece,

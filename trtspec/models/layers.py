@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trtspec.models.cache import LatentCache
-from trtspec.models.packed import PackedWeight
+from trtspec.models.precision import PackedWeight
 from trtspec.models.sharding import WHOLE, Sharding
 from trtspec.specs import HeadSpec, ModelSpec, RopeSpec
 
@@ -25,13 +24,13 @@ PACKED_ROWS = 64  # with more rows a float32 product is bound by arithmetic and 
 
 
 class Linear(nn.Module):
-    """y = x W^T without bias, W stored [out, in]. models/quantized.py holds its NVFP4 form.
+    """y = x W^T without bias, W stored [out, in]. models/weights.py holds its NVFP4 form.
 
-    decoding.py may lay the weight out differently in memory or add a packed copy; its values and shape stay.
+    `prepare_for_decoding` may lay the weight out differently in memory or add a packed copy; its values and shape stay.
     """
 
     used_in_parts = False  # set where code reads parts of the weight and never calls the module
-    packed: PackedWeight | None = None  # set by decoding.py
+    packed: PackedWeight | None = None  # set by `prepare_for_decoding`
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -67,7 +66,7 @@ def vocabulary_linear(hidden_size: int, vocab_size: int, sharding: Sharding) -> 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension."""
 
-    by_hypotenuse: HypotenuseNorm | None = None  # set by decoding.py
+    by_hypotenuse: HypotenuseNorm | None = None  # set by `prepare_for_decoding`
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -166,7 +165,7 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = Linear(self.kv_lora_rank, heads * (self.nope + self.v_head_dim))
         self.kv_b_proj.used_in_parts = True
         self.o_proj = Linear(heads * self.v_head_dim, spec.hidden_size)
-        self.folded: tuple[Tensor, Tensor] | None = None  # set by `fold` (decoding.py)
+        self.folded: tuple[Tensor, Tensor] | None = None  # set by `fold`
         self.scale = (self.nope + self.rope_dim) ** -0.5
         if rope.rope_type == "yarn" and rope.mscale_all_dim:
             self.scale *= yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
@@ -231,6 +230,44 @@ class LatentAttention(nn.Module):
 def by_input(weight: Tensor) -> Tensor:
     """The same weight [..., out, in], in memory as [..., in, out]: for few rows up to a third off a product."""
     return weight.mT.contiguous().mT
+
+
+class LatentCache:
+    """Cached entries [layers, rows, max_len, width]; for MLA the width is kv_lora_rank + qk_rope_head_dim.
+
+    Nothing is erased on rollback: a row's valid length is what the caller passes as `start`, and entries beyond it are
+    overwritten before they can be seen. `dtype=torch.float8_e4m3fn` keeps the entries as the scale-free FP8 cast.
+    """
+
+    def __init__(
+        self, layers: int, rows: int, max_len: int, width: int, dtype: torch.dtype, device: str | torch.device
+    ) -> None:
+        self.data = torch.zeros(layers, rows, max_len, width, dtype=dtype, device=device)
+
+    @property
+    def max_len(self) -> int:
+        return self.data.shape[2]
+
+    @property
+    def rows(self) -> int:
+        return self.data.shape[1]
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token's entries in all layers."""
+        return self.data.shape[0] * self.data.shape[3] * self.data.itemsize
+
+    def layer(self, index: int) -> Tensor:
+        return self.data[index]
+
+    def move(self, source: int, target: int, length: int | None = None) -> None:
+        """Copies the first `length` entries (None: all) of row `source` over those of row `target`, so that active rows
+        stay together at the front."""
+        self.data[:, target, :length].copy_(self.data[:, source, :length])
+
+    def clear(self, row: int, length: int) -> None:
+        """Sets the first `length` entries of a row to zero."""
+        self.data[:, row, :length].zero_()
 
 
 class CachedRows(NamedTuple):

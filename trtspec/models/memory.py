@@ -11,13 +11,12 @@ import torch
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.errors import MissingDependency, UsageError
 from trtspec.models.kimi import KimiModel
-from trtspec.models.packed import through_float32
-from trtspec.models.precision import dtype_name
+from trtspec.models.precision import dtype_name, through_float32
 from trtspec.models.sharding import WHOLE, Sharding
 from trtspec.quant.workers import usable_memory
 from trtspec.specs import HeadSpec, ModelSpec
 
-PACKED_SHARE = 0.5  # of a float32 weight on a CPU: its copy for products of few rows (models/packed.py)
+PACKED_SHARE = 0.5  # of a float32 weight on a CPU: its copy for products of few rows (precision.py)
 SPARE = 1.05  # times the weights: what loading and products hold beside them
 LOGITS_COPIES = 4  # float32 logits of a round: as computed, scaled, sorted, accepted
 MIN_LENGTH = 64  # a context below it is not worth proposing

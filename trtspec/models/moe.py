@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trtspec.models.layers import MLP, Linear
-from trtspec.models.packed import pack, through_float32
-from trtspec.models.precision import capability
+from trtspec.models.precision import capability, pack, through_float32
 from trtspec.models.sharding import WHOLE, Sharding
 from trtspec.specs import ModelSpec
 

@@ -24,11 +24,9 @@ from torch import Tensor
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError
-from trtspec.models import quantized
 from trtspec.models.kimi import DecoderLayer, KimiModel
 from trtspec.models.layers import AttentionStep, RMSNorm, rope_tables
-from trtspec.models.names import Source, layer_layout, layout
-from trtspec.models.weights import install, is_nvfp4
+from trtspec.models.weights import NVFP4Form, Source, install, install_nvfp4, is_nvfp4, layer_layout, layout
 from trtspec.report import file_sha256, fsync_directory
 
 Activation = Literal["w4a4", "weight-only", "decoded"]
@@ -92,8 +90,8 @@ class LayerStream:
         with ThreadPoolExecutor(self.threads) as pool:
             for source in layer_layout(self.spec, index):
                 if self.activation != "decoded" and is_nvfp4(self._tensors, source.names[0]):
-                    how = quantized.How(self.activation, self.dtype, "cpu")
-                    quantized.install(layer, source.parameter, source.names, self._tensors, how)
+                    how = NVFP4Form(self.activation, self.dtype, "cpu")
+                    install_nvfp4(layer, source, self._tensors, how)
                 else:
                     install(layer, source, self._tensors, self.spec, dtype=self.dtype, pool=pool)
         return layer.eval().requires_grad_(False)

@@ -1,22 +1,30 @@
-"""Loads a Kimi checkpoint of any published format into `KimiModel`: strict, all misfits in one report."""
+"""From a Kimi checkpoint of any published format to a `KimiModel` that decodes: the names of its weights, loading them
+(strict, all misfits in one report), their NVFP4 forms, and their layout for products of few rows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.formats import stored_format
 from trtspec.models.kimi import KimiModel
-from trtspec.models.names import Source, layout, rows_of
+from trtspec.models.layers import HypotenuseNorm, LatentAttention, Linear, RMSNorm, by_input
+from trtspec.models.moe import Experts, MoE, dispatch, is_small, together
+from trtspec.models.precision import pack
 from trtspec.models.sharding import WHOLE, Sharding
+from trtspec.quant import nvfp4
 from trtspec.specs import ModelSpec
 
 Activation = Literal["w4a4", "weight-only"]
@@ -37,8 +45,6 @@ def load_target(
     part of the model that this process holds.
     Raises TrtspecError for a checkpoint in which `trtspec inspect` finds an error.
     """
-    from trtspec.models import quantized
-
     target = require_target(path)
     checkpoint, spec = target.checkpoint, target.spec
     if kv_cache not in ("auto", "none", "fp8"):
@@ -49,8 +55,7 @@ def load_target(
     tensors = LazyTensors(checkpoint)
     for source in layout(spec):
         if is_nvfp4(tensors, source.names[0]):
-            how = quantized.How(activation, dtype, device, sharding)
-            quantized.install(model, source.parameter, source.names, tensors, how)
+            install_nvfp4(model, source, tensors, NVFP4Form(activation, dtype, device, sharding))
         else:
             install(model, source, tensors, spec, dtype=dtype, device=device, sharding=sharding)
     tensors.close()
@@ -100,3 +105,185 @@ def _decode_into(target: torch.Tensor, name: str, tensors: LazyTensors, spec: Mo
             "config.json and weights do not belong together; download both again",
         )
     target.copy_(value.reshape(target.shape))
+
+
+@dataclass(frozen=True)
+class Source:
+    """One parameter and the checkpoint tensors whose rows, concatenated in order, are its value."""
+
+    parameter: str
+    names: tuple[str, ...]
+
+
+def layout(spec: ModelSpec) -> Iterator[Source]:
+    """Every parameter of `KimiModel(spec)` with its names in a published checkpoint."""
+    prefix = spec.name_prefix
+    yield Source("embed.weight", (f"{prefix}model.embed_tokens.weight",))
+    yield Source("norm.weight", (f"{prefix}model.norm.weight",))
+    yield Source("lm_head.weight", (f"{prefix}lm_head.weight",))
+    for index in range(spec.num_hidden_layers):
+        yield from _layer_layout(spec, f"layers.{index}.", f"{prefix}model.layers.{index}.")
+
+
+def layer_layout(spec: ModelSpec, index: int) -> Iterator[Source]:
+    """Every parameter of decoder layer `index`, named as in its `DecoderLayer` (without `layers.N.`)."""
+    yield from _layer_layout(spec, "", f"{spec.name_prefix}model.layers.{index}.")
+
+
+def _layer_layout(spec: ModelSpec, ours: str, theirs: str) -> Iterator[Source]:
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        yield Source(f"{ours}{name}.weight", (f"{theirs}{name}.weight",))
+    ours_attn, attn = f"{ours}self_attn.", f"{theirs}self_attn."
+    yield Source(f"{ours_attn}qkv_a_proj.weight", (f"{attn}q_a_proj.weight", f"{attn}kv_a_proj_with_mqa.weight"))
+    for name in ("q_a_layernorm", "q_b_proj", "kv_a_layernorm", "kv_b_proj", "o_proj"):
+        yield Source(f"{ours_attn}{name}.weight", (f"{attn}{name}.weight",))
+    index = int(theirs.rstrip(".").rsplit(".", 1)[1])
+    if index < spec.first_k_dense_replace:
+        yield from _mlp_layout(f"{ours}mlp.", f"{theirs}mlp.")
+        return
+    yield Source(f"{ours}mlp.gate.weight", (f"{theirs}mlp.gate.weight",))
+    yield Source(f"{ours}mlp.gate.e_score_correction_bias", (f"{theirs}mlp.gate.e_score_correction_bias",))
+    yield from _mlp_layout(f"{ours}mlp.shared_experts.", f"{theirs}mlp.shared_experts.")
+    experts = [f"{theirs}mlp.experts.{expert}." for expert in range(spec.n_routed_experts)]
+    pairs = tuple(f"{expert}{part}_proj.weight" for expert in experts for part in ("gate", "up"))
+    yield Source(f"{ours}mlp.experts.gate_up", pairs)
+    yield Source(f"{ours}mlp.experts.down", tuple(f"{expert}down_proj.weight" for expert in experts))
+
+
+def _mlp_layout(ours: str, theirs: str) -> Iterator[Source]:
+    yield Source(f"{ours}gate_up_proj.weight", (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight"))
+    yield Source(f"{ours}down_proj.weight", (f"{theirs}down_proj.weight",))
+
+
+def checkpoint_tensors(model: KimiModel) -> dict[str, Tensor]:
+    """The model's parameters under their published names and shapes: the inverse of loading a BF16 checkpoint."""
+    state = model.state_dict()
+    tensors: dict[str, Tensor] = {}
+    for source in layout(model.spec):
+        value = state[source.parameter]
+        if value.dim() == 3:
+            value = value.flatten(0, 1)
+        rows = rows_of(model.spec, source, len(value))
+        tensors.update(zip(source.names, (part.contiguous() for part in value.split(rows)), strict=True))
+    return tensors
+
+
+def rows_of(spec: ModelSpec, source: Source, total: int) -> list[int]:
+    """How many rows of the parameter each checkpoint tensor supplies."""
+    if source.parameter.endswith("qkv_a_proj.weight"):
+        return [spec.q_lora_rank, total - spec.q_lora_rank]
+    return [total // len(source.names)] * len(source.names)
+
+
+class NVFP4Linear(nn.Module):
+    """A linear whose weight is NVFP4, computed as an FP4 tensor core does.
+
+    Both operands enter the product as E2M1 value times FP8 block scale, which bf16 holds exactly; the two
+    per-tensor scales multiply the accumulated result. With `activation="weight-only"` x stays as it is.
+    """
+
+    values: Tensor  # E2M1 value times FP8 block scale, [out, in]
+    scale_2: Tensor  # float32 scalar
+    input_scale: Tensor  # float32 scalar
+
+    def __init__(self, weight: nvfp4.NVFP4Tensor, input_scale: Tensor, activation: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.activation = activation
+        self.register_buffer("values", nvfp4.codes_times_scale(weight).to(dtype))
+        self.register_buffer("scale_2", weight.scale_2.float())
+        self.register_buffer("input_scale", input_scale.float())
+        self.out_features, self.in_features = self.values.shape[0], self.values.shape[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.activation == "weight-only":
+            return (F.linear(x, self.values) * self.scale_2).to(x.dtype)
+        values, input_scale = nvfp4.fake_quantize_activation(x, self.input_scale)
+        return (F.linear(values.to(x.dtype), self.values) * (self.scale_2 * input_scale)).to(x.dtype)
+
+
+class NVFP4Experts(nn.Module):
+    """Routed experts in NVFP4; each expert is a pair of NVFP4 products with its own scales (see NVFP4Linear)."""
+
+    def __init__(self, gate_up: Sequence[nn.Module], down: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.gate_up = nn.ModuleList(gate_up)
+        self.down = nn.ModuleList(down)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return dispatch(x, ids, weights, len(self.down), self.one_expert)
+
+    def one_expert(self, expert: int, x: Tensor) -> Tensor:
+        gate, up = self.gate_up[expert](x).chunk(2, -1)
+        return self.down[expert](F.silu(gate) * up)
+
+
+class NVFP4Form(NamedTuple):
+    """How NVFP4 modules are made: `activation` as of `NVFP4Linear`, type, device, and the part that a rank holds."""
+
+    activation: str
+    dtype: torch.dtype
+    device: str
+    sharding: Sharding = WHOLE
+
+
+def install_nvfp4(module: nn.Module, source: Source, tensors: LazyTensors, how: NVFP4Form) -> None:
+    """Replaces the linear (or the stacked experts) that owns the parameter by NVFP4 modules of the checkpoint."""
+    owner, _, leaf = source.parameter.rpartition(".")
+    if not owner.endswith(".experts"):
+        module.set_submodule(owner, nvfp4_linear(source.names, tensors, how))
+    elif leaf == "gate_up":
+        pairs = zip(source.names[::2], source.names[1::2], strict=True)
+        module.set_submodule(owner, NVFP4Experts([nvfp4_linear(pair, tensors, how) for pair in pairs], []))
+    else:
+        experts = module.get_submodule(owner)
+        experts.down = nn.ModuleList(nvfp4_linear((name,), tensors, how) for name in source.names)
+
+
+def nvfp4_linear(names: tuple[str, ...], tensors: LazyTensors, how: NVFP4Form) -> NVFP4Linear:
+    """One NVFP4 linear out of one weight, or of gate and up stacked; stacked weights must share both tensor scales."""
+    stems = [name.removesuffix("weight") for name in names]
+    scales = [(tensors[f"{stem}weight_scale_2"], tensors[f"{stem}input_scale"]) for stem in stems]
+    for stem, (scale_2, input_scale) in zip(stems, scales, strict=True):
+        if not (torch.equal(scale_2, scales[0][0]) and torch.equal(input_scale, scales[0][1])):
+            raise TrtspecError(
+                f"{stem}weight_scale_2 or input_scale differs from that of {stems[0]}; fused kernels share one scale",
+                "requantize the checkpoint: trtspec quantize SRC -o OUT",
+            )
+    cut = how.sharding.cut  # codes, two in a byte, and scales, one for 16, in the same parts
+    packed = torch.cat([cut(tensors[f"{stem}weight"], f"{stem}weight") for stem in stems])
+    scales_of = [cut(tensors[f"{stem}weight_scale"].view(torch.uint8), f"{stem}weight") for stem in stems]
+    scale = torch.cat(scales_of).view(torch.float8_e4m3fn)
+    weight = nvfp4.NVFP4Tensor(packed, scale, scales[0][0])
+    return NVFP4Linear(weight, scales[0][1], how.activation, how.dtype).to(how.device)
+
+
+@torch.no_grad()
+def prepare_for_decoding(model: nn.Module) -> None:
+    """Prepares a loaded model: the same function, its weights laid out for products of few rows. In place; does nothing
+    the second time.
+
+    Large float32 weights on a CPU get a packed copy. Smaller ones with at least as many outputs as inputs are laid out
+    in memory as [in, out], which takes up to a third off a product of one to sixteen rows (docs/LOG.md). Their norms
+    take fewer operators. Small experts of any type are stacked.
+
+    Weights must not change afterwards: packed and stacked copies would not follow.
+    """
+    for module in list(model.modules()):
+        if isinstance(module, Linear) and not module.used_in_parts and module.packed is None:
+            module.packed = pack(module.weight)
+            wide = module.weight.shape[0] >= module.weight.shape[1]
+            if module.packed is None and wide and is_float32_on_cpu(module.weight):
+                module.weight.data = by_input(module.weight.data)
+        elif isinstance(module, RMSNorm) and is_float32_on_cpu(module.weight):
+            module.by_hypotenuse = HypotenuseNorm(module.weight, module.eps)
+        elif isinstance(module, LatentAttention) and module.folded is None:
+            if is_float32_on_cpu(module.kv_b_proj.weight):
+                module.fold()
+        elif isinstance(module, MoE) and module.together is None:
+            module.together = together(module)
+        elif isinstance(module, Experts) and is_float32_on_cpu(module.down) and is_small(module.gate_up, module.down):
+            module.gate_up.data, module.down.data = by_input(module.gate_up.data), by_input(module.down.data)
+
+
+def is_float32_on_cpu(weight: Tensor) -> bool:
+    return weight.dtype == torch.float32 and weight.is_cpu

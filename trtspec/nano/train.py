@@ -23,8 +23,7 @@ from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.checkpoint.writer import write_shard
 from trtspec.models.kimi import KimiModel
 from trtspec.models.moe import MoE, Router
-from trtspec.models.names import checkpoint_tensors
-from trtspec.models.weights import load_target
+from trtspec.models.weights import checkpoint_tensors, load_target
 from trtspec.nano import corpus, vocabulary
 from trtspec.report import provenance, write_atomic, write_json
 from trtspec.specs import ModelSpec
