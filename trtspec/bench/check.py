@@ -7,14 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trtspec.bench import drafting, features, visible
-from trtspec.bench.gate import CheckResult, mcnemar, pairs_needed, required, result
+from trtspec.bench.gate import SHOWN, CheckResult, mcnemar, pairs_needed, pass_or_fail, required, result
 from trtspec.bench.lossless import QualityLimits, check_distribution, compare_transcripts
 from trtspec.bench.quality import paired
 from trtspec.bench.text_quality import RUN_SHARE, degeneration, judge_run
 from trtspec.bench.transcript import Recording
 from trtspec.errors import UsageError
 
-SHOWN_DIVERGENCES = 20
 ALL = "all"
 ALPHA = 0.05
 
@@ -107,7 +106,7 @@ def check_lossless(got: Recording, expected: Recording | None, limits: GateLimit
         return result("lossless", "skipped", "nothing to compare with: pass --against FILE or URL of the plain server")
     passes = [again.transcripts for again in expected.repeats]
     found = compare_transcripts(expected.transcripts, got.transcripts, limit, passes)
-    first = sorted(found.divergences, key=lambda d: d.verdict != "real")[:SHOWN_DIVERGENCES]
+    first = sorted(found.divergences, key=lambda d: d.verdict != "real")[:SHOWN]
     detail = asdict(replace(found, divergences=first))
     summary = (
         f"{found.identical} of {found.compared} greedy answers identical, {found.near_ties} part at a "
@@ -128,8 +127,7 @@ def check_lossless(got: Recording, expected: Recording | None, limits: GateLimit
         summary += f" (none were asked for: {got.withheld})" if got.withheld else ""
     bad = found.real or found.unjudged
     remedy = "compare the divergences in --json; serve without speculation until the cause is found"
-    row = result("lossless", "fail" if bad else "pass", summary, "TS-CHECK-NOT-LOSSLESS", remedy, **detail)
-    return replace(row, seen=found.compared)
+    return pass_or_fail("lossless", bad, summary, "TS-CHECK-NOT-LOSSLESS", remedy, found.compared, **detail)
 
 
 def check_degenerate(got: Recording, expected: Recording | None) -> CheckResult:
@@ -145,17 +143,17 @@ def check_degenerate(got: Recording, expected: Recording | None) -> CheckResult:
         if mine.degenerate and not worse:
             summary += ": the target itself is like this"
     remedy = "read the answers; check chat template, quantization and the speculation settings"
-    row = result(
+    return pass_or_fail(
         "degenerate-output",
-        "fail" if worse else "pass",
+        worse,
         summary,
         "TS-CHECK-DEGENERATE",
         remedy,
+        mine.answers,
         output=asdict(mine),
         without_speculation=asdict(theirs) if theirs else None,
-        questions=[item.question for item in everything if degeneration(item.text)][:SHOWN_DIVERGENCES],
+        questions=[item.question for item in everything if degeneration(item.text)][:SHOWN],
     )
-    return replace(row, seen=mine.answers)
 
 
 def check_tasks(got: Recording, expected: Recording | None, fall: float) -> CheckResult:
@@ -182,14 +180,12 @@ def check_tasks(got: Recording, expected: Recording | None, fall: float) -> Chec
         remedy = (
             "read the lost tasks in --json; a quantized target: try another policy or calibration (trtspec quantize)"
         )
-        detail["lost_tasks"] = _lost(got, expected)[:SHOWN_DIVERGENCES]
+        detail["lost_tasks"] = _lost(got, expected)[:SHOWN]
         return result(name, "fail", message, "TS-CHECK-TASKS", remedy, **detail)
     if pairs < needed:
         message += f"; a fall of {100 * fall:g} points needs {needed} tasks to be found 9 times in 10"
         return result(name, "skipped", message, **detail)
-    return replace(
-        result(name, "pass", f"{message}; enough to find a fall of {100 * fall:g} points", **detail), seen=pairs
-    )
+    return result(name, "pass", f"{message}; enough to find a fall of {100 * fall:g} points", seen=pairs, **detail)
 
 
 def _lost(got: Recording, expected: Recording) -> list[str]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from trtspec.bench.acceptance import summarize
 from trtspec.bench.adapters import is_count
-from trtspec.bench.gate import CheckResult, Status, result
+from trtspec.bench.gate import SHOWN, CheckResult, Status, pass_or_fail, result
 from trtspec.bench.steps import (
     ENOUGH_ANSWERS,
     ENOUGH_STEPS,
@@ -28,7 +27,6 @@ from trtspec.bench.steps import (
 from trtspec.bench.text_quality import judge_run
 from trtspec.bench.transcript import Recording, Transcript
 
-SHOWN = 20
 LITTLE = 0.1  # accepted drafts per step; below it there is nothing that could collapse
 LONG_SHARE = 0.25  # a length that accepts less than this share of what short prompts do
 UNTOLD = "neither the answers nor their streams tell how many steps they took"
@@ -73,10 +71,7 @@ def check_claims(got: Recording) -> CheckResult:
     if faults:
         message = f"{len(faults)} of {len(told)} answers claim what cannot be: {shown[0]}"
     remedy = "believe no acceptance figure of this server; measure its speed against the plain one with trtspec bench"
-    found = result(
-        "acceptance-claims", "fail" if faults else "pass", message, "TS-CHECK-CLAIM", remedy, faults=shown[:SHOWN]
-    )
-    return replace(found, seen=len(told))
+    return pass_or_fail("acceptance-claims", faults, message, "TS-CHECK-CLAIM", remedy, len(told), faults=shown[:SHOWN])
 
 
 def claim_faults(transcripts: Sequence[Transcript]) -> list[tuple[str, str]]:
@@ -183,7 +178,7 @@ def check_forced(got: Recording) -> CheckResult:
     histogram = pooled_histogram(everything)
     message = f"acceptance varies over {len(counted)} answers as a drafter's does"
     message += f" (steps by accepted drafts: {histogram})" if histogram else ""
-    return replace(result(name, "pass", message, histogram=histogram), seen=len(counted))
+    return result(name, "pass", message, histogram=histogram, seen=len(counted))
 
 
 def _risen(got: Recording) -> list[str]:
@@ -232,10 +227,9 @@ def _pass_row(
     if fallen:
         message += f"; {len(fallen)} of {count} answers collapse: {fallen[0]}"
     status: Status = "fail" if fallen or fell else "pass"
-    found_row = result(
-        name, status, message, code, remedy, fallen=fallen[:SHOWN], before=worst.before, after=worst.after
+    return result(
+        name, status, message, code, remedy, fallen=fallen[:SHOWN], before=worst.before, after=worst.after, seen=count
     )
-    return replace(found_row, seen=count)
 
 
 def check_long(got: Recording) -> CheckResult:
@@ -278,5 +272,4 @@ def check_long(got: Recording) -> CheckResult:
     if bad:
         message += f"; collapsed: {bad[0]}"
     remedy = "train the head on longer contexts, or check its rope scaling: trtspec inspect HEAD --against TARGET"
-    found = result(name, "fail" if bad else "pass", message, "TS-CHECK-ACCEPTANCE-LONG", remedy, lengths=table)
-    return replace(found, seen=count)
+    return pass_or_fail(name, bad, message, "TS-CHECK-ACCEPTANCE-LONG", remedy, count, lengths=table)

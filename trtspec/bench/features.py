@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from trtspec.bench.asking import HONOURED, NO_EFFECT, NOT_ASKED, NOT_SENT, REFUSED
 from trtspec.bench.battery import FORM_SCHEMA, TOOL, stop_word
-from trtspec.bench.gate import CheckResult, result
+from trtspec.bench.gate import SHOWN, CheckResult, pass_or_fail, result
 from trtspec.bench.transcript import Recording, ToolReply, Transcript
 
 TOOL_MARKERS = ("<|tool_call", "<tool_call", "[TOOL_CALLS]")
 TOOL_REMEDY = "send the request by hand with speculation off; check --tool_parser and the chat template"
-SHOWN = 20
 
 
 def asked(replies: Sequence[ToolReply]) -> list[ToolReply]:
@@ -56,7 +55,7 @@ def check_tool_calls(got: Recording, expected: Recording | None) -> CheckResult:
     message = f"{len(good)} of {len(mine)} requests with a tool yield well-formed calls"
     message += f", {both - len(other)} of {both} as without speculation" if both else ""
     message += ", and none can be compared: the plain server makes no call" if pairs and not both else ""
-    return replace(result(name, "pass", message, **detail), seen=len(good))
+    return result(name, "pass", message, seen=len(good), **detail)
 
 
 def check_tool_streams(got: Recording, expected: Recording | None) -> CheckResult:
@@ -92,7 +91,7 @@ def check_tool_streams(got: Recording, expected: Recording | None) -> CheckResul
         reason = "streamed calls differ on both servers, or the answers change" if pairs else reason
         return result(name, "skipped", f"not shown: {reason}", **detail)
     message = f"{judged} of {len(pairs)} streamed tool calls are the unstreamed ones, put together"
-    return replace(result(name, "pass", message, **detail), seen=judged)
+    return result(name, "pass", message, seen=judged, **detail)
 
 
 def _stream_pairs(recording: Recording) -> dict[str, tuple[ToolReply, ToolReply]]:
@@ -195,7 +194,7 @@ def check_follow_ups(got: Recording, expected: Recording | None) -> CheckResult:
     silent = sum(_silent(reply) for reply in answered)
     message = f"{len(answered) - silent} of {len(mine)} follow-ups of a tool are answered in text"
     message += f", {silent} are empty on both servers" if silent else ""
-    return replace(result(name, "pass", message, **detail), seen=len(answered))
+    return result(name, "pass", message, seen=len(answered), **detail)
 
 
 def _silent(reply: ToolReply) -> bool:
@@ -223,8 +222,7 @@ def check_forms(got: Recording, expected: Recording | None) -> CheckResult:
     message = f"{len(mine) - len(faults)} of {len(mine)} answers have the form that was asked for"
     message += f"; {faults[0][0].question}: {faults[0][1]}" if faults else ""
     remedy = "check guided_decoding_backend; ask the same with speculation off"
-    found = result(name, "fail" if faults else "pass", message, "TS-CHECK-STRUCTURED", remedy)
-    return replace(found, seen=len(mine))
+    return pass_or_fail(name, faults, message, "TS-CHECK-STRUCTURED", remedy, len(mine))
 
 
 def form_fault(reply: ToolReply) -> str | None:
@@ -262,8 +260,7 @@ def check_stops(got: Recording) -> CheckResult:
         return result(name, "skipped", "every answer parted from the earlier one before its stop string")
     message = f"{judged - len(faults)} of {judged} answers end at their stop string"
     message += f"; {faults[0]}" if faults else ""
-    found = result(name, "fail" if faults else "pass", message, "TS-CHECK-STOP", remedy, faults=faults)
-    return replace(found, seen=judged)
+    return pass_or_fail(name, faults, message, "TS-CHECK-STOP", remedy, judged, faults=faults)
 
 
 def _stop_fault(reply: ToolReply, whole: Transcript) -> str | None:

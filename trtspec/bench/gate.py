@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 Status = Literal["pass", "fail", "skipped"]
 REQUIRED = "TS-CHECK-REQUIRED"
+SHOWN = 20  # entries of each list in the detail of a row
 RARE = 0.05  # the share of answers in which a rare fault shows; power is stated for it
 POWER = 0.95
 
@@ -43,8 +44,15 @@ class CheckResult:
         return found
 
 
-def result(name: str, status: Status, message: str, code: str = "", remedy: str = "", **detail: Any) -> CheckResult:
-    return CheckResult(name, status, message, code, remedy, detail)
+def result(
+    name: str, status: Status, message: str, code: str = "", remedy: str = "", seen: int | None = None, **detail: Any
+) -> CheckResult:
+    return CheckResult(name, status, message, code, remedy, detail, seen)
+
+
+def pass_or_fail(name: str, bad: object, message: str, code: str, remedy: str, seen: int, **detail: Any) -> CheckResult:
+    """A row that looked at `seen` answers, and fails where `bad` is true of them."""
+    return CheckResult(name, "fail" if bad else "pass", message, code, remedy, detail, seen)
 
 
 def required(found: CheckResult) -> CheckResult:

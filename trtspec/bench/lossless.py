@@ -444,4 +444,4 @@ def check_distribution(got: Recording, expected: Recording | None, limits: Quali
     if kl[1] > limits.max_kl or same[0] < limits.min_agreement:
         message += "; the interval holds the limit, so that more questions must decide (--samples)"
         return result(name, "skipped", message, **detail)
-    return replace(result(name, "pass", message, **detail), seen=found.questions)
+    return result(name, "pass", message, seen=found.questions, **detail)

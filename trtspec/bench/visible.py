@@ -5,15 +5,13 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from trtspec.bench.asking import NOT_ASKED
-from trtspec.bench.gate import CheckResult, binomial_at_least, result
+from trtspec.bench.gate import SHOWN, CheckResult, binomial_at_least, pass_or_fail, result
 from trtspec.bench.lossless import RoundingBound, first_divergence, judge, measure_rounding, tokens_show
 from trtspec.bench.transcript import Recording, Transcript
 
-SHOWN = 20
 COUNT_SLACK = 1  # tokens: some servers count the end of the answer, some do not
 HIDDEN_TOKENS = 8  # markers that stand in no text
 BUFFERED_SPAN = 0.05  # all pieces of a stream within this share of its time came at once
@@ -52,8 +50,7 @@ def check_answers(got: Recording, expected: Recording | None) -> CheckResult:
     if got.stopped:
         message += f"; the rest was not asked: {got.stopped}"
     remedy = "look at the server's log, and at any proxy in front of it; --timeout sets how long an answer may take"
-    found = result("answers", "fail" if bad else "pass", message, "TS-CHECK-ANSWERS", remedy, **detail)
-    return replace(found, seen=len(asked))
+    return pass_or_fail("answers", bad, message, "TS-CHECK-ANSWERS", remedy, len(asked), **detail)
 
 
 def _optional(item: Transcript) -> bool:
@@ -86,8 +83,7 @@ def check_context(got: Recording, expected: Recording | None) -> CheckResult:
     if other:
         message += f"; left out of the comparison: {other[0]}"
     remedy = "serve both with the same chat template, tokenizer and thinking mode, and record the plain server again"
-    found = result("context", "fail" if other else "pass", message, "TS-CHECK-CONTEXT", remedy, different=other[:SHOWN])
-    return replace(found, seen=len(pairs))
+    return pass_or_fail("context", other, message, "TS-CHECK-CONTEXT", remedy, len(pairs), different=other[:SHOWN])
 
 
 def check_visible_text(got: Recording) -> CheckResult:
@@ -109,7 +105,7 @@ def check_visible_text(got: Recording) -> CheckResult:
         )
         return result("visible-text", "skipped", message, **detail)
     message = f"{len(told)} of {len(told)} answers read as their tokens do"
-    return replace(result("visible-text", "pass", message, **detail), seen=len(told))
+    return result("visible-text", "pass", message, seen=len(told), **detail)
 
 
 def _too_short(item: Transcript) -> bool:
@@ -155,10 +151,7 @@ def _stream_row(alone: Sequence[str], count: int) -> CheckResult:
     if alone:
         message += f"; another text only as a stream: {alone[0]}"
     remedy = "look at the chunks of one answer (curl -N); a parser or proxy that rewrites chunks is the usual cause"
-    found = result(
-        "stream", "fail" if alone else "pass", message, "TS-CHECK-STREAM", remedy, questions=list(alone)[:SHOWN]
-    )
-    return replace(found, seen=count)
+    return pass_or_fail("stream", alone, message, "TS-CHECK-STREAM", remedy, count, questions=list(alone)[:SHOWN])
 
 
 def _repeatable_row(moved: Sequence[str], unjudged: Sequence[str], count: int, got: Recording) -> CheckResult:
@@ -172,7 +165,7 @@ def _repeatable_row(moved: Sequence[str], unjudged: Sequence[str], count: int, g
         why = got.withheld or "no answer of that text has log-probabilities"
         message += f"; {len(unjudged)} differ and cannot be judged without log-probabilities ({why})"
         return result("repeatable", "skipped", message, **detail)
-    return replace(result("repeatable", "pass", message, **detail), seen=count)
+    return result("repeatable", "pass", message, seen=count, **detail)
 
 
 def _parted(
@@ -212,8 +205,7 @@ def check_usage(got: Recording, expected: Recording | None) -> CheckResult:
     if wrong:
         message = f"{len(wrong)} token counts of {len(counted)} answers contradict what came: {wrong[0]}"
     remedy = "bills and acceptance figures rest on usage: compare it with the tokens of one answer"
-    found = result("usage", "fail" if wrong else "pass", message, "TS-CHECK-USAGE", remedy, faults=wrong[:SHOWN])
-    return replace(found, seen=len(counted))
+    return pass_or_fail("usage", wrong, message, "TS-CHECK-USAGE", remedy, len(counted), faults=wrong[:SHOWN])
 
 
 def _usage_faults(
@@ -246,10 +238,7 @@ def check_streaming(got: Recording) -> CheckResult:
     if bad:
         message += f"; all at once: {at_once[0]}"
     remedy = "turn buffering off in proxies (nginx: proxy_buffering off), and lower the server's stream_interval"
-    found = result(
-        "streaming", "fail" if bad else "pass", message, "TS-CHECK-BUFFERED", remedy, questions=at_once[:SHOWN]
-    )
-    return replace(found, seen=len(streams))
+    return pass_or_fail("streaming", bad, message, "TS-CHECK-BUFFERED", remedy, len(streams), questions=at_once[:SHOWN])
 
 
 def _judgeable(item: Transcript) -> bool:
@@ -290,8 +279,7 @@ def check_speed(got: Recording) -> CheckResult:
         "watch the server's memory, cache and clocks while it is asked for longer; trtspec bench shows the latencies"
     )
     detail = {"questions": [item.question for item in slow][:SHOWN]}
-    found = result("steady-speed", "fail" if bad else "pass", message, "TS-CHECK-SLOWER", remedy, **detail)
-    return replace(found, seen=len(after))
+    return pass_or_fail("steady-speed", bad, message, "TS-CHECK-SLOWER", remedy, len(after), **detail)
 
 
 def _pace(item: Transcript) -> float:
