@@ -93,6 +93,15 @@ def test_counters_of_somebody_else_are_named() -> None:
     assert codes(findings.counters_disagree("e", [tripled], inflated)) == ["TS-BENCH-COUNTERS"]
 
 
+def test_answers_that_are_tool_calls_are_not_empty() -> None:
+    places = ("Rome, near the river", "Oslo in winter", "a village behind the hills", "Lima", "Kyoto at night")
+    calls = [[{"name": "get_weather", "arguments": '{"place": "' + place + '"}'}] for place in places]
+    called = [answer(text="", tool_calls=call) for call in calls]
+    assert not findings.degenerate_output("e", called)
+    silent = [replace(one, tool_calls=[]) for one in called]
+    assert codes(findings.degenerate_output("e", silent)) == ["TS-BENCH-DEGENERATE"]
+
+
 def test_too_few_steps_are_said_with_how_many_would_do() -> None:
     turns = [TurnCounts(str(i), "c", 40, 10, 3 + 9 * (i % 3), 30, None, "s") for i in range(6)]
     found = findings.too_few("e", summarize(turns), turns)

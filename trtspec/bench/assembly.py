@@ -104,12 +104,7 @@ def describe_level(target: MeasuredEndpoint, level: LoadLevel, workload: BenchWo
 
 
 def _texts(answers: Sequence[Answer]) -> list[str]:
-    """What was written; an answer that is a tool call is not empty."""
-    return [
-        answer.reasoning + answer.text + "".join(call["name"] + call["arguments"] for call in answer.tool_calls)
-        for answer in answers
-        if not answer.error
-    ]
+    return [answer.written for answer in answers if not answer.error]
 
 
 def by_category_quality(answers: Sequence[Answer]) -> dict[str, OutputQuality]:

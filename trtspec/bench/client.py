@@ -80,6 +80,11 @@ class Answer:
     def first_token(self) -> float | None:
         return self.chunks[0][0] if self.chunks else None
 
+    @property
+    def written(self) -> str:
+        """All that the model wrote: an answer that is a tool call is not empty."""
+        return self.reasoning + self.text + "".join(call["name"] + call["arguments"] for call in self.tool_calls)
+
 
 def base_url(url: str) -> str:
     """Accepts host:port, http://host:port, with or without a trailing /v1."""

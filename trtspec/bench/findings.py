@@ -71,7 +71,7 @@ def failed_requests(name: str, answers: Sequence[Answer]) -> list[Problem]:
 
 
 def degenerate_output(name: str, answers: Sequence[Answer]) -> list[Problem]:
-    verdict = judge_run([answer.reasoning + answer.text for answer in answers if not answer.error])
+    verdict = judge_run([answer.written for answer in answers if not answer.error])
     if not verdict.degenerate:
         return []
     return [
@@ -217,8 +217,7 @@ def contradictions(name: str, answers: Sequence[Answer], max_tokens: int) -> lis
 def usage_contradicts(answer: Answer, max_tokens: int) -> str | None:
     """Why the number of tokens that an answer reports cannot be, or None."""
     tokens = answer.completion_tokens
-    calls = "".join(call["name"] + call["arguments"] for call in answer.tool_calls)
-    size = len((answer.text + answer.reasoning + calls).encode("utf-8", "replace"))
+    size = len(answer.written.encode("utf-8", "replace"))
     if tokens > max_tokens:
         return f"{tokens} tokens where {max_tokens} were allowed"
     if not tokens and size:

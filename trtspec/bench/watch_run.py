@@ -176,7 +176,7 @@ def probe_answer(answer: Answer) -> ProbeAnswer:
         answer.category,
         answer.prompt_tokens,
         counts,
-        text_quality.degeneration(answer.reasoning + answer.text),
+        text_quality.degeneration(answer.written),
         answer.error,
         first,
         inter_token(answer),
