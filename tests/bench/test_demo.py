@@ -18,10 +18,9 @@ import psutil
 import pytest
 
 from tests.bench.conftest import STAND_IN, free_port
-from trtspec.cli.demo import prepare
+from trtspec.cli.demo import PORTS, prepare
 from trtspec.cli.demo_first_answer import StreamedAnswer, question, verdict
 from trtspec.cli.demo_process import Chain, duration, free_ports
-from trtspec.cli.demo_stages import PORTS
 from trtspec.errors import TrtspecError, UsageError
 
 

@@ -15,7 +15,7 @@ from tests.command_line import Done, trtspec
 from tests.tiny import make_head, make_target, write_json
 from trtspec.bench.acceptance import summarize
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.cli.inspect_verdict import Expectation, judge
+from trtspec.cli.inspect_run import Expectation, judge
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.engine.head_check import Baseline, HeadCheck
 from trtspec.heads.training.features import compute_features, write_dumps

@@ -21,7 +21,7 @@ from tests.cli.matrix_serving import SERVING, an_engine_file
 from tests.command_line import trtspec
 from tests.tiny import make_head, make_target
 from trtspec.cli.app import COMMANDS
-from trtspec.cli.prove_evidence import Proof
+from trtspec.cli.prove_run import Proof
 from trtspec.records import Mode, click_command, flag_of, variable
 
 NAMES = [name for names in COMMANDS.values() for name in names]
@@ -218,7 +218,7 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("trtspec.launch.preflight.launch", launch)
     monkeypatch.setattr(
-        "trtspec.cli.serve_reference._run",
+        "trtspec.cli.serve._run",
         lambda start, executed: stage.handed.append(repr((start, executed))),
         raising=False,
     )
@@ -232,8 +232,8 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
         stage.handed.append(repr(given))
         return Proof([], "proof.tar.gz", "0")
 
-    monkeypatch.setattr("trtspec.cli.prove_evidence.prove_all", prove_all)
-    monkeypatch.setattr("trtspec.cli.demo_stages.run_stages", lambda demo: stage.handed.append(repr(demo.sizes)))
+    monkeypatch.setattr("trtspec.cli.prove_run.prove_all", prove_all)
+    monkeypatch.setattr("trtspec.cli.demo.run_stages", lambda demo: stage.handed.append(repr(demo.sizes)))
     monkeypatch.setattr("trtspec.cli.demo.finish", lambda output, data: None)
     for name, size in {"WHOLE": 1024, "PIECE": 16, "PIECES": 8}.items():  # so that values of a tiny head are sampled
         monkeypatch.setattr(f"trtspec.checkpoint.heads.values.{name}", size)

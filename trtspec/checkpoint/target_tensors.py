@@ -9,11 +9,11 @@ nonsense without an error message.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from trtspec.checkpoint.headers import HF_QUANT_NAME, Checkpoint, TensorInfo
-from trtspec.errors import Problem
+from trtspec.errors import Problem, TrtspecError
 from trtspec.formats import (
     PLAIN_DTYPES,
     SIDE_PARTS,
@@ -22,6 +22,7 @@ from trtspec.formats import (
     format_of_dtype,
     format_of_method,
     packed_format,
+    stored_format,
 )
 from trtspec.specs import ModelSpec, QuantSpec
 
@@ -354,3 +355,13 @@ def _excluded(told: WeightFormat, patterns: tuple[str, ...], formats: dict[str, 
         what = f"weights are not {told} and not listed as left alone"
         problems.append(grouped("TS-TARGET-EXCLUDE", plain, what, QUANTIZE_AGAIN))
     return problems
+
+
+def parts_of(names: Container[str], name: str) -> list[str]:
+    """The stored tensors that make up the weight `name`; raises TrtspecError naming one that is missing."""
+    stem = name.removesuffix(".weight")
+    parts = [f"{stem}.{suffix}" for suffix in stored_format(names, stem).parts] if name.endswith(".weight") else [name]
+    for part in parts:
+        if part not in names:
+            raise TrtspecError(f"{part} is missing, so {name} cannot be decoded", "download the checkpoint again")
+    return parts

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trtspec.cli.inspect_run import InspectRun, InspectStates
-from trtspec.cli.inspect_verdict import rows as run_rows
+from trtspec.cli.inspect_run import rows as run_rows
 from trtspec.cli.options import JsonOption
 from trtspec.errors import CheckFailed, Problem, UsageError, has_errors
 from trtspec.records import Mode, given, narrow, note, refuse_unused

@@ -16,7 +16,7 @@ from trtspec.records import Mode, narrow, without
 
 if TYPE_CHECKING:
     from trtspec.bench.prove import ProveSetup
-    from trtspec.cli.prove_evidence import Proof
+    from trtspec.cli.prove_run import Proof
 
 MARKS = {"pass": "pass   ", "fail": "FAIL   ", "skipped": "skipped"}
 CONTEXTS = "1000,4000,16000"
@@ -88,7 +88,7 @@ def prove(options: ProveOptions) -> None:
         return
     if options.output is None:
         raise UsageError("a proof needs a directory for its outputs", "pass -o DIR")
-    from trtspec.cli.prove_evidence import prove_all
+    from trtspec.cli.prove_run import prove_all
 
     proof = prove_all(setup, options.output, options.startup_timeout, options.restart)
     _show(proof, options.json_)

@@ -1,20 +1,72 @@
 """Runs a proof: one command after the other, each noted in a journal when its output is kept, so that a killed run
-resumes with the first command that has none. Nothing that it started outlives it."""
+resumes with the first command that has none. Nothing that it started outlives it: the servers are started, waited for
+and ended here, and the one that a killed run left behind. Evidence, verdict and page from the outputs of the steps are
+packed as a bundle."""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import signal
+import socket
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from trtspec import report
-from trtspec.bench.prove import URL, WORK, ProveSetup, ProveStep, launches, prompts_of, steps_of
+from trtspec import files, report
+from trtspec.bench.prove import (
+    URL,
+    WORK,
+    ProveLine,
+    ProveSetup,
+    ProveStep,
+    judge,
+    launches,
+    prompts_of,
+    serve_words,
+    speed_of,
+    steps_of,
+)
+from trtspec.bench.prove_bundle import Redactor, prove_html, redactor, write_bundle
 from trtspec.checkpoint.journal import Journal
-from trtspec.cli.demo_process import child, duration, tail, wait
-from trtspec.cli.prove_servers import end_left_over, memory_of, served, tied
+from trtspec.cli.demo_process import child, duration, noted_signals, stop, tail, wait
 from trtspec.errors import TrtspecError, UsageError
+from trtspec.launch.preflight import used_memory
+from trtspec.launch.readiness import generation_failure, is_healthy
+
+POLL = 0.1
+LEFT_OVER = 180.0  # seconds that the server of a killed run gets to end
+NEVER = 2.0  # seconds of silence before a first look at a server's health
+LIBC = ctypes.CDLL(None)
+
+
+@dataclass
+class Proof:
+    """What a run made: the verdict, and the bundle with its digest."""
+
+    lines: list[ProveLine]
+    bundle: str
+    sha256: str
+
+    @property
+    def failed(self) -> list[str]:
+        return [line.name for line in self.lines if line.status == "fail"]
+
+    def to_dict(self) -> dict[str, Any]:
+        shown = [asdict(line) for line in self.lines]
+        return {"ok": not self.failed, "results": shown, "bundle": self.bundle, "sha256": self.sha256}
+
+
+def prove_all(setup: ProveSetup, directory: Path, startup: float, restart: bool) -> Proof:
+    """Runs what is not done yet, then writes verdict, page and bundle. `startup`: seconds for a server
+    to become ready."""
+    return finish(run_proof(setup, directory, startup, restart))
 
 
 @dataclass
@@ -101,3 +153,158 @@ def prepare(run: ProofRun, restart: bool) -> None:
     questions = [question.turns[0] for question in load_dataset(run.setup.dataset).questions]
     for name, rows in prompts_of(run.setup, questions).items():
         report.write_atomic(run.work / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+
+@contextmanager
+def served(
+    setup: ProveSetup, launch: str, work: Path, startup: float
+) -> Iterator[tuple[subprocess.Popen[bytes], str, float]]:
+    """`trtspec serve` until the block ends: the process, its URL, and the seconds until it was ready. Raises
+    TrtspecError where it ends, or is not ready after `startup` seconds."""
+    port = free_port()
+    words = ["serve", *serve_words(setup, launch, port)]
+    log = work / f"serve-{launch}.log"
+    report.say(f"trtspec serve, {launch}")
+    began = time.monotonic()
+    with (
+        log.open("wb") as stream,
+        child([sys.executable, "-m", "trtspec", *words], stdout=stream, stderr=stream, **tied()) as process,
+    ):
+        note = {"pid": process.pid, "started": start_time(process.pid)}
+        report.write_json(work / "server.json", note)
+        url = f"http://127.0.0.1:{port}"
+        wait_ready(process, url, log, startup)
+        yield process, url, time.monotonic() - began
+        stop(process)
+    (work / "server.json").unlink(missing_ok=True)
+
+
+def wait_ready(process: subprocess.Popen[bytes], url: str, log: Path, startup: float) -> None:
+    """Returns once a generation came back."""
+    deadline = time.monotonic() + startup
+    with noted_signals() as noted:
+        while time.monotonic() < deadline and not noted:
+            if process.poll() is not None:
+                said = tail(log.read_bytes())[-1500:]
+                raise TrtspecError(f"the server ended with status {process.returncode}; its log says:\n{said}")
+            if is_healthy(url, NEVER) and generation_failure(url, 300.0) is None:
+                return
+            time.sleep(POLL)
+    raise TrtspecError(f"the server was not ready after {startup:.0f} s; see {log.name}")
+
+
+def die_with_parent() -> None:
+    """In a child between fork and exec: SIGTERM when its parent dies, even by SIGKILL (Linux's PR_SET_PDEATHSIG)."""
+    LIBC.prctl(1, signal.SIGTERM)
+
+
+def tied() -> dict[str, Any]:
+    """Popen's options of every child; unlike the demo's commands, these may fetch a target from the hub."""
+    found: dict[str, Any] = {"env": {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}}
+    return found | ({"preexec_fn": die_with_parent} if sys.platform == "linux" else {})
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def start_time(pid: int) -> float | None:
+    import psutil
+
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.Error:
+        return None
+
+
+def end_left_over(work: Path) -> None:
+    """The server of a run that was killed holds the GPUs until it has ended. Raises TrtspecError when it does not."""
+    path = work / "server.json"
+    if not path.exists():
+        return
+    try:
+        noted = files.read_object(path)
+    except TrtspecError:
+        noted = {}
+    pid, started = noted.get("pid"), noted.get("started")
+    deadline = time.monotonic() + LEFT_OVER
+    while isinstance(pid, int) and started is not None and start_time(pid) == started:
+        if time.monotonic() > deadline:
+            raise TrtspecError(f"the server of an earlier run (process {pid}) does not end", f"kill {pid}")
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(1.0)
+    path.unlink(missing_ok=True)
+
+
+def memory_of(pid: int) -> dict[str, Any]:
+    """Bytes in use: of each GPU where nvidia-smi tells, and of the server's processes in the host's memory."""
+    import psutil
+
+    try:
+        first = psutil.Process(pid)
+        family = [first, *first.children(recursive=True)]
+        resident = sum(process.memory_info().rss for process in family)
+    except psutil.Error:
+        resident = 0
+    return {"per_gpu": used_memory(), "resident": resident}
+
+
+def finish(run: ProofRun) -> Proof:
+    """Verdict, page and bundle from what the work directory holds."""
+    setup = run.setup
+    redact = redactor(
+        {setup.target: "<target>", setup.head: "<head>", str(run.directory): "<proof>", setup.dataset: "<dataset>"}
+    )
+    evidence = redact.value(evidence_of(run))
+    lines = [
+        *(ProveLine(name, "fail", redact.text(why)) for name, why in run.broken.items()),
+        *judge(evidence),
+    ]
+    verdict = {"ok": not any(line.status == "fail" for line in lines), "results": [asdict(line) for line in lines]}
+    page = prove_html(evidence, lines)
+    report.write_json(run.directory / "verdict.json", verdict)
+    report.write_atomic(run.directory / "report.html", page)
+    kept = {"evidence.json": report.json_text(evidence), "verdict.json": report.json_text(verdict), "report.html": page}
+    bundle = run.directory / "proof.tar.gz"
+    digest = write_bundle(bundle, kept | _texts(run, redact), redact)
+    return Proof(lines, str(bundle), digest)
+
+
+def _texts(run: ProofRun, redact: Redactor) -> dict[str, str]:
+    """Files of the work directory that belong in a bundle as they are."""
+    names = ("schema.yaml", "engine-plain.yml", "engine-head.yml")
+    return {name: redact.text((run.work / name).read_text()) for name in names if (run.work / name).exists()}
+
+
+def evidence_of(run: ProofRun) -> dict[str, Any]:
+    """evidence.json before it is redacted: the outputs of the steps, and the figures that are compared."""
+    outputs = {step.name: found for step in steps_of(run.setup) if (found := _output(run, step)) is not None}
+    benches = {name.removeprefix("bench-"): found for name, found in outputs.items() if name.startswith("bench-")}
+    served = launches(run.setup)
+    version = (outputs.get("lint-plain") or {}).get("version") if run.setup.dated else None
+    return {
+        "schema": 1,
+        "setup": asdict(run.setup),
+        "backend": run.setup.backend,
+        "engine": version or (benches.get("plain") or {}).get("server", {}).get("version"),
+        "gpus": (outputs.get("doctor") or {}).get("gpus", []),
+        "speed": {launch: speed_of(benches[launch]) for launch in served if launch in benches},
+        "memory": {name: run.journal.done[f"serve-{name}"] for name in served if run.done(f"serve-{name}")},
+        "journal": list(run.journal.done.values()),
+        "outputs": outputs,
+        "versions": report.package_versions(),
+    }
+
+
+def _output(run: ProofRun, step: ProveStep) -> Any:
+    """What a step that is done left: its results.json, else the object on its stdout."""
+    if not run.done(step.name):
+        return None
+    results = run.work / step.name / "results.json"
+    path = results if results.exists() else run.work / f"{step.name}.out"
+    try:
+        return files.read_object(path)
+    except (TrtspecError, OSError):
+        return None

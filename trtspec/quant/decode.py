@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from trtspec.checkpoint.target_tensors import parts_of
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError
 from trtspec.formats import FP8_BLOCK_SIZE, WeightFormat, stored_format
 from trtspec.quant import nvfp4
-from trtspec.quant.plan import parts_of
 from trtspec.specs import ModelSpec
 
 Decoder = Callable[[Sequence[torch.Tensor], tuple[int, int]], torch.Tensor]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
-from trtspec.checkpoint.target_tensors import shared_partners
+from trtspec.checkpoint.target_tensors import parts_of, shared_partners
 from trtspec.checkpoint.writer import byte_count
 from trtspec.errors import TrtspecError
 from trtspec.formats import (
@@ -149,16 +149,6 @@ def _groups(weights: list[Weight], quantized: dict[str, Weight], scales: InputSc
             elsewhere = tuple(quantized[other] for other in others if other in quantized and other not in here)
             input_scale = scales.scale([member.module for member in (*members, *elsewhere)])
             yield Group(members, elsewhere, input_scale)
-
-
-def parts_of(names: Container[str], name: str) -> list[str]:
-    """The stored tensors that make up the weight `name`; raises TrtspecError naming one that is missing."""
-    stem = name.removesuffix(".weight")
-    parts = [f"{stem}.{suffix}" for suffix in stored_format(names, stem).parts] if name.endswith(".weight") else [name]
-    for part in parts:
-        if part not in names:
-            raise TrtspecError(f"{part} is missing, so {name} cannot be decoded", "download the checkpoint again")
-    return parts
 
 
 def plain_names(stored: Mapping[str, object]) -> dict[str, str]:
