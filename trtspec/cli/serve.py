@@ -1,5 +1,5 @@
-"""`trtspec serve`: checks, then one server: TensorRT-LLM, the front of several, vLLM, or the reference backend, which alone
-is executed from an engine YAML in this process.
+"""`trtspec serve`: checks, then one server: TensorRT-LLM, the front of several, vLLM, or the reference backend, which
+executes an engine YAML in this process.
 """
 
 from __future__ import annotations
