@@ -219,45 +219,50 @@ def _work(options: QuantizeWhole) -> dict[str, Any]:
 
 
 def _show(result: Quantized | QuantizePlan, source: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from trtspec.quant.conversion import QuantizePlan
+    from trtspec.report import Table, print_tables
 
-    console = Console(highlight=False)
     if isinstance(result, QuantizePlan):
-        counts = ", ".join(f"{count:,} {name}" for name, count in result.tensors_by_class.items())
-        how = f"policy {result.policy} ({result.published}), {result.weight_scales} weight scales"
-        console.print(f"would write {result.output} with {how}", soft_wrap=True, markup=False)
-        for text in result.deviations:
-            console.print(f"otherwise than published: {text}", soft_wrap=True, markup=False)
-        console.print(f"NVFP4: {counts}", soft_wrap=True)
-        console.print(f"decoded to BF16: {result.decoded:,}; unchanged: {result.copied:,}")
-        console.print(f"{result.bytes_in:,} bytes in, {result.bytes_out:,} out, {result.free_bytes:,} free")
-        if hub := result.hub:
-            console.print(
-                f"{hub['id']} at {hub['revision'][:12]} is not on this machine: read {hub['bytes_read']:,} bytes of "
-                f"headers and small files; the run fetches {hub['weight_bytes']:,} into the hub's cache, which has "
-                f"{hub['cache_free_bytes']:,} free",
-                soft_wrap=True,
-            )
-        console.print(f"packing takes about {result.packing_seconds_estimate} s with {result.workers} workers")
+        print_tables([], _planned(result))
         return
-    table = Table("linears", "tensors", "relative error", "zero blocks", box=None, pad_edge=False)
-    for name, entry in result.classes.items():
-        table.add_row(name, f"{entry.tensors:,}", f"{entry.relative_error:.4f}", f"{entry.zero_blocks:,}")
-    console.print(table)
-    console.print(
-        f"\n{result.output}: {result.quantized:,} NVFP4, {result.decoded:,} decoded, "
-        f"{result.copied:,} unchanged; {result.bytes_in:,} -> {result.bytes_out:,} bytes "
-        f"in {result.seconds} s, {result.shards_resumed} shards resumed",
-        soft_wrap=True,
-    )
+    rows = [
+        (name, f"{entry.tensors:,}", f"{entry.relative_error:.4f}", f"{entry.zero_blocks:,}")
+        for name, entry in result.classes.items()
+    ]
+    columns = ("linears", "tensors", "relative error", "zero blocks")
+    print_tables([Table("", columns, rows, ruled=False)] if rows else [], ["", *_done(result, source)])
+
+
+def _planned(plan: QuantizePlan) -> list[str]:
+    """The lines of --dry-run."""
+    counts = ", ".join(f"{count:,} {name}" for name, count in plan.tensors_by_class.items())
+    lines = [
+        f"would write {plan.output} with policy {plan.policy} ({plan.published}), {plan.weight_scales} weight scales",
+        *(f"otherwise than published: {text}" for text in plan.deviations),
+        f"NVFP4: {counts}",
+        f"decoded to BF16: {plan.decoded:,}; unchanged: {plan.copied:,}",
+        f"{plan.bytes_in:,} bytes in, {plan.bytes_out:,} out, {plan.free_bytes:,} free",
+    ]
+    if hub := plan.hub:
+        lines.append(
+            f"{hub['id']} at {hub['revision'][:12]} is not on this machine: read {hub['bytes_read']:,} bytes of "
+            f"headers and small files; the run fetches {hub['weight_bytes']:,} into the hub's cache, which has "
+            f"{hub['cache_free_bytes']:,} free"
+        )
+    return [*lines, f"packing takes about {plan.packing_seconds_estimate} s with {plan.workers} workers"]
+
+
+def _done(result: Quantized, source: str) -> list[str]:
+    """What was written, and the next command."""
+    lines = [
+        f"{result.output}: {result.quantized:,} NVFP4, {result.decoded:,} decoded, {result.copied:,} unchanged; "
+        f"{result.bytes_in:,} -> {result.bytes_out:,} bytes in {result.seconds} s, "
+        f"{result.shards_resumed} shards resumed"
+    ]
     if result.part not in (None, "merge"):
         merge = shlex.join(["trtspec", "quantize", source, "-o", str(result.output), "--merge"])
-        console.print(f"part {result.part} is done; once all are: {merge}", soft_wrap=True, markup=False)
-        return
+        return [*lines, f"part {result.part} is done; once all are: {merge}"]
     if result.zero_tensors:
-        console.print(f"entirely zero: {', '.join(result.zero_tensors)}", soft_wrap=True)
+        lines.append(f"entirely zero: {', '.join(result.zero_tensors)}")
     inspect = shlex.join(["trtspec", "inspect", str(result.output), "--against", source])
-    console.print(f"next: {inspect}", soft_wrap=True, markup=False)
+    return [*lines, f"next: {inspect}"]
