@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from trtspec.trtllm.build.config import build_named
+from trtspec.trtllm.build import build_named
 from trtspec.trtllm.deployment import deployment_of
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import PREFIX, parse_intent

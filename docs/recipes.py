@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from trtspec.checkpoint.hub import load_head, load_target
-from trtspec.trtllm.build.config import build_named, disaggregated, judged_as
-from trtspec.trtllm.build.kubernetes import helm_values
+from trtspec.trtllm.build import build_named, disaggregated, judged_as
+from trtspec.trtllm.deployment import default_version
 from trtspec.trtllm.intent import Goal, Intent
+from trtspec.trtllm.kubernetes import helm_values
 from trtspec.trtllm.lint.linter import lint
-from trtspec.trtllm.releases import default_version
 from trtspec.trtllm.schema import schema_for
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -16,7 +16,7 @@ from trtspec.errors import Problem, UsageError, has_errors
 if TYPE_CHECKING:
     from trtspec.cli.convert import Dialect
     from trtspec.planning.decision import Decision
-    from trtspec.trtllm.build.config import EngineConfig
+    from trtspec.trtllm.build import EngineConfig
 
 Progress = Callable[[int, int], None]  # gets what is done and what there is to do
 
@@ -191,7 +191,7 @@ def build_config(
     from dataclasses import replace
 
     from trtspec.checkpoint.hub import load_head, load_target
-    from trtspec.trtllm.build.config import build
+    from trtspec.trtllm.build import build
     from trtspec.trtllm.deployment import choose_version
     from trtspec.trtllm.intent import Intent
 

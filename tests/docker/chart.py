@@ -50,9 +50,9 @@ def _read(path: Path) -> dict[str, Any]:
 @functools.cache
 def built(line: str) -> str:
     """What `trtspec build-config LINE --format helm-values` prints."""
-    from trtspec.trtllm.build.config import build_named
-    from trtspec.trtllm.build.kubernetes import helm_values
+    from trtspec.trtllm.build import build_named
     from trtspec.trtllm.intent import Intent
+    from trtspec.trtllm.kubernetes import helm_values
 
     intent = parse(Intent, line, "build-config")
     source = intent.quantize_from

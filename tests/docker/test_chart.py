@@ -30,7 +30,7 @@ from tests.docker.chart import (
 )
 from trtspec.cli.serve import ENGINE, FRONT, SHARED, ServeOptions
 from trtspec.records import narrow, parse
-from trtspec.trtllm.build.config import build_named
+from trtspec.trtllm.build import build_named
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.schema import schema_for
 from trtspec.trtllm.serve.front import read_front
@@ -372,7 +372,7 @@ def test_tags_schemas_and_the_table_of_the_documents_agree() -> None:
     for tag, line in table.items():
         assert schema_for(tag).line == line
     from trtspec.checkpoint.hub import load_head, load_target
-    from trtspec.trtllm.releases import default_version
+    from trtspec.trtllm.deployment import default_version
 
     newest, _ = default_version(load_target("nvidia/Kimi-K2.5-NVFP4").spec, load_head("nvidia/Kimi-K2.5-Eagle3").spec)
     assert default == newest

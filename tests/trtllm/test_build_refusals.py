@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.cli.app import app
 from trtspec.errors import CheckFailed, TrtspecError, UsageError
-from trtspec.trtllm.build.config import build, build_named
+from trtspec.trtllm.build import build, build_named
 from trtspec.trtllm.deployment import Finding, deployment_of
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.lint.linter import lint

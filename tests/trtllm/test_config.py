@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.errors import CheckFailed, UsageError
-from trtspec.trtllm.build.config import EngineConfig, build, build_named, disaggregated
-from trtspec.trtllm.build.kubernetes import helm_values
+from trtspec.trtllm.build import EngineConfig, build, build_named, disaggregated
 from trtspec.trtllm.deployment import deployment_of
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Goal, Intent, parse_intent
+from trtspec.trtllm.kubernetes import helm_values
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.schema import schema_for
 from trtspec.trtllm.serve.command import Given, build_command
@@ -345,7 +345,7 @@ def test_a_default_length_fits_the_model_and_a_typed_one_is_judged() -> None:
     "value", ["[" * 50_000, "!!float y", "&a [*a]", "\0"], ids=["deep", "no float", "itself", "NUL"]
 )
 def test_a_set_value_that_is_not_yaml_is_a_usage_error(value: str) -> None:
-    from trtspec.trtllm.build.config import _own
+    from trtspec.trtllm.build import _own
 
     with pytest.raises(UsageError, match="is not YAML"):
         _own(f"stream_interval={value}")

@@ -9,7 +9,7 @@ import pytest
 
 from trtspec.errors import UsageError
 from trtspec.trtllm import schema
-from trtspec.trtllm.releases import default_version, gate
+from trtspec.trtllm.deployment import default_version, gate
 from trtspec.trtllm.schema import LINES, UNKNOWN, newest_known, parse_version, schema_for
 
 

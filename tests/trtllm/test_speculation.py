@@ -8,9 +8,8 @@ import pytest
 import yaml
 
 from trtspec.checkpoint.hub import load_head, load_target
-from trtspec.trtllm.deployment import Deployment
+from trtspec.trtllm.deployment import Deployment, eagle3, methods
 from trtspec.trtllm.lint.linter import lint
-from trtspec.trtllm.releases import eagle3, methods
 from trtspec.trtllm.schema import LINES, line_fields, schema_for
 
 NEW, MID, OLD = "1.4.0rc1", "1.3.0rc20", "1.2.1"

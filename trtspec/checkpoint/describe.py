@@ -7,14 +7,14 @@ from typing import Any
 
 from trtspec.checkpoint.hashes import hash_problems
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.heads.read import no_eagle3_head, read_head
+from trtspec.checkpoint.heads.read import head_facts, no_eagle3_head, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
 from trtspec.checkpoint.heads.values import value_problems
 from trtspec.checkpoint.hub import Resolved, is_online
 from trtspec.checkpoint.target_problems import detect, read_target
 from trtspec.checkpoint.target_tensors import logical_parameters
 from trtspec.errors import Problem, UsageError
-from trtspec.specs import HeadSpec, ModelSpec
+from trtspec.specs import ModelSpec
 
 HEAD_KEYS = ("family", "model_type", "architecture", "format", "eagle", "attention", "dialect", "aux_layers",
              "draft_vocab_size")  # fmt: skip
@@ -137,22 +137,3 @@ def family(spec: ModelSpec) -> str:
     if spec.model_type == "kimi_k25":
         return "k2.6+" if 163586 in spec.eos_token_ids else "k2.5"
     return "k2-thinking" if spec.quant.format.bits_per_value == 4 else "k2"
-
-
-def head_facts(spec: HeadSpec, config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "family": "eagle3",
-        "model_type": config.get("model_type"),
-        "architecture": (config.get("architectures") or [None])[0],
-        "format": spec.dialect,
-        "eagle": spec.eagle,
-        "attention": spec.attention,
-        "dialect": spec.dialect,
-        "aux_layers": list(spec.aux_layers) if spec.aux_layers is not None else None,
-        "draft_vocab_size": spec.draft_vocab_size,
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "own_lm_head": spec.has_lm_head,
-        "own_embed_tokens": spec.has_embed_tokens,
-        "kv_elements_per_token": spec.kv_elements_per_token,
-    }

@@ -14,7 +14,7 @@ from trtspec.records import Mode, narrow, refuse_unused, without
 from trtspec.trtllm.intent import Intent
 
 if TYPE_CHECKING:
-    from trtspec.trtllm.build.config import EngineConfig
+    from trtspec.trtllm.build import EngineConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def build_config(options: BuildConfigOptions) -> None:
     """Write the engine YAML for exactly one TensorRT-LLM version; it always passes `trtspec lint`."""
     from trtspec.checkpoint.hub import load_head, load_target
     from trtspec.report import refuse_overwrite, say
-    from trtspec.trtllm.build.config import build
+    from trtspec.trtllm.build import build
     from trtspec.trtllm.deployment import choose_version
 
     narrow(options, _mode(options), MODES, selecting=("role", "format", "disaggregated"))
@@ -135,7 +135,7 @@ def _refuse_absent(options: BuildConfigOptions) -> None:
 
 def _wanted(intent: Intent, options: BuildConfigOptions) -> dict[Path | None, list[Intent]]:
     """The files by path (None: stdout), each with the servers that it describes."""
-    from trtspec.trtllm.build.config import disaggregated
+    from trtspec.trtllm.build import disaggregated
 
     place = options.disaggregated
     if place is None:
@@ -151,7 +151,7 @@ def _text(parts: list[EngineConfig], options: BuildConfigOptions) -> str:
     """What the file holds, in the form that was asked for."""
     if options.format == "yaml":
         return parts[0].text
-    from trtspec.trtllm.build.kubernetes import dynamo, helm_values
+    from trtspec.trtllm.kubernetes import dynamo, helm_values
 
     if options.format == "dynamo":
         return dynamo(parts, options.image)

@@ -330,8 +330,8 @@ def _with_file(start: ReferenceStart, executed: Executed) -> ReferenceStart:
 
 def _beside(start: ReferenceStart, executed: Executed) -> Executed:
     """The file's list with what the command line says instead."""
+    from trtspec.trtllm.deployment import MODEL_KEYS
     from trtspec.trtllm.reference import REUSE, SIZES
-    from trtspec.trtllm.releases import MODEL_KEYS
 
     keys = {name: name for name in SIZES} | {"prefix_reuse": REUSE}
     keys |= {"head": next((key for key in MODEL_KEYS if key in executed.honoured), MODEL_KEYS[0])}

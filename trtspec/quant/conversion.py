@@ -245,7 +245,4 @@ class CalibrationPlan(CalibrationSize):
 
 def to_json(result: Quantized | QuantizePlan | Calibrated | CalibrationPlan) -> dict[str, Any]:
     """The object of `--json`; `hub` only where the source was read there."""
-    found = asdict(result)
-    if found.get("hub", True) is None:
-        del found["hub"]
-    return found
+    return {key: value for key, value in asdict(result).items() if key != "hub" or value is not None}

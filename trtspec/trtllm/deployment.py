@@ -1,24 +1,37 @@
 """What a file is judged for, and what is found. A `Deployment` is the version, the target, the head and the GPU, from
 the names that a user typed or that the file itself gives (nothing is downloaded for it); a `Finding` is a problem with
-its place in the file and the edit that corrects it."""
+its place in the file and the edit that corrects it.
+
+What TensorRT-LLM can do is asked here too: releases.yaml says which release can do what, and what nobody has checked,
+with an answer per version; speculation.yaml lists the ways to speculate, what each needs, and what a file says about
+its own."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from packaging.version import Version
 
 from trtspec.checkpoint.hub import findable, load_head, load_target
-from trtspec.data_files import gpu_names, gpu_spec
+from trtspec.data_files import Gate, gpu_names, gpu_spec
 from trtspec.errors import Problem, Severity, UsageError
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.document import Document, Edit
 from trtspec.trtllm.intent import parse_intent
-from trtspec.trtllm.releases import head_in
-from trtspec.trtllm.schema import Option, Schema, schema_for
+from trtspec.trtllm.schema import Option, Schema, newest_known, schema_for
+
+Fix = Callable[[Document], Edit]
+SPEC = "speculative_config"
+MODEL_KEYS = (f"{SPEC}.speculative_model_dir", f"{SPEC}.speculative_model")
+LENGTH = f"{SPEC}.max_draft_len"
 
 
 def installed_version() -> str | None:
@@ -43,14 +56,10 @@ def choose_version(asked: str | None, target: ModelSpec | None, head: HeadSpec |
     if installed:
         return installed, "installed here"
     if target is None:
-        from trtspec.trtllm.schema import newest_known
-
         raise UsageError(
             "which TensorRT-LLM version? None is installed here, and none is given",
             f"pass --trtllm-version, for example --trtllm-version {newest_known()}",
         )
-    from trtspec.trtllm.releases import default_version
-
     version, source = default_version(target, head)
     return version, f"newest one known to run this model ({source})"
 
@@ -230,9 +239,6 @@ def compute_capability(gpu: str) -> str:
     return gpu_spec(gpu).compute_capability
 
 
-Fix = Callable[[Document], Edit]
-
-
 @dataclass(frozen=True)
 class Finding:
     """`key` is the dotted path; `line` and `column` count from 1 (None: no line of the file is at fault). `width` is
@@ -273,3 +279,135 @@ def finding_at(
 ) -> Finding:
     """With the line of its key, or of the nearest parent that is there."""
     return Finding(code, severity, key, message, remedy, document.line(key), fix)
+
+
+def _beside(name: str) -> dict[str, Any]:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load(Path(__file__).with_name(name).read_text(encoding="utf-8"), Loader=loader)
+
+
+@functools.cache
+def _releases() -> dict[str, Any]:
+    return _beside("releases.yaml")
+
+
+def gate(name: str) -> Gate:
+    return Gate(name=name, **_releases()["gates"][name])
+
+
+def reports(version: Version, target: ModelSpec, head: HeadSpec) -> list[dict[str, Any]]:
+    """What users reported for exactly this release with such a model and head."""
+    return [
+        entry
+        for entry in _releases()["reports"]
+        if (Version(entry["version"]), entry["family"], entry["attention"]) == (version, family(target), head.attention)
+    ]
+
+
+def dynamo_releases() -> dict[str, str]:
+    """Releases of Dynamo, newest first, with the engine version that the image of each carries."""
+    return _releases()["dynamo"]["releases"]
+
+
+def dynamo_release(version: str) -> str | None:
+    """The release of Dynamo that carries exactly this engine; None where none is known to."""
+    return next((name for name, engine in dynamo_releases().items() if Version(engine) == Version(version)), None)
+
+
+def driver_for(version: Version) -> tuple[int, str]:
+    """The oldest major driver version for a release, and why."""
+    entry = next(e for e in reversed(_releases()["drivers"]) if version >= Version(e["from"]))
+    return entry["driver"], entry["source"]
+
+
+def family(target: ModelSpec) -> str:
+    """The key of `verified`: models of type deepseek_v3 with Kimi's shape are K2 and K2-Thinking."""
+    return "kimi_k25" if target.model_type == "kimi_k25" else "kimi_k2"
+
+
+def default_version(target: ModelSpec, head: HeadSpec | None) -> tuple[str, str]:
+    """The newest version known to run this model with this kind of head, and who says so."""
+    entry = _releases()["verified"][family(target)]
+    if head is not None and head.eagle == "3.1":
+        needed = gate("eagle31")
+        if needed.state(Version(entry["version"])) != "yes":
+            return needed.by, needed.source
+    return entry["version"], entry["source"]
+
+
+@dataclass(frozen=True)
+class SpeculationMethod:
+    """One row. Keys stand below `speculative_config`; the meaning of each column is at the top of speculation.yaml."""
+
+    key: str
+    spellings: tuple[str, ...]
+    name: str
+    draft: Literal["head", "model", "layers", "none"]
+    tokens_per_step: str
+    kimi: Mapping[str, str]
+    source: str
+    draft_required: bool = False
+    length_required: bool = False
+    capture: str | None = None
+    capture_from_draft: bool = False
+    trees: tuple[str, ...] = field(default=())
+    width_is_tree: bool = False
+    pytorch: bool = True
+    own_cache: bool = False
+    one_model: bool = False
+    python_only: str | None = None
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether the draft was trained on certain layers of the target that the file must name."""
+        return self.draft == "head" and self.capture is not None and not self.capture_from_draft
+
+    @property
+    def capture_key(self) -> str:
+        return f"{SPEC}.{self.capture}"
+
+    def step_tokens(self, length: int) -> int:
+        """Tokens of one request in one step with this draft length."""
+        return 1 if self.tokens_per_step == "1" else 2 * length if self.tokens_per_step == "2k" else length + 1
+
+
+@functools.cache
+def methods() -> dict[str, SpeculationMethod]:
+    found: dict[str, SpeculationMethod] = {}
+    for key, row in _beside("speculation.yaml")["methods"].items():
+        columns: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+        found[key] = SpeculationMethod(key, **columns)
+    return found
+
+
+def eagle3() -> SpeculationMethod:
+    """The row of the heads that this project makes."""
+    return methods()["eagle3"]
+
+
+def decoding_type(document: Document) -> str | None:
+    value = document.get(f"{SPEC}.decoding_type")
+    return value if isinstance(value, str) else None
+
+
+def method_of(document: Document) -> SpeculationMethod | None:
+    """How a file speculates; None where it does not, or in a way that has no row."""
+    written = decoding_type(document)
+    return next((method for method in methods().values() if written in method.spellings), None)
+
+
+def draft_length(document: Document) -> int:
+    """Draft tokens per step that the file asks for; 0 without speculation."""
+    value = document.get(LENGTH)
+    return value if isinstance(value, int) and not isinstance(value, bool) and decoding_type(document) else 0
+
+
+def step_tokens(document: Document) -> int:
+    """Tokens of one request in one decode step."""
+    length, method = draft_length(document), method_of(document)
+    return method.step_tokens(length) if method is not None and length else length + 1
+
+
+def head_in(document: Document) -> str | None:
+    """The draft that a file names."""
+    return next((str(document.get(key)) for key in MODEL_KEYS if document.get(key)), None)

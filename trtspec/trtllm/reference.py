@@ -16,7 +16,7 @@ import yaml
 
 from trtspec.errors import Problem, UsageError, has_errors
 from trtspec.files import read_yaml_text
-from trtspec.trtllm.deployment import Deployment, Finding, deployment_of, finding_at
+from trtspec.trtllm.deployment import LENGTH, Deployment, Finding, deployment_of, eagle3, finding_at, head_in, method_of
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.lint.linter import FRONT_KEYS, as_the_engine_sees_it, lint
 from trtspec.trtllm.lint.speculation import (
@@ -29,7 +29,6 @@ from trtspec.trtllm.lint.speculation import (
     schedule_of,
     separate_cache,
 )
-from trtspec.trtllm.releases import LENGTH, eagle3, head_in, method_of
 from trtspec.trtllm.schema import UNKNOWN
 
 CODE = "TS-SERVE-REFERENCE-KEY"

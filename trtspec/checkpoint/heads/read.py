@@ -153,3 +153,22 @@ def _first_generation(fc: TensorInfo, names: set[str]) -> Problem | None:
         return None
     message = f"an EAGLE-1 or EAGLE-2 head: fc {list(fc.shape)} fuses an embedding with one state, without hidden_norm"
     return Problem("TS-HEAD-EAGLE1", "error", "fc.weight", message, TRAIN)
+
+
+def head_facts(spec: HeadSpec, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "family": "eagle3",
+        "model_type": config.get("model_type"),
+        "architecture": (config.get("architectures") or [None])[0],
+        "format": spec.dialect,
+        "eagle": spec.eagle,
+        "attention": spec.attention,
+        "dialect": spec.dialect,
+        "aux_layers": list(spec.aux_layers) if spec.aux_layers is not None else None,
+        "draft_vocab_size": spec.draft_vocab_size,
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "own_lm_head": spec.has_lm_head,
+        "own_embed_tokens": spec.has_embed_tokens,
+        "kv_elements_per_token": spec.kv_elements_per_token,
+    }

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trtspec.checkpoint.describe import head_facts
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.heads.config import Verifier, shared_config
 from trtspec.checkpoint.heads.dialects import DIALECTS, OPTIONS, Dialect, Feature, recorded
 from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.heads.problems import ROPE_BASE
-from trtspec.checkpoint.heads.read import no_eagle3_head, read_head
+from trtspec.checkpoint.heads.read import head_facts, no_eagle3_head, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
 from trtspec.checkpoint.heads.values import embedding_problems, value_problems
 from trtspec.checkpoint.hub import Resolved

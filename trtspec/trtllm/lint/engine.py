@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.errors import Severity
-from trtspec.trtllm.deployment import Deployment, Finding, Fix, finding_at
+from trtspec.trtllm.deployment import Deployment, Finding, Fix, decoding_type, draft_length, finding_at, step_tokens
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
-from trtspec.trtllm.releases import decoding_type, draft_length, step_tokens
 from trtspec.trtllm.schema import UNKNOWN, Behaviour
 
 FORCED_ACCEPTANCE = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"

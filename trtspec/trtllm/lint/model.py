@@ -11,9 +11,20 @@ from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.hub import known, same_checkpoint
 from trtspec.planning.layout import format_refusal, layout_refusals
 from trtspec.specs import HeadSpec, ModelSpec
-from trtspec.trtllm.deployment import Deployment, Finding, finding_at
+from trtspec.trtllm.deployment import (
+    MODEL_KEYS,
+    SPEC,
+    Deployment,
+    Finding,
+    decoding_type,
+    eagle3,
+    family,
+    finding_at,
+    gate,
+    method_of,
+    reports,
+)
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
-from trtspec.trtllm.releases import MODEL_KEYS, SPEC, decoding_type, eagle3, family, gate, method_of, reports
 from trtspec.trtllm.schema import LINES, line_fields
 
 CAPTURE = eagle3().capture_key

@@ -9,9 +9,19 @@ from functools import partial
 from typing import Any
 
 from trtspec.errors import Severity
-from trtspec.trtllm.deployment import Deployment, Finding, finding_at
+from trtspec.trtllm.deployment import (
+    LENGTH,
+    MODEL_KEYS,
+    SPEC,
+    Deployment,
+    Finding,
+    SpeculationMethod,
+    decoding_type,
+    eagle3,
+    finding_at,
+    method_of,
+)
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
-from trtspec.trtllm.releases import LENGTH, MODEL_KEYS, SPEC, SpeculationMethod, decoding_type, eagle3, method_of
 from trtspec.trtllm.schema import UNKNOWN, Behaviour
 
 SCHEDULE, CONCURRENCY = f"{SPEC}.draft_len_schedule", f"{SPEC}.max_concurrency"

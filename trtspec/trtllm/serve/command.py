@@ -20,12 +20,11 @@ from trtspec.launch.preflight import EngineProgram, InstalledGpu, check_visible,
 from trtspec.planning.layout import Layout
 from trtspec.planning.memory import memory
 from trtspec.specs import HeadSpec, ModelSpec
-from trtspec.trtllm.deployment import Deployment, installed_version, parse_passed
+from trtspec.trtllm.deployment import Deployment, driver_for, gate, installed_version, parse_passed
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent
 from trtspec.trtllm.lint.engine import FORCED_ACCEPTANCE
 from trtspec.trtllm.lint.model import right_parser
-from trtspec.trtllm.releases import driver_for, gate
 from trtspec.trtllm.schema import Schema
 
 CONFIG_NAME = "extra-llm-api-config.yml"

@@ -30,14 +30,13 @@ from trtspec.launch.preflight import (
     remote_code_problem,
 )
 from trtspec.launch.readiness import ServerAddress
-from trtspec.trtllm.build.config import compose
-from trtspec.trtllm.deployment import Deployment, choose_version, compute_capability, parse_passed
+from trtspec.trtllm.build import compose
+from trtspec.trtllm.deployment import Deployment, choose_version, compute_capability, head_in, parse_passed
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.lint.installed import engine_problems
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.lint.model import check_tool_parser
-from trtspec.trtllm.releases import head_in
 from trtspec.trtllm.schema import Schema, parse_version, schema_for
 from trtspec.trtllm.serve import front
 from trtspec.trtllm.serve.command import (

@@ -21,12 +21,11 @@ from trtspec.files import YamlError, load_text
 from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, KV_FRACTION, Layout, refusals
 from trtspec.report import problem_lines
 from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
-from trtspec.trtllm.deployment import Deployment, Finding
+from trtspec.trtllm.deployment import SPEC, Deployment, Finding, eagle3, gate
 from trtspec.trtllm.document import Document, scalar
 from trtspec.trtllm.intent import Intent, Role
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.lint.model import CAPTURE, expected_layers
-from trtspec.trtllm.releases import SPEC, eagle3, gate
 from trtspec.trtllm.schema import Schema, schema_for
 from trtspec.trtllm.serve.command import CONFIG_NAME, Given, build_command
 

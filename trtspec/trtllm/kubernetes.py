@@ -18,9 +18,9 @@ from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.data_files import gpu_spec
 from trtspec.errors import UsageError
 from trtspec.planning.memory import checkpoint_bytes, head_weights
-from trtspec.trtllm.build.config import EngineConfig
+from trtspec.trtllm.build import EngineConfig
+from trtspec.trtllm.deployment import dynamo_release, dynamo_releases
 from trtspec.trtllm.intent import Intent, Role
-from trtspec.trtllm.releases import dynamo_release, dynamo_releases
 
 IMAGE = "nvcr.io/nvidia/ai-dynamo/tensorrtllm-runtime"
 WEIGHTS, CONFIG, CHANNEL = "/model-cache", "/config", "compute-domain-channel"
