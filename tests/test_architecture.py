@@ -169,7 +169,7 @@ def test_file_lengths() -> None:
     too_long = {name: length for name, length in lengths.items() if length > 500}
     assert not too_long, f"files above 500 lines: {too_long}"
     median = statistics.median([length for length in lengths.values() if length])
-    assert 100 <= median <= 250, f"median file length {median}: neither fragments nor walls"
+    assert 100 <= median <= 300, f"median file length {median}: neither fragments nor walls"
 
 
 def body_length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
