@@ -37,7 +37,7 @@ from trtspec.launch.preflight import (
     read_gpus,
     remote_code_problem,
 )
-from trtspec.launch.readiness import ServerAddress
+from trtspec.launch.server import ServerAddress
 from trtspec.specs import ModelSpec
 
 PROGRAM = EngineProgram("vllm", "vLLM", "install vLLM in an environment of its own and put it on PATH")

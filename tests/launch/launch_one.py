@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 from trtspec.errors import TrtspecError
-from trtspec.launch.log import LogPatterns
-from trtspec.launch.readiness import ServerAddress
+from trtspec.launch.server import LogPatterns, ServerAddress
 from trtspec.launch.supervisor import Limits, ServerLaunch, run
 from trtspec.report import peak_rss, write_stderr
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not containers_work(), reason="this machine make
 ORPHANS = """
 import os, subprocess, sys, time
 from pathlib import Path
-from trtspec.launch.init import fork_below_init
+from trtspec.launch.reaper import fork_below_init
 
 fork_below_init()
 assert os.getpid() != 1

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from trtspec.launch.readiness import generation_failure, is_healthy
+from trtspec.launch.server import generation_failure, is_healthy
 
 CUT = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 96\r\n\r\n"
 

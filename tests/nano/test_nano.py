@@ -9,7 +9,7 @@ import pytest
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import kimi_nano_dir
-from trtspec.nano import corpus, vocabulary
+from trtspec.nano import corpus
 
 MODULE = '''"""Adds things, one after the other, as described below in a few words."""
 
@@ -54,9 +54,9 @@ def test_modules_split_by_name_and_held_out_ones_stay_out() -> None:
 
 
 def test_learned_ranks_round_trip(tmp_path: Path) -> None:
-    ranks = vocabulary.learn_ranks([MODULE * 3], 320)
+    ranks = corpus.learn_ranks([MODULE * 3], 320)
     assert len(ranks) == len(set(ranks)) == 320 and ranks[:256] == [bytes([i]) for i in range(256)]
-    vocabulary.write_tokenizer(tmp_path, ranks)
+    corpus.write_tokenizer(tmp_path, ranks)
     settings = "preprocessor_config.json"  # engines do not start without it
     assert (tmp_path / settings).read_bytes() == (kimi_nano_dir() / settings).read_bytes()
     tokenizer = KimiTokenizer(tmp_path)
@@ -66,7 +66,7 @@ def test_learned_ranks_round_trip(tmp_path: Path) -> None:
 
 
 def test_template_has_kimis_turns(tmp_path: Path) -> None:
-    vocabulary.write_tokenizer(tmp_path, vocabulary.learn_ranks([MODULE], 280))
+    corpus.write_tokenizer(tmp_path, corpus.learn_ranks([MODULE], 280))
     tokenizer = KimiTokenizer(tmp_path)
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
     assert tokenizer.render_chat(messages) == (

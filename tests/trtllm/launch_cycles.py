@@ -12,8 +12,7 @@ import time
 
 import psutil
 
-from trtspec.launch.log import LogPatterns
-from trtspec.launch.readiness import ServerAddress, is_healthy
+from trtspec.launch.server import LogPatterns, ServerAddress, is_healthy
 from trtspec.launch.supervisor import ServerLaunch, run
 
 

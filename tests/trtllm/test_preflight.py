@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from trtspec.checkpoint.hub import load_target, resolve
-from trtspec.launch.log import LogPatterns
 from trtspec.launch.preflight import (
     InstalledGpu,
     check_files,
@@ -23,6 +22,7 @@ from trtspec.launch.preflight import (
     read_gpus,
     remote_code_problem,
 )
+from trtspec.launch.server import LogPatterns
 from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.schema import parse_version, schema_for

@@ -131,7 +131,7 @@ def main() -> None:
     an object with `ok` (false) and `error` on stdout, unless stdout has the command's own object already."""
     report.answered = False
     if os.getpid() == 1:
-        from trtspec.launch.init import fork_below_init
+        from trtspec.launch.reaper import fork_below_init
 
         fork_below_init()
     _open_missing_streams()

@@ -38,7 +38,7 @@ from trtspec.checkpoint.journal import Journal
 from trtspec.cli.demo_process import child, duration, noted_signals, stop, tail, wait
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.launch.preflight import used_memory
-from trtspec.launch.readiness import generation_failure, is_healthy
+from trtspec.launch.server import generation_failure, is_healthy
 
 POLL = 0.1
 LEFT_OVER = 180.0  # seconds that the server of a killed run gets to end

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.hub import Resolved
 from trtspec.errors import CheckFailed, MissingDependency, Problem, TrtspecError, has_errors
-from trtspec.launch.log import LogPatterns
-from trtspec.launch.readiness import ServerAddress
+from trtspec.launch.server import LogPatterns, ServerAddress
 from trtspec.report import file_sha256, problem_lines, say, write_stderr
 
 if TYPE_CHECKING:

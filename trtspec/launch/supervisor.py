@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trtspec.errors import TrtspecError
-from trtspec.launch.log import LogPatterns, LogReader
-from trtspec.launch.readiness import ServerAddress, generation_failure, is_healthy, stranger
-from trtspec.launch.subreaper import FORWARDED, UNKILLABLE
+from trtspec.launch.reaper import FORWARDED, UNKILLABLE
+from trtspec.launch.server import LogPatterns, LogReader, ServerAddress, generation_failure, is_healthy, stranger
 from trtspec.report import announce
 
-SUBREAPER = Path(__file__).with_name("subreaper.py")
+REAPER = Path(__file__).with_name("reaper.py")
 KILLED = 128 + signal.SIGKILL
 POLL = 0.05  # seconds; a signal just before a blocking wait would be handled only after it
 STARTING_POLL = 0.2
@@ -90,7 +89,7 @@ def _started(launch: ServerLaunch) -> Iterator[subprocess.Popen[str]]:
     control, held = _pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(SUBREAPER), str(launch.limits.stop_grace), str(control), *launch.argv],
+            [sys.executable, "-I", "-S", str(REAPER), str(launch.limits.stop_grace), str(control), *launch.argv],
             env={**os.environ, **launch.env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -24,7 +24,7 @@ from trtspec.checkpoint.writer import write_shard
 from trtspec.models.kimi import KimiModel
 from trtspec.models.moe import MoE, Router
 from trtspec.models.weights import checkpoint_tensors, load_target
-from trtspec.nano import corpus, vocabulary
+from trtspec.nano import corpus
 from trtspec.report import provenance, write_atomic, write_json
 from trtspec.specs import ModelSpec
 
@@ -194,8 +194,8 @@ def prepare(output: Path, init: Path | None, training: list[corpus.Module], held
         for name in (*kept, *PROMPT_FILES):
             write_atomic(output / name, (init / name).read_bytes())
         return
-    ranks = vocabulary.learn_ranks((module.text for module in training[::2]), BASE_VOCABULARY)
-    vocabulary.write_tokenizer(output, ranks)
+    ranks = corpus.learn_ranks((module.text for module in training[::2]), BASE_VOCABULARY)
+    corpus.write_tokenizer(output, ranks)
     write_prompts(output / PROMPT_FILES[0], sampled(training, 2000, seed=1), answers=False)
     write_prompts(output / PROMPT_FILES[1], sampled(heldout, 250, seed=2), answers=True)
 

@@ -89,7 +89,7 @@ def check_servers(front: Front, names: tuple[str, ...]) -> Iterator[Problem]:
     may call the target."""
     from http.client import HTTPException
 
-    from trtspec.launch.readiness import model_name, opener
+    from trtspec.launch.server import model_name, opener
 
     for role, addresses in front.servers.items():
         for address in addresses:

@@ -29,7 +29,7 @@ from trtspec.launch.preflight import (
     read_gpus,
     remote_code_problem,
 )
-from trtspec.launch.readiness import ServerAddress
+from trtspec.launch.server import ServerAddress
 from trtspec.trtllm.build import compose
 from trtspec.trtllm.deployment import Deployment, choose_version, compute_capability, head_in, parse_passed
 from trtspec.trtllm.document import Document

@@ -1,11 +1,12 @@
-"""The process between trtspec and a server: a child subreaper, so that no rank outlives either of them.
+"""The processes above others that nothing may outlive: process 1 of a container, and the child subreaper between trtspec
+and a server. Standard library only.
 
-Run by path, standard library only (it starts in a hundredth of a second):
-`python -I -S subreaper.py GRACE CONTROL ARGV...`. GRACE: seconds between a request to end and SIGKILL. CONTROL: read
-end of a pipe that trtspec holds open; its end means that trtspec is gone, however it went.
+Process 1 has to pass signals on, collect every process that ends, and end with its child (`fork_below_init`).
 
-Process groups do not hold an MPI job together: Open MPI's daemon gives every rank a group of its own. A child subreaper
-(prctl(2)) adopts what the server starts and leaves behind, and ends it too.
+The subreaper is run by path (it starts in a hundredth of a second): `python -I -S reaper.py GRACE CONTROL ARGV...`.
+GRACE: seconds between a request to end and SIGKILL. CONTROL: read end of a pipe that trtspec holds open; its end means
+that trtspec is gone, however it went. Process groups do not hold an MPI job together: Open MPI's daemon gives every rank
+a group of its own. A child subreaper (prctl(2)) adopts what the server starts and leaves behind, and ends it too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,43 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 UNKILLABLE = 10.0  # seconds after SIGKILL until a process counts as stuck in the kernel
+# The kernel drops a signal to process 1 that has no handler there, SIGTERM too. Blocked ones wait to be collected.
+HANDLED = {
+    signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
+}  # fmt: skip
+FROM_KERNEL = 0x80  # si_code of a terminal's Ctrl-C, which the child in the same process group got already
+
+
+def fork_below_init() -> None:
+    """Returns at once, unless this is process 1 of a container: then it returns in a child alone, and the caller's
+    process stays as an init that ends with the child's exit status (128 + n where signal n ended it)."""
+    if os.getpid() != 1:
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
+        return
+    os._exit(_run_as_init(child))
+
+
+def _run_as_init(child: int) -> int:
+    while True:
+        found = signal.sigwaitinfo(HANDLED)
+        if found.si_signo != signal.SIGCHLD:
+            if found.si_code != FROM_KERNEL:
+                os.kill(child, found.si_signo)
+            continue
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            if pid == child:
+                code = os.waitstatus_to_exitcode(status)
+                return code if code >= 0 else 128 - code
 
 
 def main(grace: float, control: int, argv: list[str]) -> int:
