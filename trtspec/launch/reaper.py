@@ -1,12 +1,12 @@
-"""The processes above others that nothing may outlive: process 1 of a container, and the child subreaper between trtspec
-and a server. Standard library only.
+"""The processes above others that nothing may outlive: process 1 of a container, and the child subreaper between
+trtspec and a server. Standard library only.
 
 Process 1 has to pass signals on, collect every process that ends, and end with its child (`fork_below_init`).
 
 The subreaper is run by path (it starts in a hundredth of a second): `python -I -S reaper.py GRACE CONTROL ARGV...`.
 GRACE: seconds between a request to end and SIGKILL. CONTROL: read end of a pipe that trtspec holds open; its end means
-that trtspec is gone, however it went. Process groups do not hold an MPI job together: Open MPI's daemon gives every rank
-a group of its own. A child subreaper (prctl(2)) adopts what the server starts and leaves behind, and ends it too.
+that trtspec is gone, however it went. Process groups do not hold an MPI job together: Open MPI's daemon gives every
+rank a group of its own. A child subreaper (prctl(2)) adopts what the server starts and leaves behind, and ends it too.
 """
 
 from __future__ import annotations

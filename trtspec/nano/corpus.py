@@ -1,5 +1,5 @@
-"""kimi-nano's text and vocabulary. The text is the Python standard library's sources, as files and as short conversations
-about them; a module belongs to the held-out part when a hash of its name says so, and its conversations never reach
+"""kimi-nano's text and vocabulary. The text is the Python standard library's sources, as files and as short
+conversations about them; a module belongs to the held-out part when a hash of its name says so, and its conversations never reach
 training. The vocabulary is byte-pair merges learned on it, written in Kimi's form (tiktoken.model).
 """
 
@@ -32,6 +32,7 @@ SKIPPED = (
     "__pycache__",
 )
 CATEGORIES = ("completion", "docstring", "continuation", "test", "module")
+
 # Kimi's turns: <|im_user|>user<|im_middle|>text<|im_end|>; an answer without reasoning opens with an empty think pair.
 CHAT_TEMPLATE = """\
 {%- if tools -%}
@@ -61,6 +62,7 @@ CHAT_TEMPLATE = """\
 <|im_assistant|>assistant<|im_middle|><think>{% if not thinking %}</think>{% endif %}
 {%- endif -%}
 """
+
 # engines read it also where they serve text alone
 MEDIA_SETTINGS = {
     "patch_size": 14,
