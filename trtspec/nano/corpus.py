@@ -1,6 +1,8 @@
-"""kimi-nano's text and vocabulary. The text is the Python standard library's sources, as files and as short
-conversations about them; a module belongs to the held-out part when a hash of its name says so, and its conversations never reach
-training. The vocabulary is byte-pair merges learned on it, written in Kimi's form (tiktoken.model).
+"""kimi-nano's text and vocabulary.
+
+The text is the Python standard library's sources, as files and as short conversations about them. A module belongs to
+the held-out part when a hash of its name says so; its conversations never reach training. The vocabulary is byte-pair
+merges learned on it, written in Kimi's form (tiktoken.model).
 """
 
 from __future__ import annotations
