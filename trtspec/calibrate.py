@@ -26,9 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trtspec.checkpoint.conversations import REMEDY, Conversation, read_conversations
-from trtspec.checkpoint.journal import Journal
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.checkpoint.writer import write_shard
+from trtspec.checkpoint.writer import Journal, write_shard
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.models.kimi import DecoderLayer
 from trtspec.models.moe import Experts, MoE, dispatch

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trtspec.checkpoint.journal import Journal, recorded_keys
+from trtspec.checkpoint.writer import Journal, recorded_keys
 from trtspec.errors import UsageError
 
 HEADER = {"source": "abc", "options": {"policy": "k2.5"}}
@@ -18,7 +18,7 @@ HEADER = {"source": "abc", "options": {"policy": "k2.5"}}
 
 HOLD = """
 import pathlib, sys, time
-from trtspec.checkpoint.journal import Journal
+from trtspec.checkpoint.writer import Journal
 from trtspec.errors import UsageError
 try:
     with Journal(pathlib.Path(sys.argv[1]), {}) as journal:
@@ -145,7 +145,7 @@ def test_two_runs_at_once_are_refused(tmp_path):
 
 def test_a_killed_process_keeps_every_recorded_line_and_frees_the_lock(tmp_path):
     code = (
-        "import sys, pathlib; from trtspec.checkpoint.journal import Journal\n"
+        "import sys, pathlib; from trtspec.checkpoint.writer import Journal\n"
         f"j = Journal(pathlib.Path({str(tmp_path / 'j')!r}), {HEADER!r})\n"
         "for i in range(10**6):\n    j.record(str(i)); print(i, flush=True)\n"
     )

@@ -22,7 +22,7 @@ from tests.tiny import make_head
 from trtspec.calibrate import calibrate_checkpoint
 from trtspec.checkpoint.hub import resolve
 from trtspec.checkpoint.target_problems import read_target
-from trtspec.checkpoint.target_values import value_problems
+from trtspec.checkpoint.values import target_value_problems
 from trtspec.errors import Problem, TrtspecError, UsageError
 from trtspec.heads.convert.conversion import Options, convert_head
 from trtspec.models.stream import LayerStream
@@ -55,7 +55,7 @@ def inspected(path: Path, sample: int | None = None) -> list[Problem]:
     """What `inspect` reports; what it cannot read at all is one error."""
     try:
         target = read_target(path)
-        return target.problems + value_problems(target, sample)
+        return target.problems + target_value_problems(target, sample)
     except TrtspecError as error:
         return [Problem(error.code, "error", "", error.message, error.remedy)]
 

@@ -236,7 +236,7 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("trtspec.cli.demo.run_stages", lambda demo: stage.handed.append(repr(demo.sizes)))
     monkeypatch.setattr("trtspec.cli.demo.finish", lambda output, data: None)
     for name, size in {"WHOLE": 1024, "PIECE": 16, "PIECES": 8}.items():  # so that values of a tiny head are sampled
-        monkeypatch.setattr(f"trtspec.checkpoint.heads.values.{name}", size)
+        monkeypatch.setattr(f"trtspec.checkpoint.values.{name}", size)
     monkeypatch.setattr("trtspec.cli.inspect_run.ANSWER_TOKENS", 8)  # what an option changes shows in short answers
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 

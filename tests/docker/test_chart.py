@@ -33,8 +33,7 @@ from trtspec.records import narrow, parse
 from trtspec.trtllm.build import build_named
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.schema import schema_for
-from trtspec.trtllm.serve.front import read_front
-from trtspec.trtllm.serve.start import plan_engine
+from trtspec.trtllm.serve.start import plan_engine, read_front
 
 helm_python = pytest.importorskip("helm_python")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")

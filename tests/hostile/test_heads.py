@@ -23,7 +23,7 @@ from tests.hostile.inputs import Case, Inputs
 from tests.hostile.test_malformed import Runner, complaint, runner  # noqa: F401  # a fixture
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.heads.compare import compare_heads
+from trtspec.checkpoint.heads.read import compare_heads
 
 SOME, ALL = 8, 1000
 KINDS = (

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.journal import Journal
+from trtspec.checkpoint.writer import Journal
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.quant.output import JOURNAL_NAME, SPARE_BYTES
 from trtspec.quant.policy import load_policy

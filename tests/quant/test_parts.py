@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.tiny import make_target
-from trtspec.checkpoint.journal import Journal
+from trtspec.checkpoint.writer import Journal
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.quant.conversion import ConversionOptions
 from trtspec.quant.policy import load_policy

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_head, make_target
-from trtspec.checkpoint.hashes import hash_problems
+from trtspec.checkpoint.describe import hash_problems
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.quant.conversion import ConversionOptions
 from trtspec.quant.modelopt import packed_by_modelopt

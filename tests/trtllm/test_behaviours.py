@@ -15,7 +15,7 @@ from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.schema import LINES, SCHEMAS, UNKNOWN, schema_for
 
 TRTLLM = SCHEMAS.parent
-OWNERS = {"schema.py", "schema_reader.py", "schema_tools.py"}
+OWNERS = {"schema.py", "schema_tools.py"}
 RELEASE = re.compile(r"1\.\d+(\.\d+)?(rc\d+)?(\.post\d+)?")
 METHODS = yaml.safe_load((TRTLLM / "speculation.yaml").read_text())["methods"]
 

@@ -360,7 +360,7 @@ CONTEXT, GENERATION = "context_servers: {urls: ['a:1']}\n", "generation_servers:
     ],
 )
 def test_the_file_of_a_front_is_checked(tmp_path: Path, text: str, says: str) -> None:
-    from trtspec.trtllm.serve.front import read_front
+    from trtspec.trtllm.serve.start import read_front
 
     file = tmp_path / "front.yml"
     file.write_text(text)

@@ -26,7 +26,7 @@ from trtspec.bench.acceptance import AcceptanceSummary, TurnCounts
 from trtspec.bench.adapters import DetectedServer
 from trtspec.bench.client import Answer
 from trtspec.bench.text_quality import OutputQuality
-from trtspec.checkpoint.journal import Journal
+from trtspec.checkpoint.writer import Journal
 from trtspec.errors import Problem, TrtspecError, UsageError
 
 Read = TypeVar("Read")

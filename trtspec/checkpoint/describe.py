@@ -1,23 +1,63 @@
-"""The report of `trtspec inspect`: what a checkpoint is, how big, how stored, and what is wrong with it."""
+"""The report of `trtspec inspect`: what a checkpoint is, how big, how stored, and what is wrong with it.
+
+A directory is read, and on request every byte compared with the SHA-256 that its maker or the hub recorded. A
+checkpoint on the hub is read by its headers: small files into the hub's cache, of each shard only the header, by ranged
+reads; for a terabyte of weights that is a few megabytes.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import struct
+import threading
 from collections import Counter
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from trtspec.checkpoint.hashes import hash_problems
-from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.headers import (
+    DOWNLOAD_AGAIN,
+    INDEX_NAME,
+    MAX_HEADER_BYTES,
+    Checkpoint,
+    TensorInfo,
+    header_tensors,
+    read_json,
+)
 from trtspec.checkpoint.heads.read import head_facts, no_eagle3_head, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
-from trtspec.checkpoint.heads.values import value_problems
-from trtspec.checkpoint.hub import Resolved, is_online
+from trtspec.checkpoint.hub import (
+    SMALL_PATTERNS,
+    Resolved,
+    cache_directory,
+    cached_snapshot,
+    hub_errors,
+    hub_id_and_entry,
+    is_online,
+    require_online,
+)
 from trtspec.checkpoint.target_problems import detect, read_target
 from trtspec.checkpoint.target_tensors import logical_parameters
-from trtspec.errors import Problem, UsageError
+from trtspec.checkpoint.values import head_value_problems
+from trtspec.errors import Problem, TrtspecError, UsageError
+from trtspec.report import existing, file_sha256
 from trtspec.specs import ModelSpec
+
+if TYPE_CHECKING:
+    import httpx
 
 HEAD_KEYS = ("family", "model_type", "architecture", "format", "eagle", "attention", "dialect", "aux_layers",
              "draft_vocab_size")  # fmt: skip
+SHA256 = re.compile(r"[0-9a-f]{64}")
+FIRST_READ = 1 << 16  # bytes; the headers of small shards end within it
+AT_ONCE = 8  # connections
+TIMEOUT = 60.0
+DOWNLOAD = "run `hf download` and pass the directory"
+TOTAL = re.compile(r"bytes \d+-\d+/(\d+)")
 
 
 def describe(
@@ -40,8 +80,6 @@ def describe(
         message = f"{resolved.name} is not on this machine, so its bytes cannot be read"
         raise UsageError(message, f"run `hf download {resolved.hub_id}`, or leave --sample and --hashes out")
     if resolved.hub_id is not None and resolved.known is None and is_online():
-        from trtspec.checkpoint.remote import open_remote
-
         checkpoint = open_remote(resolved.hub_id)
         report = _from_headers(checkpoint, resolved)
         assert checkpoint.remote is not None
@@ -75,13 +113,13 @@ def _from_headers(
     if report["kind"] == "head":
         head, problems = read_head(checkpoint)
         if checkpoint.remote is None:
-            problems += value_problems(checkpoint, canonical_names(checkpoint.tensors), everything=all_values)
+            problems += head_value_problems(checkpoint, canonical_names(checkpoint.tensors), everything=all_values)
         return report | head_facts(head, checkpoint.config) | {"problems": problems}
     target = read_target(checkpoint)
-    from trtspec.checkpoint.target_values import value_problems as target_values  # here, because numpy loads slowly
+    from trtspec.checkpoint.values import target_value_problems  # here, because numpy loads slowly
 
     facts = target_facts(target.spec, checkpoint.config, resolved.known)
-    values = target_values(target, sample) if checkpoint.remote is None else []
+    values = target_value_problems(target, sample) if checkpoint.remote is None else []
     return report | facts | {"problems": target.problems + values}
 
 
@@ -137,3 +175,154 @@ def family(spec: ModelSpec) -> str:
     if spec.model_type == "kimi_k25":
         return "k2.6+" if 163586 in spec.eos_token_ids else "k2.5"
     return "k2-thinking" if spec.quant.format.bits_per_value == 4 else "k2"
+
+
+def hash_problems(directory: Path, shards: tuple[str, ...]) -> tuple[int, list[Problem]]:
+    """How many of `shards` are what was recorded, and what is wrong with the others. Reads every byte."""
+    recorded = recorded_hashes(directory)
+    known = [shard for shard in shards if shard in recorded]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        same = list(pool.map(lambda shard: file_sha256(directory / shard) == recorded[shard], known))
+    problems = []
+    for shard, whole in zip(known, same, strict=True):
+        if not whole:
+            message = "its SHA-256 is not the recorded one: at least one byte changed"
+            problems.append(Problem("TS-HASH-DIFFERS", "error", shard, message, DOWNLOAD_AGAIN))
+    unknown = [shard for shard in shards if shard not in recorded]
+    if unknown:
+        message = f"no hash is recorded for {len(unknown)} of {len(shards)} weight files, first {unknown[0]}"
+        remedy = "compare with the publisher's list; `hf download` and `trtspec quantize` record them"
+        problems.append(Problem("TS-HASH-UNKNOWN", "warning", unknown[0], message, remedy))
+    lost = sorted(name for name in recorded if name not in shards)
+    if lost:
+        message = f"a hash is recorded for {len(lost)} files that are not part of the checkpoint, first {lost[0]}"
+        problems.append(Problem("TS-HASH-LOST", "error", lost[0], message, DOWNLOAD_AGAIN))
+    return sum(same), problems
+
+
+def recorded_hashes(directory: Path) -> dict[str, str]:
+    """File name -> SHA-256, of the weight files for which one is recorded: by the hub cache, whose files link to blobs
+    named by their hash, by the metadata that `hf download --local-dir` leaves, or in provenance.json, which wins."""
+    files = sorted(directory.glob("*.safetensors"))
+    blobs = {path.name: os.path.basename(os.readlink(path)) for path in files if path.is_symlink()}
+    found = {name: blob for name, blob in blobs.items() if SHA256.fullmatch(blob)}
+    for path in files:
+        metadata = directory / ".cache" / "huggingface" / "download" / f"{path.name}.metadata"
+        lines = metadata.read_text(encoding="utf-8", errors="replace").split() if metadata.is_file() else []
+        if len(lines) > 1 and SHA256.fullmatch(lines[1]):
+            found[path.name] = lines[1]
+    if (directory / "provenance.json").is_file():
+        shards = read_json(directory / "provenance.json").get("shards")
+        for name, digest in (shards if isinstance(shards, dict) else {}).items():
+            if isinstance(digest, str) and SHA256.fullmatch(digest):
+                found[name] = digest
+    return found
+
+
+def open_headers(name_or_path: str) -> Checkpoint:
+    """The checkpoint by its headers: a directory, a whole snapshot in the hub cache, else the hub itself, of which no
+    weights are fetched."""
+    hub_id, _ = hub_id_and_entry(name_or_path)
+    if hub_id is None:
+        return Checkpoint.open(Path(name_or_path).expanduser())
+    path = cached_snapshot(hub_id, complete=True)
+    return Checkpoint.open(path) if path is not None else open_remote(hub_id)
+
+
+def open_remote(hub_id: str) -> Checkpoint:
+    """The checkpoint as `Checkpoint.open` reads it, with `remote` set; `path` is the cache's snapshot with the small
+    files. Raises TrtspecError for what is not there, not public or not readable by ranges."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    require_online(hub_id)
+    info = hub_errors(hub_id, lambda: HfApi().model_info(hub_id, files_metadata=True, timeout=TIMEOUT))
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    weights = {name: size for name, size in sizes.items() if name.endswith(".safetensors") and "/" not in name}
+    snapshot = partial(snapshot_download, hub_id, revision=info.sha, allow_patterns=SMALL_PATTERNS)
+    path = Path(hub_errors(hub_id, snapshot))
+    small = sum(size for name, size in sizes.items() if (path / name).is_file() and name not in weights)
+    files = HubFiles(hub_id, str(info.sha), weights, small)
+    if not weights and not (path / INDEX_NAME).is_file():
+        raise TrtspecError(f"{hub_id} has no *.safetensors file", "pass a repository that holds the weights")
+    return replace(Checkpoint.open(path, names=tuple(sorted(weights)), headers=partial(_headers, files)), remote=files)
+
+
+def _headers(files: HubFiles, shards: tuple[str, ...]) -> list[dict[str, TensorInfo]]:
+    """Of all shards, in their order."""
+    absent = [shard for shard in shards if shard not in files.sizes]
+    if absent:
+        raise TrtspecError(f"shard {absent[0]} is missing in {files.hub_id}", "ask its publisher", "TS-SHARD-MISSING")
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="headers") as pool:
+        return list(pool.map(files.header, shards))
+
+
+@dataclass
+class HubFiles:
+    """A repository at one commit, read by ranges. `read` counts the bytes of weight files that were fetched, `small`
+    those of the small files, `total` what a download of the weights would take."""
+
+    hub_id: str
+    revision: str
+    sizes: dict[str, int]
+    small: int
+    read: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The `hub` object of JSON reports; the last figure is the room for a download."""
+        return {
+            "id": self.hub_id,
+            "revision": self.revision,
+            "bytes_read": self.read + self.small,
+            "weight_bytes_read": self.read,
+            "weight_bytes": self.total,
+            "cache_free_bytes": shutil.disk_usage(existing(cache_directory())).free,
+        }
+
+    def header(self, shard: str) -> dict[str, TensorInfo]:
+        """`headers.read_header` of a shard that is not here."""
+        size, where = self.sizes[shard], Path(self.hub_id) / shard
+        first = self.bytes_at(shard, 0, min(FIRST_READ, size))
+        length = struct.unpack("<Q", first[:8])[0] if len(first) >= 8 else 0
+        rest = 8 + length - len(first)
+        if rest > 0 and 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            first += self.bytes_at(shard, len(first), rest)
+        return header_tensors(where, first, size)
+
+    def bytes_at(self, shard: str, begin: int, size: int) -> bytes:
+        """Some bytes of a shard. Raises TrtspecError where the server sends another range or the whole file."""
+        if not size:
+            return b""
+        wanted = {"Range": f"bytes={begin}-{begin + size - 1}"}
+        data = hub_errors(self.hub_id, partial(self._get, shard, wanted, size))
+        with self.lock:
+            self.read += len(data)
+        return data
+
+    def _get(self, shard: str, wanted: dict[str, str], size: int) -> bytes:
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+        url = hf_hub_url(self.hub_id, shard, revision=self.revision)
+        stream = get_session().stream
+        with stream("GET", url, headers=build_hf_headers() | wanted, follow_redirects=True, timeout=TIMEOUT) as answer:
+            hf_raise_for_status(answer)
+            self._check_range(shard, answer)
+            data: bytes = answer.read()
+        if len(data) != size:
+            raise TrtspecError(f"{self.hub_id}: {shard} came as {len(data)} bytes, asked for {size}", DOWNLOAD)
+        return data
+
+    def _check_range(self, shard: str, answer: httpx.Response) -> None:
+        """Before the body is read, which may be a whole shard."""
+        total = TOTAL.fullmatch(answer.headers.get("Content-Range", ""))
+        if answer.status_code != 206 or total is None:
+            text = f"the server of {self.hub_id} sends {shard} whole where a part of it was asked for"
+            raise TrtspecError(text, DOWNLOAD)
+        if int(total[1]) != self.sizes[shard]:
+            text = f"{self.hub_id}: {shard} has {total[1]} bytes, its listing says {self.sizes[shard]}"
+            raise TrtspecError(text, "run the command again: the repository may just have been changed")

@@ -1,6 +1,7 @@
 """Kimi's tokenizer, read natively: tiktoken byte-pair ranks, 256 reserved special tokens, a jinja2 chat template.
 
-No code from the checkpoint runs. The files are `tiktoken.model` (base64 token, rank), `tokenizer_config.json`
+No code from the checkpoint runs; the template is rendered by jinja2's sandbox with the same settings as transformers
+uses. The files are `tiktoken.model` (base64 token, rank), `tokenizer_config.json`
 (`added_tokens_decoder`), `chat_template.jinja` and `generation_config.json`.
 """
 
@@ -12,21 +13,25 @@ import codecs
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import jinja2
 import tiktoken
+from jinja2 import meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trtspec import files
-from trtspec.checkpoint.chat_template import ChatTemplate
 from trtspec.errors import TrtspecError
 
 RESERVED_SPECIAL_TOKENS = 256
 # Longer pieces make the splitting regex slow; these are the limits of Kimi's published tokenizer.
 MAX_CHARS = 400_000
 MAX_RUN_CHARS = 25_000
-
 # The split pattern of Kimi's published tokenizer (K2 to K2.7): Han runs first, Han taken out of the letter classes.
 SPLIT_PATTERN = "|".join(
     [
@@ -42,7 +47,6 @@ SPLIT_PATTERN = "|".join(
         r"\s+",
     ]
 )
-
 # Offsets from the base vocabulary's size, for checkpoints whose tokenizer_config.json does not name them.
 DEFAULT_SPECIAL_TOKENS = {
     0: "[BOS]",
@@ -308,3 +312,91 @@ def _read_json(path: Path) -> dict[str, Any]:
         return files.read_object(path, remedy="download the file again")
     except FileNotFoundError:
         return {}
+
+
+class ChatTemplate:
+    """Renders conversations. The template is data from a checkpoint: it cannot call Python or change its arguments."""
+
+    def __init__(self, source: str, where: str) -> None:
+        self.source = source
+        self.where = where
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise TrtspecError(
+                f"{where}: line {error.lineno}: {error.message}", "repair or replace the chat template"
+            ) from None
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """What a caller can set besides the conversation: the names that the template reads and does not define."""
+        environment = _environment()
+        read = meta.find_undeclared_variables(environment.parse(self.source))
+        return frozenset(read - environment.globals.keys() - {"messages", "tools", "add_generation_prompt"})
+
+    @staticmethod
+    def from_directory(directory: Path, tokenizer_config: dict[str, Any]) -> ChatTemplate:
+        """chat_template.jinja when the file exists, else `chat_template` of tokenizer_config.json."""
+        path = directory / "chat_template.jinja"
+        if path.is_file():
+            return ChatTemplate(files.read_text(path, remedy="repair or replace the chat template"), str(path))
+        source = tokenizer_config.get("chat_template")
+        if isinstance(source, list):  # several named templates
+            source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
+        if not source:
+            raise TrtspecError(
+                f"{directory}: neither chat_template.jinja nor chat_template in tokenizer_config.json",
+                "copy chat_template.jinja from the original checkpoint",
+            )
+        return ChatTemplate(source, f"{directory / 'tokenizer_config.json'}:chat_template")
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation. Raises TrtspecError with the template's own words when it refuses it."""
+        try:
+            return self._template.render(
+                messages=list(messages), tools=tools, add_generation_prompt=add_generation_prompt, **variables
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
+            raise TrtspecError(f"{self.where}: {error}", "check the roles and contents of the messages") from None
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks what a model wrote, for training masks; when rendering it is transparent."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the HTML escapes of jinja2's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,22 +1,30 @@
-"""safetensors files written so that a reader sees a whole shard or none: temporary name, fsync, rename.
+"""Files that a kill at any moment leaves whole: safetensors shards, and the journal of what is finished.
 
-`ShardFile` writes a shard whose layout is known in advance, one tensor at a time, so that a converter never holds more
-than the tensor at hand.
+A reader sees a whole shard or none: temporary name, fsync, rename. `ShardFile` writes one whose layout is known in
+advance, one tensor at a time, so that a converter never holds more than the tensor at hand. The journal is append-only:
+its first line holds the header (what the work depends on), each further line one finished key. Every line is fsynced
+before the work counts as done; a line torn by a kill is cut off on the next start.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import math
 import os
+import shutil
+import socket
 import struct
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trtspec.checkpoint.headers import DTYPE_BITS
-from trtspec.errors import TrtspecError
-from trtspec.report import fsync_directory, write_json
+from trtspec.errors import TrtspecError, UsageError
+from trtspec.report import announce, fsync_directory, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +32,9 @@ if TYPE_CHECKING:
 INDEX_NAME = "model.safetensors.index.json"
 VECTOR = 512  # views in one pwritev; the limit of Linux is 1024
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
+# what file systems without flock answer; OPNOTSUPP and NOTSUP are one number on Linux
+NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+REPEAT = "pass --restart to start over"
 
 
 def byte_count(code: str, shape: tuple[int, ...]) -> int:
@@ -192,3 +203,210 @@ def write_index(directory: Path, weight_map: Mapping[str, str], total_size: int)
     """Writes model.safetensors.index.json; `total_size` counts tensor bytes, not headers."""
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     write_json(directory / INDEX_NAME, index)
+
+
+class Journal:
+    """`done` maps each finished key to its record. The file is locked while open: one run per output.
+
+    Raises UsageError when `header` is not the one that the file was begun with (naming what changed), when the file
+    is no journal, and when another process holds it. `restart` forgets what the file records, once it is locked.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        header: dict[str, Any],
+        *,
+        restart: bool = False,
+        remedy: str = REPEAT,
+    ) -> None:
+        self.path, self.remedy = path, remedy
+        self.done: dict[str, dict[str, Any]] = {}
+        self._holder: Path | None = None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            self._lock()
+            if restart:
+                os.ftruncate(self._file, 0)
+            self._load(json.loads(json.dumps(header)))
+        except BaseException:
+            self.close()
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"another run is writing {self.path.parent} (it holds {self.path.name})",
+                "wait for it to end, or choose another output",
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_FLOCK:
+                text = f"{self.path} cannot be locked: {error.strerror}"
+                raise TrtspecError(text, "choose an output on another file system") from None
+            self._holder = take_directory(self.path)
+            announce(f"{self.path.parent} lies on a file system without flock; {self._holder.name} is the lock instead")
+
+    def _load(self, header: dict[str, Any]) -> None:
+        data = self.path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data):
+            os.ftruncate(self._file, len(whole))
+        if not whole:
+            self._append({"header": header})
+            fsync_directory(self.path.parent)
+            return
+        try:
+            first, *records = [json.loads(line) for line in whole.splitlines()]
+            refuse_changed(self.path, first["header"], header, self.remedy)
+            self.done = {record["key"]: record for record in records}
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+            raise UsageError(f"{self.path} is not a journal of this command", self.remedy) from None
+
+    def record(self, key: str, **fields: Any) -> None:
+        """Appends and fsyncs; after it returns, a rerun finds `key` in `done`."""
+        entry = {**fields, "key": key}
+        self._append(entry)
+        self.done[key] = entry
+
+    def _append(self, value: dict[str, Any]) -> None:
+        line = json.dumps(value, ensure_ascii=False).encode("utf-8") + b"\n"
+        while line:  # a disk that is nearly full takes a part; the next call says so
+            line = line[os.write(self._file, line) :]
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
+        if self._holder is not None:
+            shutil.rmtree(self._holder, ignore_errors=True)
+            self._holder = None
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def refuse_changed(path: Path, old: dict[str, Any], new: dict[str, Any], remedy: str = REPEAT) -> None:
+    """Raises UsageError naming what differs between the header of the journal `path` and this run's."""
+    if changed := differences(old, new):
+        raise UsageError(f"{path} was begun with something else: {'; '.join(changed)}", remedy)
+
+
+def header_of(path: Path) -> dict[str, Any] | None:
+    """What a journal was begun with, without its lock; None while its first line is not whole."""
+    try:
+        first, end, _ = path.read_bytes().partition(b"\n")
+        header = json.loads(first)["header"] if end else None
+    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        return None
+    return header if isinstance(header, dict) else None
+
+
+def recorded_keys(path: Path) -> set[str]:
+    """What a journal records as finished, without its lock; lines that are not whole are passed over."""
+    found = set()
+    for line in path.read_bytes().split(b"\n")[1:-1]:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            found.add(str(json.loads(line)["key"]))
+    return found
+
+
+def differences(old: Any, new: Any, where: str = "") -> list[str]:
+    """`where.key was OLD, now NEW` for each value that differs, however deep; five at most, then their number."""
+    found = _differences(old, json.loads(json.dumps(new)), where)
+    return found if len(found) <= 5 else [*found[:5], f"and {len(found) - 5} more"]
+
+
+def _differences(old: Any, new: Any, where: str) -> list[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = sorted(old.keys() | new.keys())
+        if old.get("name") != new.get("name"):  # what else is different about another thing says nothing
+            keys = ["name"]
+        parts = [_differences(old.get(key), new.get(key), f"{where}.{key}" if where else key) for key in keys]
+        return [line for part in parts for line in part]
+    return [] if old == new else [f"{where} was {_short(old)}, now {_short(new)}"]
+
+
+def take_directory(path: Path) -> Path:
+    """The lock of `path` where there is no flock: a directory with the holder's name in it, renamed into place, which
+    one process alone can do on any file system. Raises UsageError while the holder lives or cannot be asked.
+
+    A holder on this machine that was killed is found dead by its process id and start time, and replaced.
+    """
+    lock = path.with_name(f"{path.name}.lock")
+    mine = Path(tempfile.mkdtemp(prefix=f"{lock.name}.", dir=path.parent))
+    try:
+        (mine / "holder.json").write_text(json.dumps(_identity(os.getpid())), encoding="utf-8")
+        for _ in range(2):
+            try:
+                os.rename(mine, lock)  # refused where a directory with anything in it stands
+                return lock
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    text = f"{path} cannot be locked: {error.strerror}"
+                    raise TrtspecError(text, "choose an output on another file system") from None
+            _remove_dead(lock)
+    except BaseException:
+        shutil.rmtree(mine, ignore_errors=True)
+        raise
+    shutil.rmtree(mine, ignore_errors=True)
+    raise _held(lock, _holder(lock))
+
+
+def _remove_dead(lock: Path) -> None:
+    """Raises UsageError unless the holder is known to be dead."""
+    holder = _holder(lock)
+    if holder is None or not _is_dead(holder):
+        raise _held(lock, holder)
+    aside = Path(tempfile.mkdtemp(prefix=f"{lock.name}.", dir=lock.parent))
+    with contextlib.suppress(FileNotFoundError):  # another run was first
+        os.rename(lock, aside / "dead")
+        if _holder(aside / "dead") != holder:  # another run was first and holds the lock
+            os.rename(aside / "dead", lock)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _held(lock: Path, holder: dict[str, Any] | None) -> UsageError:
+    who = f"process {holder.get('pid')} on {holder.get('host')}" if holder else "nobody who says so"
+    return UsageError(
+        f"another run is writing {lock.parent} ({who} holds {lock.name})",
+        f"wait for it to end; if it has been killed, remove {lock}",
+    )
+
+
+def _holder(lock: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((lock / "holder.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _is_dead(holder: dict[str, Any]) -> bool:
+    """Only of a process of this machine, boot and process namespace can that be said."""
+    pid = holder.get("pid")
+    now = _identity(pid if isinstance(pid, int) else 0)
+    here = all(holder.get(key) == now[key] for key in ("host", "boot", "namespace"))
+    return here and now["boot"] is not None and holder.get("started") != now["started"]
+
+
+def _identity(pid: int) -> dict[str, Any]:
+    """A process so that no later one is taken for it; `started` is None where there is no such process."""
+    found: dict[str, Any] = {"host": socket.gethostname(), "pid": pid, "boot": None, "namespace": None, "started": None}
+    with contextlib.suppress(OSError, IndexError):
+        found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        found["namespace"] = os.readlink("/proc/self/ns/pid")
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        fields = status.rpartition(")")[2].split()
+        if fields[0] not in "ZX":  # killed, and its parent has not asked yet
+            found["started"] = int(fields[19])  # clock ticks after the boot
+    return found
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:77]}..."

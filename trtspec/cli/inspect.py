@@ -211,7 +211,7 @@ def compare_pair(resolved: Resolved, other: Resolved, report: dict[str, Any]) ->
     )
     from trtspec.checkpoint.heads.read import read_head
     from trtspec.checkpoint.heads.shapes import canonical_names
-    from trtspec.checkpoint.heads.values import embedding_problems
+    from trtspec.checkpoint.values import embedding_problems
 
     if report["attention"] is None:
         return {"against": other.name}
@@ -232,7 +232,7 @@ def compare_pair(resolved: Resolved, other: Resolved, report: dict[str, Any]) ->
 def compare_derived_head(resolved: Resolved, source: Resolved, report: dict[str, Any]) -> dict[str, Any]:
     """A converted head against the head it was made from, all bytes."""
     from trtspec.checkpoint.headers import Checkpoint
-    from trtspec.checkpoint.heads.compare import compare_heads
+    from trtspec.checkpoint.heads.read import compare_heads
 
     result = compare_heads(Checkpoint.open(local(resolved)), Checkpoint.open(local(source)))
     return {"against": source.name, "problems": report["problems"] + result.pop("problems"), "comparison": result}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trtspec.errors import Problem, Severity, TrtspecError
     from trtspec.trtllm.deployment import Finding
     from trtspec.trtllm.document import Document
-    from trtspec.trtllm.lint.installed import Verdict
+    from trtspec.trtllm.lint.linter import Verdict
 
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
 MOST_COLUMNS = 160  # of a source line in the output
@@ -192,7 +192,7 @@ def _engine_verdict(document: Document, asked: str | None) -> Verdict:
     from packaging.version import Version
 
     from trtspec.errors import UsageError
-    from trtspec.trtllm.lint.installed import judge
+    from trtspec.trtllm.lint.linter import judge
     from trtspec.trtllm.schema import parse_version
 
     verdict = judge(document)

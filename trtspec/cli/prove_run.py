@@ -34,7 +34,7 @@ from trtspec.bench.prove import (
     steps_of,
 )
 from trtspec.bench.prove_bundle import Redactor, prove_html, redactor, write_bundle
-from trtspec.checkpoint.journal import Journal
+from trtspec.checkpoint.writer import Journal
 from trtspec.cli.demo_process import child, duration, noted_signals, stop, tail, wait
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.launch.preflight import used_memory

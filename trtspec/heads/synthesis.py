@@ -22,7 +22,7 @@ from typing import Any, Literal
 import httpx
 
 from trtspec.checkpoint.conversations import Conversation, read_conversations
-from trtspec.checkpoint.journal import Journal
+from trtspec.checkpoint.writer import Journal
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import write_atomic
 

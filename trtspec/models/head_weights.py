@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.heads.read import read_head
-from trtspec.checkpoint.heads.values import compare_embeddings, embedding_rows, value_problems
 from trtspec.checkpoint.tensors import LazyTensors
+from trtspec.checkpoint.values import compare_embeddings, embedding_rows, head_value_problems
 from trtspec.errors import Problem, TrtspecError
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
@@ -49,7 +49,7 @@ def open_head(path: Path | str, target: ModelSpec) -> tuple[Checkpoint, HeadSpec
     checkpoint = Checkpoint.open(Path(path))
     spec, found = read_head(checkpoint)
     found = [problem for problem in found + pair_problems(spec, target) if problem.severity == "error"]
-    _refuse(path, found or value_problems(checkpoint, checkpoint.tensors))
+    _refuse(path, found or head_value_problems(checkpoint, checkpoint.tensors))
     return checkpoint, spec
 
 

@@ -24,11 +24,10 @@ import psutil
 import torch
 
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.journal import Journal
 from trtspec.checkpoint.target_problems import target_spec
 from trtspec.checkpoint.target_tensors import shared_partners
 from trtspec.checkpoint.tensors import LazyTensors
-from trtspec.checkpoint.writer import ShardFile
+from trtspec.checkpoint.writer import Journal, ShardFile
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.formats import WeightFormat
 from trtspec.quant import nvfp4

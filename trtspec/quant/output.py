@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME, Checkpoint
-from trtspec.checkpoint.journal import recorded_keys
+from trtspec.checkpoint.writer import recorded_keys
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.formats import NVFP4_BLOCK
 from trtspec.quant.conversion import Conversion, LinearErrors

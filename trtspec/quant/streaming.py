@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.checkpoint.headers import Checkpoint, ShardReader
-from trtspec.checkpoint.journal import Journal, differences, header_of, refuse_changed
-from trtspec.checkpoint.writer import write_index
+from trtspec.checkpoint.writer import Journal, differences, header_of, refuse_changed, write_index
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.quant.conversion import (
     Conversion,

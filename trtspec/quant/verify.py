@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,13 @@ from trtspec.checkpoint.headers import Checkpoint, read_json
 from trtspec.checkpoint.target_problems import detect, target_spec
 from trtspec.checkpoint.target_tensors import shared_partners
 from trtspec.checkpoint.tensors import LazyTensors
-from trtspec.checkpoint.verify import exclude_problems, nvfp4_modules, part_problems
 from trtspec.errors import Problem
 from trtspec.formats import WeightFormat, stored_format
 from trtspec.quant import nvfp4
 from trtspec.quant.decode import decoded
 from trtspec.quant.plan import plain_names, weight_class
 from trtspec.quant.policy import WEIGHT_SCALES
-from trtspec.specs import ModelSpec
+from trtspec.specs import ModelSpec, QuantSpec
 
 AGAIN = "convert the source again with `trtspec quantize`"
 NEARLY_ALL = 0.8  # of the linears follow from the source: the others were changed
@@ -29,6 +29,8 @@ GIVE_UP = 8  # linears that no rule gives, and none that one does: another expor
 NVFP4_ERROR_LIMIT = 0.2  # random weights round with 0.095; a wrong scale or order is far above
 Packs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # weight, scale, scale_2 -> packed
 LINEAR_SUFFIXES = ("_proj", "_proj_with_mqa", "lm_head")
+_NVFP4 = WeightFormat.NVFP4.storage
+NVFP4_PARTS = {part: codes[0] for part, codes in zip(_NVFP4.all_parts, _NVFP4.dtypes, strict=True)}
 
 
 def compare(out: Path, src: Path, sample: int = 64, packs_as: Packs | None = None) -> dict[str, Any]:
@@ -283,3 +285,56 @@ def _errors(table: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
         }
         for name, entry in table.items()
     }
+
+
+def nvfp4_modules(checkpoint: Checkpoint) -> list[str]:
+    """Modules that carry NVFP4 tensors, told by weight_scale_2."""
+    suffix = ".weight_scale_2"
+    return [name.removesuffix(suffix) for name in checkpoint.tensors if name.endswith(suffix)]
+
+
+def part_problems(checkpoint: Checkpoint, module: str) -> list[Problem]:
+    """Names, dtypes and shapes of one NVFP4 linear: weight [N, K/2], weight_scale [N, K/16], two scalars."""
+    problems, stored = [], checkpoint.tensors
+    for suffix, dtype in NVFP4_PARTS.items():
+        name = f"{module}.{suffix}"
+        if name not in stored:
+            problems.append(_unusable("TS-QUANT-PART-MISSING", name, "an NVFP4 linear lacks this tensor"))
+        elif stored[name].dtype != dtype:
+            problems.append(_unusable("TS-QUANT-DTYPE", name, f"dtype is {stored[name].dtype}, NVFP4 has {dtype}"))
+    if problems:
+        return problems
+    weight, scale = stored[f"{module}.weight"].shape, stored[f"{module}.weight_scale"].shape
+    if len(weight) != 2 or scale != (weight[0], weight[1] // 8):
+        problems.append(_unusable("TS-QUANT-SHAPE", module, f"weight {list(weight)} and scale {list(scale)} disagree"))
+    for suffix in ("weight_scale_2", "input_scale"):
+        if stored[f"{module}.{suffix}"].numel != 1:
+            problems.append(_unusable("TS-QUANT-SHAPE", f"{module}.{suffix}", "is not one number"))
+    return problems
+
+
+def exclude_problems(modules: list[str], linears: list[str], quant: QuantSpec) -> list[Problem]:
+    """The exclude list against the tensors: a loader believes the list, so both directions matter.
+
+    `modules` are quantized; `linears` are plain two-dimensional weights' modules, of which those that a loader would
+    build as quantized linears must be on the list.
+    """
+    problems, quantized = [], set(modules)
+    for module in modules:
+        pattern = _matching(module, quant.exclude)
+        if pattern:
+            text = f"is NVFP4 but excluded by {pattern!r}, so engines read its bytes as BF16"
+            problems.append(_unusable("TS-QUANT-EXCLUDED", module, text))
+    for module in linears:
+        if module not in quantized and not _matching(module, quant.exclude):
+            text = "is not quantized and not on the exclude list, so engines look for its scales"
+            problems.append(_unusable("TS-QUANT-NOT-EXCLUDED", module, text))
+    return problems
+
+
+def _matching(module: str, patterns: tuple[str, ...]) -> str | None:
+    return next((pattern for pattern in patterns if fnmatchcase(module, pattern)), None)
+
+
+def _unusable(code: str, where: str, message: str) -> Problem:
+    return Problem(code, "error", where, message, AGAIN)

@@ -18,8 +18,8 @@ from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES
 from trtspec.checkpoint.heads.pairing import pair_problems, tensor_parallel_sizes, yarn_problems
 from trtspec.checkpoint.heads.read import head_spec, head_spec_from_config, read_head
-from trtspec.checkpoint.heads.values import value_problems
 from trtspec.checkpoint.target_problems import target_spec
+from trtspec.checkpoint.values import head_value_problems
 from trtspec.errors import TrtspecError
 from trtspec.specs import HeadSpec, ModelSpec
 
@@ -352,7 +352,7 @@ def test_every_tensor_of_zeros_is_found(tmp_path: Path, target: Path, attention:
     for name in tensors:
         save_file(tensors | {name: torch.zeros_like(tensors[name])}, path / "model.safetensors")
         checkpoint = Checkpoint.open(path)
-        assert [(problem.code, problem.where) for problem in value_problems(checkpoint, checkpoint.tensors)] == [
+        assert [(problem.code, problem.where) for problem in head_value_problems(checkpoint, checkpoint.tensors)] == [
             ("TS-HEAD-ZERO", name)
         ]
         with pytest.raises(TrtspecError, match="TS-HEAD-ZERO"):

@@ -24,8 +24,8 @@ from tests.command_line import inspected
 from tests.heads.convert.foreign_heads import DIALECTS, expressible, write_head
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.heads.values import value_problems
 from trtspec.checkpoint.hub import resolve
+from trtspec.checkpoint.values import head_value_problems
 from trtspec.errors import Problem, TrtspecError
 from trtspec.heads.convert.conversion import CURED, DEPENDS, Options, convert_head
 from trtspec.heads.training.run import initial_tensors
@@ -211,7 +211,7 @@ def test_one_flipped_bit_of_a_converted_head_is_found(judge: Judge) -> None:
             bits[position] ^= 1
             (path / "model.safetensors").write_bytes(bits)
             opened = Checkpoint.open(path)
-            problems = value_problems(opened, opened.tensors)
+            problems = head_value_problems(opened, opened.tensors)
             seen, found = seen + 1, found + ([one.where for one in problems] == [name])
     assert (seen, found) == (seen, seen)
     assert seen >= 3 * 16

@@ -13,7 +13,7 @@ from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.heads.config import DTYPES, IDS_KEY, class_config, flat_config, stored_ids
 from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES, recorded
 from trtspec.checkpoint.heads.shapes import OPTIONAL, REMEDY, required_names
-from trtspec.checkpoint.heads.values import FLOATS, read_values, vocabulary_values
+from trtspec.checkpoint.values import FLOATS, read_values, vocabulary_values
 from trtspec.errors import Problem, Severity
 from trtspec.specs import HeadSpec, RopeSpec, Values
 
@@ -361,7 +361,7 @@ def _double_norm(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: H
     if not trainer or gain is None or gain.dtype not in FLOATS or _trained_here(checkpoint.path):
         return []
     gains = read_values(checkpoint, gain)
-    spread = float(np.std(gains)) if np.isfinite(gains).all() else 0.0  # else `value_problems` names it
+    spread = float(np.std(gains)) if np.isfinite(gains).all() else 0.0  # else `head_value_problems` names it
     if spread < SPREAD:
         return []
     message = (

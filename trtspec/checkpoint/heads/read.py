@@ -1,4 +1,5 @@
-"""The one canonical record (HeadSpec) that a head of any dialect becomes, and what is taken for a head and is none.
+"""The one canonical record (HeadSpec) that a head of any dialect becomes, what is taken for a head and is none, and
+whether a converted head is still the one that it was made from.
 
 Tensors are believed first: widths, ranks, the draft vocabulary and the presence of norms follow from shapes. The config
 supplies what no tensor shows (layer ids, rope, feedback). Where the two disagree, `read_head` reports a problem.
@@ -7,9 +8,10 @@ supplies what no tensor shows (layer ids, rope, feedback). Where the two disagre
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
+from trtspec import files
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.heads.config import flat_config, stored_ids
 from trtspec.checkpoint.heads.dialects import Dialect, detect_dialect, dialect_of
@@ -20,6 +22,9 @@ from trtspec.specs import HeadSpec, RopeSpec, Values
 MEDUSA = re.compile(r"^(medusa_heads?\.)?\d+\.\d+\.linear\.weight$|^medusa_heads?\.")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 TRAIN = "pass an Eagle3 head of this target, or make one with `trtspec train`"
+PIECE = 1 << 20
+STORAGE = ("dialect", "layer_prefix", "has_lm_head", "has_embed_tokens", "has_d2t")  # may differ between dialects
+MAY_BE_ABSENT = ("lm_head.weight", "embed_tokens.weight", "d2t", "t2d")  # rebuilt, or lent by the target
 
 
 def head_spec(checkpoint: Checkpoint, *, values: bool = False) -> HeadSpec:
@@ -27,9 +32,9 @@ def head_spec(checkpoint: Checkpoint, *, values: bool = False) -> HeadSpec:
     at the first in a sample of the weights."""
     spec, problems = read_head(checkpoint)
     if values:
-        from trtspec.checkpoint.heads.values import value_problems
+        from trtspec.checkpoint.values import head_value_problems
 
-        problems += value_problems(checkpoint, checkpoint.tensors)
+        problems += head_value_problems(checkpoint, checkpoint.tensors)
     for problem in problems:
         if problem.severity == "error":
             raise TrtspecError(f"{checkpoint.path}: {problem.message} [{problem.code}]", problem.remedy)
@@ -172,3 +177,46 @@ def head_facts(spec: HeadSpec, config: dict[str, Any]) -> dict[str, Any]:
         "own_embed_tokens": spec.has_embed_tokens,
         "kv_elements_per_token": spec.kv_elements_per_token,
     }
+
+
+def compare_heads(derived: Checkpoint, source: Checkpoint) -> dict[str, Any]:
+    """A converted head against its source. Counts and `problems`: every tensor that both hold byte by byte, and every
+    field of the two records."""
+    ours, theirs = canonical_names(derived.tensors), canonical_names(source.tensors)
+    both = [name for name in ours if name in theirs]
+    different = [name for name in both if not _same_bytes(derived, ours[name], source, theirs[name])]
+    lost = [name for name in theirs if name not in ours and name not in MAY_BE_ABSENT]
+    problems = [_differs(name, "its bytes are not those of the source") for name in different]
+    problems += [_differs(name, "the source has it, the derived head does not") for name in lost]
+    one, other = read_head(derived)[0], read_head(source)[0]
+    for name in (field.name for field in fields(one) if field.name not in STORAGE):
+        if name == "aux_layers" and None in (one.aux_layers, other.aux_layers):
+            continue  # one of the two does not say
+        if getattr(one, name) != getattr(other, name):
+            problems.append(_differs(name, f"{getattr(one, name)} here, {getattr(other, name)} in the source"))
+    return {
+        "tensors": len(ours),
+        "compared": len(both),
+        "identical": len(both) - len(different),
+        "added": sorted(set(ours) - set(theirs)),
+        "absent": sorted(set(theirs) - set(ours)),
+        "problems": problems,
+    }
+
+
+def _differs(where: str, what: str) -> Problem:
+    remedy = "convert again from the source, or check which of the two is meant"
+    return Problem("TS-HEAD-DIFFERS", "error", where, f"differs from the source: {what}", remedy)
+
+
+def _same_bytes(one: Checkpoint, ours: TensorInfo, other: Checkpoint, theirs: TensorInfo) -> bool:
+    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+        return False
+    with files.open_regular(one.path / ours.shard) as a, files.open_regular(other.path / theirs.shard) as b:
+        a.seek(ours.begin)
+        b.seek(theirs.begin)
+        for begin in range(0, ours.nbytes, PIECE):
+            size = min(PIECE, ours.nbytes - begin)
+            if a.read(size) != b.read(size):
+                return False
+    return True

@@ -20,9 +20,9 @@ from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.heads.problems import ROPE_BASE
 from trtspec.checkpoint.heads.read import head_facts, no_eagle3_head, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
-from trtspec.checkpoint.heads.values import embedding_problems, value_problems
 from trtspec.checkpoint.hub import Resolved
 from trtspec.checkpoint.target_problems import require_target
+from trtspec.checkpoint.values import embedding_problems, head_value_problems
 from trtspec.errors import Problem, UsageError, has_errors
 from trtspec.heads.card import conversion_card, serving_commands
 from trtspec.heads.convert.tensors import (
@@ -169,7 +169,7 @@ def _plan(checkpoint: Checkpoint, options: Options, target: Resolved | None) -> 
     entries, about_tensors = plan_tensors(checkpoint, spec, dialect, lender, options.lm_head, options.embed_tokens)
     if not has_errors(problems):
         problems += about_tensors
-        problems += value_problems(checkpoint, _copied(entries, checkpoint), everything=options.dry_run)
+        problems += head_value_problems(checkpoint, _copied(entries, checkpoint), everything=options.dry_run)
         problems += _own_embedding(entries, checkpoint, lender)
     problems += refusals(spec, dialect, model)
     config: dict[str, Any] = {}

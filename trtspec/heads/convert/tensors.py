@@ -23,7 +23,7 @@ import torch
 from trtspec.checkpoint.headers import DTYPE_BITS, Checkpoint, ShardReader, TensorInfo, read_config
 from trtspec.checkpoint.heads.dialects import Dialect
 from trtspec.checkpoint.heads.shapes import MAPS, OPTIONAL, canonical_names, required_names
-from trtspec.checkpoint.heads.values import EXPONENTS, MAP_DTYPES, count_not_finite, not_finite, read_values
+from trtspec.checkpoint.values import EXPONENTS, MAP_DTYPES, count_not_finite, not_finite, read_values
 from trtspec.checkpoint.writer import ShardFile, write_shard
 from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError
 from trtspec.report import existing, fsync_directory, refuse_overwrite, write_atomic, write_json
