@@ -7,11 +7,10 @@ import io
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 from trtspec.cli.app import main
-from trtspec.cli.inspect import InspectOptions, look
+from trtspec.cli.inspect import Inspected, InspectOptions, look
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ def trtspec(*words: object, **environment: str) -> Done:
     return Done(status, out.getvalue(), err.getvalue())
 
 
-def inspected(path: object, against: object = None, sample: int | None = None) -> dict[str, Any]:
-    """What `trtspec inspect` finds, before it is printed; `problems` are Problem objects."""
+def inspected(path: object, against: object = None, sample: int | None = None) -> Inspected:
+    """What `trtspec inspect` finds, before it is printed."""
     against = None if against is None else str(against)
     return look(InspectOptions(path=str(path), against=against, sample=sample))

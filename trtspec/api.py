@@ -113,16 +113,16 @@ def inspect(
         device=device,
     )
     found = look(options)
-    ran = {"run": found["run"] and found["run"].to_dict()} if run else {}
+    checkpoint, facts = found.checkpoint, found.checkpoint.facts
     return Inspection(
-        kind=found["kind"],
-        family=found["family"],
-        architecture=found["architecture"],
-        format=found["format"],
-        parameters=found["parameters"],
-        bytes=found["bytes"],
-        problems=tuple(found["problems"]),
-        report={key: value for key, value in found.items() if key != "problems"} | ran,
+        kind=checkpoint.kind,
+        family=facts.family if facts else None,
+        architecture=facts.architecture if facts else None,
+        format=facts.format if facts else None,
+        parameters=checkpoint.parameters,
+        bytes=checkpoint.bytes,
+        problems=tuple(found.problems),
+        report={key: value for key, value in found.to_dict().items() if key != "problems"},
     )
 
 

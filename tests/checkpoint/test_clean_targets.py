@@ -77,7 +77,7 @@ def unpack_excluded(tensors: dict[str, Any], bf16: dict[str, Any], ignore: list[
 
 
 def above_info(path: Path, sample: int | None = 0) -> list[str]:
-    found = describe(resolve(str(path)), sample=sample)["problems"]
+    found = describe(resolve(str(path)), sample=sample).problems
     return [f"{problem.code} {problem.where} {problem.message}" for problem in found if problem.severity != "info"]
 
 
@@ -101,7 +101,7 @@ def test_our_own(tmp_path: Path, policy: str, format: str) -> None:
     source = make_target(tmp_path / "in", format=format, layers=3, vision=True)
     quantize_checkpoint(source, tmp_path / "out", load_policy(policy))
     assert not above_info(tmp_path / "out")
-    assert describe(resolve(str(tmp_path / "out")), hashes=True)["hashes_verified"] == 2
+    assert describe(resolve(str(tmp_path / "out")), hashes=True).hashes_verified == 2
 
 
 def test_without_tokenizer_files_only_that_is_said(tmp_path: Path) -> None:

@@ -44,17 +44,16 @@ def codes(path: Path) -> list[str]:
 def test_every_format_is_recognised_and_clean(tmp_path: Path, format: str, nested: bool) -> None:
     path = make_target(tmp_path, format=format, nested=nested, vision=nested)
     report = describe(resolve(str(path)))
-    assert report["kind"] == "target"
-    assert report["format"] == format
-    assert report["model_type"] == ("kimi_k25" if nested else "kimi_k2")
-    assert report["problems"] == []
+    assert report.kind == "target" and report.facts is not None
+    assert report.facts.format == format
+    assert report.facts.model_type == ("kimi_k25" if nested else "kimi_k2")
+    assert report.problems == []
 
 
 def test_parameters_are_the_same_in_every_format(tmp_path: Path) -> None:
     """The formats hold the same weights, so they count the same; the model built from the config is the oracle."""
     counts = {
-        format: describe(resolve(str(make_target(tmp_path / format, format=format))))["parameters"]
-        for format in FORMATS
+        format: describe(resolve(str(make_target(tmp_path / format, format=format)))).parameters for format in FORMATS
     }
     plain = load_file(make_target(tmp_path / "one", shards=1) / "model.safetensors")
     assert set(counts.values()) == {sum(tensor.numel() for tensor in plain.values())}
@@ -66,7 +65,7 @@ def test_heads_are_recognised(tmp_path: Path, attention: str) -> None:
     head = make_head(tmp_path / "head", target, attention=attention, eagle="3.1", draft_vocab=128)
     assert detect(head) == "head"
     assert detect(target) == "target"
-    report = describe(resolve(str(head)))
+    report = describe(resolve(str(head))).to_dict()
     facts = {key: report[key] for key in ("kind", "attention", "eagle", "draft_vocab_size", "aux_layers")}
     assert facts == {
         "kind": "head", "attention": attention, "eagle": "3.1", "draft_vocab_size": 128, "aux_layers": [1, 2, 3],
@@ -129,5 +128,5 @@ def test_half_precision_files_are_counted_by_dtype(tmp_path: Path) -> None:
     name = "language_model.lm_head.weight"
     edit_shard(path, lambda t: t.update({name: t[name].to(torch.float16)}))
     report = describe(resolve(str(path)))
-    assert report["dtypes"]["F16"] == 512 * 64 * 2
-    assert sum(report["dtypes"].values()) == report["bytes"]
+    assert report.dtypes is not None and report.dtypes["F16"] == 512 * 64 * 2
+    assert sum(report.dtypes.values()) == report.bytes

@@ -122,12 +122,12 @@ class Damage:
             return
         good = self.room / f"good-{KINDS[which][0]}"
         found = compare_heads(Checkpoint.open(output), Checkpoint.open(good))
-        if not found["problems"] and not found["absent"]:
+        if not found.problems and not found.absent:
             self.outcomes["mended, or of no effect"] += 1
         elif codes:
             self.outcomes["another head, and inspect says so"] += 1
         else:
-            self.bad.append(f"{name}: silent: {[problem.message for problem in found['problems']][:2]}")
+            self.bad.append(f"{name}: silent: {[problem.message for problem in found.problems][:2]}")
 
     def report(self) -> str:
         return "\n".join([f"{dict(self.outcomes)}, {len(self.bad)} bad", *self.bad])

@@ -175,7 +175,7 @@ def test_layerwise_export_holds_the_same_tensors(tmp_path, policy):
     shards = sorted(path.name for path in (tmp_path / "modelopt").glob("*.safetensors"))
     assert shards == [*(f"model-layer-{layer:05d}.safetensors" for layer in range(3)), "model-tail.safetensors"]
     for against in (None, str(source)):
-        found = inspected(str(tmp_path / "modelopt"), against, sample=0)["problems"]
+        found = inspected(str(tmp_path / "modelopt"), against, sample=0).problems
         assert [problem for problem in found if problem.severity != "info"] == []
 
 
@@ -188,7 +188,7 @@ def test_what_modelopt_048_makes_of_packed_int4_is_found(tmp_path):
         pytest.skip("this version of ModelOpt does not")
     scale = theirs["model.layers.1.mlp.experts.0.down_proj.weight_scale"]
     assert (scale.dtype, scale.shape) == (torch.bfloat16, (64, 1))  # NVFP4's are E4M3, one for 16 values
-    found = {problem.code for problem in inspected(str(tmp_path / "modelopt"))["problems"]}
+    found = {problem.code for problem in inspected(str(tmp_path / "modelopt")).problems}
     assert {"TS-TARGET-SIBLING", "TS-TARGET-SCALE-DTYPE"} <= found
 
 

@@ -60,7 +60,7 @@ def test_three_parts_and_a_merge_are_one_run(source, expected, tmp_path):
     quantize(source, out, part=(1, 3))
     quantize(source, out, merge=True)
     assert files(out) == expected
-    assert compare(out, source, 0)["problems"] == []
+    assert compare(out, source, 0).problems == []
     shards = json.loads((out / "provenance.json").read_text())["shards"]
     assert len(shards) == 5
     stamps = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}

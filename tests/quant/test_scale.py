@@ -60,7 +60,7 @@ def test_all_61_layers_equal_modelopts_path(tmp_path):
             torch.bfloat16, scale=scale, double_scale=scale_2, block_sizes={-1: 16}
         )
         assert torch.equal(real, _ours(got, module)), module
-    assert compare(tmp_path / "out", source, 0)["problems"] == []
+    assert compare(tmp_path / "out", source, 0).problems == []
 
 
 def _ours(tensors: dict[str, torch.Tensor], module: str) -> torch.Tensor:

@@ -33,7 +33,7 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def codes(out: Path, source: Path, sample: int = 0) -> set[str]:
-    return {problem.code for problem in compare(out, source, sample)["problems"]}
+    return {problem.code for problem in compare(out, source, sample).problems}
 
 
 @pytest.mark.parametrize("format", ["bf16", "int4", "fp8-block"])
@@ -42,18 +42,18 @@ def test_a_good_conversion_has_no_problem(tmp_path, format, policy):
     source = make_target(tmp_path / "in", format=format, layers=3, vision=True)
     quantize_checkpoint(source, tmp_path / "out", load_policy(policy))
     report = compare(tmp_path / "out", source, 0)
-    assert report["problems"] == [] and report["compared"] == report["tensors"]
-    assert all(0.05 < entry["relative_error"] < 0.12 for entry in report["classes"].values())
-    assert compare(tmp_path / "out", source, 10)["compared"] == 10
+    assert report.problems == [] and report.compared == report.tensors
+    assert all(0.05 < entry.relative_error < 0.12 for entry in report.classes.values())
+    assert compare(tmp_path / "out", source, 10).compared == 10
 
 
 def test_error_by_layer_and_modelopts_bytes(pair):
     source, good = pair
     report = compare(good, source, 0, packed_by_modelopt)
-    assert report["problems"] == [] and report["packed_alike"] == 3 + 5 * 3
-    assert list(report["layers"]) == ["0", "1"]
-    assert [entry["tensors"] for entry in report["layers"].values()] == [3, 15]
-    assert all(0.05 < entry["relative_error"] <= entry["worst"] < 0.12 for entry in report["layers"].values())
+    assert report.problems == [] and report.packed_alike == 3 + 5 * 3
+    assert list(report.layers) == ["0", "1"]
+    assert [entry.tensors for entry in report.layers.values()] == [3, 15]
+    assert all(0.05 < entry.relative_error <= entry.worst < 0.12 for entry in report.layers.values())
 
 
 def test_other_codes_than_modelopts_are_found(pair, tmp_path):
@@ -63,7 +63,7 @@ def test_other_codes_than_modelopts_are_found(pair, tmp_path):
     tensors = load_file(good / "model.safetensors")
     tensors[f"{MODULE}.weight"][0, 0] ^= 1
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    found = compare(tmp_path, source, 0, packed_by_modelopt)["problems"]
+    found = compare(tmp_path, source, 0, packed_by_modelopt).problems
     assert [(problem.code, problem.where) for problem in found] == [("TS-QUANT-BYTES", f"{MODULE}.weight")]
 
 
@@ -127,7 +127,7 @@ def test_another_source_is_noticed(pair, tmp_path):
 
 def test_two_copies_of_a_head(pair, tmp_path):
     head = make_head(tmp_path / "head", pair[0])
-    assert compare(head, head, 0)["problems"] == []
+    assert compare(head, head, 0).problems == []
     changed = make_head(tmp_path / "changed", pair[0], seed=1)
     assert codes(changed, head) == {"TS-QUANT-CHANGED"}
 
@@ -155,7 +155,7 @@ def test_one_flipped_bit_is_found_in_every_tensor(tmp_path, weight_scales):
         bad = flipped(good, tmp_path / "bad", name, draw.randrange(8 * info.nbytes))
         verified, problems = hash_problems(bad, ("model.safetensors",))
         assert (verified, [problem.code for problem in problems]) == (0, ["TS-HASH-DIFFERS"]), name
-        if not any(problem.severity == "error" for problem in compare(bad, source, 0)["problems"]):
+        if not any(problem.severity == "error" for problem in compare(bad, source, 0).problems):
             unseen.append(name)
     assert all(name.endswith("input_scale") for name in unseen)
 
@@ -168,7 +168,7 @@ def test_a_wrong_weight_scale_2_is_found_against_the_source(pair, tmp_path, fact
         tensors = load_file(good / "model.safetensors")
         tensors[f"{module}.weight_scale_2"] *= factor
         save_file(tensors, tmp_path / "bad/model.safetensors", {"format": "pt"})
-        found = [problem for problem in compare(tmp_path / "bad", source, 0)["problems"] if "SCALE-2" in problem.code]
+        found = [problem for problem in compare(tmp_path / "bad", source, 0).problems if "SCALE-2" in problem.code]
         assert [problem.where for problem in found] == [f"{module}.weight_scale_2"]
         assert f"{factor:g}"[:3] in found[0].message
 

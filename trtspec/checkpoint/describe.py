@@ -14,21 +14,22 @@ import struct
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trtspec.checkpoint.headers import (
     DOWNLOAD_AGAIN,
     INDEX_NAME,
     MAX_HEADER_BYTES,
     Checkpoint,
+    RangedFiles,
     TensorInfo,
     header_tensors,
     read_json,
 )
-from trtspec.checkpoint.heads.read import head_facts, no_eagle3_head, read_head
+from trtspec.checkpoint.heads.read import HeadFacts, head_facts, no_eagle3_head, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
 from trtspec.checkpoint.hub import (
     SMALL_PATTERNS,
@@ -44,6 +45,7 @@ from trtspec.checkpoint.target_problems import detect, read_target
 from trtspec.checkpoint.target_tensors import logical_parameters
 from trtspec.checkpoint.values import head_value_problems
 from trtspec.errors import Problem, TrtspecError, UsageError
+from trtspec.formats import WeightFormat
 from trtspec.report import existing, file_sha256
 from trtspec.specs import ModelSpec
 
@@ -60,12 +62,91 @@ DOWNLOAD = "run `hf download` and pass the directory"
 TOTAL = re.compile(r"bytes \d+-\d+/(\d+)")
 
 
+@dataclass(frozen=True)
+class TargetFacts:
+    """What a target's config tells, under the keys of the JSON contract. `producer` is the tool that quantized, as it
+    names itself, and `excluded_patterns` counts the patterns of modules that it left out."""
+
+    family: str
+    model_type: str
+    architecture: str
+    format: WeightFormat
+    kv_cache: str | None
+    layers: int
+    vocab_size: int
+    max_position_embeddings: int
+    eos_token_ids: list[int]
+    vision: bool
+    remote_code: bool
+    kv_elements_per_token: int
+    default_aux_layers: list[int]
+    excluded_patterns: int
+    producer: Any
+
+
+@dataclass(frozen=True)
+class CatalogueFacts:
+    """What data/models.yaml says of a checkpoint whose weights are not here, beside its sizes; empty for a directory
+    that holds only a config. `targets` are those that a head was published for."""
+
+    unverified: list[str]
+    licence: str | None
+    targets: list[str] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointReport:
+    """What a checkpoint is and what is wrong with it. `dtypes` are the bytes by safetensors dtype; sizes are None where
+    neither files nor catalogue tell them. `facts` is None for a draft that is no Eagle3 head.
+
+    The last three do not always apply: `catalogue` is None where headers were read, `hashes_verified` where no hash was
+    asked for, `hub` where the files are here.
+    """
+
+    path: str | None
+    source: Literal["files", "hub", "catalogue", "config.json"]
+    parameters: int | None
+    bytes: int | None
+    shards: int | None
+    dtypes: dict[str, int] | None
+    facts: TargetFacts | HeadFacts | None
+    problems: list[Problem] = field(repr=False)
+    catalogue: CatalogueFacts | None = None
+    hashes_verified: int | None = None
+    hub: RangedFiles | None = None
+
+    @property
+    def kind(self) -> Literal["target", "head"]:
+        return "target" if isinstance(self.facts, TargetFacts) else "head"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON contract: one flat object, without the keys of parts that do not apply."""
+        told: dict[str, Any] = {
+            "kind": self.kind,
+            "path": self.path,
+            "source": self.source,
+            "parameters": self.parameters,
+            "bytes": self.bytes,
+            "shards": self.shards,
+            "dtypes": self.dtypes,
+        }
+        if self.catalogue is not None:
+            told.update(unverified=self.catalogue.unverified, licence=self.catalogue.licence)
+        told.update(asdict(self.facts) if self.facts else dict.fromkeys(HEAD_KEYS))
+        if self.catalogue is not None and self.kind == "head":
+            told["published_for"] = self.catalogue.targets
+        told["problems"] = [problem.to_dict() for problem in self.problems]
+        if self.hashes_verified is not None:
+            told["hashes_verified"] = self.hashes_verified
+        if self.hub is not None:
+            told["hub"] = self.hub.to_dict()
+        return told
+
+
 def describe(
     resolved: Resolved, *, all_values: bool = False, sample: int | None = None, hashes: bool = False
-) -> dict[str, Any]:
-    """The keys of the JSON contract plus `dtypes` and `source`; `problems` are Problem objects.
-
-    A checkpoint on disk is read; a published one that is not here is answered from data/models.yaml, whose
+) -> CheckpointReport:
+    """A checkpoint on disk is read; a published one that is not here is answered from data/models.yaml, whose
     `unverified` fields are repeated. Small tensors of a target are read, and `sample` large ones (0: all); of a head
     pieces of each, or `all_values`. `hashes` reads every byte and compares it with the recorded SHA-256.
     """
@@ -74,7 +155,7 @@ def describe(
         report = _from_headers(checkpoint, resolved, all_values, sample)
         if hashes:
             verified, problems = hash_problems(checkpoint.path, checkpoint.shards)
-            report |= {"hashes_verified": verified, "problems": report["problems"] + problems}
+            return replace(report, hashes_verified=verified, problems=report.problems + problems)
         return report
     if hashes or sample is not None:
         message = f"{resolved.name} is not on this machine, so its bytes cannot be read"
@@ -82,7 +163,6 @@ def describe(
     if resolved.hub_id is not None and resolved.known is None and is_online():
         checkpoint = open_remote(resolved.hub_id)
         report = _from_headers(checkpoint, resolved)
-        assert checkpoint.remote is not None
         unseen = Problem(
             "TS-HUB-HEADERS-ONLY",
             "info",
@@ -90,56 +170,62 @@ def describe(
             "read from the hub by its headers: no weight was looked at, so NaN, zeros and wrong scales go unseen",
             f"run `hf download {resolved.hub_id}`, then inspect again",
         )
-        return report | {"hub": checkpoint.remote.to_dict(), "problems": [*report["problems"], unseen]}
+        return replace(report, hub=checkpoint.remote, problems=[*report.problems, unseen])
     return _from_config(resolved)
 
 
 def _from_headers(
     checkpoint: Checkpoint, resolved: Resolved, all_values: bool = False, sample: int | None = None
-) -> dict[str, Any]:
+) -> CheckpointReport:
+    facts, problems = _facts_and_problems(checkpoint, resolved, all_values, sample)
+    return CheckpointReport(
+        path=str(resolved.path),
+        source="hub" if checkpoint.remote else "files",
+        parameters=sum(logical_parameters(info) for info in checkpoint.tensors.values()),
+        bytes=checkpoint.bytes,
+        shards=len(checkpoint.shards),
+        dtypes=dtype_bytes(checkpoint),
+        facts=facts,
+        problems=problems,
+    )
+
+
+def _facts_and_problems(
+    checkpoint: Checkpoint, resolved: Resolved, all_values: bool, sample: int | None
+) -> tuple[TargetFacts | HeadFacts | None, list[Problem]]:
     wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
-    other_draft = wrong is not None and wrong.code != "TS-HEAD-FULL-MODEL"
-    report = {
-        "kind": "head" if other_draft else detect(checkpoint),
-        "path": str(resolved.path),
-        "source": "hub" if checkpoint.remote else "files",
-        "parameters": sum(logical_parameters(info) for info in checkpoint.tensors.values()),
-        "bytes": checkpoint.bytes,
-        "shards": len(checkpoint.shards),
-        "dtypes": dtype_bytes(checkpoint),
-    }
-    if other_draft:
-        return report | dict.fromkeys(HEAD_KEYS) | {"problems": [wrong]}
-    if report["kind"] == "head":
+    if wrong is not None and wrong.code != "TS-HEAD-FULL-MODEL":
+        return None, [wrong]
+    if detect(checkpoint) == "head":
         head, problems = read_head(checkpoint)
         if checkpoint.remote is None:
             problems += head_value_problems(checkpoint, canonical_names(checkpoint.tensors), everything=all_values)
-        return report | head_facts(head, checkpoint.config) | {"problems": problems}
+        return head_facts(head, checkpoint.config), problems
     target = read_target(checkpoint)
     from trtspec.checkpoint.values import target_value_problems  # here, because numpy loads slowly
 
-    facts = target_facts(target.spec, checkpoint.config, resolved.known)
     values = target_value_problems(target, sample) if checkpoint.remote is None else []
-    return report | facts | {"problems": target.problems + values}
+    return target_facts(target.spec, checkpoint.config, resolved.known), target.problems + values
 
 
-def _from_config(resolved: Resolved) -> dict[str, Any]:
+def _from_config(resolved: Resolved) -> CheckpointReport:
     entry = resolved.known or {}
     config = resolved.config()
-    report = {
-        "kind": resolved.kind,
-        "path": str(resolved.path) if resolved.path else None,
-        "source": "catalogue" if resolved.known else "config.json",
-        **{key: entry.get(key) for key in ("parameters", "bytes", "shards")},
-        "dtypes": None,
-        "unverified": entry.get("unverified", []),
-        "licence": entry.get("licence"),
-    }
-    problems: list[Problem] = []
-    if report["kind"] == "head":
-        facts = head_facts(resolved.head_spec(), config)
-        return report | facts | {"published_for": entry.get("targets"), "problems": problems}
-    return report | target_facts(resolved.target_spec(), config, resolved.known) | {"problems": problems}
+    if resolved.kind == "head":
+        facts: TargetFacts | HeadFacts = head_facts(resolved.head_spec(), config)
+    else:
+        facts = target_facts(resolved.target_spec(), config, resolved.known)
+    return CheckpointReport(
+        path=str(resolved.path) if resolved.path else None,
+        source="catalogue" if resolved.known else "config.json",
+        parameters=entry.get("parameters"),
+        bytes=entry.get("bytes"),
+        shards=entry.get("shards"),
+        dtypes=None,
+        facts=facts,
+        problems=[],
+        catalogue=CatalogueFacts(entry.get("unverified", []), entry.get("licence"), entry.get("targets")),
+    )
 
 
 def dtype_bytes(checkpoint: Checkpoint) -> dict[str, int]:
@@ -150,24 +236,24 @@ def dtype_bytes(checkpoint: Checkpoint) -> dict[str, int]:
     return dict(sizes.most_common())
 
 
-def target_facts(spec: ModelSpec, config: dict[str, Any], known: dict[str, Any] | None) -> dict[str, Any]:
-    return {
-        "family": known["family"] if known else family(spec),
-        "model_type": spec.model_type,
-        "architecture": spec.architecture,
-        "format": spec.quant.format,
-        "kv_cache": spec.quant.kv_cache,
-        "layers": spec.num_hidden_layers,
-        "vocab_size": spec.vocab_size,
-        "max_position_embeddings": spec.max_position_embeddings,
-        "eos_token_ids": list(spec.eos_token_ids),
-        "vision": spec.has_vision,
-        "remote_code": spec.remote_code,
-        "kv_elements_per_token": spec.kv_elements_per_token,
-        "default_aux_layers": list(spec.default_aux_layers),
-        "excluded_patterns": len(spec.quant.exclude),
-        "producer": (config.get("quantization_config") or {}).get("producer"),
-    }
+def target_facts(spec: ModelSpec, config: dict[str, Any], known: dict[str, Any] | None) -> TargetFacts:
+    return TargetFacts(
+        family=known["family"] if known else family(spec),
+        model_type=spec.model_type,
+        architecture=spec.architecture,
+        format=spec.quant.format,
+        kv_cache=spec.quant.kv_cache,
+        layers=spec.num_hidden_layers,
+        vocab_size=spec.vocab_size,
+        max_position_embeddings=spec.max_position_embeddings,
+        eos_token_ids=list(spec.eos_token_ids),
+        vision=spec.has_vision,
+        remote_code=spec.remote_code,
+        kv_elements_per_token=spec.kv_elements_per_token,
+        default_aux_layers=list(spec.default_aux_layers),
+        excluded_patterns=len(spec.quant.exclude),
+        producer=(config.get("quantization_config") or {}).get("producer"),
+    )
 
 
 def family(spec: ModelSpec) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,11 @@ from trtspec.errors import CheckFailed, Problem, UsageError, has_errors
 from trtspec.records import Mode, given, narrow, note, refuse_unused
 
 if TYPE_CHECKING:
+    from trtspec.checkpoint.describe import CheckpointReport, TargetFacts
+    from trtspec.checkpoint.heads.read import HeadComparison, HeadFacts
     from trtspec.checkpoint.hub import Resolved
+    from trtspec.cli.inspect_run import HeadRun
+    from trtspec.quant.verify import CheckpointComparison
 
 COMPARED = 64  # tensors that are compared with a source where nobody says how many
 
@@ -120,6 +124,49 @@ STATES = Mode(
 MODES = (TARGET, HEAD, PAIR, RUN, STATES, DERIVED)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Against:
+    """What a checkpoint was compared with and what that gave: for a head and its target the tensor parallel sizes that
+    divide the head, for a derived checkpoint the comparison with its source, for a draft that is no Eagle3 head
+    and a target nothing."""
+
+    name: str
+    tensor_parallel_sizes: list[int] | None = None
+    comparison: HeadComparison | CheckpointComparison | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        told: dict[str, Any] = {"against": self.name}
+        if self.tensor_parallel_sizes is not None:
+            told["tensor_parallel_sizes"] = self.tensor_parallel_sizes
+        if self.comparison is not None:
+            told["comparison"] = self.comparison.to_dict()
+        return told
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspected:
+    """All that was found; `checkpoint` has the problems of every part. `drafts` says that --run was given, and `run` is
+    None without it and for a head whose errors kept it from drafting."""
+
+    checkpoint: CheckpointReport
+    against: Against | None = None
+    drafts: bool = False
+    run: HeadRun | None = None
+
+    @property
+    def problems(self) -> list[Problem]:
+        return self.checkpoint.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON contract."""
+        told = self.checkpoint.to_dict()
+        if self.against is not None:
+            told.update(self.against.to_dict())
+        if self.drafts:
+            told["run"] = self.run.to_dict() if self.run else None
+        return told
+
+
 def inspect(options: InspectOptions) -> None:
     """Report what a target or head checkpoint is and what is wrong with it.
 
@@ -130,32 +177,30 @@ def inspect(options: InspectOptions) -> None:
     from trtspec.report import print_json
 
     found = look(options)
-    problems: list[Problem] = found["problems"]
     if options.json_:
-        ran = {"run": found["run"] and found["run"].to_dict()} if "run" in found else {}
-        print_json(found | {"problems": [problem.to_dict() for problem in problems]} | ran)
+        print_json(found.to_dict())
     else:
         show(options.path, found)
-    if has_errors(problems):
-        errors = sum(problem.severity == "error" for problem in problems)
+    if has_errors(found.problems):
+        errors = sum(problem.severity == "error" for problem in found.problems)
         raise CheckFailed(f"{options.path} has {errors} error{'s' * (errors != 1)}", "follow the remedy of each above")
 
 
-def look(options: InspectOptions) -> dict[str, Any]:
-    """The keys of the JSON contract; `problems` are Problem objects, `run` a HeadRun."""
+def look(options: InspectOptions) -> Inspected:
     from trtspec.checkpoint.describe import describe
     from trtspec.checkpoint.hub import resolve
 
     resolved = resolve(options.path, allow_download=False)
     read = options.sample if options.against is None else None  # what is compared with a source is read there
-    found = describe(resolved, all_values=options.sample == 0, sample=read, hashes=options.hashes)
-    chosen = narrow(options, _mode(options, found["kind"]), MODES)
-    if options.against is not None:
-        other = resolve(options.against, allow_download=False)
-        compared = COMPARED if options.sample is None else options.sample
-        found |= compare(resolved, other, found, compared, options.modelopt)
-        if isinstance(chosen, (InspectRun, InspectStates)):
-            found |= drafted(chosen, resolved, other, found["problems"])
+    report = describe(resolved, all_values=options.sample == 0, sample=read, hashes=options.hashes)
+    chosen = narrow(options, _mode(options, report.kind), MODES)
+    if options.against is None:
+        return Inspected(checkpoint=report)
+    other = resolve(options.against, allow_download=False)
+    sample = COMPARED if options.sample is None else options.sample
+    found = compare(resolved, other, report, sample, options.modelopt)
+    if isinstance(chosen, (InspectRun, InspectStates)):
+        return drafted(chosen, resolved, other, found)
     return found
 
 
@@ -171,35 +216,36 @@ def _mode(options: InspectOptions, kind: str) -> Mode:
     return mode
 
 
-def drafted(
-    options: InspectRun | InspectStates, head: Resolved, target: Resolved, problems: list[Problem]
-) -> dict[str, Any]:
-    """`run`, and its problems behind the others; None for a head that has errors already."""
+def drafted(options: InspectRun | InspectStates, head: Resolved, target: Resolved, found: Inspected) -> Inspected:
+    """With the run, and its problems behind the others; without one for a head that has errors already."""
     from trtspec.cli.inspect_run import run_head
 
     if target.kind != "target":
         raise UsageError(f"--run drafts for a target, and {target.name} is a head", "name the target: --against TARGET")
-    if has_errors(problems):
+    if has_errors(found.problems):
         note("not drafted: the head has errors, see below")
-        return {"run": None}
+        return replace(found, drafts=True)
     ran = run_head(options, head, target)
-    return {"run": ran, "problems": problems + ran.problems}
+    checkpoint = replace(found.checkpoint, problems=found.problems + ran.problems)
+    return replace(found, checkpoint=checkpoint, drafts=True, run=ran)
 
 
-def compare(resolved: Resolved, other: Resolved, report: dict[str, Any], sample: int, modelopt: bool) -> dict[str, Any]:
-    """The additional keys of --against; `problems` holds the old and the new ones."""
-    if report["kind"] == "head" and other.kind == "target":
+def compare(resolved: Resolved, other: Resolved, report: CheckpointReport, sample: int, modelopt: bool) -> Inspected:
+    """The report with what --against adds, and the problems of both."""
+    from trtspec.checkpoint.heads.read import HeadFacts
+
+    if report.kind == "head" and other.kind == "target":
         return compare_pair(resolved, other, report)
-    if report["kind"] != other.kind:
+    if report.kind != other.kind:
         raise UsageError(
             f"{resolved.name} is a target and {other.name} a head", "turn them around: inspect HEAD --against TARGET"
         )
-    if report["kind"] == "head" and report["attention"]:
+    if isinstance(report.facts, HeadFacts):
         return compare_derived_head(resolved, other, report)
     return compare_tensors(resolved, other, report, sample, modelopt)
 
 
-def compare_pair(resolved: Resolved, other: Resolved, report: dict[str, Any]) -> dict[str, Any]:
+def compare_pair(resolved: Resolved, other: Resolved, report: CheckpointReport) -> Inspected:
     """A head against its target; a head that is none has nothing to compare."""
     from trtspec.checkpoint.headers import Checkpoint
     from trtspec.checkpoint.heads.pairing import (
@@ -213,10 +259,10 @@ def compare_pair(resolved: Resolved, other: Resolved, report: dict[str, Any]) ->
     from trtspec.checkpoint.heads.shapes import canonical_names
     from trtspec.checkpoint.values import embedding_problems
 
-    if report["attention"] is None:
-        return {"against": other.name}
+    if report.facts is None:
+        return Inspected(checkpoint=report, against=Against(name=other.name))
     target = other.target_spec()
-    checkpoint = Checkpoint.open(resolved.path) if report["source"] == "files" and resolved.path else None
+    checkpoint = Checkpoint.open(resolved.path) if report.source == "files" and resolved.path else None
     head = read_head(checkpoint)[0] if checkpoint is not None else resolved.head_spec()
     found = pair_problems(head, target, head_id=resolved.hub_id, target_id=other.hub_id)
     found += config_problems(resolved.config(), other.config())
@@ -224,31 +270,31 @@ def compare_pair(resolved: Resolved, other: Resolved, report: dict[str, Any]) ->
     own = canonical_names(checkpoint.tensors).get("embed_tokens.weight") if checkpoint is not None else None
     if checkpoint is not None and own and other.path and any(other.path.glob("*.safetensors")):
         found += embedding_problems(checkpoint, own, Checkpoint.open(other.path), target)
-    sizes = tensor_parallel_sizes(head)
-    problems = told_once(report["problems"] + found)
-    return {"against": other.name, "tensor_parallel_sizes": sizes, "problems": problems}
+    against = Against(name=other.name, tensor_parallel_sizes=tensor_parallel_sizes(head))
+    return Inspected(checkpoint=replace(report, problems=told_once(report.problems + found)), against=against)
 
 
-def compare_derived_head(resolved: Resolved, source: Resolved, report: dict[str, Any]) -> dict[str, Any]:
+def compare_derived_head(resolved: Resolved, source: Resolved, report: CheckpointReport) -> Inspected:
     """A converted head against the head it was made from, all bytes."""
     from trtspec.checkpoint.headers import Checkpoint
     from trtspec.checkpoint.heads.read import compare_heads
 
     result = compare_heads(Checkpoint.open(local(resolved)), Checkpoint.open(local(source)))
-    return {"against": source.name, "problems": report["problems"] + result.pop("problems"), "comparison": result}
+    checkpoint = replace(report, problems=report.problems + result.problems)
+    return Inspected(checkpoint=checkpoint, against=Against(name=source.name, comparison=result))
 
 
 def compare_tensors(
-    resolved: Resolved, source: Resolved, report: dict[str, Any], sample: int, modelopt: bool
-) -> dict[str, Any]:
+    resolved: Resolved, source: Resolved, report: CheckpointReport, sample: int, modelopt: bool
+) -> Inspected:
     """A derived checkpoint against its source, tensor by tensor."""
     from trtspec.quant.modelopt import packed_by_modelopt
     from trtspec.quant.verify import compare as compare_checkpoints
 
     packs_as = packed_by_modelopt if modelopt else None
     result = compare_checkpoints(local(resolved), local(source), sample, packs_as)
-    problems = [entry if isinstance(entry, Problem) else Problem(**entry) for entry in result.pop("problems")]
-    return {"against": source.name, "comparison": result, "problems": report["problems"] + problems}
+    checkpoint = replace(report, problems=report.problems + result.problems)
+    return Inspected(checkpoint=checkpoint, against=Against(name=source.name, comparison=result))
 
 
 def local(resolved: Resolved) -> Path:
@@ -260,69 +306,83 @@ def local(resolved: Resolved) -> Path:
     return resolved.path
 
 
-def show(name: str, report: dict[str, Any]) -> None:
+def show(name: str, found: Inspected) -> None:
     """A readable table on stdout, then the problems with their remedies."""
     from trtspec.report import Table, print_tables, problem_lines
 
-    lines = problem_lines(report["problems"]) or ["no problems found"]
-    table = Table(name, (), list(rows(report)), text_columns=frozenset({0, 1}), ruled=False)
+    lines = problem_lines(found.problems) or ["no problems found"]
+    table = Table(name, (), list(rows(found)), text_columns=frozenset({0, 1}), ruled=False)
     print_tables([table], ["", *lines])
 
 
-def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+def rows(found: Inspected) -> list[tuple[str, str]]:
     """Label and text of each line; figures that are not known are left out."""
-    kind = "target" if report["kind"] == "target" else "Eagle3 draft head" if report["eagle"] else "no Eagle3 head"
-    lines = [("kind", kind), ("architecture", f"{report['architecture']} ({report['model_type']})")]
-    if report["kind"] == "head" and report["eagle"]:
-        layers = report["aux_layers"]
-        lines += [
-            ("eagle", f"{report['eagle']}, {report['attention'].upper()} attention, {report['dialect']} layout"),
-            ("reads layers", ", ".join(map(str, layers)) if layers else "not said; the target's default"),
-            ("draft vocabulary", f"{report['draft_vocab_size']:,} of {report['vocab_size']:,}"),
-        ]
-    elif report["kind"] == "target":
-        lines += [
-            ("family", report["family"]),
-            ("format", f"{report['format']}, KV cache {report['kv_cache'] or 'not quantized'}"),
-            ("layers", f"{report['layers']}, default capture {report['default_aux_layers']}"),
-            ("end of text", ", ".join(map(str, report["eos_token_ids"]))),
-        ]
-    if report["parameters"]:
-        lines.append(("parameters", f"{report['parameters']:,}"))
-    if report["bytes"]:
-        shards = f" in {report['shards']} file{'s' * (report['shards'] != 1)}" if report["shards"] else ""
-        lines.append(("bytes", f"{report['bytes']:,} ({report['bytes'] / 1e9:.3g} GB){shards}"))
-    if report["dtypes"]:
-        lines.append(
-            ("stored as", ", ".join(f"{code} {size / 1e6:,.1f} MB" for code, size in report["dtypes"].items()))
-        )
-    if report["source"] == "catalogue":
+    report = found.checkpoint
+    lines = facts_rows(report.facts)
+    if report.parameters:
+        lines.append(("parameters", f"{report.parameters:,}"))
+    if report.bytes:
+        shards = f" in {report.shards} file{'s' * (report.shards != 1)}" if report.shards else ""
+        lines.append(("bytes", f"{report.bytes:,} ({report.bytes / 1e9:.3g} GB){shards}"))
+    if report.dtypes:
+        lines.append(("stored as", ", ".join(f"{code} {size / 1e6:,.1f} MB" for code, size in report.dtypes.items())))
+    if report.catalogue is not None and report.source == "catalogue":
         lines.append(("source", "trtspec's catalogue; the files are not on this machine"))
-        lines.append(("not verified", ", ".join(report["unverified"]) or "nothing"))
-    if "hashes_verified" in report:
-        lines.append(("SHA-256", f"{report['hashes_verified']} of {report['shards']} files are as recorded"))
-    if "tensor_parallel_sizes" in report:
-        lines.append(("tensor parallel", f"{report['tensor_parallel_sizes']} divide the head"))
-    if report.get("run"):
-        lines += run_rows(report["run"])
-    return lines + comparison_rows(report.get("comparison", {}))
+        lines.append(("not verified", ", ".join(report.catalogue.unverified) or "nothing"))
+    if report.hashes_verified is not None:
+        lines.append(("SHA-256", f"{report.hashes_verified} of {report.shards} files are as recorded"))
+    if found.against is not None and found.against.tensor_parallel_sizes is not None:
+        lines.append(("tensor parallel", f"{found.against.tensor_parallel_sizes} divide the head"))
+    if found.against is not None and found.against.comparison is not None:
+        lines += comparison_rows(found.against.comparison)
+    if found.run is not None:
+        lines += run_rows(found.run)
+    return lines
 
 
-def comparison_rows(comparison: dict[str, Any]) -> list[tuple[str, str]]:
+def facts_rows(facts: TargetFacts | HeadFacts | None) -> list[tuple[str, str]]:
+    """What it is."""
+    from trtspec.checkpoint.heads.read import HeadFacts
+
+    if facts is None:
+        return [("kind", "no Eagle3 head")]
+    architecture = ("architecture", f"{facts.architecture} ({facts.model_type})")
+    if isinstance(facts, HeadFacts):
+        layers = facts.aux_layers
+        return [
+            ("kind", "Eagle3 draft head"),
+            architecture,
+            ("eagle", f"{facts.eagle}, {facts.attention.upper()} attention, {facts.dialect} layout"),
+            ("reads layers", ", ".join(map(str, layers)) if layers else "not said; the target's default"),
+            ("draft vocabulary", f"{facts.draft_vocab_size:,} of {facts.vocab_size:,}"),
+        ]
+    return [
+        ("kind", "target"),
+        architecture,
+        ("family", facts.family),
+        ("format", f"{facts.format}, KV cache {facts.kv_cache or 'not quantized'}"),
+        ("layers", f"{facts.layers}, default capture {facts.default_aux_layers}"),
+        ("end of text", ", ".join(map(str, facts.eos_token_ids))),
+    ]
+
+
+def comparison_rows(comparison: HeadComparison | CheckpointComparison) -> list[tuple[str, str]]:
     """What re-reading a derived checkpoint against its source found."""
-    lines = []
-    if comparison:
-        lines.append(("re-read", f"{comparison['compared']} of {comparison['tensors']} tensors"))
-    for name, found in comparison.get("classes", {}).items():
-        error = f"relative error {found['relative_error']:.4f}, worst {found['worst']:.4f}, {found['tensors']} tensors"
+    from trtspec.checkpoint.heads.read import HeadComparison
+
+    lines = [("re-read", f"{comparison.compared} of {comparison.tensors} tensors")]
+    if isinstance(comparison, HeadComparison):
+        return lines
+    for name, found in comparison.classes.items():
+        error = f"relative error {found.relative_error:.4f}, worst {found.worst:.4f}, {found.tensors} tensors"
         lines.append((name, error))
-    for name, found in comparison.get("layers", {}).items():
-        bar = "\u2588" * round(200 * found["relative_error"])  # one for every half per cent
-        lines.append((f"layer {name}", f"{found['relative_error']:.4f} {bar}"))
-    if comparison.get("classes"):
-        lines.append(("all-zero blocks", f"{comparison['zero_blocks']:,}"))
-    if comparison.get("repacked_alike"):
-        lines.append(("packed again", f"{comparison['repacked_alike']} tensors are what the source gives, to the bit"))
-    if "packed_alike" in comparison:
-        lines.append(("ModelOpt's bytes", f"{comparison['packed_alike']} tensors packed alike"))
+    for name, found in comparison.layers.items():
+        bar = "\u2588" * round(200 * found.relative_error)  # one for every half per cent
+        lines.append((f"layer {name}", f"{found.relative_error:.4f} {bar}"))
+    if comparison.classes:
+        lines.append(("all-zero blocks", f"{comparison.zero_blocks:,}"))
+    if comparison.repacked_alike:
+        lines.append(("packed again", f"{comparison.repacked_alike} tensors are what the source gives, to the bit"))
+    if comparison.packed_alike is not None:
+        lines.append(("ModelOpt's bytes", f"{comparison.packed_alike} tensors packed alike"))
     return lines

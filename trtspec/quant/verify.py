@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,41 @@ _NVFP4 = WeightFormat.NVFP4.storage
 NVFP4_PARTS = {part: codes[0] for part, codes in zip(_NVFP4.all_parts, _NVFP4.dtypes, strict=True)}
 
 
-def compare(out: Path, src: Path, sample: int = 64, packs_as: Packs | None = None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class RoundingError:
+    """Of the tensors of one class or layer together: norm of the differences over norm of the source. `worst` is the
+    largest of a single tensor."""
+
+    tensors: int
+    relative_error: float
+    worst: float
+
+
+@dataclass(frozen=True)
+class CheckpointComparison:
+    """How many of `tensors` were read again (`compared`) and what they show. `repacked_alike`: those that trtspec packs
+    from the source to the same bytes; `packed_alike`: those that the other packer does, None where none was asked."""
+
+    compared: int
+    tensors: int
+    classes: dict[str, RoundingError]
+    layers: dict[str, RoundingError]
+    zero_blocks: int
+    repacked_alike: int
+    packed_alike: int | None
+    problems: list[Problem] = field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The key `comparison` of the JSON contract, which has the problems elsewhere."""
+        apart = ("problems",) if self.packed_alike is not None else ("problems", "packed_alike")
+        return {name: value for name, value in asdict(self).items() if name not in apart}
+
+
+def compare(out: Path, src: Path, sample: int = 64, packs_as: Packs | None = None) -> CheckpointComparison:
     """Re-reads `out` against `src`; `sample` tensors are decoded and compared, 0 for all.
 
     Headers, scales of every sampled linear and the exclude list are checked always. `packs_as` is another packer, whose
-    bytes for the same scales are compared (`packed_alike` counts them). Returns `compared`, `tensors`, `classes` and
-    `layers` {relative_error, worst, tensors}, `zero_blocks`, and `problems` (Problem records).
+    bytes for the same scales are compared.
     """
     derived, source = Checkpoint.open(out), Checkpoint.open(src)
     names, origin = plain_names(derived.tensors), plain_names(source.tensors)
@@ -54,14 +84,25 @@ def compare(out: Path, src: Path, sample: int = 64, packs_as: Packs | None = Non
         linears = [name.removesuffix(".weight") for name in names if _is_text_linear(name)]
         problems += exclude_problems(modules, linears, target_spec(derived).quant)
     chosen = _sample(sorted(names.keys() & origin.keys()), modules, sample)
-    comparison = _Comparison(derived, source, kind == "target", packs_as)
+    reread = _Reread(derived, source, kind == "target", packs_as)
     for name in chosen:
         if name not in broken:
-            comparison.add(name)
-    told = {(problem.code, problem.where) for problem in comparison.problems}
-    again = comparison.repacked.problems(ours=_is_ours(out))
-    problems += comparison.problems + [problem for problem in again if (problem.code, problem.where) not in told]
-    return {"compared": len(chosen), "tensors": len(names), **comparison.summary(), "problems": problems}
+            reread.add(name)
+    told = {(problem.code, problem.where) for problem in reread.problems}
+    again = reread.repacked.problems(ours=_is_ours(out))
+    problems += reread.problems + [problem for problem in again if (problem.code, problem.where) not in told]
+    reread.close()
+    by_layer = dict(sorted(reread.layers.items(), key=lambda item: (not item[0].isdigit(), item[0].zfill(6))))
+    return CheckpointComparison(
+        compared=len(chosen),
+        tensors=len(names),
+        classes=_errors(dict(sorted(reread.classes.items()))),
+        layers=_errors(by_layer),
+        zero_blocks=reread.zero_blocks,
+        repacked_alike=sum(reread.repacked.alike.values()),
+        packed_alike=None if packs_as is None else reread.packed_alike,
+        problems=problems,
+    )
 
 
 def _is_ours(out: Path) -> bool:
@@ -130,7 +171,7 @@ def _sample(names: list[str], modules: list[str], count: int) -> list[str]:
     return sorted(draw.sample(first, many) + draw.sample(rest, count - many))
 
 
-class _Comparison:
+class _Reread:
     """Decodes tensor by tensor from both sides and gathers errors by class."""
 
     def __init__(self, derived: Checkpoint, source: Checkpoint, is_target: bool, packs_as: Packs | None) -> None:
@@ -201,13 +242,9 @@ class _Comparison:
             text = f"differs from the source by {relative:.3f} of its norm; rounding alone gives about 0.1"
             self.problems.append(Problem("TS-QUANT-ERROR", "error", name, text, AGAIN))
 
-    def summary(self) -> dict[str, Any]:
+    def close(self) -> None:
         self.derived.close()
         self.source.close()
-        by_layer = dict(sorted(self.layers.items(), key=lambda item: (not item[0].isdigit(), item[0].zfill(6))))
-        found = {"classes": _errors(dict(sorted(self.classes.items()))), "layers": _errors(by_layer)}
-        alike = {} if self.packs_as is None else {"packed_alike": self.packed_alike}
-        return {**found, "zero_blocks": self.zero_blocks, "repacked_alike": sum(self.repacked.alike.values()), **alike}
 
 
 class _Repacked:
@@ -276,13 +313,13 @@ def _bits(scale: torch.Tensor) -> torch.Tensor:
     return scale.view(torch.uint8)
 
 
-def _errors(table: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def _errors(table: dict[str, dict[str, float]]) -> dict[str, RoundingError]:
     return {
-        name: {
-            "tensors": int(entry["tensors"]),
-            "relative_error": (entry["error"] / entry["norm"]) ** 0.5 if entry["norm"] else 0.0,
-            "worst": entry["worst"],
-        }
+        name: RoundingError(
+            tensors=int(entry["tensors"]),
+            relative_error=(entry["error"] / entry["norm"]) ** 0.5 if entry["norm"] else 0.0,
+            worst=entry["worst"],
+        )
         for name, entry in table.items()
     }
 

@@ -94,7 +94,7 @@ class Judge:
 
     def inspected(self, path: Path) -> list[Problem]:
         try:
-            return inspected(str(path), str(self.target), sample=0)["problems"]
+            return inspected(str(path), str(self.target), sample=0).problems
         except TrtspecError as error:
             return [Problem(REFUSED, "error", str(path), error.message, error.remedy)]
 

@@ -119,5 +119,5 @@ def test_published_heads_have_nothing_above_info(
     assert "embed_tokens.weight" not in tensors or torch.equal(tensors["embed_tokens.weight"], target_embedding(target))
     (path / "config.json").write_text(json.dumps(config))
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path / "model.safetensors")
-    problems = inspected(str(path), str(target), sample=0)["problems"]
+    problems = inspected(str(path), str(target), sample=0).problems
     assert [(one.code, one.message) for one in problems if one.severity != "info"] == []

@@ -201,5 +201,5 @@ def test_clean_heads_of_every_kind_have_no_finding_above_info(target_dir: Path, 
         if not expressible(dialect, kind[0], kind[1]):
             continue
         report = inspected(str(sources(dialect, *kind)), str(target_dir), sample=0)
-        found = {problem.code for problem in report["problems"] if problem.severity != "info"}
+        found = {problem.code for problem in report.problems if problem.severity != "info"}
         assert found == (set() if expressible(dialect, *kind) else {"TS-HEAD-PRUNED-MLA"}), (dialect, kind)

@@ -34,7 +34,7 @@ def longer(options: TrainOptions, **changes: object) -> TrainOptions:
 def assert_usable(head_dir: Path, target_dir: Path) -> None:
     """Without an error in inspect, against its target too; and it drafts losslessly."""
     found = inspected(str(head_dir), against=str(target_dir))
-    assert [problem.code for problem in found["problems"] if problem.severity == "error"] == []
+    assert [problem.code for problem in found.problems if problem.severity == "error"] == []
     model = load_target(target_dir, dtype=torch.float32)
     head = load_head(head_dir, model, dtype=torch.float32)
     options = EngineOptions(drafter="eagle3", draft_len=3, max_batch_size=1, max_seq_len=64)

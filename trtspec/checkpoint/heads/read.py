@@ -8,7 +8,7 @@ supplies what no tensor shows (layer ids, rope, feedback). Where the two disagre
 from __future__ import annotations
 
 import re
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from trtspec import files
@@ -160,28 +160,64 @@ def _first_generation(fc: TensorInfo, names: set[str]) -> Problem | None:
     return Problem("TS-HEAD-EAGLE1", "error", "fc.weight", message, TRAIN)
 
 
-def head_facts(spec: HeadSpec, config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "family": "eagle3",
-        "model_type": config.get("model_type"),
-        "architecture": (config.get("architectures") or [None])[0],
-        "format": spec.dialect,
-        "eagle": spec.eagle,
-        "attention": spec.attention,
-        "dialect": spec.dialect,
-        "aux_layers": list(spec.aux_layers) if spec.aux_layers is not None else None,
-        "draft_vocab_size": spec.draft_vocab_size,
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "own_lm_head": spec.has_lm_head,
-        "own_embed_tokens": spec.has_embed_tokens,
-        "kv_elements_per_token": spec.kv_elements_per_token,
-    }
+@dataclass(frozen=True)
+class HeadFacts:
+    """What a head's record tells, under the keys of `inspect --json` and `convert --json`."""
+
+    family: str
+    model_type: str | None
+    architecture: str | None
+    format: str
+    eagle: str
+    attention: str
+    dialect: str
+    aux_layers: list[int] | None
+    draft_vocab_size: int
+    vocab_size: int
+    hidden_size: int
+    own_lm_head: bool
+    own_embed_tokens: bool
+    kv_elements_per_token: int
 
 
-def compare_heads(derived: Checkpoint, source: Checkpoint) -> dict[str, Any]:
-    """A converted head against its source. Counts and `problems`: every tensor that both hold byte by byte, and every
-    field of the two records."""
+def head_facts(spec: HeadSpec, config: dict[str, Any]) -> HeadFacts:
+    return HeadFacts(
+        family="eagle3",
+        model_type=config.get("model_type"),
+        architecture=(config.get("architectures") or [None])[0],
+        format=spec.dialect,
+        eagle=spec.eagle,
+        attention=spec.attention,
+        dialect=spec.dialect,
+        aux_layers=list(spec.aux_layers) if spec.aux_layers is not None else None,
+        draft_vocab_size=spec.draft_vocab_size,
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        own_lm_head=spec.has_lm_head,
+        own_embed_tokens=spec.has_embed_tokens,
+        kv_elements_per_token=spec.kv_elements_per_token,
+    )
+
+
+@dataclass(frozen=True)
+class HeadComparison:
+    """A converted head beside its source: how many tensors it has, how many both hold and how many of these are the
+    same to the byte; the names that it has alone (`added`) and that the source has alone (`absent`)."""
+
+    tensors: int
+    compared: int
+    identical: int
+    added: list[str]
+    absent: list[str]
+    problems: list[Problem] = field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The key `comparison` of the JSON contract, which has the problems elsewhere."""
+        return {name: value for name, value in vars(self).items() if name != "problems"}
+
+
+def compare_heads(derived: Checkpoint, source: Checkpoint) -> HeadComparison:
+    """Compares every tensor that both hold byte by byte, and every field of the two records."""
     ours, theirs = canonical_names(derived.tensors), canonical_names(source.tensors)
     both = [name for name in ours if name in theirs]
     different = [name for name in both if not _same_bytes(derived, ours[name], source, theirs[name])]
@@ -189,19 +225,19 @@ def compare_heads(derived: Checkpoint, source: Checkpoint) -> dict[str, Any]:
     problems = [_differs(name, "its bytes are not those of the source") for name in different]
     problems += [_differs(name, "the source has it, the derived head does not") for name in lost]
     one, other = read_head(derived)[0], read_head(source)[0]
-    for name in (field.name for field in fields(one) if field.name not in STORAGE):
+    for name in (item.name for item in fields(one) if item.name not in STORAGE):
         if name == "aux_layers" and None in (one.aux_layers, other.aux_layers):
             continue  # one of the two does not say
         if getattr(one, name) != getattr(other, name):
             problems.append(_differs(name, f"{getattr(one, name)} here, {getattr(other, name)} in the source"))
-    return {
-        "tensors": len(ours),
-        "compared": len(both),
-        "identical": len(both) - len(different),
-        "added": sorted(set(ours) - set(theirs)),
-        "absent": sorted(set(theirs) - set(ours)),
-        "problems": problems,
-    }
+    return HeadComparison(
+        tensors=len(ours),
+        compared=len(both),
+        identical=len(both) - len(different),
+        added=sorted(set(ours) - set(theirs)),
+        absent=sorted(set(theirs) - set(ours)),
+        problems=problems,
+    )
 
 
 def _differs(where: str, what: str) -> Problem:
