@@ -77,6 +77,14 @@ def test_the_best_length_is_found_from_three_served_ones() -> None:
         assert best.tokens_per_s == pytest.approx(expected(load.best) / step_s(load.best, load.concurrency), rel=0.01)
 
 
+def test_a_length_that_was_not_served_is_named_with_the_way_to_measure_it() -> None:
+    proposal = propose(choose({1: endpoint(1), 5: endpoint(5)}), {}, None)
+    assert 1 < proposal.draft_len < 5
+    assert f"length {proposal.draft_len} was not served" in proposal.notes[0]
+    assert f"--at {proposal.draft_len}=URL" in proposal.notes[0]
+    assert not propose(choose({k: endpoint(k) for k in range(1, 6)}), {}, None).notes
+
+
 def test_acceptance_comes_from_all_loads_unless_one_contradicts_them() -> None:
     """The cost of a step depends on the load, acceptance does not: few answers at one load must not decide."""
     served = endpoint(3)

@@ -81,17 +81,23 @@ def test_steps_drafts_and_tokens_are_the_engines_own(reference: Callable[..., st
 
 
 def test_the_chosen_draft_length_is_within_3_percent_of_the_best_measured(reference: Callable[..., str]) -> None:
-    """All lengths are measured in alternating rounds; the choice sees lengths 1 and 5 alone."""
-    urls = {f"draft-{k}": reference("--head", HEAD, "--draft-len", str(k)) for k in (1, 2, 3, 5)}
-    results = run(urls, concurrency=(1, 4, 16), samples=(12, 24, 48), rounds=3)
-    measured: dict[int, EndpointResult] = {int(e.name.removeprefix("draft-")): e for e in results.all}
-    best = choose(measured)
-    for told, truth in zip(choose({1: measured[1], 5: measured[5]}), best, strict=True):
-        speed = {figure.draft_len: figure.tokens_per_s for figure in truth.lengths}
-        chosen = min(speed, key=lambda k, wanted=told.best: abs(k - wanted))
-        share = speed[chosen] / max(speed.values())
-        print(f"concurrency {told.concurrency}: {told.best} chosen of {speed}, {100 * share:.1f} % of the best")
-        assert share >= 0.97
+    """Chosen from one run, judged by a second one. Greedy: all lengths give the same text, so that they differ in speed
+    alone. Once all lengths were served, and once 1 and 5 alone, where what lies between is estimated."""
+    urls = {f"draft-{k}": reference("--head", HEAD, "--draft-len", str(k)) for k in range(1, 6)}
+    turns: list[dict[int, EndpointResult]] = []
+    for _ in range(2):
+        results = run(urls, concurrency=(1, 4, 16), samples=(16, 24, 48), rounds=3, temperature=0.0)
+        turns.append({int(e.name.removeprefix("draft-")): e for e in results.all})
+    first, again = turns
+    shares = []
+    for served in (first, {1: first[1], 5: first[5]}):
+        for told, truth in zip(choose(served), choose(again), strict=True):
+            speed = {figure.draft_len: figure.tokens_per_s for figure in truth.lengths}
+            shares.append(speed[told.best] / max(speed.values()))
+            expected = {figure.draft_len: figure.tokens_per_s for figure in told.lengths}
+            print(f"served {list(served)}, concurrency {told.concurrency}: {told.best} chosen of {expected}, "
+                  f"{100 * shares[-1]:.1f} % of the best of {speed}")  # fmt: skip
+    assert min(shares) >= 0.97
 
 
 def test_tables_of_cards_from_held_out_prompts(reference: Callable[..., str]) -> None:

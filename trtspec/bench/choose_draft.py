@@ -204,11 +204,18 @@ def propose(loads: Sequence[LoadChoice], meaning: Mapping[str, Any], version: st
         notes.append(
             f"TensorRT-LLM {version} has no draft_len_schedule whose meaning is known: one length for all loads"
         )
+    drafts = max(schedule.values()) if schedule else one_length(loads)
+    proposed = {drafts, *(schedule or {}).values()}
+    measured = {figure.draft_len for load in loads for figure in load.lengths if figure.measured}
+    for length in sorted(proposed - measured):
+        notes.append(
+            f"draft length {length} was not served: the cost of its steps is estimated from the lengths that were; "
+            f"to measure it, serve it and add --at {length}=URL"
+        )
     off = [load.concurrency for load in loads if load.best == 0]
     if off:
         where = ", ".join(map(str, off))
         notes.append(f"at concurrency {where} no drafts at all are fastest; a server that reaches 0 may stay there")
-    drafts = max(schedule.values()) if schedule else one_length(loads)
     options = ["--draft-len", str(drafts)]
     if schedule:
         entries = ", ".join(f"{batch}: {length}" for batch, length in schedule.items())
