@@ -204,7 +204,7 @@ def _source(options: Any) -> Path | Checkpoint:
     """The directory with the weights; for a dry run what the headers tell, which are read from the hub if need be."""
     if not getattr(options, "dry_run", False):
         return source_directory(options.source)
-    from trtspec.checkpoint.describe import open_headers
+    from trtspec.checkpoint.remote import open_headers
 
     return open_headers(options.source)
 
