@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engine.near_ties import first_divergence, rounding_at
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.near_ties import first_divergence, rounding_at
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.sequence import Completion
 from trtspec.models.eagle3 import Eagle3Head

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.near_ties import Divergence, Rounding, first_divergence, rounding_at, spacing
 from tests.engine.oracle import OracleDrafter
 from trtspec.data_files import kimi_nano_dir
 from trtspec.engine.drafters import Eagle3Drafter
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.near_ties import Divergence, Rounding, first_divergence, rounding_at, spacing
 from trtspec.engine.prefill import Chunk
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.sequence import Completion, Output

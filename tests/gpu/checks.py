@@ -16,11 +16,11 @@ import torch
 from scipy.stats import chi2_contingency
 from torch import Tensor
 
+from tests.engine.near_ties import first_divergence, rounding_at
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.drafters import DraftSampling
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.graphs import GraphedHead, GraphedTarget, Graphs, rounded_up
-from trtspec.engine.near_ties import first_divergence, rounding_at
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.sequence import Completion
 from trtspec.models.eagle3 import Eagle3Head

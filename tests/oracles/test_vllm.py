@@ -28,11 +28,11 @@ import httpx
 import psutil
 import pytest
 
+from tests.engine.near_ties import first_divergence, rounding_at
 from tests.oracles.vllm_environment import IN_VLLM, vllm_environment
 from trtspec.bench.adapters import parse_counters
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
-from trtspec.engine.near_ties import first_divergence, rounding_at
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.sequence import Completion
 from trtspec.engine.server import ServerOptions, build_engine

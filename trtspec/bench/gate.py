@@ -91,14 +91,6 @@ def mcnemar(lost: int, won: int) -> float:
     return binomial_at_least(lost, lost + won, 0.5)
 
 
-def fisher(few: int, few_of: int, many: int, many_of: int) -> float:
-    """One-sided exact p (Fisher) that the second group has a larger share than the first."""
-    total, hits = few_of + many_of, few + many
-    least = max(many, hits - few_of)
-    ways = sum(math.comb(many_of, k) * math.comb(few_of, hits - k) for k in range(least, min(hits, many_of) + 1))
-    return ways / math.comb(total, hits)
-
-
 @cache
 def pairs_needed(before: float, after: float, alpha: float = 0.05, power: float = 0.9) -> int:
     """Smallest number of paired tasks at which McNemar's exact test finds a fall in accuracy from `before` to `after`.

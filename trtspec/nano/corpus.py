@@ -33,7 +33,6 @@ SKIPPED = (
     "idlelib/idle_test",
     "__pycache__",
 )
-CATEGORIES = ("completion", "docstring", "continuation", "test", "module")
 
 # Kimi's turns: <|im_user|>user<|im_middle|>text<|im_end|>; an answer without reasoning opens with an empty think pair.
 CHAT_TEMPLATE = """\
