@@ -96,3 +96,10 @@ def test_a_quantized_checkpoint_is_re_read_against_its_source(tmp_path: Path, ta
     tensors[names[0]] = tensors[names[1]].clone()
     save_file(tensors, shard, {"format": "pt"})
     assert run(tmp_path / "nvfp4", "--against", target, "--sample", 0).status == 3
+
+
+def test_a_directory_without_weights_is_not_told_to_download_none(tmp_path: Path, target: Path) -> None:
+    (tmp_path / "config.json").write_bytes((target / "config.json").read_bytes())
+    done = run(tmp_path, "--hashes")
+    assert done.status == 2 and "pass the directory that holds its weights" in done.stderr
+    assert "None" not in done.stderr
