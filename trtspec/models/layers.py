@@ -174,9 +174,9 @@ class LatentAttention(nn.Module):
         """x [B, T, input] -> [B, T, H]. `step` holds positions, mask and the cache rows of this call."""
         heads, rank = self.num_heads, self.kv_lora_rank
         q_latent, latent, k_rope = self.qkv_a_proj(x).split((self.q_lora_rank, rank, self.rope_dim), -1)
-        key = torch.cat((self.kv_a_layernorm(latent), k_rope), -1).unsqueeze(2)
         # the query heads and the one shared key are rotated together
-        vectors = torch.cat((self.latent_queries(self.q_a_layernorm(q_latent)), key), 2)  # [B, T, N + 1, C + R]
+        queries = self.latent_queries(self.q_a_layernorm(q_latent))
+        vectors = torch.cat((queries, self.kv_a_layernorm(latent), k_rope), -1).unflatten(-1, (heads + 1, -1))
         step.rotate_(vectors[..., rank:])
         return self.lift(step.attend(vectors[:, :, heads], vectors[:, :, :heads], self.mix))
 
@@ -189,14 +189,13 @@ class LatentAttention(nn.Module):
         return mixed.view(batch, tokens, -1)
 
     def latent_queries(self, q_latent: Tensor) -> Tensor:
-        """Normed q latents [B, T, q_lora_rank] -> [B, T, N, C + R]: what meets the cached latents, then rope's part."""
-        batch, tokens, _ = q_latent.shape
+        """Normed q latents [B, T, q_lora_rank] -> [B, T, N * (C + R)], per head what meets the latents, then rope's."""
         if self.folded is not None and not torch.is_grad_enabled():
-            return F.linear(q_latent, self.folded[0]).view(batch, tokens, self.num_heads, -1)
+            return F.linear(q_latent, self.folded[0])
         q = self.q_b_proj(q_latent).view(-1, self.num_heads, self.nope + self.rope_dim)
         q_nope, q_rope = q.split((self.nope, self.rope_dim), -1)
         absorbed = torch.bmm(q_nope.transpose(0, 1), self.k_up_v_up()[0]).transpose(0, 1)
-        return torch.cat((absorbed, q_rope), -1).view(batch, tokens, self.num_heads, -1)
+        return torch.cat((absorbed, q_rope), -1).view(*q_latent.shape[:2], -1)
 
     def lift(self, mixed: Tensor) -> Tensor:
         """What the heads read from the latents, [B, T, N * C] -> [B, T, H]."""
@@ -362,6 +361,9 @@ class AttentionStep:
         self.interleaved = interleaved
         self.cos = tables[0][positions].to(dtype).unsqueeze(2)  # [B, T, 1, R]
         self.sin = tables[1][positions].to(dtype).unsqueeze(2)
+        self.turn: Tensor | None = None  # [B, T, 1, R / 2], where one complex product is the whole rotation
+        if interleaved and dtype == torch.float32:
+            self.turn = torch.complex(self.cos[..., ::2], self.sin[..., 1::2])
 
     def at(self, index: int) -> AttentionStep:
         """Selects the layer of the cache that runs next."""
@@ -374,7 +376,10 @@ class AttentionStep:
 
     def rotate_(self, x: Tensor) -> None:
         """The same in place."""
-        x.copy_(self.rotate(x))
+        if self.turn is None or x.stride(2) % 2:  # a pair of floats is a complex number only at an even place
+            x.copy_(self.rotate(x))
+        else:
+            torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(self.turn)
 
     def attend(self, entry: Tensor, queries: Tensor, mix: Mix) -> Tensor:
         """Writes entry [B, T, D] into the cache and returns what `mix` makes of queries [B, T, ...], [B, T, ...]."""

@@ -76,21 +76,18 @@ class Experts(nn.Module):
         return by_blocks(x, ids, weights, self.gate_up, self.down)
 
     def by_slices(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Expert after expert over its slice of the sorted tokens; reads the slices' ends. torch's grouped product is
+        """Expert after expert over its slice of the sorted tokens; reads the slices' sizes. torch's grouped product is
         the same loop on a CPU, with more work for each expert (docs/LOG.md)."""
-        order, ends = by_expert(ids, len(self.gate_up))
-        tokens, places = order // ids.shape[1], ends[:-1].tolist()
+        experts = ids.flatten()
+        order, sizes = experts.argsort(stable=True), experts.bincount(minlength=len(self.gate_up)).tolist()
+        tokens = order // ids.shape[1]
         wide = through_float32(x.dtype) and is_small(self.gate_up, self.down)
         kind = torch.float32 if wide else x.dtype
-
-        def product(x: Tensor, weight: Tensor) -> Tensor:
-            parts = zip(x.tensor_split(places), weight.to(kind).unbind(), strict=True)
-            return torch.cat([part @ expert.t() for part, expert in parts if len(part)])
-
-        gate, up = product(x[tokens].to(kind), self.gate_up).chunk(2, -1)
-        active = F.silu(gate) * up * weights.flatten()[order].unsqueeze(-1).to(kind)
+        gate, up = each_expert(x.index_select(0, tokens).to(kind), self.gate_up.to(kind), sizes).chunk(2, -1)
+        active = F.silu(gate) * up * weights.flatten().index_select(0, order).unsqueeze(-1).to(kind)
+        outputs = each_expert(active, self.down.to(kind), sizes)
         summed = x.new_zeros(x.shape, dtype=torch.promote_types(kind, torch.float32))
-        return summed.index_add(0, tokens, product(active, self.down).to(summed.dtype)).to(x.dtype)
+        return summed.index_add(0, tokens, outputs.to(summed.dtype)).to(x.dtype)
 
     def by_groups(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         order, ends = by_expert(ids, len(self.gate_up))
@@ -100,6 +97,17 @@ class Experts(nn.Module):
 
         gate, up = product(x[order // ids.shape[1]], self.gate_up).chunk(2, -1)
         return combine(product(F.silu(gate) * up, self.down), weights, order)
+
+
+def each_expert(x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
+    """x [n, in] in slices of `sizes`, each times its expert of weight [E, out, in] -> [n, out]."""
+    slices = [(part, expert) for part, expert, size in zip(x.split(sizes), weight.mT, sizes, strict=True) if size]
+    if torch.is_grad_enabled():
+        return torch.cat([part @ expert for part, expert in slices])
+    output = x.new_empty(len(x), weight.shape[1])
+    for (part, expert), into in zip(slices, output.split([size for size in sizes if size]), strict=True):
+        torch.mm(part, expert, out=into)
+    return output
 
 
 def has_grouped_product(x: Tensor, down: Tensor) -> bool:
