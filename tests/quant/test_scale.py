@@ -1,5 +1,5 @@
 """Kimi-K2.5's 61 layers with pairs torn apart, byte for byte against ModelOpt; fifty kills; memory while model and
-shards grow eightfold; slow, so not by default."""
+shards grow from half a gigabyte to four; slow, so not by default."""
 
 from __future__ import annotations
 
