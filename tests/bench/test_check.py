@@ -18,6 +18,7 @@ from trtspec.bench.asking import Asker
 from trtspec.bench.features import check_tool_calls, check_tool_streams
 from trtspec.bench.lossless import compare_transcripts, first_divergence, tokens_show
 from trtspec.bench.transcript import Recording, Token, ToolReply, Transcript
+from trtspec.bench.visible import check_stream
 
 FEW = 6
 # what each cheat is caught by: one of these codes is among those of the verdict
@@ -314,6 +315,19 @@ def test_log_probabilities_are_asked_for_where_they_are_survived(
 def transcript(tokens: list[tuple[str, str | None, float]] | None, text: str | None = None) -> Transcript:
     made = [Token(*token) for token in tokens] if tokens is not None else None
     return Transcript("q", "c", [], "".join(t for t, _, _ in tokens or []) if text is None else text, "stop", made)
+
+
+def test_white_space_around_reasoning_is_no_other_text() -> None:
+    """vLLM's parser of thinking takes it away from a whole answer and leaves it in the stream: 3 of 27 answers."""
+
+    def rows(stream: str) -> dict[str, str]:
+        whole = replace(transcript(None, "It loops.Yes"), reasoned=9)
+        streamed = replace(whole, text=stream, reasoned=stream.index("Yes"))
+        got = Recording("u", {}, 9, [whole] * 9, streamed=[streamed] * 9, later=[streamed], confirmed=[whole] * 9)
+        return {found.name: found.status for found in check_stream(got, None, 0.5)}
+
+    assert rows("It loops.\n   Yes\n") == {"stream": "pass", "repeatable": "pass"}
+    assert rows("It  loops.Yes") != rows("It loops.Yes") == rows("\nIt loops. Yes")
 
 
 def test_an_answer_that_ends_early_is_a_divergence() -> None:

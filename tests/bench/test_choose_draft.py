@@ -54,9 +54,12 @@ def endpoint(drafts: int, tells: bool = True, per_draft: float = 0.08) -> Endpoi
     summary, levels, speeds = summarize([turn]), [], []
     for concurrency in LOADS:
         seconds = steps * step_s(drafts, concurrency, per_draft)
-        speeds.append(
-            QuestionSpeed(f"concurrency {concurrency}", "q", "c", turn.tokens, seconds, 0.1, turn.tokens - 1, seconds)
-        )
+        for number in range(3):
+            speeds.append(
+                QuestionSpeed(
+                    f"concurrency {concurrency}", "q", "c", turn.tokens, seconds, 0.1, turn.tokens - 1, seconds, number
+                )
+            )
         more = {"concurrency": concurrency, "categories": {}, "throughput": SPEED, "rounds": [1.0]}
         levels.append(LevelResult(**vars(summary), **more))  # type: ignore[arg-type]
     return EndpointResult(

@@ -241,7 +241,8 @@ def test_honest_servers_pass_every_check(environment: dict[str, str], tmp_path: 
                 assert recording.is_file(), made.stderr
             for turn in range(wanted):
                 done = command(environment, "check", url, "--against", recording, "--json")
-                found = [row["name"] for row in json.loads(done.stdout)["results"] if row["status"] == "fail"]
+                rows = json.loads(done.stdout)["results"]
+                found = [(row["name"], row["message"]) for row in rows if row["status"] == "fail"]
                 print(f"\n{name}, check {turn + 1} of {wanted}: status {done.returncode}", found)
                 if done.returncode or found:
                     alarms.append((turn, name, done.stdout))

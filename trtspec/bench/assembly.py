@@ -123,12 +123,12 @@ def round_rates(target: MeasuredEndpoint, level: LoadLevel) -> list[float]:
 
 def question_speeds(target: MeasuredEndpoint, level: LoadLevel) -> list[QuestionSpeed]:
     """One entry per conversation that came to its end."""
-    groups: dict[str, list[Answer]] = {}
+    groups: dict[tuple[int, str], list[Answer]] = {}
     for run in target.rounds[level]:
         for answer in run.answers:
-            groups.setdefault(answer.question, []).append(answer)
+            groups.setdefault((run.number, answer.question), []).append(answer)
     found = []
-    for question, answers in groups.items():
+    for (number, question), answers in groups.items():
         if any(answer.error for answer in answers):
             continue
         first = min(answers, key=lambda answer: answer.turn)
@@ -143,6 +143,7 @@ def question_speeds(target: MeasuredEndpoint, level: LoadLevel) -> list[Question
                 ttft_s=None if first.first_token is None else round(first.first_token - first.started, 6),
                 decoded=sum(answer.completion_tokens - 1 for answer in streamed),
                 decode_s=round(sum(answer.chunks[-1][0] - answer.chunks[0][0] for answer in streamed), 6),
+                round=number,
             )
         )
     return found

@@ -3,8 +3,8 @@
 tokens per step at length k    1 + the shares of steps that accepted 1 .. k drafts, where k was not served those of the
                                longest length served; from all loads together, since a load decides what a step costs
                                and not what is accepted, unless a load's own figure contradicts that
-seconds per step at length k   measured where k was served; between two served lengths on the line through them
-tokens per second of a user    the quotient
+seconds per step at length k   measured where k was served, else between two served lengths (step_cost.py)
+tokens per second of a user    the quotient; of lengths measured in turns with how sure their order is
 
 Never proposed is a length longer than what was served, and one whose cost nobody measured. A schedule over batch sizes
 falls or stays with the load, reaches every batch and never ends at 0, where acceptance stays collapsed after a burst.
@@ -12,18 +12,22 @@ falls or stays with the load, reaches every batch and never ends at 0, where acc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from math import sqrt
 from typing import Any
 
+import numpy as np
+
 from trtspec.bench.acceptance import AcceptanceSummary
 from trtspec.bench.results import EndpointResult, LevelResult
+from trtspec.bench.step_cost import ENOUGH_ROUNDS, StepCost, between, ratio_interval, step_costs
 from trtspec.errors import UsageError
 from trtspec.report import say
 
 CLOSE = 0.01  # two lengths that differ by less are alike, and the shorter one is proposed
+ROUNDS = 5  # of several servers: enough for an interval of each ratio
 SCHEDULE = "speculative_config.draft_len_schedule"
 LARGEST_BATCH = 2048  # what an engine that names no max_batch_size may run, and more than any that does
 REMEDY = "serve other draft lengths too and pass each as --at K=URL or --at K=RESULTS; K=0 is a server without a head"
@@ -31,22 +35,27 @@ REMEDY = "serve other draft lengths too and pass each as --at K=URL or --at K=RE
 
 @dataclass(frozen=True, kw_only=True)
 class LengthFigures:
-    """One draft length at one load. `measured`: it was served; else its step cost lies between served ones."""
+    """One draft length at one load. `measured`: it was served; else its step cost lies between served ones. `of_best`:
+    95 % interval of its tokens per second over those of the best, where both were measured in turns."""
 
     draft_len: int
     tokens_per_step: float
     step_s: float
     tokens_per_s: float
     measured: bool
+    of_best: list[float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadChoice:
-    """The lengths at one concurrency, shortest first, and the best of them."""
+    """The lengths at one concurrency, shortest first, and the best of them; `rounds` in which all of the served ones
+    were measured in turns, and the served ones that these rounds cannot tell from the best."""
 
     concurrency: int
     lengths: list[LengthFigures]
     best: int
+    rounds: int = 0
+    alike: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,17 +82,9 @@ def served_length(endpoint: EndpointResult) -> int | None:
     return round(endpoint.drafted / endpoint.steps)
 
 
-def step_seconds(endpoint: EndpointResult, level: LevelResult) -> float | None:
-    """Seconds of one verification step of one request: from the first to the last chunk of each answer."""
-    waited = sum(speed.decode_s for speed in endpoint.questions_detail if speed.level == level.label)
-    decoded = sum(speed.decoded for speed in endpoint.questions_detail if speed.level == level.label)
-    if not waited or not decoded:
-        return None
-    return waited * (level.acceptance_length or 1.0) / decoded
-
-
-def choose(served: Mapping[int, EndpointResult]) -> list[LoadChoice]:
-    """The best length at every concurrency that all of `served` (by draft length) were measured at.
+def choose(served: Mapping[int, EndpointResult], apart: Collection[int] = ()) -> list[LoadChoice]:
+    """The best length at every concurrency that all of `served` (by draft length) were measured at; `apart` are the
+    lengths that come from another run.
 
     Raises UsageError where nothing can be chosen between."""
     if not any(served):
@@ -97,44 +98,59 @@ def choose(served: Mapping[int, EndpointResult]) -> list[LoadChoice]:
         raise UsageError(
             "the measurements have no concurrency in common", "measure all of them at --concurrency 1,4,16"
         )
-    return [_choice(served, concurrency) for concurrency in common]
+    return [_choice(served, concurrency, apart) for concurrency in common]
 
 
 def _level(endpoint: EndpointResult, concurrency: int) -> LevelResult | None:
     return next((level for level in endpoint.concurrency if level.concurrency == concurrency and not level.rate), None)
 
 
-def _choice(served: Mapping[int, EndpointResult], concurrency: int) -> LoadChoice:
-    costs: dict[int, float] = {}
-    lengths: dict[int, float] = {}
-    for drafts, endpoint in served.items():
-        level = _level(endpoint, concurrency)
-        seconds = step_seconds(endpoint, level) if level else None
-        if level is None or seconds is None:
+def _choice(served: Mapping[int, EndpointResult], concurrency: int, apart: Collection[int]) -> LoadChoice:
+    levels = {k: (endpoint, level) for k, endpoint in served.items() if (level := _level(endpoint, concurrency))}
+    costs: dict[int, StepCost] = {}
+    for drafts, cost in step_costs(levels, apart).items():
+        if cost is None:
             raise UsageError(
                 f"no step was timed with {drafts} drafts at concurrency {concurrency}", "ask longer answers"
             )
-        costs[drafts], lengths[drafts] = seconds, (_answers(endpoint, level).acceptance_length or 1.0) if drafts else 1
+        costs[drafts] = cost
+    lengths = _lengths(served, levels)
+    seconds = {drafts: cost.seconds for drafts, cost in costs.items()}
+    steps = {k: found for k in sorted(lengths) if (found := seconds.get(k) or between(seconds, k)) is not None}
+    rates = {k: lengths[k] / step for k, step in steps.items()}
+    best = next(k for k, rate in rates.items() if rate >= (1 - CLOSE) * max(rates.values()))
+    by_round = {k: lengths[k] / np.array(cost.by_round) for k, cost in costs.items() if cost.by_round and k in rates}
+    sure = {k: ratio_interval(by_round[k], by_round[best]) for k in by_round if best in by_round and k != best}
+    figures = [
+        LengthFigures(
+            draft_len=k,
+            tokens_per_step=round(lengths[k], 4),
+            step_s=round(step, 7),
+            tokens_per_s=round(rates[k], 3),
+            measured=k in costs,
+            of_best=[round(end, 4) for end in found] if (found := sure.get(k)) else None,
+        )
+        for k, step in steps.items()
+    ]
+    return LoadChoice(
+        concurrency=concurrency,
+        lengths=figures,
+        best=best,
+        rounds=min((len(cost.by_round or ()) for cost in costs.values()), default=0),
+        alike=[f.draft_len for f in figures if f.of_best and f.of_best[0] <= 1 <= f.of_best[1]],
+    )
+
+
+def _lengths(
+    served: Mapping[int, EndpointResult], levels: Mapping[int, tuple[EndpointResult, LevelResult]]
+) -> dict[int, float]:
+    """Tokens per step at one load, by draft length."""
+    found = {k: (_answers(*pair).acceptance_length or 1.0) if k else 1.0 for k, pair in levels.items()}
     longest = max(served)
-    shares = _shares(served[longest], concurrency)
+    shares = _answers(*levels[longest]).cumulative or served[longest].cumulative
     if shares and not served[longest].surplus:
-        lengths |= {k: 1 + sum(shares[:k]) for k in range(1, longest) if k not in lengths}
-    figures = []
-    for k in sorted(lengths):
-        seconds = costs.get(k) or _between(costs, k)
-        if seconds is not None:
-            figures.append(
-                LengthFigures(
-                    draft_len=k,
-                    tokens_per_step=round(lengths[k], 4),
-                    step_s=round(seconds, 7),
-                    tokens_per_s=round(lengths[k] / seconds, 3),
-                    measured=k in costs,
-                )
-            )
-    most = max(figure.tokens_per_s for figure in figures)
-    best = next(figure.draft_len for figure in figures if figure.tokens_per_s >= (1 - CLOSE) * most)
-    return LoadChoice(concurrency=concurrency, lengths=figures, best=best)
+        found |= {k: 1 + sum(shares[:k]) for k in range(1, longest) if k not in found}
+    return found
 
 
 def _answers(endpoint: EndpointResult, level: LevelResult) -> AcceptanceSummary:
@@ -142,23 +158,6 @@ def _answers(endpoint: EndpointResult, level: LevelResult) -> AcceptanceSummary:
     level accepts more or less than its interval allows, as where a server drafts less under load."""
     found, own = endpoint.acceptance_length, level.acceptance_length_interval
     return endpoint if found and own and own[0] <= found <= own[1] else level
-
-
-def _shares(endpoint: EndpointResult, concurrency: int) -> list[float] | None:
-    level = _level(endpoint, concurrency)
-    return (_answers(endpoint, level).cumulative if level else None) or endpoint.cumulative
-
-
-def _between(costs: Mapping[int, float], drafts: int) -> float | None:
-    """On the line through the nearest served lengths on both sides; None beyond them."""
-    below, above = (
-        max((k for k in costs if k < drafts), default=None),
-        min((k for k in costs if k > drafts), default=None),
-    )
-    if below is None or above is None:
-        return None
-    part = (drafts - below) / (above - below)
-    return costs[below] + part * (costs[above] - costs[below])
 
 
 def one_length(loads: Sequence[LoadChoice]) -> int:
@@ -216,6 +215,7 @@ def propose(loads: Sequence[LoadChoice], meaning: Mapping[str, Any], version: st
     if off:
         where = ", ".join(map(str, off))
         notes.append(f"at concurrency {where} no drafts at all are fastest; a server that reaches 0 may stay there")
+    notes += how_sure(loads)
     options = ["--draft-len", str(drafts)]
     if schedule:
         entries = ", ".join(f"{batch}: {length}" for batch, length in schedule.items())
@@ -225,6 +225,27 @@ def propose(loads: Sequence[LoadChoice], meaning: Mapping[str, Any], version: st
     return DraftChoice(
         loads=list(loads), draft_len=drafts, schedule=schedule, version=version, options=options, notes=notes
     )
+
+
+def how_sure(loads: Sequence[LoadChoice]) -> list[str]:
+    """What the rounds cannot tell of the choice."""
+    if all(sum(figure.measured for figure in load.lengths) < 2 for load in loads):
+        return []
+    fewest = min(load.rounds for load in loads)
+    if fewest == 0:
+        return [
+            "the lengths were not all measured in turns, so that a machine that was slower for one of them decides as "
+            "well: measure all of them in one run"
+        ]
+    if fewest < ENOUGH_ROUNDS:
+        counted = "1 round does" if fewest == 1 else f"{fewest} rounds do"
+        return [f"{counted} not show how sure the choice is: give --rounds {ROUNDS}"]
+    return [
+        f"at concurrency {load.concurrency} {load.rounds} rounds do not tell {', '.join(map(str, load.alike))} drafts "
+        f"from {load.best}; more --rounds may"
+        for load in loads
+        if load.alike
+    ]
 
 
 def served_by(

@@ -172,8 +172,8 @@ async def _long(asker: Asker, prompts: Sequence[AskedPrompt]) -> tuple[list[Tran
 
 def differing(expected: Sequence[Transcript], got: Sequence[Transcript]) -> list[AskedPrompt]:
     """The prompts whose answers are not the same."""
-    texts = {transcript.question: transcript.text for transcript in got if transcript.error is None}
-    return [item.prompt for item in expected if texts.get(item.question, item.text) != item.text]
+    texts = {transcript.question: transcript.trimmed for transcript in got if transcript.error is None}
+    return [item.prompt for item in expected if texts.get(item.question, item.trimmed) != item.trimmed]
 
 
 async def _burst(asker: Asker, prompts: Sequence[AskedPrompt]) -> BurstReply | None:

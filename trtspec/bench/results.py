@@ -82,7 +82,7 @@ class Throughput:
 @dataclass(frozen=True)
 class QuestionSpeed:
     """One conversation at one level: what two runs are paired by. Seconds are spent waiting for its answers; `decoded`
-    tokens came in `decode_s` seconds after the first of each answer."""
+    tokens came in `decode_s` seconds after the first of each answer, in `round` of the level."""
 
     level: str
     question: str
@@ -92,6 +92,7 @@ class QuestionSpeed:
     ttft_s: float | None = None
     decoded: int = 0
     decode_s: float = 0.0
+    round: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,7 @@ def steps_of(transcript: Transcript) -> AnswerSteps | None:
     steps = max(claimed or 0, len(seen) - 1)
     accepted = tuple(size - 1 for size in seen[1:-1])
     whole = len(seen) > 1 and (claimed is None or abs(claimed - len(seen) + 1) <= 1)
-    return AnswerSteps(transcript.question, tokens, max(1, steps), accepted if whole else None, transcript.text)
+    return AnswerSteps(transcript.question, tokens, max(1, steps), accepted if whole else None, transcript.trimmed)
 
 
 def claimed_steps(transcript: Transcript) -> int | None:

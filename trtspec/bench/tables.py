@@ -244,6 +244,7 @@ def draft_table(choice: dict[str, Any]) -> Table:
             number(figures["tokens_per_step"]),
             number(1000 * figures["step_s"], 2),
             number(figures["tokens_per_s"], 1),
+            over_best(figures),
             "served" if figures["measured"] else "between served ones",
             "best" if figures["draft_len"] == load["best"] else "",
         ]
@@ -254,8 +255,23 @@ def draft_table(choice: dict[str, Any]) -> Table:
     what = f"schedule {schedule} (batch size: drafts)" if schedule else f"draft length {choice['draft_len']}"
     words = " ".join(f"'{word}'" if " " in word else word for word in choice["options"])
     note = f"Proposed: {what}; trtspec build-config TARGET --head HEAD {words}. " + ". ".join(choice["notes"])
-    columns = ["concurrency", "drafts", "tokens per step", "step ms", "tokens/s per user", "step cost", ""]
-    return Table("Draft length by load", columns, rows, note, frozenset({5, 6}))
+    columns = [
+        "concurrency",
+        "drafts",
+        "tokens per step",
+        "step ms",
+        "tokens/s per user",
+        "of the best",
+        "step cost",
+        "",
+    ]
+    return Table("Draft length by load", columns, rows, note, frozenset({6, 7}))
+
+
+def over_best(figures: dict[str, Any]) -> str:
+    """95 % interval of a length's speed in percent of the best one's, where rounds tell."""
+    low_high = figures.get("of_best")
+    return "[{:.0f}, {:.0f}] %".format(*(100 * end for end in low_high)) if low_high else number(None)
 
 
 def quality_line(endpoint: EndpointResult) -> str:

@@ -81,6 +81,12 @@ class Transcript:
         return self.text[self.reasoned :]
 
     @property
+    def trimmed(self) -> str:
+        """What answers are compared by. vLLM takes white space away around the reasoning of a whole answer, and leaves
+        it in the stream of the same tokens."""
+        return self.text[: self.reasoned].strip() + self.content.strip()
+
+    @property
     def prompt(self) -> AskedPrompt:
         return AskedPrompt(self.question, self.category, self.messages, self.group, self.extra)
 

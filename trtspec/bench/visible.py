@@ -121,13 +121,13 @@ def check_stream(got: Recording, expected: Recording | None, limit: float) -> li
     bounds = own_rounding(expected), limit
     streamed = _parted(got.streamed, got, expected, bounds)
     later = _parted(got.later, got, expected, bounds)
-    again = {item.question: item.text for item in got.confirmed if item.error is None}
-    texts = {item.question: item.text for item in got.streamed}
+    again = {item.question: item.trimmed for item in got.confirmed if item.error is None}
+    texts = {item.question: item.trimmed for item in got.streamed}
     alone = [q for q, verdict in streamed if verdict == "real" and again.get(q) != texts[q]]
     moved = [q for q, verdict in streamed if verdict == "real" and again.get(q) == texts[q]]
     moved += [q for q, verdict in later if verdict == "real"]
     unjudged = [q for q, verdict in [*streamed, *later] if verdict == "unjudged"]
-    cold = {item.question: item.text for item in got.answered}
+    cold = {item.question: item.trimmed for item in got.answered}
     open_ = [q for q, verdict in streamed if verdict == "unjudged" and q in again]
     only = [q for q in open_ if again[q] == cold.get(q)]
     if open_ and binomial_at_least(len(only), len(open_), 0.5) < 0.01:  # asked again unstreamed, all as they were
@@ -183,7 +183,7 @@ def _parted(
     for item in items:
         before = [own[item.question]] if item.question in own else []
         before += plain.get(item.question, [])
-        if item.error is not None or not before or any(item.text == other.text for other in before):
+        if item.error is not None or not before or any(item.trimmed == other.trimmed for other in before):
             continue
         divergences = [d for other in before if (d := first_divergence(other, item)) is not None]
         verdicts = {judge(d, rounding.at(d.question, d.position, limit) if rounding else limit) for d in divergences}

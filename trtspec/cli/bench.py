@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,7 +86,11 @@ class BenchOptions:
     ] = ()
     rounds: Annotated[
         int | None,
-        typer.Option(min=1, help="Rounds that the questions are divided into.", show_default="1; 3 with --against-url"),
+        typer.Option(
+            min=1,
+            help="Rounds that the questions are divided into.",
+            show_default="1; 3 of several servers, 5 with --choose-draft",
+        ),
     ] = None
     warmup: Annotated[
         int | None,
@@ -161,7 +165,7 @@ def bench(options: BenchOptions) -> None:
     named, stored = served_at(options.at)
     meaning = schedule_meaning(options.trtllm_version)
     urls, lengths = measured(endpoints(options.url, options.against_url), named)
-    results, answers = run(urls, workload(options), options)
+    results, answers = run(urls, workload(options, urls), options)
     if old is not None:
         comparison = compare(results, old, allowed)
         results = replace(results, comparison=comparison, problems=[*results.problems, *comparison.problems])
@@ -205,9 +209,9 @@ def _refuse_unused(options: BenchOptions) -> None:
             report.refuse_overwrite(path, options.force or options.resume)
 
 
-def workload(options: BenchOptions) -> BenchWorkload:
-    """What the options ask for; UsageError names the first option that cannot be."""
-    from trtspec.bench import conditions
+def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
+    """What the options ask of these servers; UsageError names the first option that cannot be."""
+    from trtspec.bench import choose_draft, conditions
     from trtspec.bench.client import RequestSampling
     from trtspec.bench.datasets import DatasetChoice, load_dataset
     from trtspec.bench.measure import BenchWorkload
@@ -223,7 +227,7 @@ def workload(options: BenchOptions) -> BenchWorkload:
         sampling=RequestSampling(options.osl or options.max_tokens, options.temperature, options.seed),
         concurrency=tuple(levels),
         samples=samples_per_level(options.samples, len(rates or levels)),
-        rounds=options.rounds or (3 if options.against_url else 1),
+        rounds=options.rounds or (1 if len(urls) == 1 else choose_draft.ROUNDS if options.choose_draft else 3),
         api=options.api,
         extra_body=json_object(options.extra_body, "--extra-body"),
         rates=tuple(rates),
@@ -342,7 +346,7 @@ def chosen(
     """The proposal of --choose-draft."""
     from trtspec.bench import choose_draft
 
-    loads = choose_draft.choose(choose_draft.served_by(results.all, named, stored))
+    loads = choose_draft.choose(choose_draft.served_by(results.all, named, stored), apart=stored)
     return choose_draft.propose(loads, meaning, version).to_dict()
 
 

@@ -1,0 +1,91 @@
+"""What one verification step costs at each draft length of a load, and how well the lengths can be told apart.
+
+Servers of one run take turns: in every round each answers the same questions. A machine that slows down slows all
+lengths of that round, so lengths are compared round by round, by the mean of the logarithm of their ratio, which gives
+every round the same weight; pooled seconds would let the slowest round decide. The spread of the ratios over the rounds
+says how sure a comparison is (Student's t; the rounds are the independent units).
+
+A length between two served ones costs what a power of the tokens verified per step says, drawn through both. Experts
+touched grow less than in proportion to the tokens, so a straight line makes the lengths between too cheap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trtspec.bench.acceptance import mean_interval
+from trtspec.bench.results import EndpointResult, LevelResult, QuestionSpeed
+
+ENOUGH_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds per verification step of one request. `by_round`: the same in each round, where the length was measured
+    in turns with the other lengths that have one."""
+
+    seconds: float
+    by_round: tuple[float, ...] | None = None
+
+
+def step_costs(
+    levels: Mapping[int, tuple[EndpointResult, LevelResult]], apart: Collection[int] = ()
+) -> dict[int, StepCost | None]:
+    """Cost by draft length of the servers of one load; None where no step was timed.
+
+    `apart`: lengths that were not measured in turns with the others, whose rounds are nobody else's."""
+    rounds = {
+        drafts: _seconds_by_round(endpoint, level)
+        for drafts, (endpoint, level) in levels.items()
+        if drafts not in apart
+    }
+    paired = len(rounds) > 1 and all(rounds.values()) and len({tuple(found) for found in rounds.values()}) == 1
+    found: dict[int, StepCost | None] = {}
+    for drafts, (endpoint, level) in levels.items():
+        if paired and drafts in rounds:
+            seconds = tuple(rounds[drafts].values())
+            found[drafts] = StepCost(math.exp(float(np.mean(np.log(seconds)))), seconds)
+        else:
+            pooled = _seconds(speeds_of(endpoint, level), level)
+            found[drafts] = StepCost(pooled) if pooled else None
+    return found
+
+
+def speeds_of(endpoint: EndpointResult, level: LevelResult) -> list[QuestionSpeed]:
+    return [speed for speed in endpoint.questions_detail if speed.level == level.label]
+
+
+def _seconds(speeds: Collection[QuestionSpeed], level: LevelResult) -> float | None:
+    """From the first to the last chunk of each answer, over the steps that this took."""
+    waited, decoded = sum(speed.decode_s for speed in speeds), sum(speed.decoded for speed in speeds)
+    return waited * (level.acceptance_length or 1.0) / decoded if waited and decoded else None
+
+
+def _seconds_by_round(endpoint: EndpointResult, level: LevelResult) -> dict[int, float]:
+    """Seconds per step by the number of the round; empty where a round has none."""
+    rounds: dict[int, list[QuestionSpeed]] = {}
+    for speed in speeds_of(endpoint, level):
+        rounds.setdefault(speed.round, []).append(speed)
+    found = {number: _seconds(speeds, level) for number, speeds in sorted(rounds.items())}
+    return {number: seconds for number, seconds in found.items() if seconds} if all(found.values()) else {}
+
+
+def between(costs: Mapping[int, float], drafts: int) -> float | None:
+    """Seconds per step at a length that was not served, from the nearest served ones on both sides; None beyond."""
+    below = max((length for length in costs if length < drafts), default=None)
+    above = min((length for length in costs if length > drafts), default=None)
+    if below is None or above is None:
+        return None
+    part = math.log((drafts + 1) / (below + 1)) / math.log((above + 1) / (below + 1))
+    return costs[below] * (costs[above] / costs[below]) ** part
+
+
+def ratio_interval(of: NDArray[np.float64], over: NDArray[np.float64]) -> tuple[float, float] | None:
+    """95 % interval of the ratio of two figures, each given by round; None below three rounds."""
+    found = mean_interval(np.log(of / over)) if len(of) >= ENOUGH_ROUNDS else None
+    return (math.exp(found[0]), math.exp(found[1])) if found else None
