@@ -6,8 +6,9 @@ tokens per step at length k    1 + the shares of steps that accepted 1 .. k draf
 seconds per step at length k   measured where k was served, else between two served lengths (step_cost.py)
 tokens per second of a user    the quotient; of lengths measured in turns with how sure their order is
 
-Never proposed is a length longer than what was served, and one whose cost nobody measured. A schedule over batch sizes
-falls or stays with the load, reaches every batch and never ends at 0, where acceptance stays collapsed after a burst.
+Never proposed is a length longer than what was served, one whose cost lies beyond what was measured, and one that was
+not served unless it looks clearly faster than those that were. A schedule over batch sizes falls or stays with the
+load, reaches every batch and never ends at 0, where acceptance stays collapsed after a burst.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from trtspec.errors import UsageError
 from trtspec.report import say
 
 CLOSE = 0.01  # two lengths that differ by less are alike, and the shorter one is proposed
+DOUBT = 0.02  # a length that nobody served must look faster than the best served one by more: its cost is estimated
 ROUNDS = 5  # of several servers: enough for an interval of each ratio
 SCHEDULE = "speculative_config.draft_len_schedule"
 LARGEST_BATCH = 2048  # what an engine that names no max_batch_size may run, and more than any that does
@@ -118,7 +120,9 @@ def _choice(served: Mapping[int, EndpointResult], concurrency: int, apart: Colle
     seconds = {drafts: cost.seconds for drafts, cost in costs.items()}
     steps = {k: found for k in sorted(lengths) if (found := seconds.get(k) or between(seconds, k)) is not None}
     rates = {k: lengths[k] / step for k, step in steps.items()}
-    best = next(k for k, rate in rates.items() if rate >= (1 - CLOSE) * max(rates.values()))
+    served_rate = max(rate for k, rate in rates.items() if k in costs)
+    sound = {k: rate for k, rate in rates.items() if k in costs or rate > (1 + DOUBT) * served_rate}
+    best = next(k for k, rate in sound.items() if rate >= (1 - CLOSE) * max(sound.values()))
     by_round = {k: lengths[k] / np.array(cost.by_round) for k, cost in costs.items() if cost.by_round and k in rates}
     sure = {k: ratio_interval(by_round[k], by_round[best]) for k in by_round if best in by_round and k != best}
     figures = [

@@ -27,6 +27,9 @@ Api = Literal["chat", "completions"]
 MOST_CALLS = 127  # an index above it is no count of calls
 MOST_LINE = 64 * 2**20  # bytes of one event
 TIMEOUT = httpx.Timeout(connect=10, read=600, write=60, pool=None)
+# uvicorn, in front of vLLM, SGLang and trtllm-serve, closes a connection after 5 idle seconds; a request that is sent
+# on it at that moment fails with a ReadError, so it has to be gone before
+KEPT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,8 @@ def new_client(url: str, concurrency: int = 64, timeout: float | None = None) ->
     seconds that a server may stay silent."""
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    limits = httpx.Limits(max_connections=concurrency + 4, max_keepalive_connections=concurrency + 4)
+    most = concurrency + 4
+    limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEPT_S)
     times = httpx.Timeout(connect=min(10, timeout), read=timeout, write=timeout, pool=None) if timeout else TIMEOUT
     return httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=times, trust_env=False)
 

@@ -1,12 +1,14 @@
 """What one verification step costs at each draft length of a load, and how well the lengths can be told apart.
 
 Servers of one run take turns: in every round each answers the same questions. A machine that slows down slows all
-lengths of that round, so lengths are compared round by round, by the mean of the logarithm of their ratio, which gives
-every round the same weight; pooled seconds would let the slowest round decide. The spread of the ratios over the rounds
-says how sure a comparison is (Student's t; the rounds are the independent units).
+lengths of that round, so a length's cost is its ratio to the round's mean over all lengths; pooled seconds would let
+the slowest round decide. Over the rounds the centre is the median of the means of all pairs (Hodges and Lehmann, Annals
+of Mathematical Statistics 34, 1963), which one disturbed round cannot move far and which is nearly as sharp as the mean
+where none is. The spread of the ratios of two lengths over the rounds says how sure their order is (Student's t).
 
 A length between two served ones costs what a power of the tokens verified per step says, drawn through both. Experts
-touched grow less than in proportion to the tokens, so a straight line makes the lengths between too cheap.
+touched grow less than in proportion to the tokens, so a straight line makes the lengths between too cheap: on the
+reference server with 1 and 5 drafts by 4.0 % on average, the power by 1.1 %.
 """
 
 from __future__ import annotations
@@ -45,15 +47,28 @@ def step_costs(
         if drafts not in apart
     }
     paired = len(rounds) > 1 and all(rounds.values()) and len({tuple(found) for found in rounds.values()}) == 1
-    found: dict[int, StepCost | None] = {}
+    found: dict[int, StepCost | None] = _paired(rounds) if paired else {}
     for drafts, (endpoint, level) in levels.items():
-        if paired and drafts in rounds:
-            seconds = tuple(rounds[drafts].values())
-            found[drafts] = StepCost(math.exp(float(np.mean(np.log(seconds)))), seconds)
-        else:
+        if drafts not in found:
             pooled = _seconds(speeds_of(endpoint, level), level)
             found[drafts] = StepCost(pooled) if pooled else None
     return found
+
+
+def _paired(rounds: Mapping[int, Mapping[int, float]]) -> dict[int, StepCost | None]:
+    """From seconds by length and round: the centre of each length's ratio to its rounds, times the mean round."""
+    logs = np.log([list(found.values()) for found in rounds.values()])
+    ratios, mean = logs - logs.mean(axis=0), logs.mean()
+    return {
+        drafts: StepCost(math.exp(mean + centre(ratio)), tuple(rounds[drafts].values()))
+        for drafts, ratio in zip(rounds, ratios, strict=True)
+    }
+
+
+def centre(values: NDArray[np.float64]) -> float:
+    """Hodges and Lehmann's: the median of the means of all pairs, each value with itself as well."""
+    first, second = np.triu_indices(len(values))
+    return float(np.median((values[first] + values[second]) / 2))
 
 
 def speeds_of(endpoint: EndpointResult, level: LevelResult) -> list[QuestionSpeed]:
@@ -86,6 +101,9 @@ def between(costs: Mapping[int, float], drafts: int) -> float | None:
 
 
 def ratio_interval(of: NDArray[np.float64], over: NDArray[np.float64]) -> tuple[float, float] | None:
-    """95 % interval of the ratio of two figures, each given by round; None below three rounds."""
-    found = mean_interval(np.log(of / over)) if len(of) >= ENOUGH_ROUNDS else None
-    return (math.exp(found[0]), math.exp(found[1])) if found else None
+    """95 % interval of the ratio of two figures, each given by round, about its centre; None below three rounds."""
+    ratios = np.log(of / over)
+    found = mean_interval(ratios) if len(of) >= ENOUGH_ROUNDS else None
+    middle = centre(ratios)
+    half = (found[1] - found[0]) / 2 if found else 0.0
+    return (math.exp(middle - half), math.exp(middle + half)) if found else None
