@@ -132,7 +132,7 @@ def _choice(served: Mapping[int, EndpointResult], concurrency: int, apart: Colle
             step_s=round(step, 7),
             tokens_per_s=round(rates[k], 3),
             measured=k in costs,
-            of_best=[round(end, 4) for end in found] if (found := sure.get(k)) else None,
+            of_best=[round(end, 4) for end in ends] if (ends := sure.get(k)) else None,
         )
         for k, step in steps.items()
     ]
