@@ -35,6 +35,7 @@ def check_answers(got: Recording, expected: Recording | None) -> CheckResult:
         "asked": len(asked),
         "failed": len(failed),
         "kinds": dict(kinds),
+        "questions": [item.question for item in failed][:SHOWN],
         "refused_by_the_plain_server": sorted(refused),
     }
     message = f"{len(asked) - len(failed)} of {len(asked)} requests answered"
