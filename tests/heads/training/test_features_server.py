@@ -105,7 +105,8 @@ def test_states_and_losses_are_those_of_the_target_in_memory(tmp_path, target_di
     """A server that sends bf16, as vLLM does, has rounded the last state before its norm; nothing else differs."""
     with serving(target_dir, captured(model, plan), dtype) as (url, _):
         served = replace(plan, features=feature_source(url))
-        with closing(_features(target_dir, model, served, OPTIONS, tmp_path, World())) as features:
+        run = TrainingRun(target_dir, "data", tmp_path)
+        with closing(_features(run, model, served, OPTIONS, World())) as features:
             unequal = 0.0
             for index, (hidden, aux) in enumerate(one_by_one(model, plan).values()):
                 got_hidden, got_aux = features.states(index)
@@ -147,9 +148,8 @@ def test_a_server_that_goes_away_is_named_and_the_run_goes_on(tmp_path, target_d
 def test_a_server_that_captures_other_layers_is_refused(tmp_path, target_dir, data, model, plan):
     with serving(target_dir, "1,7", "bfloat16") as (url, _):
         run = TrainingRun(target_dir, "data", tmp_path)
-        served = _features(run, model, replace(plan, features=feature_source(url)), OPTIONS, World())
-        with closing(served) as features, pytest.raises(TrtspecError, match="captured .* wanted"):
-            features.states(0)
+        with pytest.raises(TrtspecError, match="captured .* wanted"):
+            _features(run, model, replace(plan, features=feature_source(url)), OPTIONS, World())
 
 
 def fetched(model, plan, change) -> ServedFeatures:
