@@ -1,0 +1,204 @@
+"""The commands of the pages that tests/test_docs_commands.py only parses, run on stand-ins of this machine: kimi-nano
+for a target, its shipped head for a head, reference servers for endpoints, small files for data.
+
+What a word of a page stands for is in STAND_INS; SMALLER has the options that make a command take seconds. What is left
+out is in ELSEWHERE, with the test that runs it or the reason why none can. Minutes, so it is slow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.bench.conftest import free_port
+from tests.command_line import trtspec
+from tests.test_docs_commands import PAGES, PARSED, PLACEHOLDER, ROOT, Command, commands
+from trtspec import data_files
+from trtspec.bench import measure
+
+NANO, HEAD = data_files.kimi_nano_dir(), data_files.DATA / "kimi-nano-eagle3"
+PUBLISHED, PUBLISHED_HEAD = "nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+# words of the pages and the files of the room that stand for them, in commands that read checkpoints
+STAND_INS = {
+    "TARGET": "target", "SRC": "target", "$SRC": "target", "SOURCE": "target", "PATH": "target",
+    "moonshotai/Kimi-K2.6": "target", "nvidia/Kimi-K2.6-NVFP4": "target", "nvidia/Kimi-K2.5-NVFP4": "target",
+    "NVFP4": "nvfp4", "HEAD": "shipped", "CONVERTED": "converted", "nvidia/Kimi-K2.5-Eagle3": "shipped",
+    "lightseekorg/kimi-k2.5-eagle3-mla": "shipped", "$OUT": "slurm-out", "/shared/OUT": "shared-out",
+    "DIR/results.json": "DIR/results.json", "mt-bench": "nano",
+    "nvidia/Nemotron-Post-Training-Dataset-v2": "prompts.jsonl",
+}  # fmt: skip
+# the same, in commands that read configurations or names alone
+PUBLISHED_NAMES = {"TARGET": PUBLISHED, "HEAD": PUBLISHED_HEAD, "OUT": PUBLISHED_HEAD, "FILE": "file.yml"}
+PLAIN_HOSTS = {"PLAIN", "plain", "BF16"}
+BENCH = ["--samples", "6", "--max-tokens", "24", "--concurrency", "2", "--rounds", "3"]
+CHECK = ["--samples", "4", "--max-tokens", "32", "--contexts", "64", "--context-samples", "1"]
+TRAIN = ["--steps", "2", "--seq-len", "96", "--batch-size", "2", "--acceptance-prompts", "0"]
+SMALLER = {"bench": BENCH, "check": CHECK, "train": TRAIN, "synthesize": ["--samples", "3", "--max-tokens", "16"]}
+# verdicts about the stand-ins are not the pages' subject; a bound that a page names is replaced by one that holds
+EASIER = {"--min-acceptance": "1.05", "--max-regression": "99%", "--max-kl": "9", "--min-agreement": "0"}
+OTHER_VALUES = {"cuda": "cpu", "0/8": "0/1", "$SLURM_ARRAY_TASK_ID/8": "0/1"}
+ELSEWHERE = {
+    "trtspec demo": "run whole by tests/bench/test_demo.py and by make demo",
+    "trtspec prove --import": "run by tests/bench/test_prove.py on bundles that it makes",
+    "--features http": "needs an engine that captures states: tests/heads/training/test_features_server.py",
+    "--listen": "runs until it is stopped: tests/bench/test_watch_live.py",
+    "--config configs/train/": "names a published target: tests/heads/test_own_head_page.py",
+    "--disaggregated": "three files of build-config: tests/trtllm/test_launch.py",
+    "--role": "three files of build-config: tests/trtllm/test_launch.py",
+}
+TOLD: Counter[str] = Counter()
+
+
+class Room:
+    """A directory with everything that commands name, and three reference servers."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.servers: list[subprocess.Popen[bytes]] = []
+        self.urls: dict[str, str] = {}
+
+    def furnish(self) -> None:
+        place = self.directory
+        for name in ("configs", "docker", "trtspec"):
+            (place / name).symlink_to(ROOT / name)
+        shutil.copytree(NANO, place / "target")
+        shutil.copytree(HEAD, place / "shipped")
+        shutil.copytree(HEAD, place / "converted")
+        for name, options in (("plain", ()), ("eagle", ("3",)), ("long", ("6",))):
+            self.urls[name] = self.serve([word for k in options for word in ("--head", str(HEAD), "--draft-len", k)])
+        self.made("quantize", "target", "-o", "nvfp4")
+        questions = (NANO / "prompts_heldout.jsonl").read_text().splitlines()[:12]
+        for name in ("prompts.jsonl", "questions.jsonl"):
+            (place / name).write_text("\n".join(questions[:6]) + "\n")
+        answer = {"role": "assistant", "content": "def double(number):\n    return 2 * number\n" * 3}
+        rows = [json.dumps({"messages": [*json.loads(row)["messages"], answer]}) for row in questions]
+        for name in ("answers", "math", "code", "stem", "chat", "german", "old", "held"):
+            (place / f"{name}.jsonl").write_text("\n".join(rows[6:] if name == "held" else rows[:6]) + "\n")
+        texts = [json.dumps({"text": f"Text number {n} of a few. " * 8}) for n in range(4)]
+        (place / "texts.jsonl").write_text("\n".join(texts) + "\n")
+        tasks = [{"question": f"What is {n} + 2?", "answer": f"#### {n + 2}"} for n in range(4)]
+        (place / "gsm8k.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+        config = ("build-config", PUBLISHED, "--head", PUBLISHED_HEAD, "-o", "extra-llm-api-config.yml")
+        self.made(*config)
+        shutil.copy(place / "extra-llm-api-config.yml", place / "file.yml")
+        self.made("build-config", "target", "--head", "shipped", "-o", "nano.yml", "--max-seq-len", "1024")
+        self.made("bench", self.urls["eagle"], *BENCH, "-o", "last-week")
+
+    def made(self, *words: str) -> None:
+        done = trtspec(*words, HF_HUB_OFFLINE="1")
+        assert done.status == 0, (words, done.stderr[-2000:])
+
+    def serve(self, options: list[str]) -> str:
+        port = free_port()
+        words = [sys.executable, "-m", "trtspec", "serve", str(NANO), "--backend", "reference", "--port", str(port)]
+        self.servers.append(subprocess.Popen([*words, *options], env=os.environ | {"PYTHONPATH": str(ROOT)}))
+        asyncio.run(measure.wait_ready(f"http://127.0.0.1:{port}", 300))
+        return f"http://127.0.0.1:{port}"
+
+    def url(self, found: re.Match[str]) -> str:
+        host, port = found[1], found[2]
+        kind = "plain" if host in PLAIN_HOSTS or port == "8001" or found.string.startswith("0=") else "eagle"
+        return self.urls["long" if found.string.startswith("6=") else kind]
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
+    made, before = Room(tmp_path_factory.mktemp("room")), Path.cwd()
+    os.chdir(made.directory)
+    try:
+        made.furnish()
+        yield made
+    finally:
+        os.chdir(before)
+        for process in made.servers:
+            process.terminate()
+        for process in made.servers:
+            process.wait(timeout=60)
+
+
+def stood_in(room: Room, words: list[str]) -> list[str]:
+    """The command with stand-ins for what it names, in sizes of this machine."""
+    verb = words[0]
+    published = verb in ("lint", "build-config", "serve") and "reference" not in words
+    names = PUBLISHED_NAMES if published else STAND_INS
+    made, skip = [], False
+    for before, word in zip(["", *words], words, strict=False):
+        if skip or word == "--split":  # of a hub data set
+            skip = word == "--split"
+            continue
+        word = re.sub(r"http://([\w.]+):(\d+)", room.url, word)
+        word = EASIER.get(before) or OTHER_VALUES.get(word, word)
+        made.append(names.get(word, word))
+    given = SMALLER.get(verb, [])
+    if "DIR" in words:  # a baseline for watch: 200 steps of each category
+        given = ["--samples", "48", "--max-tokens", "96", "--concurrency", "8"]
+    if "--epochs" in made:
+        given = ["--epochs", "1", *given[2:]]
+    if verb == "synthesize" and "--base-url" not in made:
+        given = [*given, "--base-url", f"{room.urls['plain']}/v1"]
+    if verb == "serve" and "reference" in made:
+        made = ["nano.yml" if word == "extra-llm-api-config.yml" else word for word in made]
+    at = made.index("--") if "--" in made else len(made)
+    if verb == "train" and {"--dry-run", "--print-launch"} & set(made) or verb == "check" and "--against" in made:
+        given = []
+    if verb == "serve" and "--dry-run" not in made:
+        given = ["--dry-run"]
+    if verb == "prove" and "--dry-run" not in made:
+        given = ["--dry-run"]
+    if verb == "inspect" and "--run" in made:
+        given = ["--samples", "16"]
+    if (
+        verb != "prove"
+        and {"-o", "--output", "--record"} & set(made)
+        and "--merge" not in made
+        and "--force" not in made
+    ):
+        given = [*given, "--force"]
+    return [*made[:at], *given, *made[at:]]
+
+
+def only_parsed(command: Command) -> bool:
+    words = command.words
+    if words[0] != "trtspec" or len(words) < 2 or "--help" in words:
+        return False
+    forecast = words[1] == "train" and {"--dry-run", "--gpu"} <= set(words)
+    return not forecast and (words[1] in PARSED or bool(PLACEHOLDER.search(" ".join(words[2:]))))
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if any(map(only_parsed, commands(page)))],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_every_command_of_the_page_on_stand_ins(room: Room, page: Path) -> None:
+    wrong = []
+    for command in filter(only_parsed, commands(page)):
+        why = next((why for part, why in ELSEWHERE.items() if part in command.text), None)
+        if why:
+            TOLD["elsewhere"] += 1
+            continue
+        words = command.words[1:]
+        words = stood_in(room, words[: words.index(">")] if ">" in words else words)
+        done = trtspec(*words, HF_HUB_OFFLINE="1")
+        TOLD[words[0]] += 1
+        if done.status:
+            wrong.append(f"{page.name}:{command.line}: {command.text}\n    {' '.join(words)}\n    {done.status}: "
+                         f"{done.stderr[-700:]}{done.stdout[-500:]}")  # fmt: skip
+            print("WRONG", wrong[-1], flush=True)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_pages_were_run() -> None:
+    print(f"\ncommands run on stand-ins: {sum(TOLD.values()) - TOLD['elsewhere']}: {dict(TOLD)}")
