@@ -68,6 +68,12 @@ class Room:
         self.directory = directory
         self.servers: list[subprocess.Popen[bytes]] = []
         self.urls: dict[str, str] = {}
+        self.furniture: set[str] = set()
+
+    def tidy(self) -> None:
+        """A page starts without what another one wrote."""
+        for name in set(os.listdir()) - self.furniture:
+            shutil.rmtree(name) if os.path.isdir(name) else os.unlink(name)
 
     def furnish(self) -> None:
         place = self.directory
@@ -119,6 +125,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
     os.chdir(made.directory)
     try:
         made.furnish()
+        made.furniture = set(os.listdir())
         yield made
     finally:
         os.chdir(before)
@@ -140,6 +147,7 @@ def stood_in(room: Room, words: list[str]) -> list[str]:
             continue
         word = re.sub(r"http://([\w.]+):(\d+)", room.url, word)
         word = EASIER.get(before) or OTHER_VALUES.get(word, word)
+        word = "shipped" if word == "head" and verb in ("inspect", "convert") else word
         made.append(names.get(word, word))
     given = SMALLER.get(verb, [])
     if "DIR" in words:  # a baseline for watch: 200 steps of each category
@@ -183,6 +191,7 @@ def only_parsed(command: Command) -> bool:
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_every_command_of_the_page_on_stand_ins(room: Room, page: Path) -> None:
+    room.tidy()
     wrong = []
     for command in filter(only_parsed, commands(page)):
         why = next((why for part, why in ELSEWHERE.items() if part in command.text), None)

@@ -30,7 +30,7 @@ MAPPINGS = (
 )
 TEXTS = ("model_type", "speculators_model_type", "quant_method", "quant_algo", "kv_cache_quant_algo", "format")
 LISTS_OF_TEXT = ("architectures", "ignore", "exclude_modules")
-LISTS_OF_WHOLES = ("eagle_aux_hidden_state_layer_ids", "eos_token_id", "weight_block_size")
+LISTS_OF_WHOLES = ("eagle_aux_hidden_state_layer_ids", "weight_block_size")
 
 
 class Values:
@@ -68,13 +68,13 @@ class Values:
         value = self.values.get(key)
         return Values({} if value is None else value, f"{self.where}: {key}")
 
-    def wholes(self, key: str) -> tuple[int, ...]:
-        """A list of integers, or one integer; () where it is absent or null."""
+    def wholes(self, key: str, *, or_one: bool = False) -> tuple[int, ...]:
+        """A list of integers, with `or_one` also an integer alone; () where it is absent or null."""
         value = self.values.get(key)
         if value is None:
             return ()
-        listed = value if isinstance(value, list) else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) and abs(item) <= MOST for item in listed):
+        listed = [value] if or_one and not isinstance(value, list) else value
+        if not isinstance(listed, list) or not all(map(_is_whole, listed)):
             raise self._wrong(key, "a list of integers", value)
         return tuple(listed)
 
@@ -113,9 +113,14 @@ def check_kinds(config: dict[str, Any], where: str) -> dict[str, Any]:
         values.texts(key)
     for key in LISTS_OF_WHOLES:
         values.wholes(key)
+    values.wholes("eos_token_id", or_one=True)
     for group in values.mapping("config_groups").values:
         values.mapping("config_groups").mapping(group).mapping("weights").whole("group_size", 0, least=-1)
     return config
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST
 
 
 def _is_number(value: Any) -> bool:
@@ -307,7 +312,7 @@ def _model_spec(config: dict[str, Any], quant: QuantSpec) -> ModelSpec:
     nested = bool(config.get("text_config"))
     text = top.mapping("text_config") if nested else top
     sizes = {name: text.whole(name, least=1, most=LIMITS.get(name, MOST)) for name in SIZES}
-    ids = {name: (text if name in text.values else top).wholes(name) for name in TOKEN_IDS}
+    ids = {name: (text if name in text.values else top).wholes(name, or_one=True) for name in TOKEN_IDS}
     return ModelSpec(
         model_type=config["model_type"],
         architecture=(top.texts("architectures") or ("DeepseekV3ForCausalLM",))[0],

@@ -217,3 +217,14 @@ def test_one_flipped_bit_of_a_converted_head_is_found(judge: Judge) -> None:
     assert seen >= 3 * 16
     with pytest.raises(TrtspecError, match="TS-HEAD-"):
         load_head(path, judge.model)
+
+
+@pytest.mark.parametrize("ids", [7, 0, "7", [1.5], [True, 2, 3], {"0": 1}])
+def test_layer_ids_are_a_list_of_integers(tmp_path: Path, ids: object) -> None:
+    target = make_target(tmp_path / "target", layers=8)
+    head = write_head(tmp_path / "head", target, "modelopt", attention="mla")
+    config = json.loads((head / "config.json").read_text())
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = ids
+    (head / "config.json").write_text(json.dumps(config))
+    with pytest.raises(TrtspecError, match="must be a list of integers"):
+        inspected(head, against=target)
