@@ -78,6 +78,11 @@ def options_exist(command: Command) -> str:
     return "options parsed"
 
 
+def is_forecast(words: list[str]) -> bool:
+    """Of `train`, from the sizes in its configuration alone: needs neither weights nor data."""
+    return words[0] == "train" and {"--dry-run", "--gpu"} <= set(words)
+
+
 def run_trtspec(command: Command) -> str:
     """Runs what writes or judges configurations; `serve` as a dry run; parses the options of the rest."""
     words = command.words[1:]
@@ -87,7 +92,7 @@ def run_trtspec(command: Command) -> str:
     if ">" in words:
         words = words[: words.index(">")]
     complete = Command(command.line, shlex.join(["trtspec", *words]))
-    forecast = words[0] == "train" and {"--dry-run", "--gpu"} <= set(words)  # needs neither weights nor data
+    forecast = is_forecast(words)
     parsed = words[0] in PARSED and not forecast
     if parsed or PLACEHOLDER.search(" ".join(words[1:])) or "--help" in words or "|" in words:
         return options_exist(complete) if "--help" not in words else "options parsed"
