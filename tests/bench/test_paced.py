@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.bench.load_generators import Load, figures, guidellm, vllm_bench_serve, word_tokenizer
 from trtspec.bench import assembly, measure
 from trtspec.bench.client import (
     KEPT_S,
@@ -204,77 +204,18 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def word_tokenizer(directory: Path) -> Path:
-    """vLLM's client wants one, to count the prompts; what it counts plays no part here."""
-    directory.mkdir()
-    model = {"type": "WordLevel", "vocab": {"<unk>": 0, "alpha": 1}, "unk_token": "<unk>"}
-    (directory / "tokenizer.json").write_text(json.dumps(
-        {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model}
-    ))  # fmt: skip
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return directory
-
-
-def peer(variable: str) -> str:
-    python = os.environ.get(variable)
-    if not python:
-        pytest.skip(f"{variable} names no Python with that load generator")
-    return python
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_within_3_percent_of_guidellm(paced: Callable[..., str], tmp_path: Path) -> None:
-    tool = Path(peer("TRTSPEC_GUIDELLM_PYTHON")).with_name("guidellm")
-    url, out, questions = paced(), tmp_path / "guidellm.json", prompts(tmp_path)
-    command = [
-        tool, "run", "--backend", f"kind=openai_http,target={url},model=paced",
-        "--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=24",
-        "--data", f"kind=json_file,path={questions}", "--output", f"kind=json,path={out}", "--disable-console",
-    ]  # fmt: skip
-    subprocess.run(command, check=True)
-    found = json.loads(out.read_text())["benchmarks"][0]["metrics"]
-    theirs = {
-        "TTFT": found["time_to_first_token_ms"]["successful"]["median"] / 1000,
-        "TPOT": found["inter_token_latency_ms"]["successful"]["median"] / 1000,
-    }
-    compare(run(url, questions, samples=(24,)), theirs, "guidellm")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_within_3_percent_of_vllm_bench_serve(paced: Callable[..., str], tmp_path: Path) -> None:
-    tool = Path(peer("TRTSPEC_VLLM_PYTHON")).with_name("vllm")
+@pytest.mark.parametrize("peer", [guidellm, vllm_bench_serve])
+def test_within_3_percent_of_another_load_generator(
+    paced: Callable[..., str], tmp_path: Path, peer: Callable[[Load, Path], dict[str, float]]
+) -> None:
     url, questions = paced(), prompts(tmp_path)
-    command = [
-        tool, "bench", "serve", "--backend", "openai-chat", "--base-url", url, "--endpoint", "/v1/chat/completions",
-        "--model", "paced", "--dataset-name", "custom", "--dataset-path", questions, "--num-prompts", "24",
-        "--max-concurrency", "2", "--tokenizer", word_tokenizer(tmp_path / "words"), "--skip-chat-template",
-        "--custom-output-len", str(TOKENS),
-        "--save-result", "--result-dir", tmp_path, "--result-filename", "vllm.json", "--disable-tqdm",
-    ]  # fmt: skip
-    subprocess.run(command, check=True)
-    found = json.loads((tmp_path / "vllm.json").read_text())
-    theirs = {
-        "TTFT": found["median_ttft_ms"] / 1000,
-        "TPOT": found["median_tpot_ms"] / 1000,
-        "ITL": found["median_itl_ms"] / 1000,
-        "tokens/s": found["output_throughput"],
-    }
-    compare(run(url, questions, samples=(24,)), theirs, "vllm bench serve")
-
-
-def compare(results: BenchResults, theirs: dict[str, float], name: str) -> None:
-    speed = results.concurrency[0].throughput
-    assert speed.ttft_s and speed.itl_s and speed.inter_token_s and speed.tokens_per_s
-    ours = {
-        "TTFT": speed.ttft_s.p50,
-        "TPOT": speed.inter_token_s.p50,
-        "ITL": speed.itl_s.p50,
-        "tokens/s": speed.tokens_per_s,
-    }
+    theirs = peer(Load(url, "paced", questions, 24, 2, TOKENS, word_tokenizer(tmp_path / "words")), tmp_path / "peer")
+    if peer is guidellm:
+        theirs.pop("tokens/s")  # a mean over its own seconds, of which the last are emptier
+    ours = figures(run(url, questions, samples=(24,)))
     for key, value in theirs.items():
-        print(f"{key}: {ours[key]:.5g} here, {value:.5g} by {name}, {100 * (ours[key] / value - 1):+.2f} %")
+        print(f"{key}: {ours[key]:.5g} here, {value:.5g} by {peer.__name__}, {100 * (ours[key] / value - 1):+.2f} %")
     for key, value in theirs.items():
         assert ours[key] == pytest.approx(value, rel=0.03), key

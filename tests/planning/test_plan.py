@@ -161,7 +161,8 @@ def bench_file(directory: Path, histograms: dict[str, tuple[int, ...]]) -> Path:
     ]
     path = directory / "results.json"
     categories = {name: vars(found) for name, found in by_category(turns).items()}
-    path.write_text(json.dumps({**vars(summarize(turns)), "categories": categories}))
+    served = {"kind": "trtllm", "model": "Kimi-K2.5-NVFP4"}
+    path.write_text(json.dumps({**vars(summarize(turns)), "server": served, "categories": categories}))
     return path
 
 
@@ -174,6 +175,7 @@ def test_a_bench_file_gives_the_curve_and_each_category(tmp_path: Path) -> None:
     assert found["code"].length(2) == pytest.approx(1 + 0.9 + 0.8, abs=1e-3)
     assert found["code"].measured(3) and not found["code"].measured(4)
     assert len(parse_acceptance(str(tmp_path))["all"].known) == 3
+    assert "served as Kimi-K2.5-NVFP4, all: " in found["all"].source, "a plan for another model shows that it is"
 
 
 def test_what_bench_doubted_is_repeated(tmp_path: Path) -> None:

@@ -98,7 +98,9 @@ def _from_bench(path: Path) -> dict[str, Acceptance]:
         results = files.read_object(path)
         groups = {"all": results, **results["categories"]}
         doubts = tuple(problem["message"] for problem in results.get("problems", ()) if problem["severity"] != "info")
-        found = {name: _from_group(group, f"{path}, {name}", doubts) for name, group in groups.items()}
+        model = (results.get("server") or {}).get("model")
+        source = f"{path}, served as {model}" if model else str(path)
+        found = {name: _from_group(group, f"{source}, {name}", doubts) for name, group in groups.items()}
     except (OSError, TrtspecError, ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"{path} is not a results.json of `trtspec bench`", EXAMPLE) from None
     measured = {name: item for name, item in found.items() if item is not None}
