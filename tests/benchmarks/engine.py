@@ -1,6 +1,6 @@
 """Output tokens per second with and without speculation, side by side, and against transformers' generate.
 
-    python tests/benchmarks/engine.py --target DIR --head DIR [--prompts FILE] [--temperature 0 1] [--schedule 1:3 17:1]
+    python -m tests.benchmarks.engine --target DIR --head DIR [--prompts FILE] [--temperature 0 1] [--schedule 1:3 17:1]
 
 Variants take turns on the same requests, slots are refilled, prefill is included; figures are medians over the turns
 and every ratio is taken inside one turn, of wall time and of the process's own CPU time (the steadier one where others
@@ -10,6 +10,7 @@ use the machine too). Prompts are JSON lines with `messages`; transformers decod
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.drafters import DrafterName
+from trtspec.engine.drafters import DrafterName, DraftSampling
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.server import thread_count
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--drafters", nargs="+", choices=["eagle3", "prompt-lookup"], default=["eagle3"])
+    parser.add_argument("--draft-sampling", nargs="+", choices=["argmax", "probabilistic"], default=["argmax"])
     parser.add_argument("--schedule", nargs="+", type=step, default=[], help="ROWS:LENGTH, drafts from so many rows on")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
@@ -57,7 +59,7 @@ def main() -> None:
     print(f"{dtype}, {torch.get_num_threads()} threads, draft length {options.draft_len}, "
           f"{options.new_tokens} new tokens at most, {options.rounds} turns")  # fmt: skip
 
-    def engine(drafter: DrafterName | None, concurrency: int) -> Engine:
+    def engine(drafter: DrafterName | None, concurrency: int, draft_sampling: DraftSampling = "argmax") -> Engine:
         drafting = head if drafter == "eagle3" else None
         return Engine(
             target,
@@ -65,6 +67,7 @@ def main() -> None:
             EngineOptions(
                 drafter=drafter,
                 draft_len=options.draft_len,
+                draft_sampling=draft_sampling,
                 draft_schedule=tuple(options.schedule),
                 max_batch_size=concurrency,
             ),
@@ -74,7 +77,9 @@ def main() -> None:
         requests = read_requests(options, temperature)
         for concurrency in options.concurrency:
             engines: dict[str, Callable[[], Engine]] = {"plain": partial(engine, None, concurrency)}
-            engines |= {name: partial(engine, name, concurrency) for name in options.drafters}
+            for name, sampling in itertools.product(options.drafters, options.draft_sampling):
+                label = name if sampling == "argmax" else f"{name}, {sampling}"
+                engines[label] = partial(engine, name, concurrency, sampling)
             print(f"\ntemperature {temperature:g}, concurrency {concurrency}")
             compare(engines, requests, concurrency, options.rounds)
     for rows in options.concurrency:
@@ -120,7 +125,8 @@ def compare(
             f"  {name:14} {statistics.median(run.wall_speed for run in ours):8.1f} tok/s   "
             f"{statistics.median(wall):5.2f}x plain ({min(wall):.2f}-{max(wall):.2f})   "
             f"CPU time {statistics.median(cpu):5.2f}x ({min(cpu):.2f}-{max(cpu):.2f})   "
-            f"acceptance length {statistics.mean(run.acceptance_length for run in ours):.2f}",
+            f"acceptance length {statistics.mean(run.acceptance_length for run in ours):.2f} "
+            f"({sum(run.steps for run in ours)} steps)",
             flush=True,
         )
 
@@ -132,6 +138,7 @@ class Run:
     wall_speed: float
     cpu_speed: float
     acceptance_length: float
+    steps: int
 
 
 def timed(engine: Engine, requests: list[GenerationRequest]) -> Run:
@@ -139,7 +146,7 @@ def timed(engine: Engine, requests: list[GenerationRequest]) -> Run:
     engine.generate(requests)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     totals = engine.totals
-    return Run(totals.tokens / wall, totals.tokens / cpu, 1 + totals.accepted / max(totals.steps, 1))
+    return Run(totals.tokens / wall, totals.tokens / cpu, 1 + totals.accepted / max(totals.steps, 1), totals.steps)
 
 
 @torch.inference_mode()
