@@ -40,7 +40,7 @@ class EngineOptions:
     batch size and the draft length from there on, the first for size 1. `max_seq_len` bounds prompt plus output, in
     tokens; `max_num_tokens` the tokens of a step, prompts and rounds together; `prefill_tokens` the share of prompts
     that one pass takes, and one step where `max_num_tokens` is not given. Without `chunked_prefill` a prompt is
-    computed in one step, and longer ones are refused. `draft_sampling` is how the drafts of sampled requests are
+    computed in one step, in as many passes as it takes, and prompts above `max_num_tokens` are refused. `draft_sampling` is how the drafts of sampled requests are
     chosen. `prefix_reuse` keeps up to `prefix_bytes` of computed texts (prefix.py). `record_gaps` keeps, per emitted
     token, how far the best logit was ahead of the second. `cuda_graphs` replays the passes of rounds (graphs.py)."""
 
@@ -258,7 +258,7 @@ class Engine:
     def _prefill(self, outputs: list[Output]) -> int:
         """Advances prompts, several in a pass, in the cache rows behind the batch; returns the tokens done."""
         budget = room = self._room()
-        while chunks := self._next_chunks(min(budget, self.options.prefill_tokens)):
+        while chunks := self._next_chunks(budget):
             budget -= sum(map(len, chunks))
             self._prefill_pass(chunks, outputs)
         return room - budget
@@ -267,33 +267,35 @@ class Engine:
         """Prompt tokens that this step may compute beside its round."""
         options, rows = self.options, len(self.batch)
         if options.max_num_tokens is None:
-            return options.prefill_tokens
+            return options.prefill_tokens if options.chunked_prefill else self.max_seq_len
         return options.max_num_tokens - rows * (1 + options.draft_len_at(rows))
 
-    def _next_chunks(self, room: int) -> list[Chunk]:
+    def _next_chunks(self, budget: int) -> list[Chunk]:
         """What the next pass computes: the prompt that was begun and then waiting ones, while there is room for them.
-        Only the last of them may end within its prompt."""
+        Only the last of them may end within its prompt. `budget` tokens are left of the step."""
+        room = min(budget, self.options.prefill_tokens)
         chunks: list[Chunk] = []
         if self.prefilling is not None:
             self._move(self.prefill_row, len(self.batch), self.prefilling.prefilled)
         while room > 0:
             row = len(self.batch) + len(chunks)
-            sequence = self.prefilling or self._next_prompt(row, room, chunks)
+            sequence = self.prefilling or self._next_prompt(row, budget, chunks)
             if sequence is None:
                 break
             self.prefilling = None
             begin = sequence.prefilled
             chunks.append(Chunk(sequence, TextPiece(row, begin, min(begin + room, len(sequence.request.prompt_ids)))))
-            room -= len(chunks[-1])
+            room, budget = room - len(chunks[-1]), budget - len(chunks[-1])
         return chunks
 
-    def _next_prompt(self, row: int, room: int, beside: list[Chunk]) -> Sequence | None:
+    def _next_prompt(self, row: int, budget: int, beside: list[Chunk]) -> Sequence | None:
         """Takes the next prompt up, with what is known of its beginning; None where none may begin now. One whose
-        beginning is being computed `beside` it waits for that."""
+        beginning is being computed `beside` it waits for that. Without chunked prefill, one that is longer than the
+        `budget` left of this step waits for another step."""
         if not self.waiting or row >= self.max_batch_size:
             return None
         request = self.waiting[0].request
-        if not self.options.chunked_prefill and len(request.prompt_ids) > room and row:
+        if not self.options.chunked_prefill and len(request.prompt_ids) > budget:
             return None
         prefix = None if request.prompt_logprobs else self.prefix
         if prefix is not None and any(
