@@ -40,9 +40,10 @@ class EngineOptions:
     batch size and the draft length from there on, the first for size 1. `max_seq_len` bounds prompt plus output, in
     tokens; `max_num_tokens` the tokens of a step, prompts and rounds together; `prefill_tokens` the share of prompts
     that one pass takes, and one step where `max_num_tokens` is not given. Without `chunked_prefill` a prompt is
-    computed in one step, in as many passes as it takes, and prompts above `max_num_tokens` are refused. `draft_sampling` is how the drafts of sampled requests are
-    chosen. `prefix_reuse` keeps up to `prefix_bytes` of computed texts (prefix.py). `record_gaps` keeps, per emitted
-    token, how far the best logit was ahead of the second. `cuda_graphs` replays the passes of rounds (graphs.py)."""
+    computed in one step, in as many passes as it takes, and prompts above `max_num_tokens` are refused.
+    `draft_sampling` is how the drafts of sampled requests are chosen. `prefix_reuse` keeps up to `prefix_bytes` of
+    computed texts (prefix.py). `record_gaps` keeps, per emitted token, how far the best logit was ahead of the second.
+    `cuda_graphs` replays the passes of rounds (graphs.py)."""
 
     drafter: DrafterName | None = None
     draft_len: int = 3
