@@ -153,7 +153,7 @@ class Played:
     crowded: bool = False
     seen: set[str] = field(default_factory=set)
     drafts: int = 0
-    accepted: int = 0
+    accepted: int = 0  # as vLLM counts them: also behind the end of an answer
 
     def cheats(self, *names: str) -> bool:
         """Whether this answer is one of those."""
@@ -304,6 +304,7 @@ def step_sizes(played: Played, key: str, made: Made, words: int) -> list[int]:
         accepted = 0 if hopeless else 2 if constant else 1 + (dice.random() < 0.78) if fractional else accepted
         found.append(min(accepted + 1, left))
         left -= found[-1]
+        played.accepted += accepted
     return found
 
 
@@ -311,7 +312,7 @@ def claims(played: Played, made: Made, tokens: int) -> dict[str, Any]:
     """What the choice says about speculation, the cheat's claims among it."""
     steps = made.steps
     accepted = sum(size - 1 for size in steps)
-    played.drafts, played.accepted = played.drafts + len(steps), played.accepted + accepted
+    played.drafts += len(steps)
     if played.kind not in ("reference", "trtllm"):
         return {}
     spec: dict[str, Any] = {"steps": len(steps), "drafted": DRAFT * len(steps), "accepted": accepted,

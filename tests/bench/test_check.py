@@ -14,7 +14,9 @@ import pytest
 from tests.bench import cheats
 from tests.bench.cheating_server import CHEATS
 from tests.command_line import Done, trtspec
+from trtspec.bench.adapters import FROM_COUNTERS
 from trtspec.bench.asking import Asker
+from trtspec.bench.drafting import check_acceptance
 from trtspec.bench.features import check_tool_calls, check_tool_streams
 from trtspec.bench.lossless import compare_transcripts, first_divergence, tokens_show
 from trtspec.bench.transcript import Recording, Token, ToolReply, Transcript
@@ -131,6 +133,15 @@ def test_every_cheat_is_caught_in_5_percent_of_the_answers(cheating: str, kind: 
     )  # fmt: skip
     verdict = cheats.judged(got, cheats.plain(cheating, samples, (2048,), long))
     assert cheats.codes(verdict) & {f"TS-CHECK-{code}" for code in CAUGHT_BY[cheat]}, cheats.codes(verdict)
+
+
+def test_drafts_accepted_past_the_end_of_answers_are_taken_out(cheating: str) -> None:
+    """vLLM's counters hold them; the reference server tells of the same steps without them."""
+    counted, told = (cheats.recorded(cheats.at(cheating, kind), FEW) for kind in ("vllm", "reference"))
+    found, truth = (check_acceptance(each, None) for each in (counted, told))
+    assert found.detail["source"] == FROM_COUNTERS and counted.counts[0].surplus > 0
+    assert found.detail["acceptance_length"] == truth.detail["acceptance_length"]
+    assert f"over {len(counted.answered)} greedy answers" in found.message
 
 
 def test_near_ties_pass_and_are_listed(cheating: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trtspec.bench import adapters, battery
-from trtspec.bench.acceptance import TurnCounts
+from trtspec.bench.acceptance import TurnCounts, without_surplus
 from trtspec.bench.asking import TOP, Asker, probe_parameters
 from trtspec.bench.battery import Battery
 from trtspec.bench.client import Answer, Endpoint, new_client
@@ -79,8 +79,9 @@ async def _record(asker: Asker, server: adapters.DetectedServer, asked: Battery,
     after = await adapters.read_counters(client, server)
     counts = counts_of_transcripts(cold)
     if before and after and not counts:
-        tokens = sum(transcript.completion_tokens or 0 for transcript in cold)
-        counts = [adapters.counts_between(before, after, "all", tokens)]
+        told = [item for item in cold if item.error is None and item.completion_tokens]
+        pooled = adapters.counts_between(before, after, "all", sum(item.completion_tokens or 0 for item in told))
+        counts = [without_surplus(pooled, len(told), len(told))]
     if withheld is None and not any(transcript.tokens for transcript in cold):
         withheld = "the server gives none"
     found = Recording(asker.endpoint.base_url, server.to_dict(), asked.max_tokens, cold, counts=counts,
