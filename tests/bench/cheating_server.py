@@ -236,6 +236,10 @@ def make(played: Played, body: dict[str, Any]) -> Made:
     if thinks and len(tokens) > 12:
         made.tokens = [*tokens[:8], ("</think>", WORDS[3], 2.0), *tokens[8 : limit - 1]]
         made.reasoned = 8
+    if "thinks-long" in played.options and (body.get("tools") or body.get("response_format")):
+        made = thinking_long(tokens, limit, words)
+        if made.finish == "length":
+            return made
     made.finish = "length" if len(made.tokens) >= limit else "stop"
     if body.get("response_format"):
         form = '{"name": "x", "count": 7}' if not played.cheats("form-broken") else '{"name": "x", "count'
@@ -245,6 +249,13 @@ def make(played: Played, body: dict[str, Any]) -> Made:
     stop(played, body.get("stop") or [], made)
     made.tokens = noisy(made.tokens, played)
     return made
+
+
+def thinking_long(tokens: list[tuple[str, str, float]], limit: int, words: int) -> Made:
+    """An answer behind 400 tokens of reasoning, or what of it the limit lets through."""
+    reasoning, text = (tokens * 400)[:400], [("</think>", WORDS[3], 2.0), *tokens]
+    shown = [*reasoning, *text][:limit]
+    return Made(shown, min(limit, 400), finish="length" if limit <= 401 else "stop", prompt_tokens=words)
 
 
 def answer_tools(played: Played, messages: list[dict[str, Any]], made: Made) -> None:

@@ -17,7 +17,7 @@ from tests.command_line import Done, trtspec
 from trtspec.bench.adapters import FROM_COUNTERS
 from trtspec.bench.asking import Asker
 from trtspec.bench.drafting import check_acceptance
-from trtspec.bench.features import check_tool_calls, check_tool_streams
+from trtspec.bench.features import check_follow_ups, check_forms, check_tool_calls, check_tool_streams
 from trtspec.bench.lossless import compare_transcripts, first_divergence, tokens_show
 from trtspec.bench.transcript import Recording, Token, ToolReply, Transcript
 from trtspec.bench.visible import check_stream
@@ -220,6 +220,7 @@ def replied(calls: list[str], content: str = "", **more: Any) -> ToolReply:
 
 
 CALL, MALFORMED, WRITES, SILENT = ['{"name": "a"}'], ['{"name": "a'], "It reads a file.", ""
+FORM = '{"name": "a", "count": 1}'
 
 
 @pytest.mark.parametrize(
@@ -245,6 +246,74 @@ def test_a_tool_call_is_judged_beside_the_plain_server(got: ToolReply, plain: To
     assert (found.seen == 1) == (wanted == "pass")
     if got.calls and not plain.calls and not plain.error and wanted == "pass":
         assert "the plain server makes no call" in found.message
+
+
+REFUSED = ToolReply(error="HTTP 400: no", question="q")
+CUT = ToolReply(reasoning="The user wants", finish_reason="length", question="q")
+EMPTY = ToolReply(reasoning="The user wants this.", finish_reason="stop", question="q")
+
+
+@pytest.mark.parametrize(
+    ("got", "plain", "wanted", "seen"),
+    [
+        ([CUT] * 8, None, "skipped", None),
+        ([CUT, WRITES], None, "pass", 1),
+        ([EMPTY, WRITES], None, "fail", None),
+        ([EMPTY, WRITES], [WRITES] * 2, "fail", None),
+        ([EMPTY, WRITES], [EMPTY, WRITES], "pass", 2),
+        ([EMPTY, WRITES], [CUT, WRITES], "pass", 1),  # whether the model itself ends there is not known
+        ([WRITES, REFUSED, WRITES], [WRITES, REFUSED, WRITES], "pass", 2),
+        ([WRITES, REFUSED, WRITES], [REFUSED], "pass", 2),  # the plain server was not asked again
+        ([WRITES, REFUSED, WRITES], [WRITES] * 3, "fail", None),
+        ([WRITES, REFUSED, WRITES], None, "fail", None),
+        ([REFUSED], [REFUSED], "skipped", None),
+    ],
+)
+def test_follow_ups_are_judged_one_by_one(got: list[Any], plain: list[Any] | None, wanted: str, seen: int) -> None:
+    sides = [None if one is None else Recording("u", {}, 8, [], follow_ups=numbered(one)) for one in (got, plain)]
+    found = check_follow_ups(*sides)  # type: ignore[arg-type]
+    assert (found.status, found.seen) == (wanted, seen), found.message
+    tools = [replace(reply, calls=replied(CALL).calls) if reply.content else reply for reply in numbered(got)]
+    beside = None if plain is None else Recording("u", {}, 8, [], tools=numbered(plain))
+    if REFUSED in got:
+        assert check_tool_calls(Recording("u", {}, 8, [], tools=tools), beside).status == wanted
+
+
+def numbered(replies: list[Any]) -> list[ToolReply]:
+    """Replies to questions 0, 1 ...; a text is one that ends by itself."""
+    made = [replied([], reply) if isinstance(reply, str) else reply for reply in replies]
+    return [replace(reply, question=str(place)) for place, reply in enumerate(made)]
+
+
+@pytest.mark.parametrize(
+    ("got", "plain", "wanted", "seen"),
+    [
+        ([CUT] * 8, None, "skipped", None),
+        ([CUT, FORM], None, "pass", 1),
+        (["nonsense"] * 7 + [REFUSED], None, "fail", None),
+        (["nonsense"] * 7 + [REFUSED], [FORM] * 7 + [REFUSED], "fail", None),
+        (["nonsense"] * 7 + [REFUSED], ["nonsense"] * 7 + [REFUSED], "skipped", None),
+        ([FORM] * 7 + [REFUSED], [FORM] * 7 + [REFUSED], "pass", 7),
+        ([FORM] * 7 + [REFUSED], [FORM] * 8, "fail", None),
+        ([REFUSED], None, "skipped", None),
+    ],
+)
+def test_forms_are_judged_one_by_one(got: list[Any], plain: list[Any] | None, wanted: str, seen: int) -> None:
+    sides = [None if one is None else Recording("u", {}, 8, [], forms=numbered(one)) for one in (got, plain)]
+    found = check_forms(*sides)  # type: ignore[arg-type]
+    assert (found.status, found.seen) == (wanted, seen), found.message
+
+
+def test_answers_that_think_long_are_given_room(cheating: str) -> None:
+    """With 128 tokens, none of these answers would get behind its reasoning, where the empty ones are."""
+    got, empty = (
+        cheats.recorded(cheats.at(cheating, "unknown", cheat, 1, "thinks-long"), FEW)
+        for cheat in ("honest", "follow-up-empty")
+    )
+    found = [check_follow_ups(got, None), check_forms(got, None), check_tool_calls(got, None)]
+    found.append(check_tool_streams(got, None))
+    assert [(row.status, row.seen) for row in found] == [("pass", FEW)] * 4, found
+    assert check_follow_ups(empty, got).status == "fail"
 
 
 def test_a_streamed_call_is_put_together_and_compared() -> None:

@@ -27,7 +27,8 @@ def check_tool_calls(got: Recording, expected: Recording | None) -> CheckResult:
     mine, theirs = asked(got.tools), {reply.question: reply for reply in expected.tools} if expected else {}
     if not mine:
         return result(name, "skipped", "no request with a tool was sent")
-    faults = [(reply, fault) for reply in mine for fault in _tool_faults(reply, theirs.get(reply.question), mine)]
+    told = expected.tools if expected else []
+    faults = [(reply, fault) for reply in mine for fault in _tool_faults(reply, reply_to(told, reply.question), mine)]
     pairs = [
         (r, theirs[r.question]) for r in mine if r.question in theirs and not theirs[r.question].error and not r.error
     ]
@@ -42,12 +43,12 @@ def check_tool_calls(got: Recording, expected: Recording | None) -> CheckResult:
         message = f"{len(faults)} of {len(mine)} tool calls: {faults[0][1]} ({faults[0][0].question})"
         return result(name, "fail", message, code, TOOL_REMEDY, **detail)
     refused = [reply for reply in mine if reply.error]
-    if refused:
+    if len(refused) == len(mine):
         message = f"not shown: the server refuses requests with tools, as the plain one does: {refused[0].error}"
         message = message if theirs else f"not shown: the server refused a request with tools: {refused[0].error}"
         return result(name, "skipped", message, **detail)
     if not any(reply.calls for reply in mine):
-        return result(name, "skipped", f"not shown: {why_not_shown(mine)}", **detail)
+        return result(name, "skipped", f"not shown: {why_not_shown(mine)}{_also_refused(mine)}", **detail)
     good = [reply for reply in mine if reply.calls and not any(call_fault(call) for call in reply.calls)]
     if not good:
         return result(name, "skipped", "not shown: the calls are malformed on both servers", **detail)
@@ -55,7 +56,7 @@ def check_tool_calls(got: Recording, expected: Recording | None) -> CheckResult:
     message = f"{len(good)} of {len(mine)} requests with a tool yield well-formed calls"
     message += f", {both - len(other)} of {both} as without speculation" if both else ""
     message += ", and none can be compared: the plain server makes no call" if pairs and not both else ""
-    return result(name, "pass", message, seen=len(good), **detail)
+    return result(name, "pass", message + _also_refused(mine), seen=len(good), **detail)
 
 
 def check_tool_streams(got: Recording, expected: Recording | None) -> CheckResult:
@@ -128,8 +129,10 @@ def stream_fault(whole: ToolReply, streamed: ToolReply) -> str | None:
 def _tool_faults(reply: ToolReply, plain: ToolReply | None, mine: Sequence[ToolReply]) -> Iterator[str]:
     """What is wrong with one reply; what the plain server does as well is the model's way, or its set-up."""
     if reply.error:
-        if (plain is not None and not plain.error) or any(other.calls for other in mine):
+        if refused_alone(reply, plain, mine):
             yield f"refused, though others are answered: {reply.error}"
+        return
+    if cut_off(reply):
         return
     faults = [fault for call in reply.calls if (fault := call_fault(call))]
     if faults and not (plain and any(call_fault(call) for call in plain.calls)):
@@ -143,6 +146,8 @@ def _tool_faults(reply: ToolReply, plain: ToolReply | None, mine: Sequence[ToolR
 
 
 def why_not_shown(replies: Sequence[ToolReply]) -> str:
+    if all(cut_off(reply) for reply in replies if not reply.error):
+        return "all answers were cut off while the model reasoned (--max-tokens)"
     if any(marker in reply.content for reply in replies for marker in TOOL_MARKERS):
         return "tool-call markers appear in the text, so the server runs without the model's tool parser"
     return "this model makes no tool call here, with or without speculation"
@@ -171,16 +176,19 @@ def _arguments_of(reply: ToolReply) -> list[Any]:
 def check_follow_ups(got: Recording, expected: Recording | None) -> CheckResult:
     """After the tool has answered, the model writes: text, and not only reasoning."""
     name, code = "tool-follow-up", "TS-CHECK-TOOL-FOLLOW-UP"
-    mine, theirs = asked(got.follow_ups), {reply.question: reply for reply in expected.follow_ups} if expected else {}
+    mine, theirs = asked(got.follow_ups), expected.follow_ups if expected else []
     if not mine:
         return result(name, "skipped", "no follow-up was sent")
-    answered = [reply for reply in mine if not reply.error]
-    faults = []
+    faults, cut, silent = [], 0, 0
     for reply in mine:
-        plain = theirs.get(reply.question)
-        if reply.error and (answered or (plain and not plain.error)):
-            faults.append((reply, f"refused: {reply.error}"))
-        elif not reply.error and _silent(reply) and not (plain and not plain.error and _silent(plain)):
+        plain = reply_to(theirs, reply.question)
+        if reply.error:
+            faults += [(reply, f"refused: {reply.error}")] if refused_alone(reply, plain, mine) else []
+        elif cut_off(reply) or (_silent(reply) and plain and cut_off(plain)):
+            cut += 1
+        elif _silent(reply) and plain and not plain.error and _silent(plain):
+            silent += 1
+        elif _silent(reply):
             where = "behind the reasoning" if reply.reasoning.strip() else "altogether"
             faults.append((reply, f"the answer is empty {where}"))
     detail: dict[str, Any] = {"faults": [f"{reply.question}: {fault}" for reply, fault in faults][:SHOWN]}
@@ -188,41 +196,77 @@ def check_follow_ups(got: Recording, expected: Recording | None) -> CheckResult:
         message = f"{len(faults)} of {len(mine)} follow-ups of a tool: {faults[0][1]} ({faults[0][0].question})"
         remedy = "check the reasoning parser and the chat template: Kimi-K2.6 ends many such answers behind </think>"
         return result(name, "fail", message, code, remedy, **detail)
-    if not answered:
+    seen = sum(not reply.error for reply in mine) - cut
+    if not seen:
         also = " as the plain server does" if theirs else ""
-        return result(name, "skipped", f"not shown: the server refuses follow-ups{also}: {mine[0].error}", **detail)
-    silent = sum(_silent(reply) for reply in answered)
-    message = f"{len(answered) - silent} of {len(mine)} follow-ups of a tool are answered in text"
+        why = f"the server refuses follow-ups{also}: {mine[0].error}"
+        why = f"{cut} of {len(mine)} follow-ups were cut off while the model reasoned (--max-tokens)" if cut else why
+        return result(name, "skipped", f"not shown: {why}", **detail)
+    message = f"{seen - silent} of {len(mine)} follow-ups of a tool are answered in text"
     message += f", {silent} are empty on both servers" if silent else ""
-    return result(name, "pass", message, seen=len(answered), **detail)
+    message += f", {cut} were cut off while the model reasoned and are not judged" if cut else ""
+    message += _also_refused(mine)
+    return result(name, "pass", message, seen=seen, **detail)
+
+
+def reply_to(replies: Sequence[ToolReply], question: str) -> ToolReply | None:
+    """The plain server's reply; after a refusal of the first request it was not asked the others."""
+    found = next((reply for reply in replies if reply.question == question), None)
+    return replies[0] if found is None and replies and all(reply.error for reply in replies) else found
+
+
+def refused_alone(reply: ToolReply, plain: ToolReply | None, mine: Sequence[ToolReply]) -> bool:
+    """Whether a refusal is this server's own: the plain server answered, or, where it was not asked, this one did."""
+    return not plain.error if plain is not None else bool(reply.error) and any(not other.error for other in mine)
+
+
+def _also_refused(mine: Sequence[ToolReply]) -> str:
+    refused = [reply for reply in mine if reply.error]
+    return f"; {len(refused)} are refused, as by the plain server: {refused[0].error}" if refused else ""
+
+
+def cut_off(reply: ToolReply) -> bool:
+    """Whether the limit of tokens came while the model still reasoned: nothing is known of the answer behind."""
+    said = reply.content.strip() or reply.calls
+    return not reply.error and not said and bool(reply.reasoning.strip()) and reply.finish_reason == "length"
 
 
 def _silent(reply: ToolReply) -> bool:
-    """No text and no further call; an answer that was cut off while it reasoned says nothing either way."""
-    return not reply.content.strip() and not reply.calls and not (reply.reasoning and reply.finish_reason == "length")
+    """No text and no further call."""
+    return not reply.content.strip() and not reply.calls
 
 
 def check_forms(got: Recording, expected: Recording | None) -> CheckResult:
-    """Answers that must be JSON of a schema are."""
-    name = "structured-output"
-    theirs = {reply.question: reply for reply in expected.forms} if expected else {}
-    mine = asked(got.forms)
-    refused = [reply for reply in mine if reply.error]
-    if refused or not mine:
-        plain = theirs.get(refused[0].question) if refused else None
-        if plain is not None and not plain.error:
-            message = f"refused with speculation only: {refused[0].error}"
-            return result(
-                name, "fail", message, "TS-CHECK-STRUCTURED", "check guided_decoding_backend and the engine's log"
-            )
-        said = f"the server refused response_format: {refused[0].error}" if refused else "nothing was asked"
-        return result(name, "skipped", f"not shown: {said}")
-    faults = [(reply, fault) for reply in mine if (fault := form_fault(reply))]
-    faults = [(r, fault) for r, fault in faults if not (r.question in theirs and form_fault(theirs[r.question]))]
-    message = f"{len(mine) - len(faults)} of {len(mine)} answers have the form that was asked for"
-    message += f"; {faults[0][0].question}: {faults[0][1]}" if faults else ""
-    remedy = "check guided_decoding_backend; ask the same with speculation off"
-    return pass_or_fail(name, faults, message, "TS-CHECK-STRUCTURED", remedy, len(mine))
+    """Answers that must be JSON of a schema are. Those that were cut off before their end are not judged."""
+    name, remedy = "structured-output", "check guided_decoding_backend and the engine's log; ask with speculation off"
+    mine, theirs = asked(got.forms), expected.forms if expected else []
+    if not mine:
+        return result(name, "skipped", "not shown: nothing was asked")
+    faults, good, cut, both = [], 0, 0, 0
+    for reply in mine:
+        plain = reply_to(theirs, reply.question)
+        fault = form_fault(reply)
+        if reply.error:
+            faults += [f"{reply.question}: refused: {reply.error}"] if refused_alone(reply, plain, mine) else []
+        elif reply.finish_reason == "length" or (fault and plain and plain.finish_reason == "length"):
+            cut += 1
+        elif fault and plain and form_fault(plain):
+            both += 1
+        elif fault:
+            faults.append(f"{reply.question}: {fault}")
+        else:
+            good += 1
+    message = f"{good} of {len(mine)} answers have the form that was asked for"
+    message += f", {cut} were cut off before their end and are not judged" if cut else ""
+    message += f", {both} have it on neither server" if both else ""
+    if faults:
+        message = f"{message}; {faults[0]}"
+        return result(name, "fail", message, "TS-CHECK-STRUCTURED", remedy, faults=faults[:SHOWN])
+    message += _also_refused(mine)
+    if not good:
+        refused = f"the server refused response_format: {mine[0].error}"
+        return result(name, "skipped", f"not shown: {message if cut or both else refused}")
+    return result(name, "pass", message, seen=good)
 
 
 def form_fault(reply: ToolReply) -> str | None:

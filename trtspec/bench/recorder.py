@@ -16,7 +16,7 @@ from trtspec.bench.acceptance import TurnCounts, without_surplus
 from trtspec.bench.asking import TOP, Asker, probe_parameters
 from trtspec.bench.battery import Battery
 from trtspec.bench.client import Answer, Endpoint, new_client
-from trtspec.bench.features import stream_fault
+from trtspec.bench.features import cut_off, stream_fault
 from trtspec.bench.findings import RequestLimits
 from trtspec.bench.quality import TaskSet, ask_tasks
 from trtspec.bench.transcript import (
@@ -40,6 +40,7 @@ FEW = 3  # tool requests without a call after which no more are sent
 REPEAT = 4  # a repeated pass has as many rows in a step as verification of three drafts
 BURST = 8  # requests at once, for each that is usually in flight
 BURST_TOKENS = 16
+ROOM = 1024  # tokens for an answer that was cut off while it reasoned, where fewer are asked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,17 +199,17 @@ async def _burst(asker: Asker, prompts: Sequence[AskedPrompt]) -> BurstReply | N
 async def _features(asker: Asker, asked: Battery, found: Recording, limits: RequestLimits) -> Recording:
     """Tools, follow-ups, forms, stop strings, an image, and request parameters one at a time."""
     tools, streamed_tools, confirmed_tools = await _tools(asker, asked.each)
-    follow_ups = await _replies(
-        asker.tool,
+    follow_ups = await _with_room(
+        asker,
         [(battery.follow_up(i), {"tools": [battery.TOOL]}, battery.tool_name(i)) for i in range(asked.each)],
-        asker.concurrency,
+        cut_off,
     )
     form = {"type": "json_schema", "json_schema": {"name": "described", "schema": battery.FORM_SCHEMA}}
     few = min(battery.FEW, asked.each)
-    forms = await _replies(
-        asker.tool,
+    forms = await _with_room(
+        asker,
         [(battery.form_question(i), {"response_format": form}, battery.tool_name(i)) for i in range(few)],
-        asker.concurrency,
+        lambda reply: reply.finish_reason == "length",
     )
     stops = await _replies(asker.tool, [
         (transcript.messages, {**transcript.extra, "stop": [word]}, transcript.question)
@@ -238,12 +239,12 @@ async def _tools(asker: Asker, count: int) -> tuple[list[ToolReply], list[ToolRe
     asks = [
         ([{"role": "user", "content": battery.tool_question(i)}], offered, battery.tool_name(i)) for i in range(count)
     ]
-    found = await _replies(asker.tool, asks[:FEW], asker.concurrency)
+    found = await _with_room(asker, asks[:FEW], cut_off)
     if not any(reply.calls for reply in found):
         return found, [], []
-    found += await _replies(asker.tool, asks[FEW:], asker.concurrency)
+    found += await _with_room(asker, asks[FEW:], cut_off)
     whole = {reply.question: reply for reply in found if reply.calls}
-    called = [ask for ask in asks if ask[2] in whole]
+    called = [_roomy(asker, ask) for ask in asks if ask[2] in whole]  # the greedy answer ends where it ended
     streamed = await _replies(asker.streamed_tool, called, asker.concurrency)
     other = {reply.question for reply in streamed if stream_fault(whole[reply.question], reply)}
     again = await _replies(asker.tool, [ask for ask in called if ask[2] in other], asker.concurrency)
@@ -268,3 +269,24 @@ async def _replies(
     if first and first[0].error:
         return first  # refused: so would be the others
     return first + list(await asyncio.gather(*(one(*each) for each in asks[1:])))
+
+
+async def _with_room(
+    asker: Asker, asks: Sequence[AskedOnce], unfinished: Callable[[ToolReply], bool]
+) -> list[ToolReply]:
+    """Replies; those that were cut off are asked for again with more tokens, if that helps the first of them."""
+    found = await _replies(asker.tool, asks, asker.concurrency)
+    cut = {reply.question for reply in found if unfinished(reply)}
+    again = [_roomy(asker, ask) for ask in asks if ask[2] in cut]
+    if not again or asker.max_tokens >= ROOM:
+        return found
+    longer = await _replies(asker.tool, again[:1], 1)
+    if not longer[0].error and not unfinished(longer[0]):
+        longer += await _replies(asker.tool, again[1:], asker.concurrency)
+    finished = {reply.question: reply for reply in longer if not reply.error}
+    return [finished.get(reply.question, reply) for reply in found]
+
+
+def _roomy(asker: Asker, ask: AskedOnce) -> AskedOnce:
+    messages, extra, question = ask
+    return messages, {**extra, "max_tokens": max(ROOM, asker.max_tokens)}, question
