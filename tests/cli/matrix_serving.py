@@ -138,6 +138,8 @@ def watched(base: tuple[str, ...], **more: Effect | str) -> dict[str, Effect]:
         probe="--probe 120",
         dataset=Effect(line("--dataset {questions}"), base=probing),
         model=Effect(line("--model other"), base=probing),
+        thinking=Effect(line("--thinking on"), base=probing),
+        timeout=Effect(line("--timeout 0.001"), base=probing),
         state="--state {out}.2",
         restart=Effect(line("--restart"), before=a_file),
         json_="--json",

@@ -30,7 +30,8 @@ DESIGN_EFFECT = 8.0  # variance of a mean over steps of whole answers, over that
 class WatchSettings:
     """How an endpoint is watched. A batch lasts `batch_s` seconds or longer, until it has `min_steps` steps; what is
     normal is learned for `learn_days`. `fall` is the relative fall of accepted drafts per step to find, `slower` the
-    relative rise of seconds per token. Each series alarms for nothing at most `false_alarms` times a day."""
+    relative rise of seconds per token. Each series alarms for nothing at most `false_alarms` times a day. `thinking` is
+    the mode of the probes, as for bench; what is learned from them holds for this mode only."""
 
     batch_s: float = 600.0
     min_steps: int = 500
@@ -38,6 +39,7 @@ class WatchSettings:
     fall: float = 0.15
     slower: float = 0.5
     false_alarms: float = 0.01
+    thinking: str | None = None
 
     @property
     def batches_per_day(self) -> float:
@@ -173,6 +175,7 @@ class Watch:
 
     def __init__(self, state: WatchState, settings: WatchSettings, baseline: WatchBaseline | None) -> None:
         self.state, self.settings, self.baseline = state, settings, baseline
+        self.not_measured: list[str] = []  # by this look, and why
         self._add_series()
 
     def _series(self, change: float, recorded: SeriesReference | None = None, absolute: bool = False) -> WatchedSeries:
@@ -391,6 +394,7 @@ class Watch:
             "series": {name: self.series_summary(series) for name, series in state.series.items()},
             "missed_scrapes": state.totals.missed_scrapes,
             "missed_in_row": state.missed_in_row,
+            "not_measured": self.not_measured,
             "restarts": state.totals.resets,
             "events": [{"time": when, "what": text} for when, text in state.events[-20:]],
         }

@@ -5,12 +5,14 @@ until somebody ends it. docker/monitoring has alert rules and a dashboard for th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 from prometheus_client import CollectorRegistry, start_http_server
@@ -20,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from trtspec import files, report
 from trtspec.bench import adapters, text_quality
-from trtspec.bench.client import Answer, Endpoint, RequestSampling, new_client, request_body, stream_answer
+from trtspec.bench.client import Answer, Api, Endpoint, RequestSampling, new_client, request_body, stream_answer
 from trtspec.bench.datasets import Question
 from trtspec.bench.load import inter_token
 from trtspec.bench.watch import ProbeAnswer, Watch, WatchBaseline, WatchSettings, WatchState
@@ -28,6 +30,7 @@ from trtspec.bench.watch_sources import NoMetrics, SpeculationGone, look
 from trtspec.errors import Problem, TrtspecError, UsageError
 
 MOST_PROBES = 8  # of one --once
+PROBE_LIMIT = 120.0  # seconds
 RESTART = "pass --restart to start over, or another --state"
 CODES = (
     "TS-WATCH-ACCEPTANCE", "TS-WATCH-BASELINE", "TS-WATCH-SLOW", "TS-WATCH-LOOPS", "TS-WATCH-ERRORS", "TS-WATCH-GONE",
@@ -37,12 +40,16 @@ CODES = (
 
 @dataclass(frozen=True)
 class ProbePlan:
-    """Prompts of watch's own, in this order and again; `tokens_per_minute` is what they may cost on average."""
+    """Prompts of watch's own, in this order and again; `tokens_per_minute` is what they may cost on average. `api` and
+    `extra_body` as for bench. A probe that is not complete after `limit_s` seconds has failed."""
 
     tokens_per_minute: float
     questions: tuple[Question, ...]
     sampling: RequestSampling
     model: str | None = None
+    api: Api = "chat"
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    limit_s: float = PROBE_LIMIT
 
     @property
     def interval(self) -> float:
@@ -94,37 +101,50 @@ def write_state(path: Path, state: WatchState) -> None:
 
 
 async def look_once(watch: Watch, source: WatchSource) -> None:
-    """One scrape, and the probes that are due since the last look."""
+    """One scrape, and the probes that are due since the last look: all of them within the time limit of one. What
+    there was no time for is in `watch.not_measured`."""
     async with new_client(source.metrics_url) as metrics, new_client(source.url) as client:
         before = watch.state.last_look
         told = await scrape(watch, metrics, needed=source.probe is None)
-        if source.probe is None or (watch.state.missed_in_row and told):
+        if source.probe is None:
+            return
+        if watch.state.missed_in_row and told:
+            watch.not_measured.append("probes: none was sent, because the metrics could not be read")
             return
         waited = time.time() - before if before is not None else 0.0
         due = max(1, min(MOST_PROBES, int(waited / source.probe.interval)))
-        for _ in range(due):
-            await probe(watch, client, source.probe, alone=not told)
+        began, whole = time.monotonic(), source.probe.limit_s
+        for number in range(due):
+            left = whole - (time.monotonic() - began) if number else whole
+            if left <= 0 or not await probe(watch, client, source.probe, not told, left):
+                why = f"the first {number} took the {whole:g} s of --timeout"
+                watch.not_measured.append(f"probes: {due - number} of {due} due, because {why}")
+                return
 
 
 async def look_on(
     watch: Watch, source: WatchSource, interval: float, looked: Callable[[], None], ended: asyncio.Event
 ) -> None:
-    """Looks every `interval` seconds until `ended`; `looked` is called after each look. Never raises for what the
-    endpoint does."""
+    """Looks every `interval` seconds until `ended`; `looked` is called after each look. At most one probe is under way
+    beside the looks, which do not wait for it. Never raises for what the endpoint does."""
     async with new_client(source.metrics_url) as metrics, new_client(source.url) as client:
-        next_probe, told = time.monotonic(), True
+        next_probe, probing = time.monotonic(), None
         while not ended.is_set():
             began = time.monotonic()
             told = await scrape(watch, metrics, needed=source.probe is None)
-            if source.probe is not None and began >= next_probe:
-                await probe(watch, client, source.probe, alone=not told)
+            if probing is not None and probing.done():
+                probing.result()  # an error that is no failed answer ends the watch
+                probing = None
+            if source.probe is not None and began >= next_probe and probing is None:
+                probing = asyncio.create_task(probe(watch, client, source.probe, not told, source.probe.limit_s))
                 next_probe = began + source.probe.interval
             looked()
             left = max(0.0, interval - (time.monotonic() - began))
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), timeout=left)
-            except TimeoutError:
-                continue
+        if probing is not None:
+            probing.cancel()
+            await asyncio.wait([probing])
 
 
 async def scrape(watch: Watch, client: httpx.AsyncClient, needed: bool) -> bool:
@@ -146,24 +166,34 @@ async def scrape(watch: Watch, client: httpx.AsyncClient, needed: bool) -> bool:
     return True
 
 
-async def probe(watch: Watch, client: httpx.AsyncClient, plan: ProbePlan, alone: bool) -> None:
-    """Asks the next question and gives the answer to the watch."""
+async def probe(watch: Watch, client: httpx.AsyncClient, plan: ProbePlan, alone: bool, left_s: float) -> bool:
+    """Asks the next question and gives the answer to the watch: a failure where it is not complete within the plan's
+    limit. Returns False, and gives nothing, where it had only `left_s` seconds and that was less."""
     number = watch.state.totals.probes
     question = plan.questions[number % len(plan.questions)]
-    messages = [*question.opening, {"role": "user", "content": question.turns[0]}]
     try:
-        server = await adapters.detect_server(client, plan.model)
+        async with asyncio.timeout(left_s):
+            answer = await _asked(client, plan, question)
     except TrtspecError as error:
         answer = Answer(question.id, question.category, 0, 0.0, error=error.message)
-    else:
-        endpoint = Endpoint(str(client.base_url), server.model)
-        body = request_body(endpoint, messages, plan.sampling, 0)
-        answer = await stream_answer(client, endpoint, body, question.id, question.category, 0)
+    except TimeoutError:
+        if left_s < plan.limit_s:
+            return False
+        answer = Answer(question.id, question.category, 0, 0.0, error=f"not complete after {plan.limit_s:g} s")
     if alone and answer.error is not None:
         watch.missed(time.time(), answer.error)
     elif alone:
         watch.state.missed_in_row = 0
     watch.probed(time.time(), probe_answer(answer), alone)
+    return True
+
+
+async def _asked(client: httpx.AsyncClient, plan: ProbePlan, question: Question) -> Answer:
+    messages = [*question.opening, {"role": "user", "content": question.turns[0]}]
+    server = await adapters.detect_server(client, plan.model)
+    endpoint = Endpoint(str(client.base_url), server.model, plan.api, plan.extra_body)
+    body = request_body(endpoint, messages, plan.sampling, 0)
+    return await stream_answer(client, endpoint, body, question.id, question.category, 0)
 
 
 def probe_answer(answer: Answer) -> ProbeAnswer:

@@ -13,6 +13,7 @@ Dynamo passes its worker's metrics through under the worker's names, or with `tr
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from trtspec.errors import TrtspecError
 from trtspec.files import parse_json
 
 PATHS = ("/prometheus/metrics", "/metrics")
-TIMEOUT = 10.0
+TIMEOUT = 10.0  # seconds of one scrape, however slowly its bytes come
 MOST_BYTES = 64 * 2**20
 START = "process_start_time_seconds"
 
@@ -126,12 +127,21 @@ class MetricsMemory:
 
 
 async def look(client: httpx.AsyncClient, memory: MetricsMemory) -> Increment:
-    """One scrape. Updates `memory` only when it succeeds. Raises TrtspecError when the server does not answer, its
-    subclass NoMetrics when it tells nothing about speculation."""
+    """One scrape, in at most TIMEOUT seconds. Updates `memory` only when it succeeds. Raises TrtspecError when the
+    server does not answer, its subclass NoMetrics when it tells nothing about speculation."""
+    try:
+        async with asyncio.timeout(TIMEOUT):
+            return await _look(client, memory)
+    except TimeoutError:
+        message = f"{client.base_url} does not answer: its metrics were not complete after {TIMEOUT:g} s"
+        raise TrtspecError(message, "look at the server's log") from None
+
+
+async def _look(client: httpx.AsyncClient, memory: MetricsMemory) -> Increment:
     reasons = []
     for path in [memory.path] if memory.path else PATHS:
         try:
-            response = await client.get(path, timeout=TIMEOUT)
+            response = await client.get(path)
         except httpx.HTTPError as error:
             raise TrtspecError(f"{client.base_url} does not answer: {describe(error)}", "start the server") from None
         body = response.content[: MOST_BYTES + 1]

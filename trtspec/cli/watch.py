@@ -16,7 +16,7 @@ from trtspec.records import Mode, narrow, refuse_unused, without
 
 if TYPE_CHECKING:
     from trtspec.bench.watch import Watch, WatchBaseline, WatchSettings
-    from trtspec.bench.watch_run import WatchSource
+    from trtspec.bench.watch_run import ProbePlan, WatchSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,17 @@ class WatchOptions:
     model: Annotated[
         str | None, typer.Option(help="Model name for --probe.", show_default="the first one the server lists")
     ] = None
+    thinking: Annotated[
+        str | None,
+        typer.Option(
+            metavar="on|off|MODE",
+            help="Thinking of --probe, as for bench.",
+            show_default="the baseline's, else the server's",
+        ),
+    ] = None
+    timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds allowed for one probe; with --once, for all its probes together.")
+    ] = 120.0
     state: Annotated[
         Path | None,
         typer.Option(
@@ -81,8 +92,9 @@ def watch(options: WatchOptions) -> None:
 
     narrow(options, ONCE if options.once else ON, MODES, selecting=("once",))
     if not options.probe:
-        refuse_unused(options, ["dataset", "model"], "without --probe")
-    source, settings, baseline = _source(options), _settings(options), _baseline(options.baseline)
+        refuse_unused(options, ["dataset", "model", "thinking", "timeout"], "without --probe")
+    baseline, work = _baseline(options.baseline)
+    source, settings = _source(options, baseline, work), _settings(options, work)
     path = options.state or default_state(source.url)
     state = read_state(path, source.url, settings, baseline, options.restart)
     found = Watch(state, settings, baseline)
@@ -103,40 +115,66 @@ def watch(options: WatchOptions) -> None:
         _look_on(found, source, path, options)
 
 
-def _settings(options: WatchOptions) -> WatchSettings:
+def _settings(options: WatchOptions, work: dict[str, Any]) -> WatchSettings:
     from trtspec.bench.watch import WatchSettings
 
     return WatchSettings(
-        options.batch, options.min_steps, options.learn, options.fall, options.slower, options.false_alarms
-    )
+        options.batch, options.min_steps, options.learn, options.fall, options.slower, options.false_alarms,
+        (options.thinking or work.get("thinking")) if options.probe else None,
+    )  # fmt: skip
 
 
-def _source(options: WatchOptions) -> WatchSource:
-    from trtspec.bench.client import RequestSampling, base_url
-    from trtspec.bench.datasets import load_dataset
-    from trtspec.bench.watch_run import ProbePlan, WatchSource
+def _source(options: WatchOptions, baseline: WatchBaseline | None, work: dict[str, Any]) -> WatchSource:
+    from trtspec.bench.client import base_url
+    from trtspec.bench.watch_run import WatchSource
 
     url = base_url(options.url)
-    probe = None
-    if options.probe:
-        tokens, temperature = PROBE_TOKENS, 0.0
-        if options.baseline is not None:
-            from trtspec.bench.results import read_results
-
-            work = read_results(options.baseline).workload
-            tokens, temperature = int(work.get("max_tokens", tokens)), float(work.get("temperature", temperature))
-        questions = load_dataset(options.dataset).questions
-        probe = ProbePlan(options.probe, questions, RequestSampling(tokens, temperature), options.model)
+    probe = _probes(options, baseline, work) if options.probe else None
     return WatchSource(url, base_url(options.metrics_url) if options.metrics_url else url, probe)
 
 
-def _baseline(path: Path | None) -> WatchBaseline | None:
-    """Raises UsageError for a file that is no result, or tells too little about acceptance."""
+def _probes(options: WatchOptions, baseline: WatchBaseline | None, work: dict[str, Any]) -> ProbePlan:
+    """Requests as the baseline's were. Raises UsageError for a baseline that probes cannot be compared with."""
+    from trtspec.bench.client import RequestSampling
+    from trtspec.bench.datasets import load_dataset
+    from trtspec.bench.measure import thinking_body
+    from trtspec.bench.watch_run import ProbePlan
+
+    questions = load_dataset(options.dataset).questions
+    wanted = thinking_body(options.thinking)
+    body = {**thinking_body(work.get("thinking")), **(work.get("extra_body") or {})}
+    if baseline is not None:
+        for name in ("isl", "osl", "under"):
+            if work.get(name):
+                what = f"{options.baseline} was measured with --{name}, which --probe does not repeat"
+                raise UsageError(what, f"measure a baseline without --{name}, or leave --probe out")
+        if any(_within(value, body.get(key)) != value for key, value in wanted.items()):
+            mode = work.get("thinking") or "the server's default"
+            what = f"--thinking {options.thinking} contradicts {options.baseline}, whose thinking was {mode}"
+            raise UsageError(what, "leave --thinking out, or measure a baseline in this mode")
+        if not {question.category for question in questions} & baseline.per_step.keys():
+            what = f"no category of --dataset {options.dataset} is one of {options.baseline}"
+            raise UsageError(what, f"pass the data set of the baseline: --dataset {work.get('dataset', 'NAME')}")
+    sampling = RequestSampling(int(work.get("max_tokens", PROBE_TOKENS)), float(work.get("temperature", 0.0)))
+    return ProbePlan(
+        options.probe, questions, sampling, options.model, work.get("api", "chat"), {**wanted, **body}, options.timeout
+    )
+
+
+def _within(wanted: Any, found: Any) -> Any:
+    """The part of an object that has the keys of another."""
+    both = isinstance(wanted, dict) and isinstance(found, dict)
+    return {key: found[key] for key in wanted if key in found} if both else found
+
+
+def _baseline(path: Path | None) -> tuple[WatchBaseline | None, dict[str, Any]]:
+    """What a results.json says about acceptance, and the workload it was measured under ({} without a file). Raises
+    UsageError for a file that is no result, or tells too little about acceptance."""
     from trtspec.bench.results import read_results
     from trtspec.bench.watch import ENOUGH_STEPS, baseline_of
 
     if path is None:
-        return None
+        return None, {}
     read = read_results(path)
     file = path / "results.json" if path.is_dir() else path
     found = baseline_of(report.file_sha256(file)[:16], read.categories, read.turns_detail)
@@ -145,7 +183,7 @@ def _baseline(path: Path | None) -> WatchBaseline | None:
             f"{path} has no category with {ENOUGH_STEPS} verification steps",
             "measure more: trtspec bench URL --samples 80 --max-tokens 256 -o DIR, on a server that tells acceptance",
         )
-    return found
+    return found, read.workload
 
 
 def default_state(url: str) -> Path:
@@ -242,6 +280,7 @@ def _show(found: Watch, alerts: list[Problem], json_output: bool) -> None:
         lines.append(f"this reading failed, {missed} in a row: {found.state.last_failure}")
     lines += [f"position {k}: {share:.3f} of steps" for k, share in told["positions"].items()]
     lines += [f"prompts {g} tokens: {c['accepted_per_step']:.3f} a step" for g, c in told["contexts"].items()]
+    lines += [f"not measured: {what}" for what in told["not_measured"]]
     lines += report.problem_lines(alerts) or ["no alert"]
     report.print_tables([report.Table(f"watch {told['url']}", columns, rows, note)], lines)
 
