@@ -148,6 +148,7 @@ class Played:
     share: float
     options: frozenset[str]
     luck: random.Random = field(default_factory=lambda: random.Random(5))
+    noise: random.Random = field(default_factory=lambda: random.Random(6))  # its own, so that luck is drawn per answer
     answers: int = 0
     busy: int = 0
     crowded: bool = False
@@ -202,7 +203,7 @@ def written(key: str, limit: int, options: frozenset[str]) -> list[tuple[str, st
 def noisy(tokens: list[tuple[str, str, float]], played: Played) -> list[tuple[str, str, float]]:
     """Rounding: gaps move by up to 3e-4 from pass to pass; `wild`: by 3 nats, which is none."""
     most = 3.0 if "wild" in played.options else 3e-4 if "rounding" in played.options else 0.0
-    return [(text, second, gap + most * played.luck.random()) for text, second, gap in tokens]
+    return [(text, second, gap + most * played.noise.random()) for text, second, gap in tokens]
 
 
 def make(played: Played, body: dict[str, Any]) -> Made:
