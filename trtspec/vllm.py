@@ -53,6 +53,15 @@ OWN_OPTIONS = {
     "api-key": "--api-key", "max-model-len": "--max-seq-len", "max-num-seqs": "--max-batch-size",
     "max-num-batched-tokens": "--max-num-tokens",
 }  # fmt: skip
+# options that are refused, and what to do in their place: the server is asked over HTTP on its port, until it is ready
+HTTPS = "let a proxy in front of the server speak HTTPS"
+REFUSED_OPTIONS = {
+    "config": "write its options here, where they are checked",
+    **dict.fromkeys(("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-cert-reqs", "ssl-ciphers"), HTTPS),
+    "enable-ssl-refresh": HTTPS,
+    "uds": "let the server listen on --host and --port",
+    "headless": "run `vllm serve --headless` itself: it answers no requests, so there is nothing to wait for",
+}
 SAMPLING = {"argmax": "greedy", "probabilistic": "probabilistic"}
 VERSION = re.compile(r"\b(\d+\.\d+\.\d+(?:(?:rc|\.post|\.dev)\d+)*)")
 
@@ -182,8 +191,8 @@ def plan_vllm(start: VllmStart, *, launching: bool) -> ServerPlan:
         if item.option.name in OWN_OPTIONS:
             own = OWN_OPTIONS[item.option.name]
             raise UsageError(f"{item.flag} is not used after --: {own} decides it", f"pass {own} before --")
-        if item.option.name == "config":
-            raise UsageError(f"{item.flag} is not used after --", "write its options here, where they are checked")
+        if item.option.name in REFUSED_OPTIONS:
+            raise UsageError(f"{item.flag} is not used after --", REFUSED_OPTIONS[item.option.name])
     problems += [*doubts, *_request_problems(start, target, head, version, passed)]
     gpus = read_gpus()
     problems += check_gpus(start.ranks, gpus)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 from tests.command_line import Done, trtspec
 from trtspec.bench import adapters, assembly, measure
 from trtspec.bench.client import Answer, RequestSampling
+from trtspec.bench.compare import compare
 from trtspec.bench.datasets import DatasetChoice, load_dataset
 from trtspec.bench.load import Round, steady_rate
+from trtspec.bench.results import read_results, read_whole
 
 Start = Callable[..., str]
 
@@ -167,6 +170,12 @@ def test_command_writes_results_report_and_compares(stand_in: Start, dataset: Pa
     assert all(speed["low"] == speed["ratio"] == speed["high"] > 0 for speed in comparison["speed"])
     other = trtspec("bench", url, *common[:-2], "--compare", out, "--json")
     assert json.loads(other.stdout)["comparison"]["differs"] == ["max_tokens"]
+    whole, read = read_whole(out), read_results(out)
+    for temperature, differs in ((1.0, ["draft_sampling"]), (0.0, [])):
+        new = replace(whole, workload={**whole.workload, "temperature": temperature})
+        new = replace(new, server=replace(whole.server, draft_sampling="argmax"))
+        old = replace(read, workload=new.workload, server={**read.server, "draft_sampling": "probabilistic"})
+        assert compare(new, old).differs == differs, "drafts are drawn in sampled requests alone"
 
 
 def test_command_says_what_is_wrong(stand_in: Start, dataset: Path, tmp_path: Path) -> None:

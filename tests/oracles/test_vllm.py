@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +179,7 @@ def reference(target: Path, head: Path | None, prompts: list[GenerationRequest])
         dtype="float32", drafter="eagle3" if head else None, draft_len=DRAFT_LEN, max_batch_size=16, max_seq_len=LENGTH
     )
     engine, _ = build_engine(target, head, options)
-    engine.record_gaps = True
+    engine.options = replace(engine.options, record_gaps=True)
     return Reference(engine.generate(prompts), engine.totals.steps, engine.target)
 
 
@@ -338,8 +338,8 @@ def test_vllm_bench_serve_measures_the_reference_server(environment: dict[str, s
     reader = Launched(server, "")
     threading.Thread(target=reader.listen, daemon=True).start()
     try:
-        reader.wait_for("ready on http")
-        url = next(line for line in reader.said if "ready on http" in line).partition("ready on ")[2].split()[0]
+        reader.wait_for("trtspec: serving nano on http")
+        url = next(word for line in reader.said for word in line.split() if word.startswith("http://"))
         for backend, path in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):
             asked = [
                 "--backend",
@@ -353,7 +353,6 @@ def test_vllm_bench_serve_measures_the_reference_server(environment: dict[str, s
                 "--tokenizer",
                 NANO,
             ]
-            asked += [NANO]
             sizes = ["--dataset-name", "random", "--random-input-len", 32, "--random-output-len", 16]
             saved = ["--num-prompts", 8, "--save-result", "--result-dir", tmp_path, "--result-filename", backend]
             line = [Path(PYTHON).parent / "vllm", "bench", "serve", *asked, *sizes, *saved]

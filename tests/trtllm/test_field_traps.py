@@ -10,9 +10,11 @@ import yaml
 
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.errors import Severity
+from trtspec.trtllm.build import compose
 from trtspec.trtllm.deployment import Deployment, Finding
+from trtspec.trtllm.intent import Intent
 from trtspec.trtllm.lint.linter import lint
-from trtspec.trtllm.lint.speculation import request_limits
+from trtspec.trtllm.lint.speculation import REJECTION, request_limits
 from trtspec.trtllm.schema import schema_for
 
 EAGLE = {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model_dir": "/h"}
@@ -80,6 +82,18 @@ def test_a_trap_is_reported_on_the_releases_that_have_it(
         known_by = ("TensorRT-LLM", "DecodingBaseConfig", "TorchLlmArgs")
         assert any(source in finding.message for source in known_by)
         assert finding.remedy
+
+
+def test_what_rejection_sampling_is_worth_is_said_with_both_figures() -> None:
+    worth = ("3.10 tokens per step instead of 1.94 at temperature 0.6", "2.93 tokens per step instead of 1.41")
+    message = found("1.4.0rc1", use_rejection_sampling=False)["TS-LINT-SAMPLED-ACCEPTANCE"].message
+    assert all(figures in message for figures in worth)
+    for version, told in (("1.3.0rc17", False), ("1.3.0rc20", False), ("1.3.0rc22", True), ("1.4.0rc1", True)):
+        for settings in ((), (f"{REJECTION}=true",)):
+            made = Intent(target="nvidia/Kimi-K2.5-NVFP4", head="nvidia/Kimi-K2.5-Eagle3", version=version,
+                          settings=settings, tp_size=4)  # fmt: skip
+            text = compose(made, load_target(made.target).spec, load_head(made.head or "").spec).replace("\n# ", " ")
+            assert all(figures in text for figures in worth) == (told and not settings), version
 
 
 def test_a_pruned_mla_head_is_not_taken_by_the_loader() -> None:

@@ -43,6 +43,8 @@ def compare(new: BenchResults, old: ComparedRun, max_regression: float | None = 
 
     With `max_regression` (0.05: 5 %) the comparison is a gate: what cannot be judged is an error too."""
     differing = [key for key in SAME if new.workload.get(key) != old.workload.get(key)]
+    if new.workload.get("temperature") and _drafts_otherwise(new, old):
+        differing.append("draft_sampling")
     levels = [level.label for level in new.concurrency if level.label in {other.label for other in old.concurrency}]
     confidence = 1 - ALARMS / (1 + len(levels))
     allowed = max_regression or 0.0
@@ -154,6 +156,12 @@ def _figure(
         finds=None if test.finds is None else round(test.finds, 4),
         pairs_for_5_percent=pairs_needed(test, SOUGHT) if test.high > test.ratio else 3,
     )
+
+
+def _drafts_otherwise(new: BenchResults, old: ComparedRun) -> bool:
+    """Whether the servers say that they choose the drafts of sampled requests in different ways."""
+    modes = (new.server.draft_sampling, old.server.get("draft_sampling"))
+    return None not in modes and modes[0] != modes[1]
 
 
 def acceptance_figure(

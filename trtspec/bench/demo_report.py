@@ -102,8 +102,9 @@ def key_figures(data: dict[str, Any]) -> list[dict[str, str]]:
         found.append(report.acceptance_key(greedy, "tokens per step"))
         if sampled := data["bench"].get("sampled"):
             found.append(report.acceptance_key(sampled, "tokens per step"))
-        for name, title in (("greedy", "greedy"), ("sampled", "temperature 1")):
+        for name in ("greedy", "sampled"):
             measured = data["bench"].get(name)
+            title = tables.condition(measured) if measured else ""
             for level in (measured.interleaved or [] if measured else [])[:2]:
                 if ratio := level.pair("eagle3", "plain"):
                     label = f"tokens/s with Eagle3 over none, {title}, concurrency {level.concurrency}"
@@ -250,8 +251,14 @@ def speed_tables(data: dict[str, Any]) -> list[Table]:
             "three servers, one loaded at a time; ratio = median over rounds with its range. steady = while all slots "
             "were busy."
         )
-        title = "greedy" if name == "greedy" else "temperature 1"
-        found.append(Table(f"Output tokens/s, {title}", [*columns, "over none", "rounds", "measured"], rows, note))
+        found.append(
+            Table(
+                f"Output tokens/s, {tables.condition(results)}",
+                [*columns, "over none", "rounds", "measured"],
+                rows,
+                note,
+            )
+        )
     return found
 
 

@@ -203,7 +203,7 @@ def mean(curves: Sequence[Sequence[float]]) -> list[float]:
 
 
 def published_curves() -> dict[str, Any]:
-    """`curves` by name, the names under `decay`, and their `source`."""
+    """`curves` by name, the names under `decay`, and their `source`; `sampled`, what the choice of drafts is worth."""
     return load_yaml("acceptance_lengths.yaml")
 
 
@@ -217,3 +217,13 @@ def published_decay() -> Decay:
 def other_decays() -> dict[str, Decay]:
     """The shape of each published curve by its name: the range within which the shape is known."""
     return {name: fit(curve) for name, curve in published_curves()["curves"].items()}
+
+
+def worth_of_rejection_sampling() -> str:
+    """What drafts that are drawn from the head bring to sampled requests, with both figures, as half a sentence."""
+    found = published_curves()["sampled"]
+    pairs = [
+        f"{found['rejection'][at]:.2f} tokens per step instead of {without:.2f} at temperature {at:g}"
+        for at, without in found["argmax"].items()
+    ]
+    return f"{', '.join(pairs)} ({found['workload']}, reference engine)"

@@ -11,6 +11,8 @@ Throughput settings follow what was published for Kimi-K2.5-NVFP4:
 from __future__ import annotations
 
 import re
+import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.data_files import gpu_spec, largest_gpu
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.files import YamlError, load_text
+from trtspec.planning.acceptance import worth_of_rejection_sampling
 from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, KV_FRACTION, Layout, refusals
 from trtspec.report import problem_lines
 from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
@@ -26,6 +29,7 @@ from trtspec.trtllm.document import Document, scalar
 from trtspec.trtllm.intent import Intent, Role
 from trtspec.trtllm.lint.linter import lint
 from trtspec.trtllm.lint.model import CAPTURE, expected_layers
+from trtspec.trtllm.lint.speculation import REJECTION
 from trtspec.trtllm.schema import Schema, schema_for
 from trtspec.trtllm.serve.command import CONFIG_NAME, Given, build_command
 
@@ -130,7 +134,8 @@ def compose(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> str:
     for item in intent.settings:
         _replace(found, _own(item))
     chosen = found.get(schema.current(FRACTION))
-    return f"{intent.first_line()}\n{_header(intent)}{_capacity(intent, target, head, chosen)}{_emit(found)}"
+    told = _header(intent) + _capacity(intent, target, head, chosen) + _sampled(intent, schema, found)
+    return f"{intent.first_line()}\n{told}{_emit(found)}"
 
 
 def _replace(found: dict[str, EngineSetting], own: EngineSetting) -> None:
@@ -194,6 +199,17 @@ def _header(intent: Intent) -> str:
     if intent.trust_remote_code:
         lines.append("# This recipe lets the engine run the code that the target brings (--trust_remote_code).")
     return "\n".join(lines) + "\n"
+
+
+def _sampled(intent: Intent, schema: Schema, found: Mapping[str, EngineSetting]) -> str:
+    """What use_rejection_sampling is worth, where the release is known to have it and not to crash with it."""
+    key, crash = schema.fields.get(REJECTION), schema.behaviour("rejection_sampling_crashes")
+    if intent.head is None or key is None or not schema.certain(key.since) or crash or crash.otherwise:
+        return ""
+    if REJECTION in found:
+        return ""
+    words = f"At a temperature above 0, use_rejection_sampling accepts more drafts: {worth_of_rejection_sampling()}."
+    return textwrap.fill(words, 118, initial_indent="# ", subsequent_indent="# ") + "\n"
 
 
 def _capacity(intent: Intent, target: ModelSpec, head: HeadSpec | None, chosen: EngineSetting | None) -> str:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from trtspec.errors import Severity
+from trtspec.planning.acceptance import worth_of_rejection_sampling
 from trtspec.trtllm.deployment import (
     LENGTH,
     MODEL_KEYS,
@@ -377,7 +378,7 @@ def _sampled_acceptance(document: Document, deployment: Deployment, method: Spec
     if not rule or not method.one_model or not concerned or document.get(REJECTION) is True:
         return
     message = "without use_rejection_sampling a sampled draft is accepted only where the target's own sample equals "
-    message += f"it: acceptance falls with temperature ({rule.source})"
+    message += f"it: acceptance falls with temperature ({rule.source}). With it: {worth_of_rejection_sampling()}"
     remedy = "measure at your temperature, with use_rejection_sampling on and off"
     key = REJECTION if document.has(REJECTION) else f"{SPEC}.advanced_sampling_mode"
     yield finding_at(document, "TS-LINT-SAMPLED-ACCEPTANCE", "info", key, message, remedy)
