@@ -19,7 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trtspec.bench.watch import ProbeAnswer, Watch, WatchSettings, WatchState
 from trtspec.bench.watch_run import CODES, WatchCollector, start_exporter
-from trtspec.bench.watch_sources import NAMES, Increment
+from trtspec.bench.metrics import NAMES
+from trtspec.bench.watch_sources import Increment
 
 MONITORING = Path(__file__).parents[2] / "docker" / "monitoring"
 METRIC = re.compile(r"\b(?:trtspec|vllm|trtllm)[_:][a-zA-Z0-9_:]+")

@@ -30,7 +30,7 @@ import pytest
 
 from tests.engine.near_ties import first_divergence, rounding_at
 from tests.oracles.vllm_environment import IN_VLLM, vllm_environment
-from trtspec.bench.adapters import parse_counters
+from trtspec.bench.metrics import VLLM, read_counters
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.engine.request import GenerationRequest
@@ -161,7 +161,7 @@ def ask(url: str, prompts: list[GenerationRequest]) -> dict[str, Any]:
 
 
 def steps_of(url: str) -> int:
-    counters = parse_counters(httpx.get(f"{url}/metrics", timeout=60).text)
+    counters = read_counters(httpx.get(f"{url}/metrics", timeout=60).text, VLLM)
     return counters.steps if counters else 0
 
 

@@ -10,34 +10,33 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
+from trtspec.bench import metrics
 from trtspec.bench.acceptance import TurnCounts
-from trtspec.bench.client import Answer, first_model
+from trtspec.bench.client import Answer, finite, first_model
+from trtspec.files import parse_json
 
 FROM_CHOICE = "spec_decode of each choice"
 FROM_AVERAGE = "avg_decoded_tokens_per_iter of each choice (prefill counted as a step)"
 FROM_COUNTERS = "vllm:spec_decode_num_* counters around the run"
 FROM_SGLANG = "avg_spec_accept_length of /server_info (mean since the server's start)"
-METRIC = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})?\s+(?P<value>\S+)")
 
 
 @dataclass(frozen=True)
 class ServerKind:
-    """One kind of server: its `owned_by` in /v1/models, the prefix of its names in /metrics, the prefix of its
-    speculation counters there, and the paths at which it tells its mean acceptance length since its start. `dated`:
-    what it does with request parameters under speculation is known by release. `survives_logprobs`: no release is known
-    that a request for log-probabilities ends under speculation (this repository's tests ask both)."""
+    """One kind of server: its `owned_by` in /v1/models, the names of its counters in /metrics where bench needs them,
+    and the paths at which it tells its mean acceptance length since its start. `dated`: what it does with request
+    parameters under speculation is known by release. `survives_logprobs`: no release is known that a request for
+    log-probabilities ends under speculation (this repository's tests ask both)."""
 
     name: str
     owner: str
-    metrics: str = ""
-    counters: str = ""
+    counters: metrics.MetricNames | None = None
     mean_paths: tuple[str, ...] = ()
     dated: bool = False
     survives_logprobs: bool = False
@@ -48,11 +47,12 @@ KINDS = {
     for kind in (
         ServerKind("reference", "trtspec", survives_logprobs=True),
         ServerKind("trtllm", "tensorrt_llm", dated=True),
-        ServerKind("vllm", "vllm", "vllm:", "vllm:spec_decode_num_", survives_logprobs=True),
+        ServerKind("vllm", "vllm", metrics.VLLM, survives_logprobs=True),
         ServerKind("sglang", "sglang", mean_paths=("/server_info", "/get_server_info")),  # the second is the older one
     )
 }
 UNKNOWN = ServerKind("unknown", "")
+VERSION_KEYS = ("version", "draft_sampling")
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,6 @@ class DetectedServer:
         return found | {"draft_sampling": self.draft_sampling}
 
 
-@dataclass(frozen=True)
-class Counters:
-    """A reading of vLLM's counters: verification steps, drafted and accepted tokens, accepted per position."""
-
-    steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    per_position: dict[int, int] = field(default_factory=dict)
-
-
 async def detect_server(client: httpx.AsyncClient, model: str | None = None) -> DetectedServer:
     """Asks /v1/models for the owner, then /version and /metrics. Raises TrtspecError when nothing answers."""
     entry = await first_model(client)
@@ -94,61 +84,55 @@ async def detect_server(client: httpx.AsyncClient, model: str | None = None) -> 
     if named.get("backend") == "reference" or "trtspec" in named:
         kind = KINDS["reference"]
     if kind is UNKNOWN:
-        metrics = await _get_text(client, "/metrics")
-        kind = next((kind for kind in KINDS.values() if kind.metrics and kind.metrics in metrics), UNKNOWN)
-    return DetectedServer(kind.name, model or str(entry["id"]), named.get("version"), named.get("draft_sampling"))
+        text = await _get_text(client, "/metrics")
+        kind = next((kind for kind in KINDS.values() if kind.counters and kind.counters.prefix in text), UNKNOWN)
+    version, drafts = (value if isinstance(value := named.get(key), str) else None for key in VERSION_KEYS)
+    return DetectedServer(kind.name, model or entry["id"], version, drafts)
 
 
-async def read_counters(client: httpx.AsyncClient, server: DetectedServer) -> Counters | None:
-    """The server's speculation counters, or None where it has none or does not speculate."""
-    if not server.row.counters:
+async def read_counters(
+    client: httpx.AsyncClient, server: DetectedServer, faults: list[str] | None = None
+) -> metrics.Counters | None:
+    """The server's speculation counters, or None where it has none or does not speculate. What it has that are no
+    counts is None too, with the reason added to `faults`."""
+    if server.row.counters is None:
         return None
-    return parse_counters(await _get_text(client, "/metrics"), server.row.counters)
-
-
-def parse_counters(text: str, prefix: str = KINDS["vllm"].counters) -> Counters | None:
-    """Sums the counters over all label sets (engines); the `_total` suffix is optional, as clients differ."""
-    sums: dict[str, float] = {}
-    positions: dict[int, int] = {}
-    for line in text.splitlines():
-        match = METRIC.match(line)
-        if not match or not match["name"].startswith(prefix):
-            continue
-        name = match["name"].removesuffix("_total")
-        if name.endswith("_per_pos"):
-            position = re.search(r'position="(\d+)"', match["labels"] or "")
-            if position:
-                index = int(position[1])
-                positions[index] = positions.get(index, 0) + int(float(match["value"]))
-        else:
-            sums[name] = sums.get(name, 0.0) + float(match["value"])
-    if f"{prefix}drafts" not in sums:
+    try:
+        return metrics.read_counters(await _get_text(client, "/metrics"), server.row.counters)
+    except ValueError as error:
+        _note(faults, f"its /metrics {error}")
         return None
-    return Counters(
-        steps=int(sums[f"{prefix}drafts"]),
-        drafted=int(sums.get(f"{prefix}draft_tokens", 0)),
-        accepted=int(sums.get(f"{prefix}accepted_tokens", 0)),
-        per_position=positions,
-    )
 
 
-def counts_between(before: Counters, after: Counters, category: str, tokens: int) -> TurnCounts:
-    """The whole run between two readings as one entry; the histogram follows from the per-position counts."""
-    steps = after.steps - before.steps
-    reached = [steps]
-    for position in sorted(after.per_position):
-        reached.append(after.per_position[position] - before.per_position.get(position, 0))
-    histogram = tuple(here - there for here, there in zip(reached, [*reached[1:], 0], strict=True))
+def counts_between(
+    before: metrics.Counters, after: metrics.Counters, category: str, tokens: int, faults: list[str] | None = None
+) -> TurnCounts | None:
+    """The whole run between two readings as one entry; the histogram follows from the per-position counts. None where
+    the readings are not of one run; what is left out has its reason added to `faults`."""
+    try:
+        counted = metrics.counted_between(before, after)
+    except ValueError as error:
+        _note(faults, f"its /metrics {error}")
+        return None
+    histogram = metrics.histogram_of(counted)
+    if counted.per_position and histogram is None:
+        reached = list(counted.per_position.values())
+        _note(faults, f"its /metrics counts {reached} accepted drafts by position in {counted.steps} steps")
     return TurnCounts(
         question=f"all of {category}",
         category=category,
         tokens=tokens,
-        steps=steps,
-        accepted=after.accepted - before.accepted,
-        drafted=after.drafted - before.drafted,
-        histogram=histogram if after.per_position else None,
+        steps=counted.steps,
+        accepted=counted.accepted,
+        drafted=counted.drafted,
+        histogram=histogram,
         source=FROM_COUNTERS,
     )
+
+
+def _note(faults: list[str] | None, fault: str) -> None:
+    if faults is not None and fault not in faults:
+        faults.append(fault)
 
 
 def counts_of(answer: Answer) -> TurnCounts | None:
@@ -194,14 +178,22 @@ def all_counts(answers: Sequence[Answer]) -> list[TurnCounts]:
     return [counts for counts in found if counts is not None]
 
 
-async def running_mean(client: httpx.AsyncClient, server: DetectedServer, tokens: int) -> list[TurnCounts]:
-    """One entry from the mean that the server keeps since its start, or nothing where it keeps none."""
+async def running_mean(
+    client: httpx.AsyncClient, server: DetectedServer, tokens: int, faults: list[str] | None = None
+) -> list[TurnCounts]:
+    """One entry from the mean that the server keeps since its start, or nothing where it keeps none. A mean that is
+    none has its reason added to `faults`."""
     info: Any = None
     for path in server.row.mean_paths:
         info = info or await _get_json(client, path)
     states = info.get("internal_states") if isinstance(info, dict) else None
-    length = states[0].get("avg_spec_accept_length") if states else None
-    if not length or not tokens:
+    first = states[0] if isinstance(states, list) and states else None
+    told = first.get("avg_spec_accept_length") if isinstance(first, dict) else None
+    if not told or not tokens:
+        return []
+    length = finite(told)
+    if length is None or not 1 <= length <= tokens:
+        _note(faults, f"its avg_spec_accept_length is {str(told)[:40]!r}, which is no mean over {tokens} tokens")
         return []
     steps = max(1, round(tokens / length))
     return [TurnCounts("all", "all", tokens, steps, tokens - steps, None, None, FROM_SGLANG)]
@@ -209,15 +201,14 @@ async def running_mean(client: httpx.AsyncClient, server: DetectedServer, tokens
 
 async def _get_json(client: httpx.AsyncClient, path: str) -> Any:
     try:
-        response = await client.get(path, timeout=10)
-        return response.json() if response.status_code == 200 else {}
-    except (httpx.HTTPError, ValueError):
+        return parse_json(await _get_text(client, path))
+    except ValueError:
         return {}
 
 
 async def _get_text(client: httpx.AsyncClient, path: str) -> str:
     try:
         response = await client.get(path, timeout=10)
-        return response.text if response.status_code == 200 else ""
+        return response.content.decode("utf-8", "replace") if response.status_code == 200 else ""
     except httpx.HTTPError:
         return ""

@@ -48,7 +48,7 @@ def find_problems(name: str, target: MeasuredEndpoint, workload: BenchWorkload) 
     found = [
         *findings.failed_requests(name, answers),
         *findings.degenerate_output(name, answers),
-        *findings.no_acceptance(name, target.server.kind, counts or target.category_counts),
+        *findings.no_acceptance(name, target.server.kind, counts or target.category_counts, target.unmeasured),
         *findings.nothing_accepted(name, counts),
         *findings.forced_acceptance(name, counts, answers),
         *findings.limited_parameters(name, target.limits, body),

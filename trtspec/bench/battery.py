@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trtspec.bench.datasets import Question
+from trtspec.bench.datasets import Question, text_of
 from trtspec.bench.transcript import AskedPrompt, Recording
 
 TOOL = {
@@ -58,10 +58,7 @@ def make_battery(
     questions: Sequence[Question], max_tokens: int, contexts: Sequence[int] = (), per_context: int = 0
 ) -> Battery:
     """`contexts` are lengths in tokens of the long prompts, `per_context` how many of each."""
-    plain = [
-        AskedPrompt(question.id, question.category, [*question.opening, _user(question.turns[0])])
-        for question in questions
-    ]
+    plain = [AskedPrompt(question.id, question.category, question.first_request()[0]) for question in questions]
     few = plain[: max(1, min(FEW, len(plain) // 4))]
     bare = [prompt for prompt in few if prompt.messages[0]["role"] != "system"]
     variants = [
@@ -139,7 +136,7 @@ def stop_word(text: str) -> str | None:
 def _document(prompts: Sequence[AskedPrompt], length: int, index: int) -> str:
     """Prompts of the data set, one after another in an order of its own, as long as asked, and a question at the end.
     Its first words are its own, so that no two documents share a prefix."""
-    texts = [str(prompt.messages[-1]["content"]) for prompt in prompts]
+    texts = [text_of(prompt.messages[-1]) for prompt in prompts]
     order = sorted(texts, key=lambda text: hashlib.sha256(f"{length} {index} {text}".encode()).digest())
     room, found = length * CHARACTERS_PER_TOKEN, [f"Notes, part {index + 1} of the volume on {length}."]
     while room > 0 and order:

@@ -114,12 +114,14 @@ async def first_model(client: httpx.AsyncClient) -> dict[str, Any]:
     except httpx.HTTPError as error:
         raise TrtspecError(f"{client.base_url} does not answer: {describe(error)}", remedy) from None
     try:
-        models = response.json()["data"] if response.status_code == 200 else []
-    except (ValueError, KeyError, TypeError):
-        models = []
-    if not models:
+        found = files.parse_json(response.content) if response.status_code == 200 else None
+    except ValueError:
+        found = None
+    models = found.get("data") if isinstance(found, dict) else None
+    first = models[0] if isinstance(models, list) and models else None
+    if not isinstance(first, dict) or not isinstance(first.get("id"), str) or not first["id"]:
         raise TrtspecError(f"{client.base_url}v1/models answered {response.status_code} without a model", remedy)
-    return models[0]
+    return first
 
 
 def describe(error: Exception) -> str:

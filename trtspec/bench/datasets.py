@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,11 @@ class Question:
     def messages(self) -> tuple[Message, ...]:
         """What is given and not the model's: the opening and the recorded messages."""
         return (*self.opening, *itertools.chain.from_iterable(self.replay))
+
+    def first_request(self) -> tuple[list[Message], list[Message]]:
+        """(messages, tools) of the first request, with its pictures: what a command sends that asks each question once.
+        Such a command says with `left_out` what of a set it does not ask."""
+        return self.request(0, []), list(self.tools)
 
     def request(self, turn: int, before: list[Message]) -> list[Message]:
         """The messages that turn `turn` adds to those `before` it."""
@@ -154,7 +160,7 @@ def question_of(conversation: Conversation, index: int, pictures: dict[int, list
     if first == len(messages):
         raise UsageError(f"{where} ends in a message of the role {messages[-1]['role']}", "end it with a question")
     asked = messages[first:]
-    turns = tuple(_text_of(message) for message in asked)
+    turns = tuple(text_of(message) for message in asked)
     parts = tuple(tuple(_pictures_of(message)) for message in asked)
     if not all(text.strip() or shown for text, shown in zip(turns, parts, strict=True)):
         raise UsageError(f"{where} has an empty or non-text prompt", "turns, content and prompt are non-empty strings")
@@ -203,7 +209,20 @@ def _with_pictures(conversation: Conversation, pictures: dict[int, list[Message]
     return messages
 
 
-def _text_of(message: Message) -> str:
+def left_out(questions: Sequence[Question], tools: bool = True, pictures: bool = True) -> str:
+    """What a command does not ask that sends the first request of each question, in words, or "". `tools`, `pictures`:
+    whether it sends those."""
+    counts = {
+        "requests after the first": sum(question.requests > 1 for question in questions),
+        "tools": 0 if tools else sum(bool(question.tools) for question in questions),
+        "pictures": 0 if pictures else sum(question.has_pictures for question in questions),
+    }
+    parts = [f"the {what} of {count} of {len(questions)} questions" for what, count in counts.items() if count]
+    return f"{' and '.join(parts)} are not asked" if parts else ""
+
+
+def text_of(message: Message) -> str:
+    """The words of a message, without its pictures."""
     content = message["content"]
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 

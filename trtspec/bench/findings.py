@@ -87,11 +87,16 @@ def degenerate_output(name: str, answers: Sequence[Answer]) -> list[Problem]:
     ]
 
 
-def no_acceptance(name: str, kind: str, counts: Sequence[TurnCounts]) -> list[Problem]:
+def no_acceptance(name: str, kind: str, counts: Sequence[TurnCounts], unmeasured: Sequence[str] = ()) -> list[Problem]:
+    """That acceptance is not measured, in whole or in part: `unmeasured` is what the server said that is no figure."""
+    code, remedy = "TS-BENCH-NO-ACCEPTANCE", "only throughput and latency are shown"
+    if unmeasured:
+        message = f"acceptance is {'' if counts else 'not '}measured{' in part' if counts else ''}: {unmeasured[0]}"
+        return [Problem(code, "warning", name, message, "read the server's metrics by hand; ask it, not a proxy")]
     if counts:
         return []
     message = f"the server ({kind}) tells nothing about speculation: acceptance is not measured"
-    return [Problem("TS-BENCH-NO-ACCEPTANCE", "info", name, message, "only throughput and latency are shown")]
+    return [Problem(code, "info", name, message, remedy)]
 
 
 def nothing_accepted(name: str, counts: Sequence[TurnCounts]) -> list[Problem]:

@@ -136,6 +136,7 @@ class MeasuredEndpoint:
     limits: findings.RequestLimits = field(default_factory=dict)
     counts: dict[LoadLevel, list[TurnCounts]] = field(default_factory=dict)
     category_counts: list[TurnCounts] = field(default_factory=list)
+    unmeasured: list[str] = field(default_factory=list)  # what it said of its speculation that is not understood
 
     def answers(self) -> list[Answer]:
         return [answer for runs in self.rounds.values() for run in runs for answer in run.answers]
@@ -315,7 +316,7 @@ async def ask(
     progress: Progress,
 ) -> tuple[Round, list[TurnCounts]]:
     """The load itself, with the server's counters around it where answers say nothing of speculation."""
-    before = await adapters.read_counters(target.client, target.server)
+    before = await adapters.read_counters(target.client, target.server, target.unmeasured)
     origin = time.perf_counter()
 
     def heard(answer: Answer) -> None:
@@ -328,14 +329,15 @@ async def ask(
         run = await closed_loop(load, asked, level.concurrency, name.number)
     else:
         run = await open_loop(load, asked, level.rate, workload.sampling.seed, name.number)
-    after = await adapters.read_counters(target.client, target.server)
+    after = await adapters.read_counters(target.client, target.server, target.unmeasured)
     counts, from_counters = adapters.all_counts(run.answers), []
     if before and after and not counts:
         good = [answer for answer in run.answers if not answer.error]
         tokens = sum(answer.completion_tokens for answer in run.answers)
         label = name.level if name.level in {question.category for _, question in asked} else "all"
-        pooled = adapters.counts_between(before, after, label, tokens)
-        counts = from_counters = [without_surplus(pooled, len(good), len({answer.question for answer in good}))]
+        pooled = adapters.counts_between(before, after, label, tokens, target.unmeasured)
+        if pooled is not None:
+            counts = from_counters = [without_surplus(pooled, len(good), len({answer.question for answer in good}))]
     progress.raw.end(name, run.finished - run.started, from_counters)
     return run, counts
 
@@ -345,7 +347,7 @@ async def count_outside(target: MeasuredEndpoint, workload: BenchWorkload, progr
     good = [answer for answer in target.answers() if not answer.error]
     if not any(target.counts.values()):
         tokens = sum(answer.completion_tokens for answer in good)
-        mean = await adapters.running_mean(target.client, target.server, tokens)
+        mean = await adapters.running_mean(target.client, target.server, tokens, target.unmeasured)
         questions = len({answer.question for answer in good})
         target.category_counts += [replace(count, answers=len(good), questions=questions) for count in mean]
     if not any(c.source == adapters.FROM_COUNTERS for counts in target.counts.values() for c in counts):

@@ -82,7 +82,7 @@ async def _record(asker: Asker, server: adapters.DetectedServer, asked: Battery,
     if before and after and not counts:
         told = [item for item in cold if item.error is None and item.completion_tokens]
         pooled = adapters.counts_between(before, after, "all", sum(item.completion_tokens or 0 for item in told))
-        counts = [without_surplus(pooled, len(told), len(told))]
+        counts = [without_surplus(pooled, len(told), len(told))] if pooled else []
     if withheld is None and not any(transcript.tokens for transcript in cold):
         withheld = "the server gives none"
     found = Recording(asker.endpoint.base_url, server.to_dict(), asked.max_tokens, cold, counts=counts,

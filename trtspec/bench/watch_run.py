@@ -189,10 +189,12 @@ async def probe(watch: Watch, client: httpx.AsyncClient, plan: ProbePlan, alone:
 
 
 async def _asked(client: httpx.AsyncClient, plan: ProbePlan, question: Question) -> Answer:
-    messages = [*question.opening, {"role": "user", "content": question.turns[0]}]
+    messages, tools = question.first_request()
     server = await adapters.detect_server(client, plan.model)
     endpoint = Endpoint(str(client.base_url), server.model, plan.api, plan.extra_body)
     body = request_body(endpoint, messages, plan.sampling, 0)
+    if tools and plan.api == "chat":
+        body["tools"] = tools
     return await stream_answer(client, endpoint, body, question.id, question.category, 0)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 
 from trtspec.bench.client import describe, finite
+from trtspec.bench.metrics import MetricNames, Samples, draft_position, is_total, names_in, read_samples
 from trtspec.errors import TrtspecError
 from trtspec.files import parse_json
 
@@ -29,54 +30,6 @@ PATHS = ("/prometheus/metrics", "/metrics")
 TIMEOUT = 10.0  # seconds of one scrape, however slowly its bytes come
 MOST_BYTES = 64 * 2**20
 START = "process_start_time_seconds"
-
-
-@dataclass(frozen=True)
-class MetricNames:
-    """How one kind of server calls its counters, without `_total`. `steps` is empty where verification steps are not
-    counted; acceptance is then per draft token. `first` is the number of the first draft position in the `position`
-    label. `latency`: histogram of seconds between tokens, or (seconds, count) counters. `mean`: a gauge of tokens
-    per step in place of counters."""
-
-    kind: str
-    prefix: str
-    steps: str = ""
-    drafted: str = ""
-    accepted: str = ""
-    position: str = ""
-    first: int = 0
-    tokens: str = ""
-    latency: tuple[str, ...] = ()
-    running: str = ""
-    waiting: str = ""
-    mean: str = ""
-
-
-NAMES = (
-    MetricNames(
-        "reference", "trtspec_", steps="trtspec_spec_decode_steps", drafted="trtspec_spec_decode_draft_tokens",
-        accepted="trtspec_spec_decode_accepted_tokens", first=1,
-        position="trtspec_spec_decode_accepted_tokens_per_position", tokens="trtspec_generation_tokens",
-        running="trtspec_requests_running", waiting="trtspec_requests_waiting",
-    ),
-    MetricNames(
-        "vllm", "vllm:", steps="vllm:spec_decode_num_drafts", drafted="vllm:spec_decode_num_draft_tokens",
-        accepted="vllm:spec_decode_num_accepted_tokens", position="vllm:spec_decode_num_accepted_tokens_per_pos",
-        tokens="vllm:generation_tokens",
-        latency=("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
-        running="vllm:num_requests_running", waiting="vllm:num_requests_waiting",
-    ),
-    MetricNames(
-        "trtllm", "trtllm_", drafted="trtllm_spec_decode_num_draft_tokens",
-        accepted="trtllm_spec_decode_num_accepted_tokens", latency=("trtllm_time_per_output_token_seconds",),
-        running="trtllm_num_requests_running", waiting="trtllm_num_requests_waiting",
-    ),
-    MetricNames(
-        "sglang", "sglang:", mean="sglang:spec_accept_length", tokens="sglang:generation_tokens",
-        latency=("sglang:inter_token_latency_seconds",), running="sglang:num_running_reqs",
-        waiting="sglang:num_queue_reqs",
-    ),
-)  # fmt: skip
 
 
 class NoMetrics(TrtspecError):
@@ -173,33 +126,21 @@ def read_body(text: str, memory: MetricsMemory) -> Increment:
     """The increment of one answer, Prometheus text or JSON. Raises ValueError in words for anything else."""
     if text.lstrip().startswith("["):
         return read_iterations(parse_json(text), memory)
-    from prometheus_client.parser import text_string_to_metric_families
-
-    samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
-    try:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if not sample.name.endswith("_bucket"):
-                    name = sample.name.removesuffix("_total").replace("trtllm:", "trtllm_", 1)
-                    samples.setdefault(name, []).append((sample.labels, sample.value))
-    except (ValueError, IndexError, KeyError, AttributeError):
-        raise ValueError("is not Prometheus text") from None
-    names = next((names for names in NAMES if any(name.startswith(names.prefix) for name in samples)), None)
+    samples = read_samples(text)
+    names = names_in(samples)
     if names is None:
         raise ValueError("has no metrics of a server that is known")
     return _read_samples(samples, names, memory)
 
 
-def _read_samples(
-    samples: dict[str, list[tuple[Mapping[str, str], float]]], names: MetricNames, memory: MetricsMemory
-) -> Increment:
+def _read_samples(samples: Samples, names: MetricNames, memory: MetricsMemory) -> Increment:
     counters = {name for name in (names.steps, names.drafted, names.accepted) if name}
     if not (counters and counters <= samples.keys()) and names.mean not in samples:
         raise NoSpeculation(f"has {names.kind} metrics and none of speculation")
     latency = next((name for name in names.latency if f"{name}_sum" in samples), "")
     wanted = [*counters, names.position, names.tokens, f"{latency}_sum", f"{latency}_count"]
     births = (START, *(f"{name}_created" for name in counters))
-    born = max((value for name in births for _, value in samples.get(name, ())), default=0.0)
+    born = max((value for name in births for _, value in samples.get(name, ()) if is_total(value)), default=0.0)
     known = {} if memory.born and born > memory.born else memory.totals
     found = Increment(per="step" if names.steps or names.mean else "draft token")
     found.first_look = not memory.totals
@@ -207,14 +148,17 @@ def _read_samples(
     grown: dict[str, float] = {}
     for name in wanted:
         for labels, value in samples.get(name, ()):
-            if not math.isfinite(value):
+            place = draft_position(labels, names) if name == names.position else 0
+            if name in counters and not is_total(value):
+                raise ValueError(f"has {name} {value}, which is no count")
+            if place is None or not is_total(value):
                 continue
             key = name + "".join(f"|{label}={labels[label]}" for label in sorted(labels))
             before = known.get(key, 0.0)
             found.resets += value < before
             totals[key] = value
             growth = value if value < before else value - before
-            where = f"{name}|{int(labels['position']) - names.first + 1}" if "position" in labels else name
+            where = f"{name}|{place}" if place else name
             grown[where] = grown.get(where, 0.0) + growth
     found.resets = int(found.resets > 0 or known is not memory.totals)
     _fill(found, grown, names, latency)
@@ -246,8 +190,8 @@ def _from_mean(found: Increment, gauges: list[tuple[Mapping[str, str], float]], 
         found.accepted = found.tokens - found.steps
 
 
-def _gauge(samples: Mapping[str, list[tuple[Mapping[str, str], float]]], name: str) -> float | None:
-    return sum(value for _, value in samples[name]) if name in samples else None
+def _gauge(samples: Samples, name: str) -> float | None:
+    return sum(value for _, value in samples[name] if is_total(value)) if name in samples else None
 
 
 def read_iterations(records: Any, memory: MetricsMemory) -> Increment:
@@ -263,18 +207,18 @@ def read_iterations(records: Any, memory: MetricsMemory) -> Increment:
     last = memory.iteration
     for record in records:
         number = record.get("iter")
-        if isinstance(number, int):
+        if isinstance(number, int) and is_total(number):
             if last is not None and number <= last:
                 found.resets = 1
             elif last is not None:
                 found.missed += number - last - 1
             last = number
-        spec = record.get("specDecodingStats") or {}
+        spec, batch = (_object(record.get(key)) for key in ("specDecodingStats", "inflightBatchingStats"))
         asked = _number(spec.get("numRequestsWithDraftTokens"))
         found.steps += asked
         found.drafted += _number(spec.get("numDraftTokens"))
         found.accepted += _number(spec.get("numAcceptedTokens"))
-        generating = _number((record.get("inflightBatchingStats") or {}).get("numGenRequests"))
+        generating = _number(batch.get("numGenRequests"))
         found.tokens = (found.tokens or 0.0) + generating + _number(spec.get("numAcceptedTokens"))
         if generating:
             found.slow_s += _number(record.get("iterLatencyMS")) / 1000
@@ -286,4 +230,9 @@ def read_iterations(records: Any, memory: MetricsMemory) -> Increment:
 
 
 def _number(value: Any) -> float:
-    return finite(value) or 0.0
+    found = finite(value)
+    return found if found is not None and is_total(found) else 0.0
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

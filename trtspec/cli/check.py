@@ -245,10 +245,12 @@ def collect(options: CheckAlone | CheckAgainstServer | CheckAgainstRecording) ->
 
 def _battery(options: CheckAlone | CheckAgainstServer | CheckAgainstRecording) -> Battery:
     from trtspec.bench.battery import make_battery
-    from trtspec.bench.datasets import load_dataset
+    from trtspec.bench.datasets import left_out, load_dataset
 
     assert isinstance(options, CheckAlone)
     questions = load_dataset(options.dataset, options.samples).questions
+    if missing := left_out(questions, tools=False):
+        report.announce(f"{options.dataset}: {missing}; the tools that check offers are its own")
     lengths = [] if options.contexts == NO_CONTEXTS else numbers(options.contexts, "--contexts")
     return make_battery(questions, options.max_tokens, lengths, options.context_samples)
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trtspec import files
+from trtspec import files, report
 from trtspec.errors import MissingDependency, Problem, UsageError
 
 if TYPE_CHECKING:
@@ -181,14 +181,19 @@ def _drafted(options: InspectRun, target_path: Path, spec: HeadSpec, tensors: di
 
 def _prompts(options: InspectRun, tokenizer: Any) -> tuple[list[str], list[list[int]]]:
     """(names, token ids) of `samples` prompts, drawn by the seed and spread over their categories."""
-    from trtspec.bench.datasets import NANO, load_dataset, spread
+    from trtspec.bench.datasets import NANO, left_out, load_dataset, spread
 
     questions = list(load_dataset(options.prompts or NANO).questions)
+    if any(question.has_pictures for question in questions):
+        message = f"questions of {options.prompts} have pictures, which the target's text model does not read"
+        raise UsageError(message, "pass --prompts of text")
+    if missing := left_out(questions):
+        report.announce(f"{options.prompts}: {missing}")
     random.Random(options.seed).shuffle(questions)
     rendered = {}
     for place, question in enumerate(questions):
-        messages = [*question.opening, {"role": "user", "content": question.turns[0]}]
-        rendered[place] = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        messages, tools = question.first_request()
+        rendered[place] = tokenizer.apply_chat_template(messages, tools or None)
     fitting = [place for place, ids in rendered.items() if len(ids) <= MOST_PROMPT_TOKENS]
     chosen = spread([replace(questions[place], id=str(place)) for place in fitting], options.samples)
     _enough(len(chosen), options.prompts or "the shipped prompt file")

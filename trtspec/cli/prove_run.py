@@ -144,14 +144,19 @@ def prepare(run: ProofRun, restart: bool) -> None:
     """The work directory with the prompts that the proof makes; the server of a killed run is ended."""
     import shutil
 
-    from trtspec.bench.datasets import load_dataset
+    from trtspec.bench.datasets import left_out, load_dataset, text_of
 
     end_left_over(run.work)
     if restart:
         shutil.rmtree(run.work, ignore_errors=True)
     run.work.mkdir(parents=True, exist_ok=True)
-    questions = [question.turns[0] for question in load_dataset(run.setup.dataset).questions]
-    for name, rows in prompts_of(run.setup, questions).items():
+    questions = load_dataset(run.setup.dataset).questions
+    texts = [text for question in questions if (text := text_of(question.first_request()[0][-1]))]
+    if missing := left_out(questions, tools=False, pictures=False):
+        report.announce(f"in the steps of prefix reuse and of long context, {missing}")
+    if not texts:
+        raise UsageError(f"no question of {run.setup.dataset} begins with words", "choose another --dataset")
+    for name, rows in prompts_of(run.setup, texts).items():
         report.write_atomic(run.work / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -136,11 +136,13 @@ def _source(options: WatchOptions, baseline: WatchBaseline | None, work: dict[st
 def _probes(options: WatchOptions, baseline: WatchBaseline | None, work: dict[str, Any]) -> ProbePlan:
     """Requests as the baseline's were. Raises UsageError for a baseline that probes cannot be compared with."""
     from trtspec.bench.client import RequestSampling
-    from trtspec.bench.datasets import load_dataset
+    from trtspec.bench.datasets import left_out, load_dataset
     from trtspec.bench.measure import thinking_body
     from trtspec.bench.watch_run import ProbePlan
 
     questions = load_dataset(options.dataset).questions
+    if missing := left_out(questions, tools=work.get("api", "chat") == "chat"):
+        report.announce(f"--probe: {missing}")
     wanted = thinking_body(options.thinking)
     body = {**thinking_body(work.get("thinking")), **(work.get("extra_body") or {})}
     if baseline is not None:

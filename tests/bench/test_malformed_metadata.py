@@ -1,0 +1,224 @@
+"""What servers tell about themselves, damaged: /v1/models, /version, /metrics and /server_info while bench runs, and
+the metrics that watch reads. What is not understood is unmeasured with its reason; nothing ends a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from tests.bench.cheating_server import fuzzed
+from trtspec.bench import adapters, assembly, measure
+from trtspec.bench.client import RequestSampling, new_client
+from trtspec.bench.datasets import Dataset, Question
+from trtspec.bench.metrics import NAMES
+from trtspec.bench.results import BenchResults
+from trtspec.bench.watch_sources import MetricsMemory, look
+from trtspec.errors import TrtspecError
+
+Pages = dict[str, str]
+STREAM = "".join(
+    f"data: {json.dumps(event)}\n\n"
+    for event in (
+        {"choices": [{"index": 0, "delta": {"content": "four words are here"}, "finish_reason": "stop"}]},
+        {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}},
+    )
+)
+DRAFTS, DRAFTED, ACCEPTED = (
+    f"vllm:spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens")
+)
+BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+ODD = ("NaN", "+Inf", "-Inf", "abc", "-3", "1.5", "1e400", "9" * 400, "", "0x3", "{", '"', "1 2 3", "\x00", "\ud800")
+WORKLOAD = measure.BenchWorkload(
+    dataset=Dataset("two", "0" * 64, (Question("a", "c", ("Why?",)), Question("b", "c", ("How?",)))),
+    sampling=RequestSampling(max_tokens=8), concurrency=(1,), samples=(None,), warmup=0,
+)  # fmt: skip
+
+
+def metrics(drafts: str = "10", accepted: str = "4", position: str = "0") -> str:
+    return (
+        f'# TYPE {DRAFTS} counter\n{DRAFTS}{{engine="0"}} {drafts}\n{DRAFTED}{{engine="0"}} 30\n'
+        f'{ACCEPTED}{{engine="0"}} {accepted}\n{BY_POSITION}{{engine="0",position="{position}"}} 4\n'
+        'vllm:generation_tokens_total{engine="0"} 14\nvllm:num_requests_running{engine="0"} 1\n'
+    )
+
+
+def pages(kind: str) -> Pages:
+    """What an honest server of that kind says."""
+    found = {"/v1/models": json.dumps({"data": [{"id": "m", "owned_by": kind}]}), "/version": '{"version": "1.0"}'}
+    if kind == "vllm":
+        return {**found, "/metrics": metrics()}
+    return {**found, "/server_info": json.dumps({"internal_states": [{"avg_spec_accept_length": 2.5}]})}
+
+
+async def served(
+    found: Callable[[str], str | None], then: Callable[[str], Awaitable[Any]], asked: list[Any] | None = None
+) -> Any:
+    """`then(url)` while a server answers `found(path)` at each path, and every chat with the same words; `asked` gets
+    the bodies."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while not reader.at_eof():
+            try:
+                head = await reader.readuntil(b"\r\n\r\n")
+            except asyncio.IncompleteReadError:
+                break
+            path = head.split(b" ", 2)[1].decode()
+            if head.startswith(b"POST"):
+                body = await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+                (asked if asked is not None else []).append(json.loads(body))
+            text = STREAM if head.startswith(b"POST") else found(path)
+            data = (text or "").encode("utf-8", "surrogatepass")
+            writer.write(
+                b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (404 if text is None else 200, len(data)) + data
+            )
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        return await then(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+
+
+def bench(first: Pages, later: Pages) -> BenchResults:
+    """A whole run on a server whose pages are `later` from the second time that each is asked for."""
+    asked: set[str] = set()
+
+    def found(path: str) -> str | None:
+        page = (later if path in asked else first).get(path)
+        asked.add(path)
+        return page
+
+    targets = asyncio.run(served(found, lambda url: measure.measure({"e": url}, WORKLOAD)))
+    results = assembly.assemble(*targets)
+    assert json.loads(json.dumps(results.to_dict(), ensure_ascii=False).encode())["turns"] is not None
+    return results
+
+
+def reasons(results: BenchResults) -> list[str]:
+    return [problem.message for problem in results.problems if problem.code == "TS-BENCH-NO-ACCEPTANCE"]
+
+
+@pytest.mark.parametrize("models", ['{"data":["x"]}', '{"data":{"a":1}}', '{"data":[{}]}', "[]", '{"data":[{"id":1}]}'])
+def test_a_list_of_models_that_is_none_is_named(models: str) -> None:
+    with pytest.raises(TrtspecError, match="answered 200 without a model"):
+        bench({"/v1/models": models}, {})
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "says"),
+    [
+        ("/metrics", metrics(drafts="NaN"), "NaN, which is no count"),
+        ("/metrics", metrics(drafts="+Inf"), "no count"),
+        ("/metrics", metrics(drafts="abc"), "not Prometheus text"),
+        ("/metrics", metrics(drafts="3"), "counts less after the run than before it"),
+        ("/metrics", metrics(position="x"), "of the position 'x'"),
+        ("/metrics", metrics(drafts="11", accepted="5").replace('"0"} 4', '"0"} 9'), "measured in part"),
+        ("/server_info", '{"internal_states":["x"]}', "tells nothing"),
+        ("/server_info", '{"internal_states":[{"avg_spec_accept_length":"3.1"}]}', "'3.1', which is no mean"),
+        ("/server_info", '{"internal_states":[{"avg_spec_accept_length":1e-300}]}', "no mean"),
+    ],
+)
+def test_figures_that_are_none_are_unmeasured_with_their_reason(page: str, text: str, says: str) -> None:
+    """They change while the run goes on: its answers and times are kept."""
+    kind = "vllm" if page == "/metrics" else "sglang"
+    later = {**pages(kind), page: text}
+    results = bench(pages(kind) if kind == "vllm" else later, later)
+    assert any(says in reason.replace("nan", "NaN") for reason in reasons(results)), results.problems
+    assert results.concurrency[0].throughput.requests == 2 and results.concurrency[0].throughput.errors == 0
+    assert says == "measured in part" or results.acceptance_length is None
+
+
+def test_honest_counters_are_read() -> None:
+    results = bench(pages("vllm"), {**pages("vllm"), "/metrics": metrics("14", "6").replace('"0"} 4', '"0"} 6')})
+    assert (results.steps, results.accepted, results.histogram, reasons(results)) == (4, 2, [2, 2], [])
+
+
+def damaged(page: str, dice: random.Random) -> str:
+    """A page with something replaced, dropped or doubled."""
+    if page.startswith(("{", "[")):
+        text = json.dumps(fuzzed(json.loads(page), dice))
+    else:
+        lines = page.splitlines()
+        at = dice.randrange(len(lines))
+        words = lines[at].rsplit(" ", 1)
+        changed = dice.choice((f"{words[0]} {dice.choice(ODD)}", "", lines[at] * 2, lines[at].replace('"', ""),
+                               lines[at].replace('="0"', f'="{dice.choice(ODD)}"')))  # fmt: skip
+        text = "\n".join([*lines[:at], changed, *lines[at + 1 :]]) + "\n"
+    place = dice.randrange(len(text) + 1)
+    return text if dice.random() < 0.8 else text[:place] + dice.choice(("", "\x00", "\ud800", "}", text))
+
+
+def fuzz(seeds: range) -> tuple[int, int]:
+    """(runs, runs with acceptance) of bench, each on a server that damages one of its pages from the first or from the
+    second time on; one that cannot begin says so in words."""
+    runs = measured = 0
+    for seed in seeds:
+        dice = random.Random(seed)
+        kind = dice.choice(("vllm", "sglang"))
+        honest = pages(kind)
+        path = dice.choice(list(honest))
+        later = {**honest, path: damaged(honest[path], dice)}
+        try:
+            results = bench(later if dice.random() < 0.5 else honest, later)
+        except TrtspecError as error:
+            assert path == "/v1/models" and "without a model" in error.message
+            continue
+        runs += 1
+        measured += results.acceptance_length is not None
+    return runs, measured
+
+
+def fuzz_watch(seeds: range) -> int:
+    """How many of two looks at damaged metrics were read; the others say why not."""
+    iteration = {
+        "iter": 1,
+        "iterLatencyMS": 2.0,
+        "numActiveRequests": 4,
+        "inflightBatchingStats": {"numGenRequests": 4},
+    }
+    iteration |= {"numQueuedRequests": 1, "specDecodingStats": {"numDraftTokens": 12}}
+    bodies = [
+        (seed, random.Random(seed).choice((metrics(), json.dumps([iteration, {**iteration, "iter": 2}]))))
+        for seed in seeds
+    ]
+    current = ""
+
+    async def ask(url: str) -> int:
+        nonlocal current
+        read = 0
+        async with new_client(url) as client:
+            for seed, page in bodies:
+                dice, memory = random.Random(seed), MetricsMemory()
+                for _ in range(2):
+                    current = damaged(page, dice) if dice.random() < 0.8 else page
+                    try:
+                        json.dumps(vars(await look(client, memory)), allow_nan=False)
+                        read += 1
+                    except TrtspecError as error:
+                        assert "metrics" in error.message
+                json.dumps(vars(memory), allow_nan=False)
+        return read
+
+    return asyncio.run(served(lambda path: current if path == "/metrics" else None, ask))
+
+
+def test_damaged_metadata_never_ends_a_run() -> None:
+    runs, measured = fuzz(range(20))
+    assert runs > 10 and 2 < measured < runs
+    assert 20 < fuzz_watch(range(50)) < 100
+
+
+@pytest.mark.slow
+def test_much_damaged_metadata_never_ends_a_run() -> None:
+    assert fuzz(range(1000, 1600))[0] > 300
+    assert fuzz_watch(range(1000, 4000)) > 1200
+
+
+def test_the_names_of_vllms_counters_have_one_owner() -> None:
+    """bench and watch read the same names with the same parser."""
+    assert any(adapters.KINDS["vllm"].counters is names for names in NAMES)
