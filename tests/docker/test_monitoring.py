@@ -17,9 +17,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from trtspec.bench.metrics import NAMES
 from trtspec.bench.watch import ProbeAnswer, Watch, WatchSettings, WatchState
 from trtspec.bench.watch_run import CODES, WatchCollector, start_exporter
-from trtspec.bench.metrics import NAMES
 from trtspec.bench.watch_sources import Increment
 
 MONITORING = Path(__file__).parents[2] / "docker" / "monitoring"
