@@ -11,15 +11,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.bench.conftest import STAND_IN, free_port, wait_until_healthy
-from trtspec.bench.client import Endpoint, RequestSampling, new_client, request_body, stream_answer
-from trtspec.bench.datasets import load_dataset
-from trtspec.bench.results import read_results, read_whole
+from tests.bench.test_malformed_metadata import WORKLOAD, pages, served
+from trtspec.bench.client import Answer, Endpoint, RequestSampling, new_client, request_body, stream_answer
+from trtspec.bench.datasets import Dataset, Question, load_dataset
+from trtspec.bench.measure import Progress, measure
+from trtspec.bench.results import RawResults, read_results, read_whole
 from trtspec.errors import UsageError
 
 Start = Callable[..., str]
@@ -95,6 +98,31 @@ def test_a_run_that_is_stopped_again_and_again_loses_nothing(stand_in: Start, da
     for key in ("turns", "tokens", "steps", "drafted", "accepted", "histogram", "per_question_mean"):
         assert getattr(results, key) == getattr(expected, key), key
     assert results.concurrency[0].throughput.requests == 39 and results.concurrency[0].throughput.errors == 0
+
+
+class Stopped(Exception):
+    """Ends a run from inside."""
+
+
+def test_finished_turns_of_a_conversation_that_was_stopped_are_kept(tmp_path: Path) -> None:
+    """Of five turns the run is stopped behind the third: three are on disk, and the fourth was never asked."""
+    asked: list[Any] = []
+    path, heard = tmp_path / "raw.jsonl", []
+    question = Question("long", "c", tuple(f"Turn {n}?" for n in range(5)))
+    load = replace(WORKLOAD, dataset=Dataset("one", "0" * 64, (question,)))
+
+    def stop(answer: Answer) -> None:
+        heard.append(answer)
+        if len(heard) == 3:
+            raise Stopped
+
+    with RawResults(path, {}) as raw:
+        progress = Progress(on_answer=stop, raw=raw)
+        with pytest.raises(ExceptionGroup):
+            asyncio.run(served(pages("vllm").get, lambda url: measure({"e": url}, load, progress=progress), asked))
+    kept = answered(tmp_path)
+    assert [entry["answer"]["turn"] for entry in kept] == [0, 1, 2] and len(asked) == 3
+    assert asked[2]["messages"][1] == {"role": "assistant", "content": kept[0]["answer"]["text"]}
 
 
 @pytest.mark.slow

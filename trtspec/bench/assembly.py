@@ -44,18 +44,19 @@ def find_problems(name: str, target: MeasuredEndpoint, workload: BenchWorkload) 
     """All findings on one endpoint, named by `where`."""
     answers = target.answers()
     counts = [count for level in target.counts.values() for count in level]
+    told = counts or target.category_counts
     body = workload.body()
     found = [
         *findings.failed_requests(name, answers),
         *findings.degenerate_output(name, answers),
-        *findings.no_acceptance(name, target.server.kind, counts or target.category_counts, target.unmeasured),
+        *findings.no_acceptance(name, target.server.kind, told, target.unmeasured),
         *findings.nothing_accepted(name, counts),
         *findings.forced_acceptance(name, counts, answers),
         *findings.limited_parameters(name, target.limits, body),
         *findings.contradictions(name, answers, workload.sampling.max_tokens),
         *findings.counters_disagree(name, counts, answers),
         *findings.buffered(name, answers),
-        *findings.too_few(name, summarize(counts), counts),
+        *findings.too_few(name, summarize(told), told),
         *findings.overloaded(name, [run for runs in target.rounds.values() for run in runs]),
         *findings.underfilled(name, [run for runs in target.rounds.values() for run in runs]),
     ]

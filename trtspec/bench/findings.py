@@ -28,6 +28,7 @@ TOKENS_PER_ARRIVAL = 16  # more than any drafter yields in a step
 ENOUGH_ANSWERS = 4
 HIDDEN = 16  # special tokens of an answer that no text shows: ends of thinking, marks of tool calls
 SPLIT = 3  # chunks more than iterations: text is split where thinking or a tool call begins and ends
+DRAFTS = 7  # the most that published heads are served with: taken where the server does not tell how many it drafts
 WIDE = 0.1  # half an interval over its value: more is too few steps to judge
 AIM = 0.05
 SHOWN = 3
@@ -289,8 +290,10 @@ def counters_disagree(name: str, counts: Sequence[TurnCounts], answers: Sequence
 def too_few(name: str, summary: AcceptanceSummary, counts: Sequence[TurnCounts]) -> list[Problem]:
     """A note where the interval of the acceptance length is too wide to judge by, with how many questions would do."""
     interval, length = summary.acceptance_length_interval, summary.acceptance_length
-    if length is None or not summary.steps or not per_question(counts):
+    if length is None or not summary.steps:
         return []
+    if not per_question(counts):
+        return _too_few_steps(name, summary, length)
     if interval is None:
         message, remedy = f"{summary.questions} question is too few to judge acceptance by", "ask at least 20"
     elif (interval[1] - interval[0]) / 2 > WIDE * length:
@@ -303,3 +306,19 @@ def too_few(name: str, summary: AcceptanceSummary, counts: Sequence[TurnCounts])
     else:
         return []
     return [Problem("TS-BENCH-FEW-STEPS", "info", name, message, remedy)]
+
+
+def _too_few_steps(name: str, summary: AcceptanceSummary, length: float) -> list[Problem]:
+    """The same for servers that tell only of all answers together. A step accepts between 0 and K drafts, so that the
+    standard deviation is at most K / 2 (Popoviciu's inequality): from that many steps on the mean is within WIDE."""
+    steps = summary.steps or 0
+    drafts = summary.drafted / steps if summary.drafted else DRAFTS
+    needed = math.ceil((1.96 * drafts / (2 * WIDE * length)) ** 2)
+    if steps >= needed:
+        return []
+    message = (
+        f"{steps} steps of {summary.questions} questions are too few to judge by: acceptance length {length:.2f} has "
+        "no interval, because the server tells only of all answers together"
+    )
+    remedy = f"{needed} steps are enough for +- {100 * WIDE:.0f} %: ask about {summary.questions * needed // steps + 1}"
+    return [Problem("TS-BENCH-FEW-STEPS", "info", name, message, f"{remedy} questions")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import httpx
@@ -73,7 +73,7 @@ class Load:
         self.in_flight += 1
         self.peak = max(self.peak, self.in_flight)
         try:
-            for answer in await converse(self.client, self.endpoint, question, self.sampling, place):
+            async for answer in converse(self.client, self.endpoint, question, self.sampling, place):
                 self.answers.append(answer)
                 if self.on_answer:
                     self.on_answer(answer)
@@ -118,11 +118,10 @@ async def open_loop(load: Load, asked: Sequence[Ask], rate: float, seed: int, nu
 
 async def converse(
     client: httpx.AsyncClient, endpoint: Endpoint, question: Question, sampling: RequestSampling, place: int
-) -> list[Answer]:
-    """All requests of one question, each with the model's own earlier answers, or of a trace with the recorded ones;
-    stops at the first error."""
+) -> AsyncIterator[Answer]:
+    """The answers to all requests of one question as they come, each asked with the model's own earlier answers, or of
+    a trace with the recorded ones; stops at the first error."""
     messages: list[dict] = []
-    answers = []
     if question.raw:
         body = {key: value for key, value in endpoint.extra_body.items() if key != "chat_template_kwargs"}
         endpoint = replace(endpoint, api="completions", extra_body=body)
@@ -132,12 +131,11 @@ async def converse(
         if question.tools and endpoint.api == "chat":
             body["tools"] = list(question.tools)
         answer = await stream_answer(client, endpoint, body, question.id, question.category, turn)
-        answers.append(answer)
+        yield answer
         if answer.error:
             break
         if not question.replay:
             messages.append({"role": "assistant", "content": answer.text})
-    return answers
 
 
 def throughput(rounds: Sequence[Round], promise: ServiceLevel | None = None) -> Throughput:

@@ -4,8 +4,9 @@ A record's fields are the keys of the JSON contract; a group of answers, a concu
 each repeat the acceptance of all their answers.
 
 raw.jsonl holds every answer with its texts, usage and the time of each chunk, written as soon as it is complete, so
-that a run which is interrupted or killed loses none and `--resume` asks only for the others. It is written by a thread,
-because a slow disk must not delay the clock of the other answers.
+that a run which is interrupted or killed loses none. `--resume` keeps those of conversations that came to their end and
+holds the others again from their beginning, because the server's cache of their prefix is gone. It is written by a
+thread, because a slow disk must not delay the clock of the other answers.
 """
 
 from __future__ import annotations
