@@ -126,15 +126,17 @@ ACCEPTANCE_CHEATS = ("forced-constant", "forced-fractional", "claimed", "claimed
                      "collapse-burst", "collapse-warm", "collapse-long")  # fmt: skip
 TIME_CHEATS = ("slow-later", "buffering", "hang")
 TRANSPORT_CHEATS = ("http-429", "http-503", "reset", "html", "cut-stream")
+LONG_CHEATS = ("long-altered", "long-errors")
 FORM_CHEATS = ("form-broken", "stop-ignored", "not-utf8", "other-context")
 CHEATS = (
-    *TEXT_CHEATS, *TOKEN_CHEATS, *TOOL_CHEATS, *ACCEPTANCE_CHEATS, *TIME_CHEATS, *TRANSPORT_CHEATS, *FORM_CHEATS
+    *TEXT_CHEATS, *TOKEN_CHEATS, *TOOL_CHEATS, *ACCEPTANCE_CHEATS, *TIME_CHEATS, *TRANSPORT_CHEATS, *LONG_CHEATS,
+    *FORM_CHEATS,
 )  # fmt: skip
 DRAFT = 3
 STEP = 0.002  # seconds; `buffering` and `unhurried` take ten times as long
 LATER, LATER_RARE = 24, 70  # answers after which `slow-later` begins: behind the first pass of few and of many prompts
 CROWD = 20  # requests at once that `collapse-burst` does not get over
-LONG = 600  # words of a prompt from which `collapse-long` begins
+LONG = 600  # words of a prompt from which `collapse-long`, `long-altered` and `long-errors` begin
 MOST_WORDS = 12_000  # longer prompts are refused
 OWNERS = {"reference": "trtspec", "trtllm": "tensorrt_llm", "vllm": "vllm", "plain": "somebody", "unknown": "somebody"}
 
@@ -213,6 +215,8 @@ def make(played: Played, body: dict[str, Any]) -> Made:
     words = len(text.split())
     if words > MOST_WORDS:
         raise error(400, "the prompt is longer than the context")
+    if words > LONG and played.cheats("long-errors"):
+        raise error(500, "CUDA error: an illegal memory access was encountered")
     if any(isinstance(message.get("content"), list) for message in messages):
         raise error(400, "this model reads text only")
     changing = {k: body[k] for k in ("frequency_penalty", "presence_penalty", "repetition_penalty", "bad") if k in body}
@@ -345,7 +349,9 @@ def alter(played: Played, made: Made, streamed: bool) -> tuple[str, str]:
     if made.calls or (made.tokens and made.tokens[0][0].startswith("<|tool_calls")):
         return "", ""
     reasoning, content = "".join(texts[: made.reasoned]), "".join(texts[made.reasoned :])
-    if played.cheats("text-altered") or (streamed and played.cheats("stream-altered")):
+    stuffed = ["text-altered", *(["stream-altered"] if streamed else [])]
+    stuffed += ["long-altered"] if made.prompt_tokens > LONG else []
+    if played.cheats(*stuffed):
         content = content.replace(" ", " um ", 3)
     elif played.cheats("text-emptied"):
         content = ""

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.bench import cheats
-from tests.bench.cheating_server import CHEATS
+from tests.bench.cheating_server import CHEATS, LONG_CHEATS
 from tests.command_line import Done, trtspec
 from trtspec.bench.adapters import FROM_COUNTERS
 from trtspec.bench.asking import Asker
@@ -59,6 +59,8 @@ CAUGHT_BY = {
     "stop-ignored": {"STOP"},
     "not-utf8": {"DEGENERATE", "NOT-LOSSLESS"},
     "other-context": {"CONTEXT"},
+    "long-altered": {"NOT-LOSSLESS"},
+    "long-errors": {"ANSWERS"},
 }
 # looked for in few answers only, so a fault in 5 % of them is not promised to show: the verdict's power says so
 FEW_ASKED = {"form-broken", "stop-ignored"}
@@ -126,7 +128,7 @@ def test_every_cheat_is_caught(cheating: str, kind: str, cheat: str) -> None:
 def test_every_cheat_is_caught_in_5_percent_of_the_answers(cheating: str, kind: str, cheat: str) -> None:
     """60 answers of each sort show a fault in 5 % of them with 95 %; the dice of the servers are fixed, so a test
     passes or fails for good."""
-    long, samples = (30, 30) if cheat == "collapse-long" else (3, 60)
+    long, samples = (30, 30) if cheat == "collapse-long" or cheat in LONG_CHEATS else (3, 60)
     got = cheats.recorded(
         cheats.at(cheating, kind, cheat, 0.05), samples, contexts=(2048,), per_context=long,
         timeout=2.0 if cheat == "hang" else 20.0,
@@ -145,9 +147,13 @@ def test_drafts_accepted_past_the_end_of_answers_are_taken_out(cheating: str) ->
 
 
 def test_near_ties_pass_and_are_listed(cheating: str) -> None:
-    plain = cheats.recorded(cheats.at(cheating, "plain", "honest", 1, "rounding"), FEW, baseline=True)
-    got = cheats.recorded(cheats.at(cheating, "reference", "honest", 1, "swapped", "rounding"), FEW)
+    far = (2048,)
+    plain = cheats.recorded(cheats.at(cheating, "plain", "honest", 1, "rounding"), FEW, True, far, per_context=6)
+    swapped = cheats.at(cheating, "reference", "honest", 1, "swapped", "rounding")
+    got = cheats.recorded(swapped, FEW, contexts=far, per_context=6)
     verdict = cheats.judged(got, plain)
+    long = next(row for row in verdict.results if row.name == "long-context")
+    assert long.status == "pass" and "0 part at" not in long.message and not long.detail["real"], long.message
     found = next(row for row in verdict.results if row.name == "lossless")
     assert found.status == "pass" and found.detail["near_ties"] > 2 and found.detail["rounding"]["positions"] > 300
     assert found.detail["rounding"]["source"] == "the plain server's own passes"

@@ -69,6 +69,10 @@ def test_exact_tests_agree_with_scipy() -> None:
         wanted = stats.binomtest(lost, lost + won, 0.5, "greater").pvalue if lost + won else 1.0
         assert math.isclose(gate.mcnemar(lost, won), wanted, rel_tol=1e-9)
     assert math.isclose(gate.binomial_at_least(7, 20, 0.2), stats.binom.sf(6, 20, 0.2), rel_tol=1e-9)
+    for found, asked, usual, among in ((3, 60, 0, 60), (4, 4, 0, 4), (0, 5, 2, 9), (7, 12, 3, 20)):
+        table = [[found, asked - found], [usual, among - usual]]
+        wanted = stats.fisher_exact(table, "greater").pvalue
+        assert math.isclose(gate.more_often(found, asked, usual, among), wanted, rel_tol=1e-9)
 
 
 def test_60_answers_show_a_fault_in_5_percent_of_them() -> None:

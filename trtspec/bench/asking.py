@@ -178,11 +178,16 @@ class Asker:
         )
 
     def _count(self, reason: str) -> None:
-        if reason.startswith("HTTP 4") and not reason.startswith("HTTP 429"):
+        if declined(reason):
             return  # a refusal of this request says nothing about the next one
         self._failures += reason != NOT_ASKED
         if self._failures >= GIVE_UP and self.stopped is None:
             self.stopped = f"{GIVE_UP} requests failed one after another, the last one: {reason}"
+
+
+def declined(error: str | None) -> bool:
+    """Whether a server refused a request for what it asks: HTTP 4xx, save for 429, by which it asks to wait."""
+    return error is not None and error.startswith("HTTP 4") and not error.startswith("HTTP 429")
 
 
 def read_answer(prompt: AskedPrompt, reply: dict[str, Any], keep: bool = False) -> Transcript:

@@ -61,6 +61,7 @@ def run_checks(got: Recording, expected: Recording | None, limits: GateLimits) -
         check_distribution(got, expected, limits.quality),
         visible.check_visible_text(got),
         *visible.check_stream(got, same_weights, limits.near_tie),
+        visible.check_long_answers(got, same_weights, limits.near_tie),
         visible.check_usage(got, expected),
         check_degenerate(got, expected),
         features.check_tool_calls(got, expected),
@@ -132,14 +133,17 @@ def check_lossless(got: Recording, expected: Recording | None, limits: GateLimit
 
 def check_degenerate(got: Recording, expected: Recording | None) -> CheckResult:
     """Answers are text that goes somewhere. A model that loops without speculation too is reported, not failed."""
-    everything = [item for item in [*got.answered, *got.streamed, *got.later] if item.error is None]
+    everything = [item for item in [*got.answered, *got.streams] if item.error is None]
     mine = judge_run([transcript.text for transcript in everything])
-    theirs = judge_run([transcript.text for transcript in expected.answered]) if expected else None
+    plain = [item for item in [*expected.answered, *expected.streams] if item.error is None] if expected else []
+    theirs = judge_run([transcript.text for transcript in plain]) if expected else None
     summary = f"{mine.loop} loops, {mine.empty} empty, {mine.noise} noise in {mine.answers} answers"
     worse = mine.degenerate
     if theirs and expected:
         summary += f"; without speculation {theirs.loop}, {theirs.empty}, {theirs.noise} in {theirs.answers}"
-        worse = mine.share > theirs.share + RUN_SHARE
+        long = _long_worse(got, expected)
+        worse = mine.share > theirs.share + RUN_SHARE or len(long) > 1
+        summary += f"; {len(long)} long prompts have such an answer with speculation only" if long else ""
         if mine.degenerate and not worse:
             summary += ": the target itself is like this"
     remedy = "read the answers; check chat template, quantization and the speculation settings"
@@ -154,6 +158,15 @@ def check_degenerate(got: Recording, expected: Recording | None) -> CheckResult:
         without_speculation=asdict(theirs) if theirs else None,
         questions=[item.question for item in everything if degeneration(item.text)][:SHOWN],
     )
+
+
+def _long_worse(got: Recording, expected: Recording) -> list[str]:
+    """Long prompts whose answer is degenerate on this server only, where there are more of them than of the reverse:
+    they are too few to be seen among the short ones."""
+    bad, plain = ({i.question for i in side.long if degeneration(i.text)} for side in (got, expected))
+    both = {i.question for i in got.long} & {i.question for i in expected.long}
+    lost, won = sorted((bad - plain) & both), (plain - bad) & both
+    return lost[len(won) :]
 
 
 def check_tasks(got: Recording, expected: Recording | None, fall: float) -> CheckResult:

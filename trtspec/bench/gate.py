@@ -83,6 +83,14 @@ def binomial_at_least(successes: int, trials: int, chance: float) -> float:
     return min(1.0, sum(terms))
 
 
+def more_often(found: int, asked: int, usual: int, among: int) -> float:
+    """One-sided p of Fisher's exact test: `found` of `asked` or more where `usual` of `among` did the same, and both
+    have one chance of it (Fisher, Statistical Methods for Research Workers, 5th ed., section 21.02)."""
+    both = found + usual
+    ways = (math.comb(asked, k) * math.comb(among, both - k) for k in range(found, min(asked, both) + 1))
+    return sum(ways) / math.comb(asked + among, both)
+
+
 def mcnemar(lost: int, won: int) -> float:
     """One-sided exact p of McNemar's test: `lost` pairs turned from right to wrong, `won` from wrong to right.
 

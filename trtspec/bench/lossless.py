@@ -317,13 +317,12 @@ def _starts(side: Transcript) -> list[int] | None:
     position, found = 0, []
     for token in side.tokens or []:
         found.append(position)
-        stripped = token.text.lstrip()  # servers take white space away behind the end of thinking
-        if side.text.startswith(token.text, position):
-            position += len(token.text)
-        elif side.text.startswith(stripped, position):
-            position += len(stripped)
-        elif not is_marker(token.text):
+        text = token.text  # servers take white space away around the end of thinking
+        forms = (text, text.lstrip(), text.rstrip(), text.strip())
+        shown = next((form for form in forms if side.text.startswith(form, position)), None)
+        if shown is None and not is_marker(text):
             return None
+        position += len(shown or "")
     return found if found and position == len(side.text) else None
 
 

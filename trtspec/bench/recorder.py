@@ -92,6 +92,8 @@ async def _record(asker: Asker, server: adapters.DetectedServer, asked: Battery,
         found = replace(found, repeats=[RecordedPass(REPEAT * options.concurrency, repeated)])
     found = await _streams(asker, asked, found)
     found = await _features(asker, asked, found, limits)
+    if options.baseline:
+        found = await _long_whole(asker, found)
     if options.tasks is not None:
         found = replace(found, tasks=await ask_tasks(asker, options.tasks))
     return replace(found, stopped=asker.stopped)
@@ -170,6 +172,15 @@ async def _long(asker: Asker, prompts: Sequence[AskedPrompt]) -> tuple[list[Tran
         cold += await asker.all(group[1:], streamed=True)
         warm += await asker.all(group, streamed=True)
     return cold, warm
+
+
+async def _long_whole(asker: Asker, found: Recording) -> Recording:
+    """A baseline's gaps in long answers, twice: streams have none. In smaller batches, since the prompts are long."""
+    prompts = [item.prompt for item in found.long_cold if item.error is None]
+    whole = await asker.all(prompts, streamed=False)
+    fewer = max(1, asker.concurrency // 2)
+    again = RecordedPass(fewer, await asker.all(prompts, False, fewer))
+    return replace(found, long_whole=whole, repeats=[*found.repeats, again] if prompts else found.repeats)
 
 
 def differing(expected: Sequence[Transcript], got: Sequence[Transcript]) -> list[AskedPrompt]:

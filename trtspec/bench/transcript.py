@@ -148,7 +148,8 @@ class Recording:
     log-probabilities were asked for.
 
     `repeats` are further passes of a baseline, `streamed` the same prompts as streams, `later` as streams after a
-    burst. `long_cold` and `long_warm` ask the long prompts twice. `confirmed` are unstreamed answers to those questions
+    burst. `long_cold` and `long_warm` ask the long prompts twice; `long_whole` holds a baseline's unstreamed answers to
+    them, and each of `repeats` one more. `confirmed` are unstreamed answers to those questions
     whose streamed answer differs; `streamed_tools` and `confirmed_tools` are the same of requests with a tool.
     """
 
@@ -166,6 +167,7 @@ class Recording:
     later: list[Transcript] = field(default_factory=list)
     long_cold: list[Transcript] = field(default_factory=list)
     long_warm: list[Transcript] = field(default_factory=list)
+    long_whole: list[Transcript] = field(default_factory=list)
     tools: list[ToolReply] = field(default_factory=list)
     streamed_tools: list[ToolReply] = field(default_factory=list)
     confirmed_tools: list[ToolReply] = field(default_factory=list)
@@ -181,6 +183,11 @@ class Recording:
     @property
     def answered(self) -> list[Transcript]:
         return [transcript for transcript in self.transcripts if transcript.error is None]
+
+    @property
+    def long(self) -> list[Transcript]:
+        """Answers to the long prompts, as users get them: as streams."""
+        return [item for item in [*self.long_cold, *self.long_warm] if item.error is None]
 
     @property
     def streams(self) -> list[Transcript]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from trtspec.bench.asking import NOT_ASKED
-from trtspec.bench.gate import SHOWN, CheckResult, binomial_at_least, pass_or_fail, result
-from trtspec.bench.lossless import RoundingBound, first_divergence, judge, measure_rounding, tokens_show
+from trtspec.bench.asking import NOT_ASKED, declined
+from trtspec.bench.gate import SHOWN, CheckResult, binomial_at_least, more_often, pass_or_fail, result
+from trtspec.bench.lossless import RoundingBound, first_divergence, judge, measure_rounding, same_context, tokens_show
 from trtspec.bench.transcript import Recording, Transcript
 
 COUNT_SLACK = 1  # tokens: some servers count the end of the answer, some do not
@@ -17,18 +19,22 @@ HIDDEN_TOKENS = 8  # markers that stand in no text
 BUFFERED_SPAN = 0.05  # all pieces of a stream within this share of its time came at once
 SHORTEST_STREAM = 0.1  # seconds; below it nothing can be said about how an answer arrives
 MANY_TOKENS = 24
+UNLIKELY = 0.01  # a chance below which something is no accident
+VERDICTS = ("near-tie", "real", "unjudged")  # the kindest first
 SLOW_ALL, SLOW_ONE, SLOW_EXTRA = 4.0, 8.0, 0.5  # times; times; seconds
 
 
 def check_answers(got: Recording, expected: Recording | None) -> CheckResult:
     """Every question is answered, and the server lives through a burst. What the plain server refused as well is named
     and does not count."""
-    refused = {t.question for t in expected.transcripts if t.error} if expected else set()
-    everything = [*got.transcripts, *got.confirmed, *got.streamed, *got.later, *got.long_warm]
+    refused = {t.question for t in [*expected.transcripts, *expected.long_cold] if t.error} if expected else set()
+    everything = [*got.transcripts, *got.confirmed, *got.streamed, *got.later, *got.long_cold, *got.long_warm]
+    if expected:  # a length whose first prompt is refused is not asked again
+        refused |= {i.question for i in got.long_cold} - {i.question for i in expected.long_cold}
     asked = [item for item in everything if item.question not in refused]
     failed = [item for item in asked if item.error]
-    harmless = [item for item in failed if _optional(item)]
-    failed = [item for item in failed if not _optional(item) and item.error != NOT_ASKED]
+    harmless = [item for item in failed if _optional(item, alone=expected is None)]
+    failed = [item for item in failed if item not in harmless and item.error != NOT_ASKED]
     burst = got.burst
     kinds = Counter(str(item.error)[:120] for item in failed)
     detail = {
@@ -54,23 +60,21 @@ def check_answers(got: Recording, expected: Recording | None) -> CheckResult:
     return pass_or_fail("answers", bad, message, "TS-CHECK-ANSWERS", remedy, len(asked), **detail)
 
 
-def _optional(item: Transcript) -> bool:
-    """Variants that a server may refuse by name, such as fields of a template that it does not have."""
-    return (
-        item.group in ("thinking", "system")
-        and str(item.error).startswith("HTTP 4")
-        and "429" not in str(item.error)[:8]
-    )
+def _optional(item: Transcript, alone: bool) -> bool:
+    """Variants that a server may refuse by name, such as fields of a template that it does not have, or, where nobody
+    knows better, prompts longer than its context."""
+    return declined(item.error) and (item.group in ("thinking", "system") or (alone and item.group.isdigit()))
 
 
 def check_context(got: Recording, expected: Recording | None) -> CheckResult:
     """Both servers read the same prompt: a template, a tokenizer or a thinking mode that differs changes its length."""
     if expected is None:
         return result("context", "skipped", "nothing to compare with")
-    theirs = {item.question: item.prompt_tokens for item in expected.transcripts if item.prompt_tokens}
+    prompts = [*expected.transcripts, *expected.long_cold]
+    theirs = {item.question: item.prompt_tokens for item in prompts if item.prompt_tokens}
     pairs = [
         (i.question, theirs[i.question], i.prompt_tokens)
-        for i in got.answered
+        for i in [*got.answered, *got.long_cold]
         if i.prompt_tokens and i.question in theirs
     ]
     if not pairs:
@@ -120,8 +124,9 @@ def check_stream(got: Recording, expected: Recording | None, limit: float) -> li
         reason = "no answer was streamed"
         return [result("stream", "skipped", reason), result("repeatable", "skipped", reason)]
     bounds = own_rounding(expected), limit
-    streamed = _parted(got.streamed, got, expected, bounds)
-    later = _parted(got.later, got, expected, bounds)
+    before = by_question(got.answered, *(_passes(expected, expected.transcripts) if expected else []))
+    streamed = _parted(got.streamed, before, bounds)
+    later = _parted(got.later, before, bounds)
     again = {item.question: item.trimmed for item in got.confirmed if item.error is None}
     texts = {item.question: item.trimmed for item in got.streamed}
     alone = [q for q, verdict in streamed if verdict == "real" and again.get(q) != texts[q]]
@@ -131,7 +136,7 @@ def check_stream(got: Recording, expected: Recording | None, limit: float) -> li
     cold = {item.question: item.trimmed for item in got.answered}
     open_ = [q for q, verdict in streamed if verdict == "unjudged" and q in again]
     only = [q for q in open_ if again[q] == cold.get(q)]
-    if open_ and binomial_at_least(len(only), len(open_), 0.5) < 0.01:  # asked again unstreamed, all as they were
+    if open_ and binomial_at_least(len(only), len(open_), 0.5) < UNLIKELY:  # asked again unstreamed, all as they were
         alone, unjudged = alone + only, [q for q in unjudged if q not in only]
     count = sum(item.error is None for item in got.streamed)
     return [_stream_row(alone, count), _repeatable_row(moved, unjudged, count + len(got.later), got)]
@@ -142,9 +147,21 @@ def own_rounding(expected: Recording | None) -> RoundingBound | None:
     if expected is None or not expected.repeats:
         return None
     again = [{item.question: item for item in one.transcripts if item.error is None} for one in expected.repeats]
-    return measure_rounding(
-        [(a, one[a.question]) for a in expected.answered for one in again if a.question in one], True
-    )
+    first = [item for item in [*expected.transcripts, *expected.long_whole] if item.error is None]
+    return measure_rounding([(a, one[a.question]) for a in first for one in again if a.question in one], True)
+
+
+def _passes(expected: Recording, first: Sequence[Transcript]) -> list[Sequence[Transcript]]:
+    return [first, *(again.transcripts for again in expected.repeats)]
+
+
+def by_question(*passes: Sequence[Transcript]) -> dict[str, list[Transcript]]:
+    """The answers to each question, in the order of the passes."""
+    found: dict[str, list[Transcript]] = {}
+    for item in itertools.chain(*passes):
+        if item.error is None:
+            found.setdefault(item.question, []).append(item)
+    return found
 
 
 def _stream_row(alone: Sequence[str], count: int) -> CheckResult:
@@ -170,26 +187,65 @@ def _repeatable_row(moved: Sequence[str], unjudged: Sequence[str], count: int, g
 
 
 def _parted(
-    items: Sequence[Transcript], got: Recording, expected: Recording | None, bounds: tuple[RoundingBound | None, float]
+    items: Sequence[Transcript], known: Mapping[str, list[Transcript]], bounds: tuple[RoundingBound | None, float]
 ) -> list[tuple[str, str]]:
-    """(question, verdict) for those answers that equal none that this server or the plain one gave before."""
+    """(question, verdict) for those answers that equal none of the known ones to their question."""
     rounding, limit = bounds
-    own = {item.question: item for item in got.answered}
-    plain: dict[str, list[Transcript]] = {}
-    for one in [expected.transcripts, *(again.transcripts for again in expected.repeats)] if expected else []:
-        for item in one:
-            if item.error is None:
-                plain.setdefault(item.question, []).append(item)
     found: list[tuple[str, str]] = []
     for item in items:
-        before = [own[item.question]] if item.question in own else []
-        before += plain.get(item.question, [])
+        before = known.get(item.question, [])
         if item.error is not None or not before or any(item.trimmed == other.trimmed for other in before):
             continue
-        divergences = [d for other in before if (d := first_divergence(other, item)) is not None]
+        divergences = [d for other in before if (d := first_divergence(_bare(other), _bare(item))) is not None]
         verdicts = {judge(d, rounding.at(d.question, d.position, limit) if rounding else limit) for d in divergences}
-        found.append((item.question, next(v for v in ("near-tie", "real", "unjudged") if v in verdicts)))
+        found.append((item.question, next(v for v in VERDICTS if v in verdicts)))
     return found
+
+
+def _bare(item: Transcript) -> Transcript:
+    """Without the white space that one server takes away and another leaves, which is no divergence."""
+    return replace(item, text=item.trimmed, reasoned=len(item.text[: item.reasoned].strip()))
+
+
+def check_long_answers(got: Recording, expected: Recording | None, limit: float) -> CheckResult:
+    """Answers to long prompts, cold and warm, are those of the plain server, up to near-ties."""
+    name = "long-context"
+    if not got.long_cold:
+        return result(name, "skipped", "no long prompt was asked (--contexts)")
+    if expected is None:
+        return result(name, "skipped", "nothing to compare with: --against the plain server, with the same weights")
+    plain = by_question(*_passes(expected, expected.long_whole), expected.long)
+    pairs = [
+        item for item in got.long if item.question in plain and all(same_context(item, a) for a in plain[item.question])
+    ]
+    if not pairs:
+        return result(name, "skipped", "the two servers answered no common long prompt")
+    verdicts = _parted(pairs, plain, (own_rounding(expected), limit))
+    named: dict[str, Any] = {
+        kind: list(dict.fromkeys(q for q, verdict in verdicts if verdict == kind)) for kind in VERDICTS
+    }
+    asked = {item.question for item in pairs}
+    moved = [q for q in asked if len({item.trimmed for item in plain[q]}) > 1]
+    p = more_often(len(named["unjudged"]), len(asked), len(moved), len(asked))
+    message = (
+        f"{len(pairs) - len(verdicts)} of {len(pairs)} answers to long prompts are those of the plain server, "
+        f"{sum(verdict == 'near-tie' for _, verdict in verdicts)} part at a near-tie"
+    )
+    if named["real"]:
+        message += f"; {len(named['real'])} prompts have another answer where the target is sure of itself: "
+        message += named["real"][0]
+    if named["unjudged"]:
+        message += f"; {len(named['unjudged'])} of {len(asked)} prompts have another answer, the plain server's own "
+        message += f"answers differ for {len(moved)} (p {p:.2g}), and no log-probabilities tell why"
+        message += "" if expected.long_whole else ": record the plain server again, which asks for them now"
+    if named["unjudged"] and not named["real"] and p >= UNLIKELY:
+        return result(name, "skipped", message, **named)
+    remedy = (
+        "compare the answers in --json; try --contexts one by one, and RoPE scaling, chunked prefill and prefix reuse"
+    )
+    return pass_or_fail(
+        name, named["real"] or named["unjudged"], message, "TS-CHECK-NOT-LOSSLESS", remedy, len(pairs), **named
+    )
 
 
 def check_usage(got: Recording, expected: Recording | None) -> CheckResult:
@@ -198,7 +254,7 @@ def check_usage(got: Recording, expected: Recording | None) -> CheckResult:
     if not counted:
         return result("usage", "skipped", "the server tells no completion_tokens")
     first: dict[tuple[str, str], tuple[int, int | None]] = {}
-    for item in [*(expected.answered if expected else []), *got.answered, *got.streamed, *got.later]:
+    for item in [*(expected.answered + expected.long if expected else []), *got.answered, *got.streams]:
         if item.error is None and item.completion_tokens is not None:
             first.setdefault((item.question, item.text), (item.completion_tokens, item.prompt_tokens))
     wrong = [f"{item.question}: {fault}" for item in counted for fault in _usage_faults(item, got.max_tokens, first)]
