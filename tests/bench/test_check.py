@@ -16,8 +16,16 @@ from tests.bench.cheating_server import CHEATS, LONG_CHEATS
 from tests.command_line import Done, trtspec
 from trtspec.bench.adapters import FROM_COUNTERS
 from trtspec.bench.asking import Asker
+from trtspec.bench.battery import stop_word
 from trtspec.bench.drafting import check_acceptance
-from trtspec.bench.features import check_follow_ups, check_forms, check_tool_calls, check_tool_streams
+from trtspec.bench.features import (
+    check_follow_ups,
+    check_forms,
+    check_image,
+    check_stops,
+    check_tool_calls,
+    check_tool_streams,
+)
 from trtspec.bench.lossless import compare_transcripts, first_divergence, tokens_show
 from trtspec.bench.transcript import Recording, Token, ToolReply, Transcript
 from trtspec.bench.visible import check_stream
@@ -320,6 +328,60 @@ def test_answers_that_think_long_are_given_room(cheating: str) -> None:
     found.append(check_tool_streams(got, None))
     assert [(row.status, row.seen) for row in found] == [("pass", FEW)] * 4, found
     assert check_follow_ups(empty, got).status == "fail"
+
+
+BROKEN = ToolReply(error="HTTP 500: broken", question="q")
+TIMEOUT = ToolReply(error="no answer within 120 s (--timeout)", question="q")
+
+
+@pytest.mark.parametrize(
+    ("got", "plain", "wanted"),
+    [
+        (TIMEOUT, None, "fail"),
+        (TIMEOUT, replied([], WRITES), "fail"),
+        (REFUSED, replied([], WRITES), "fail"),
+        (REFUSED, None, "skipped"),
+        (TIMEOUT, REFUSED, "skipped"),
+        (replied([]), replied([]), "skipped"),
+        (replied([]), replied([], WRITES), "fail"),
+        (replied([], WRITES), TIMEOUT, "pass"),
+    ],
+)
+def test_an_image_that_fails_is_not_text_only(got: ToolReply, plain: ToolReply | None, wanted: str) -> None:
+    expected = None if plain is None else Recording("u", {}, 8, [], image=plain)
+    assert check_image(Recording("u", {}, 8, [], image=got), expected).status == wanted
+
+
+LONGER = "It reads all of the files that the list names and sorts what they hold"
+CUTS = "It reads all of the"  # `files that the` is the stop string
+
+
+@pytest.mark.parametrize(
+    ("got", "plain", "wanted"),
+    [
+        ([CUTS, CUTS], None, "pass"),
+        ([LONGER, CUTS], [CUTS, CUTS], "fail"),
+        ([LONGER, CUTS], [LONGER, CUTS], "pass"),
+        ([BROKEN] * 2, None, "fail"),
+        ([REFUSED] * 2, None, "skipped"),
+        ([BROKEN] * 2, [CUTS, CUTS], "fail"),
+        ([BROKEN] * 2, [BROKEN] * 2, "skipped"),
+        ([CUTS, REFUSED], [CUTS, CUTS], "fail"),
+    ],
+)
+def test_stop_strings_are_judged_beside_the_plain_server(got: list[Any], plain: list[Any] | None, wanted: str) -> None:
+    whole = [replace(transcript(None, LONGER), question=str(index)) for index in range(2)]
+    sides = [None if one is None else Recording("u", {}, 8, whole, stops=numbered(one)) for one in (got, plain)]
+    found = check_stops(*sides)  # type: ignore[arg-type]
+    assert found.status == wanted, found.message
+
+
+def test_a_stop_string_stands_in_no_reasoning() -> None:
+    """The engine would stop there."""
+    plain = transcript(None, LONGER)
+    thinking = replace(plain, text=f"Which files that the list names? {LONGER}", reasoned=33)
+    assert thinking.content == LONGER and stop_word(plain) == "files that the"
+    assert str(stop_word(thinking)) not in thinking.text[:33]
 
 
 def test_a_streamed_call_is_put_together_and_compared() -> None:

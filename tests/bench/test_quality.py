@@ -103,3 +103,13 @@ def test_too_few_tasks_are_no_pass() -> None:
     plain, got = runs(20, 0.9, 0.9, 3)
     verdict = check_tasks(got, plain, 0.14)
     assert verdict.status == "skipped" and f"needs {verdict.detail['pairs_needed']} tasks" in verdict.message
+
+
+def test_tasks_that_nobody_solves_show_no_fall() -> None:
+    plain, got = (
+        Recording("u", {}, 8, [], tasks=[TaskReply(str(i), False, cut=True) for i in range(200)]) for _ in "ab"
+    )
+    verdict = check_tasks(got, plain, 0.1)
+    assert verdict.status == "skipped" and "cut off at --task-tokens: 200 answers, 200 before" in verdict.message
+    few = Recording("u", {}, 8, [], tasks=[TaskReply(str(index), index < 10) for index in range(200)])
+    assert "cannot show" in check_tasks(few, few, 0.1).message

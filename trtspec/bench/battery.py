@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtspec.bench.datasets import Question, text_of
-from trtspec.bench.transcript import AskedPrompt, Recording
+from trtspec.bench.transcript import AskedPrompt, Recording, Transcript
 
 TOOL = {
     "type": "function",
@@ -123,12 +123,15 @@ def image_question() -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*parts, {"type": "image_url", "image_url": {"url": PIXEL}}]}]
 
 
-def stop_word(text: str) -> str | None:
-    """Three words from the middle of an answer that stand there for the first time: where a stop string cuts it."""
+def stop_word(answer: Transcript) -> str | None:
+    """Three words from the middle of an answer that stand there for the first time, its reasoning included, where a
+    stop string cuts too."""
+    text, reasoning = answer.content, answer.text[: answer.reasoned]
     words = text.split(" ")
     for start in range(len(words) // 3, len(words) - 4):
         phrase = " ".join(words[start : start + 3])
-        if len(phrase) >= 6 and phrase.strip() == phrase and text.find(phrase) == len(" ".join(words[:start])) + 1:
+        first = text.find(phrase) == len(" ".join(words[:start])) + 1 and phrase not in reasoning
+        if len(phrase) >= 6 and phrase.strip() == phrase and first:
             return phrase
     return None
 

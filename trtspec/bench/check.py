@@ -68,8 +68,8 @@ def run_checks(got: Recording, expected: Recording | None, limits: GateLimits) -
         features.check_tool_streams(got, expected),
         features.check_follow_ups(got, expected),
         features.check_forms(got, expected),
-        features.check_stops(got),
-        features.check_image(got),
+        features.check_stops(got, expected),
+        features.check_image(got, expected),
         drafting.check_acceptance(got, limits.min_acceptance),
         drafting.check_claims(got),
         drafting.check_forced(got),
@@ -184,17 +184,23 @@ def check_tasks(got: Recording, expected: Recording | None, fall: float) -> Chec
     if not pairs:
         return result(name, "skipped", f"{alone}; the two servers answered no common task")
     now, p = before - lost + won, mcnemar(lost, won)
+    cut = sum(task.cut for task in got.tasks), sum(task.cut for task in expected.tasks)
     share = min(max(before / pairs, fall + 0.01), 0.99)
     needed = pairs_needed(round(share, 2), round(share - fall, 2), ALPHA)
     detail: dict[str, Any] = {"pairs": pairs, "before": before, "now": now, "lost": lost, "won": won, "p": round(p, 6),
               "pairs_needed": needed, "fall": fall}  # fmt: skip
     message = f"{now} of {pairs} tasks solved, {before} before ({lost} lost, {won} won, McNemar's exact p {p:.2g})"
+    if any(cut):
+        message += f"; cut off at --task-tokens: {cut[0]} answers, {cut[1]} before"
     if p < ALPHA:
         remedy = (
             "read the lost tasks in --json; a quantized target: try another policy or calibration (trtspec quantize)"
         )
         detail["lost_tasks"] = _lost(got, expected)[:SHOWN]
         return result(name, "fail", message, "TS-CHECK-TASKS", remedy, **detail)
+    if before <= fall * pairs:
+        message += f"; with so few right before, a fall of {100 * fall:g} points cannot show"
+        return result(name, "skipped", message, **detail)
     if pairs < needed:
         message += f"; a fall of {100 * fall:g} points needs {needed} tasks to be found 9 times in 10"
         return result(name, "skipped", message, **detail)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trtspec.bench.asking import HONOURED, NO_EFFECT, NOT_ASKED, NOT_SENT, REFUSED
+from trtspec.bench.asking import HONOURED, NO_EFFECT, NOT_ASKED, NOT_SENT, REFUSED, declined
 from trtspec.bench.battery import FORM_SCHEMA, TOOL, stop_word
 from trtspec.bench.gate import SHOWN, CheckResult, pass_or_fail, result
 from trtspec.bench.transcript import Recording, ToolReply, Transcript
@@ -285,33 +285,49 @@ def form_fault(reply: ToolReply) -> str | None:
     return f"it has {', '.join(sorted(extra))} beside what the schema allows" if extra else None
 
 
-def check_stops(got: Recording) -> CheckResult:
+def check_stops(got: Recording, expected: Recording | None) -> CheckResult:
     """An answer ends where a stop string begins, and not before."""
     name, remedy = "stop-strings", "ask with speculation off; a stop string may lie across the end of a draft"
-    if not asked(got.stops):
+    mine, theirs = asked(got.stops), expected.stops if expected else []
+    if not mine:
         return result(name, "skipped", "no answer is long enough to be cut by a stop string")
-    if all(reply.error for reply in got.stops):
-        return result(name, "skipped", f"not shown: the server refused stop: {got.stops[0].error}")
-    answers = {item.question: item for item in got.answered}
-    faults, judged = [], 0
-    for reply in asked(got.stops):
-        whole = answers[reply.question]
-        fault = _stop_fault(reply, whole)
-        judged += fault is not None
-        if fault:
-            faults.append(f"{reply.question}: {fault}")
+    also = {q for q, fault in _stop_faults(expected, theirs).items() if fault} if expected else set()
+    found = {question: fault for question, fault in _stop_faults(got, mine).items() if question not in also}
+    refused = [reply for reply in mine if reply.error]
+    alone = [reply for reply in refused if _refused_stop(reply, mine, theirs)]
+    faults = [f"{reply.question}: refused: {reply.error}" for reply in alone]
+    faults += [f"{question}: {fault}" for question, fault in found.items() if fault]
+    judged = len(found) + len(alone)
     if not judged:
-        return result(name, "skipped", "every answer parted from the earlier one before its stop string")
+        message = "every answer parted from the earlier one before its stop string"
+        message = f"not shown: the server refused stop: {refused[0].error}" if refused else message
+        message += "; the plain server is wrong as well" if also else ""
+        return result(name, "skipped", message)
     message = f"{judged - len(faults)} of {judged} answers end at their stop string"
     message += f"; {faults[0]}" if faults else ""
-    return pass_or_fail(name, faults, message, "TS-CHECK-STOP", remedy, judged, faults=faults)
+    return pass_or_fail(name, faults, message, "TS-CHECK-STOP", remedy, judged, faults=faults[:SHOWN])
+
+
+def _refused_stop(reply: ToolReply, mine: Sequence[ToolReply], theirs: Sequence[ToolReply]) -> bool:
+    """Whether a refusal is this server's own. A server may stop at another phrase, so questions may differ."""
+    if theirs:
+        return any(not other.error for other in theirs)
+    return any(not other.error for other in mine) or not declined(reply.error)
+
+
+def _stop_faults(recording: Recording, replies: Sequence[ToolReply]) -> dict[str, str]:
+    """By question: "" where the answer is right; without those that were refused or took another way before."""
+    answers = {item.question: item for item in recording.answered}
+    pairs = [(reply, answers[reply.question]) for reply in replies if reply.question in answers and not reply.error]
+    found = {whole.question: _stop_fault(reply, whole) for reply, whole in pairs}
+    return {question: fault for question, fault in found.items() if fault is not None}
 
 
 def _stop_fault(reply: ToolReply, whole: Transcript) -> str | None:
     """ "" where it is right, None where the answer took another way before."""
-    word = stop_word(whole.content)
-    if reply.error or word is None:
-        return reply.error and f"refused: {reply.error}"
+    word = stop_word(whole)
+    if word is None:
+        return None
     wanted = whole.content[: whole.content.index(word)]
     if reply.content.rstrip() == wanted.rstrip() or reply.content == wanted + word:
         return ""
@@ -320,17 +336,30 @@ def _stop_fault(reply: ToolReply, whole: Transcript) -> str | None:
     return "the answer ends before its stop string" if wanted.startswith(reply.content) else None
 
 
-def check_image(got: Recording) -> CheckResult:
+def check_image(got: Recording, expected: Recording | None) -> CheckResult:
     """An image is taken, where the server takes images."""
-    reply = got.image
+    name, remedy = "image", "send an image by hand with speculation off"
+    reply, plain = got.image, expected.image if expected else None
     if reply is None or not asked([reply]):
-        return result("image", "skipped", "no image was sent")
+        return result(name, "skipped", "no image was sent")
     if reply.error:
-        return result("image", "skipped", f"not shown: the server takes text only ({reply.error[:120]})")
-    if not reply.content.strip() and not reply.reasoning.strip():
-        remedy = "send an image by hand with speculation off"
-        return result("image", "fail", "an image is taken and the answer is empty", "TS-CHECK-IMAGE", remedy)
-    return result("image", "pass", "a request with an image is answered in text")
+        if plain is not None and not plain.error:
+            message = f"an image is refused with speculation only: {reply.error[:120]}"
+            return result(name, "fail", message, "TS-CHECK-IMAGE", remedy)
+        if plain is None and not declined(reply.error):
+            message = f"an image brings no answer and no refusal: {reply.error[:120]}"
+            return result(name, "fail", message, "TS-CHECK-IMAGE", remedy)
+        why = "neither server answers" if plain is not None else "the server takes text only"
+        return result(name, "skipped", f"not shown: {why} ({reply.error[:120]})")
+    if not _shown(reply):
+        if plain is not None and not plain.error and not _shown(plain):
+            return result(name, "skipped", "not shown: the answer is empty on both servers")
+        return result(name, "fail", "an image is taken and the answer is empty", "TS-CHECK-IMAGE", remedy)
+    return result(name, "pass", "a request with an image is answered in text")
+
+
+def _shown(reply: ToolReply) -> bool:
+    return bool(reply.content.strip() or reply.reasoning.strip())
 
 
 def check_parameters(got: Recording, expected: Recording | None) -> CheckResult:

@@ -194,7 +194,7 @@ async def ask_tasks(asker: Asker, asked: TaskSet) -> list[TaskReply]:
                 AskedPrompt(task.id, "tasks", [{"role": "user", "content": task.question}], "tasks")
             )
         correct = found.error is None and grade(task, found.content)
-        return TaskReply(task.id, correct, found.text, found.error)
+        return TaskReply(task.id, correct, found.text, found.error, found.finish_reason == "length")
 
     return list(await asyncio.gather(*(one(task) for task in asked.tasks)))
 

@@ -224,7 +224,7 @@ async def _features(asker: Asker, asked: Battery, found: Recording, limits: Requ
     )
     stops = await _replies(asker.tool, [
         (transcript.messages, {**transcript.extra, "stop": [word]}, transcript.question)
-        for transcript in found.answered if (word := battery.stop_word(transcript.content))
+        for transcript in found.answered if (word := battery.stop_word(transcript))
     ][:few], asker.concurrency)  # fmt: skip
     image = await asker.tool(battery.image_question(), {"max_tokens": BURST_TOKENS}, "image")
     parameters: list[ParameterReply] = []

@@ -124,12 +124,13 @@ class RecordedPass:
 
 @dataclass(frozen=True)
 class TaskReply:
-    """One graded task."""
+    """One graded task; `cut` where the limit of tokens ended its answer."""
 
     id: str
     correct: bool
     text: str = ""
     error: str | None = None
+    cut: bool = False
 
 
 @dataclass(frozen=True)
