@@ -87,9 +87,9 @@ def test_a_tie_within_rounding_is_a_near_tie_and_a_wider_one_is_not(requests: li
 class OneCacheEntryOff(Engine):
     """One cached token of each prompt is 1 % too large in every layer."""
 
-    def _advance_prompt(self, chunk: Chunk, outputs: list[Output]) -> None:
+    def _advance_prompt(self, chunk: Chunk) -> Output | None:
         self.cache.data[:, chunk.piece.row, chunk.piece.end - 1] *= 1.01
-        super()._advance_prompt(chunk, outputs)
+        return super()._advance_prompt(chunk)
 
 
 class RopeOffByOne(Engine):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -141,15 +141,15 @@ class Engine:
 
     def enqueue(self, request: GenerationRequest) -> None:
         """Queues a request that `check` took."""
-        self.submitted += 1
         sequence = Sequence(
             request,
             draft_len=self.draft_len,
             max_seq_len=self.max_seq_len,
             eos_ids=self.eos_ids,
             tokenizer=self.tokenizer,
-            seed=self.options.seed + self.submitted,
+            seed=self.options.seed + self.submitted + 1,
         )
+        self.submitted += 1  # not for one that failed above: every rank counts the same
         self.waiting.append(sequence)
 
     def cancel(self, request_id: str) -> None:
@@ -205,8 +205,12 @@ class Engine:
         batch.advance(tokens, accepted)
 
         # Emit: from the last row, because one that ends gives its place to the last.
+        made = [self._emit(row, emitted[row], offered[row], out.logits) for row in range(rows)]
+        self._share_failures(batch.sequences, made)
         for row in reversed(range(rows)):
-            outputs.append(self._emit(row, emitted[row], offered[row], out.logits))
+            if made[row].finish_reason:
+                self._remove(row)
+        outputs += made
 
     def _accept(self, logits: Tensor, drafts: Tensor, offered: list[int]) -> tuple[Tensor, Tensor]:
         """(tokens int64 [B, T], accepted int64 [B]) of logits [B, T, V] after the last token and the T-1 drafts."""
@@ -230,16 +234,21 @@ class Engine:
         return tokens, accepted
 
     def _emit(self, row: int, tokens: list[int], offered: int, logits: Tensor) -> Output:
-        """Hands a row its tokens; one that ends leaves the batch. logits [B, T, V] are the round's."""
+        """Hands a row its tokens. logits [B, T, V] are the round's."""
         sequence = self.batch.sequences[row]
         try:
             output = sequence.emit(tokens, offered)
             self._annotate(output, sequence, logits[row])
         except Exception as error:
             output = sequence.fail(error)
-        if output.finish_reason:
-            self._remove(row)
         return output
+
+    def _share_failures(self, sequences: list[Sequence], made: list[Any]) -> None:
+        """Fails what failed in another rank, so that all ranks go on with the same rows; `made` by each sequence."""
+        failed = self.target.sharding.anywhere([s.finish_reason == "error" for s in sequences], self.device)
+        for index, sequence in enumerate(sequences):
+            if failed[index] and sequence.finish_reason != "error":
+                made[index] = sequence.fail(RuntimeError("the request failed in another rank"))
 
     def generate(self, requests: list[GenerationRequest]) -> dict[str, Completion]:
         """Runs the requests to their end, in slots that are refilled as they become free.
@@ -320,39 +329,47 @@ class Engine:
                 for chunk in chunks:
                     self._prefill_pass([chunk], outputs)
             return
-        for chunk in chunks:
-            sequence = chunk.sequence
-            try:
-                self._advance_prompt(chunk, outputs)
-            except Exception as error:
-                outputs.append(sequence.fail(error))
-                if sequence in self.batch.sequences:
-                    self._remove(self.batch.sequences.index(sequence))
+        made = [self._advance_prompt(chunk) for chunk in chunks]
+        self._share_failures([chunk.sequence for chunk in chunks], made)
+        for chunk, output in zip(chunks, made, strict=True):
+            if output is None:
+                self.prefilling, self.prefill_row = chunk.sequence, chunk.piece.row
+            else:
+                outputs.append(self._join(chunk, output) if output.finish_reason is None else output)
 
-    def _advance_prompt(self, chunk: Chunk, outputs: list[Output]) -> None:
+    def _advance_prompt(self, chunk: Chunk) -> Output | None:
+        """What came out of the pass: the first token, or nothing where the prompt goes on."""
         sequence, end = chunk.sequence, chunk.piece.end
-        if sequence.request.prompt_logprobs:
-            known = chunk.prompt[chunk.piece.begin + 1 : end + 1]
-            count = max(1, sequence.request.logprobs)
-            sequence.prompt_logprobs += token_logprobs(chunk.logits[: len(known)].log_softmax(-1), known, count)
-        sequence.prefilled = end
-        if chunk.done:
-            outputs.append(self._join(chunk))
-        else:
-            self.prefilling, self.prefill_row = sequence, chunk.piece.row
+        try:
+            if sequence.request.prompt_logprobs:
+                known = chunk.prompt[chunk.piece.begin + 1 : end + 1]
+                count = max(1, sequence.request.logprobs)
+                sequence.prompt_logprobs += token_logprobs(chunk.logits[: len(known)].log_softmax(-1), known, count)
+            sequence.prefilled = end
+            return self._first_output(chunk) if chunk.done else None
+        except Exception as error:
+            return sequence.fail(error)
 
-    def _join(self, chunk: Chunk) -> Output:
-        """Emits the first token and, where more are to come, gives the sequence its row of the batch."""
-        sequence, first, row = chunk.sequence, chunk.following, chunk.piece.row
+    def _first_output(self, chunk: Chunk) -> Output:
+        sequence = chunk.sequence
         if self.prefix is not None:
-            self.prefix.save(chunk.prompt, row)
-        output = sequence.emit([first])
+            self.prefix.save(chunk.prompt, chunk.piece.row)
+        output = sequence.emit([chunk.following])
         output.prompt_logprobs, output.cached_tokens = sequence.prompt_logprobs, sequence.cached_tokens
         output.scheduled = sequence.scheduled
         self._annotate(output, sequence, chunk.logits[-1:])
-        if output.finish_reason is None:
-            self._move(row, len(self.batch), len(chunk.prompt))
-            self.batch.append(sequence, first)
+        return output
+
+    def _join(self, chunk: Chunk, output: Output) -> Output:
+        """Gives a sequence that goes on its row of the batch."""
+        sequence = chunk.sequence
+        try:
+            self._move(chunk.piece.row, len(self.batch), len(chunk.prompt))
+            self.batch.append(sequence, chunk.following)
+        except Exception as error:
+            output = sequence.fail(error)
+            if sequence in self.batch.sequences:
+                self._remove(self.batch.sequences.index(sequence))
         return output
 
     def _first_tokens(self, sequences: list[Sequence], logits: Tensor) -> list[int]:

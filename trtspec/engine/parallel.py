@@ -111,15 +111,18 @@ class Ranks:
 
 
 class ParallelEngine(Engine):
-    """An engine that takes its steps together with the other ranks. `pending` waits for the next step of rank 0."""
+    """An engine that takes its steps together with the other ranks. `pending` goes to them before the next."""
 
     ranks: Ranks | None = None  # set in rank 0
     pending: tuple[Command, ...] = ()
 
     def enqueue(self, request: GenerationRequest) -> None:
-        self.pending = (*self.pending, request)
+        super().enqueue(request)
+        # what a request wants of its tokens beyond sampling, rank 0 alone knows and decides
+        self.pending = (*self.pending, replace(request, wishes=None))
 
     def cancel(self, request_id: str) -> None:
+        super().cancel(request_id)
         self.pending = (*self.pending, request_id)
 
     @property
@@ -129,18 +132,7 @@ class ParallelEngine(Engine):
     def step(self) -> list[Output]:
         assert self.ranks is not None
         commands, self.pending = self.pending, ()
-        # what a request wants of its tokens beyond sampling, rank 0 alone knows and decides
-        known = [command if isinstance(command, str) else replace(command, wishes=None) for command in commands]
-        self.ranks.send((known, self.running()))
-        return self.step_with(list(commands))
-
-    def step_with(self, commands: list[Command]) -> list[Output]:
-        """The step itself, on every rank."""
-        for command in commands:
-            if isinstance(command, str):
-                super().cancel(command)
-            else:
-                super().enqueue(command)
+        self.ranks.send((commands, self.running()))
         return super().step()
 
     def running(self) -> list[str]:
@@ -156,24 +148,25 @@ class ParallelEngine(Engine):
                 return
             if running != self.running():
                 raise RuntimeError(f"rank {self.target.sharding.rank} runs {self.running()}, rank 0 {running}")
-            self.step_with(commands)
+            for command in commands:
+                if isinstance(command, str):
+                    super().cancel(command)
+                else:
+                    super().enqueue(command)
+            super().step()
 
     def _first_tokens(self, sequences: list[Sequence], logits: Tensor) -> list[int]:
-        """Rank 0's, and where one fails there, it fails on every rank."""
+        """Rank 0's; a request that fails in a rank fails in all of them when it takes its token."""
         tokens = [0] * len(sequences)
         try:
             tokens = super()._first_tokens(sequences, logits)
         except Exception as error:
             for sequence in sequences:
                 sequence.failure = sequence.failure or error
-        failed = [int(sequence.failure is not None) for sequence in sequences]
-        decided = torch.tensor([tokens, failed], device=self.device)
+        decided = torch.tensor(tokens, device=self.device)
         self.target.sharding.follow_first(decided)
-        tokens, failed = decided.tolist()
-        for sequence, fails in zip(sequences, failed, strict=True):
-            if fails and sequence.failure is None:
-                sequence.failure = RuntimeError("the request failed in rank 0")
-        return tokens
+        first: list[int] = decided.tolist()
+        return first
 
 
 def follow(

@@ -70,6 +70,14 @@ class Sharding:
                 if whole is not tensor:
                     tensor.copy_(whole)
 
+    def anywhere(self, flags: list[bool], device: torch.device) -> list[bool]:
+        """For each flag, whether it is set in any rank. Waits for all ranks."""
+        if self.size == 1 or not flags:
+            return flags
+        shared = torch.tensor(flags, dtype=torch.int32).to(device)
+        dist.all_reduce(shared, dist.ReduceOp.MAX)
+        return [bool(flag) for flag in shared.tolist()]
+
 
 WHOLE = Sharding()
 
