@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tiny import make_target
 from trtspec import data_files
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.read import read_head
 from trtspec.checkpoint.target_problems import target_spec
 from trtspec.errors import MissingDependency
 from trtspec.models import memory
-from trtspec.models.memory import MemoryLoad, footprint, ranks_that_fit, require_fitting
+from trtspec.models.memory import MemoryLoad, footprint, ranks_that_fit, require_fitting, target_bytes
 from trtspec.models.precision import dtype_name, dtype_of_capability
+from trtspec.models.sharding import Sharding
+from trtspec.models.weights import load_target
 from trtspec.specs import ModelSpec
 
 GIB = 2**30
@@ -106,3 +109,27 @@ def test_the_head_counts(nano: ModelSpec) -> None:
     alone, both = (footprint(Path(), nano, given, load(CARDS[0])) for given in (None, head))
     assert both.weights - alone.weights == 4 * sum(info.numel for info in checkpoint.tensors.values())
     assert both.row > alone.row
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_name)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_nvfp4_target_is_counted_as_it_is_held(tmp_path: Path, dtype: torch.dtype, ranks: int) -> None:
+    """Against the tensors of the loaded model, which are those of each rank: not the bytes of the files."""
+    path = make_target(tmp_path, format="nvfp4", shards=1)
+    spec = target_spec(Checkpoint.open(path))
+    for rank in range(ranks):
+        sharding = Sharding(rank, ranks)
+        model = load_target(path, dtype=dtype, sharding=sharding)
+        held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+        counted = target_bytes(path, spec, dtype, "cuda", sharding)
+        assert counted == pytest.approx(held, rel=0.03), (counted, held)
+    stored = sum(file.stat().st_size for file in path.glob("*.safetensors")) // ranks
+    print(f"\n{dtype_name(dtype)}, {ranks} ranks: counted {counted}, held {held}, stored {stored}")
+
+
+def test_each_rank_on_a_cpu_keeps_prefixes(nano: ModelSpec) -> None:
+    asked = MemoryLoad("cpu", torch.float32, ROWS, LENGTH, 3, ranks=4)
+    without, beside = (footprint(Path(), nano, None, replace(asked, prefix_bytes=size)) for size in (0, GIB))
+    assert beside.kept - without.kept == beside.prefixes == 4 * GIB
+    gpu = replace(asked, device="cuda", prefix_bytes=GIB)
+    assert footprint(Path(), nano, None, gpu).prefixes == GIB

@@ -13,6 +13,7 @@ from trtspec.errors import MissingDependency, UsageError
 from trtspec.models.kimi import KimiModel
 from trtspec.models.precision import dtype_name, through_float32
 from trtspec.models.sharding import WHOLE, Sharding
+from trtspec.models.weights import is_nvfp4, layout
 from trtspec.quant.workers import usable_memory
 from trtspec.specs import HeadSpec, ModelSpec
 
@@ -50,14 +51,22 @@ def free_bytes(device: str) -> int:
 
 
 def target_bytes(path: Path, spec: ModelSpec, dtype: torch.dtype, device: str, sharding: Sharding = WHOLE) -> int:
-    """Of a rank's part of a loaded target: NVFP4 weights stay as they are stored, all others become `dtype`."""
-    if spec.quant.format.is_fp4:
-        return sum(file.stat().st_size for file in path.glob("*.safetensors")) // sharding.size
+    """Of a rank's part of a loaded target, every weight as `dtype`: an NVFP4 one, too, is held as the products of its
+    codes and block scales (`NVFP4Linear`). What a CPU keeps packed beside it is counted for all but those."""
     with torch.device("meta"):
         model = KimiModel(spec, sharding=sharding)
-    elements = sum(parameter.numel() for parameter in model.parameters())
-    packed = device == "cpu" and (dtype == torch.float32 or through_float32(dtype))
-    return int(elements * (dtype.itemsize + (4 * PACKED_SHARE if packed else 0)))
+    elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    packed = 0
+    if device == "cpu" and (dtype == torch.float32 or through_float32(dtype)):
+        fp4 = fp4_parameters(path, spec) if spec.quant.format.is_fp4 else set()
+        packed = sum(count for name, count in elements.items() if name not in fp4)
+    return int(sum(elements.values()) * dtype.itemsize + packed * 4 * PACKED_SHARE)
+
+
+def fp4_parameters(path: Path, spec: ModelSpec) -> set[str]:
+    """Parameters of the model that the checkpoint stores as NVFP4, by its headers."""
+    stored = Checkpoint.open(path).tensors
+    return {source.parameter for source in layout(spec) if is_nvfp4(stored, source.names[0])}
 
 
 def head_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
@@ -89,10 +98,11 @@ class MemoryLoad:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes in one memory: of the weights, of what is held besides whatever the requests are, and of one request;
-    `logits` are the part of the last that does not grow with its length."""
+    """Bytes in one memory: of the weights, of reused prefixes, of what is held whatever the requests are (both of these
+    and what is to spare), and of one request; `logits` are the part of the last that does not grow with its length."""
 
     weights: int
+    prefixes: int
     kept: int
     row: int
     logits: int
@@ -112,15 +122,16 @@ class Footprint:
 
 
 def footprint(path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpec] | None, load: MemoryLoad) -> Footprint:
-    """Of a target, whose checkpoint is read only for the sizes of its files, and a head. Raises UsageError for ranks
-    that cannot share it."""
+    """Of a target, of whose checkpoint no more than headers is read, and a head. Each rank keeps prefixes of its own.
+    Raises UsageError for ranks that cannot share the target."""
     together = load.ranks if load.device == "cpu" else 1
     weights = target_bytes(path, spec, load.dtype, load.device, Sharding(0, load.ranks))
     weights = together * (weights + (head_bytes(head[0], load.dtype) if head else 0))
     logits = LOGITS_COPIES * (1 + load.draft_len) * spec.vocab_size * 4
     token = cache_token_bytes(spec, head[1] if head else None, load.dtype, fp8=load.fp8_cache)
     row = together * (token * (load.length + load.draft_len) + logits)
-    return Footprint(weights, int(SPARE * weights) + load.prefix_bytes, row, together * logits, load.length)
+    prefixes = together * load.prefix_bytes
+    return Footprint(weights, prefixes, int(SPARE * weights) + prefixes, row, together * logits, load.length)
 
 
 def ranks_that_fit(
@@ -158,6 +169,6 @@ def require_fitting(path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpe
     raise MissingDependency(
         f"{path} takes {needed / 2**30:.2f} GiB on {load.device} ({found.weights / 2**30:.2f} of weights in "
         f"{dtype_name(load.dtype)}, {load.rows} requests of {load.length} tokens, "
-        f"{load.prefix_bytes / 2**30:.2f} for reused prefixes), {free / 2**30:.2f} are free",
+        f"{found.prefixes / 2**30:.2f} for reused prefixes), {free / 2**30:.2f} are free",
         remedy,
     )

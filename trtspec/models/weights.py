@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -62,7 +62,7 @@ def load_target(
     return model.eval().requires_grad_(False)
 
 
-def is_nvfp4(tensors: LazyTensors, name: str) -> bool:
+def is_nvfp4(tensors: Container[str], name: str) -> bool:
     """Whether the weight `name` is stored as NVFP4."""
     return stored_format(tensors, name.removesuffix(".weight")).is_fp4
 
