@@ -283,6 +283,7 @@ SERVING: dict[str, dict[str, Situation]] = {
                 dtype="--dtype float32",
                 tp_size="--tp-size 2",
                 device="--device cuda",
+                cuda_graphs=Effect(line("--cuda-graphs"), base=(*REFERENCE, "--device", "cuda")),
                 speculation="--speculation prompt-lookup",
                 draft_len=Effect(line("--draft-len 2"), base=(*REFERENCE, "--head", "{head}")),
                 draft_sampling=Effect(line("--draft-sampling probabilistic"), base=(*REFERENCE, "--head", "{head}")),

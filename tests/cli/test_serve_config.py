@@ -104,6 +104,12 @@ def test_the_file_decides_and_the_command_line_lowers(tmp_path: Path) -> None:
         "off (--prefix-reuse; the file: true"
     )
     assert answer["config"]["not_applicable"]["moe_config.backend"]
+    key, file = "tensor_parallel_size", tmp_path / "engine.yml"
+    file.write_text(f"{key}: 4\nmax_seq_len: 99\n")
+    shared = (*SERVE, "--config", file, "--trtllm-version", "1.3.0rc20", "--dry-run", "--json")
+    assert json.loads(trtspec(*shared).stdout)["config"]["not_applicable"][key].startswith("--tp-size alone decides")
+    two = json.loads(trtspec(*shared, "--tp-size", 2).stdout)["config"]
+    assert two["honoured"][key].startswith("2 (--tp-size") and key not in two["not_applicable"]
 
 
 def test_reuse_and_cache_as_the_release_has_them(tmp_path: Path) -> None:

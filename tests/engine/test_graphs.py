@@ -4,16 +4,19 @@ never move and are overwritten by each run, the engine's tokens stay the same.""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.command_line import trtspec
 from tests.engine.conftest import HEAD_KINDS, token_ids
 from tests.engine.test_lossless import HeadOf
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.graphs import Captured, Graphs, Pass, graphs_for, rounded_up
 from trtspec.engine.request import GenerationRequest
+from trtspec.engine.server import ServerOptions, compute_dtype, described, warm_up
 from trtspec.errors import UsageError
 from trtspec.models.kimi import KimiModel
 
@@ -87,6 +90,31 @@ def test_graphs_are_refused_where_there_is_nothing_to_capture(target: KimiModel)
         Engine(target, options=EngineOptions(cuda_graphs=True))
     with pytest.raises(UsageError, match="2 ranks"):
         graphs_for(torch.device("cuda"), 2)
+
+
+@pytest.mark.parametrize("kind", [OnTheCpu, Refused])
+def test_the_ready_line_says_whether_there_are_graphs(target: KimiModel, kind: type[Graphs]) -> None:
+    engine = Engine(target, options=EngineOptions(max_batch_size=2, max_seq_len=64))
+    assert "graphs" not in described(engine, ServerOptions())
+    engine.use_graphs(graphs := kind())
+    warm_up(engine)  # the first capture, before the line is written
+    assert described(engine, ServerOptions()).endswith(f", {graphs.told}")
+    assert graphs.told.startswith("CUDA graphs" if graphs.captured else "no CUDA graphs: operation not permitted")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "--cuda-graphs needs a GPU, not --device cpu"),
+        ("--device cuda --tp-size 2", "--cuda-graphs is for one GPU, not --tp-size 2"),
+        ("--backend vllm", "--cuda-graphs"),
+    ],
+)
+def test_serve_refuses_graphs_by_name(target_dir: Path, words: str, message: str) -> None:
+    done = trtspec("serve", target_dir, "--backend", "reference", "--cuda-graphs", "--dry-run", *words.split())
+    assert done.status == 2 and message in done.stderr, done.stderr
+    with pytest.raises(UsageError, match="need a GPU"):
+        compute_dtype(ServerOptions(cuda_graphs=True))
 
 
 def test_a_graph_serves_many_lengths() -> None:

@@ -51,6 +51,7 @@ class ReferenceStart:
     max_queue: int | None = None
     api_key: str | None = field(default=None, repr=False)
     tp_size: int | None = None
+    cuda_graphs: bool = False
 
     @property
     def drafter(self) -> Literal["eagle3", "prompt-lookup"] | None:
@@ -73,6 +74,10 @@ class ReferenceStart:
             raise UsageError("--prefix-reuse blind is about a head's cache", "pass --head, or leave it out")
         if self.prefix_reuse == "off" and self.prefix_cache_mib is not None:
             raise UsageError("--prefix-cache-mib is not used with --prefix-reuse off", "leave one of the two out")
+        if self.cuda_graphs and self.device.partition(":")[0] != "cuda":
+            raise UsageError(f"--cuda-graphs needs a GPU, not --device {self.device}", "pass --device cuda")
+        if self.cuda_graphs and (self.tp_size or 1) > 1:
+            raise UsageError(f"--cuda-graphs is for one GPU, not --tp-size {self.tp_size}", "leave one of the two out")
         return self
 
 
@@ -152,6 +157,13 @@ class ServeOptions:
         ),
     ] = "auto"
     device: Annotated[str, typer.Option(help="Reference backend: cpu or cuda.")] = "cpu"
+    cuda_graphs: Annotated[
+        bool,
+        typer.Option(
+            "--cuda-graphs",
+            help="Reference backend, one GPU: capture the passes of a step as CUDA graphs. Experimental.",
+        ),
+    ] = False
     served_model_name: Annotated[str | None, typer.Option(help="Name in /v1/models. Default: the target's.")] = None
     max_queue: Annotated[
         int | None,
@@ -331,7 +343,7 @@ def _with_file(start: ReferenceStart, executed: Executed) -> ReferenceStart:
 def _beside(start: ReferenceStart, executed: Executed) -> Executed:
     """The file's list with what the command line says instead."""
     from trtspec.trtllm.deployment import MODEL_KEYS
-    from trtspec.trtllm.reference import REUSE, SIZES
+    from trtspec.trtllm.reference import RANKS, REUSE, SIZES
 
     keys = {name: name for name in SIZES} | {"prefix_reuse": REUSE}
     keys |= {"head": next((key for key in MODEL_KEYS if key in executed.honoured), MODEL_KEYS[0])}
@@ -340,7 +352,10 @@ def _beside(start: ReferenceStart, executed: Executed) -> Executed:
         if getattr(start, name) is not None:
             written = executed.honoured.get(key, "nothing").replace(" (the file's first line)", "")
             instead[key] = f"{getattr(start, name)} ({_flag(name)}; the file: {written})"
-    return replace(executed, honoured=executed.honoured | instead)
+    if start.tp_size is not None and RANKS in executed.not_applicable:
+        instead[RANKS] = f"{start.tp_size} (--tp-size, whatever the file says)"
+    idle = {key: reason for key, reason in executed.not_applicable.items() if key not in instead}
+    return replace(executed, honoured=executed.honoured | instead, not_applicable=idle)
 
 
 def _check_positions(target: str, executed: Executed) -> None:
@@ -407,6 +422,7 @@ def _run(start: ReferenceStart, executed: Executed | None) -> None:
             "max_seq_len",
             "max_queue",
             "tp_size",
+            "cuda_graphs",
         )
     }
     if start.prefix_reuse is not None:

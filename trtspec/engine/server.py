@@ -26,6 +26,7 @@ from trtspec.engine.app import AppOptions, create_app
 from trtspec.engine.boundary import ClientConnection
 from trtspec.engine.drafters import DrafterName, DraftSampling
 from trtspec.engine.engine import Engine, EngineOptions
+from trtspec.engine.graphs import graphs_for
 from trtspec.engine.parallel import ParallelEngine, Ranks, device_of, follow
 from trtspec.engine.prefix import BLOCK_TOKENS, PREFIX_BYTES, PrefixReuse
 from trtspec.engine.request import GenerationRequest
@@ -50,7 +51,8 @@ class ServerOptions:
     requests wait beside those that run; further ones get status 429. A stop gives requests in
     flight `grace` seconds. With an `api_key`, requests below /v1 must carry it. `draft_schedule` to `block_tokens` are
     the engine's (EngineOptions); `kv_cache_dtype` auto is the checkpoint's
-    own. `tp_size` processes share the target and the head, each on a GPU of its own or all on the CPU."""
+    own. `tp_size` processes share the target and the head, each on a GPU of its own or all on the CPU.
+    `cuda_graphs`: on one GPU, the passes of a round are captured and replayed (graphs.py)."""
 
     host: str = "localhost"
     port: int = 8000
@@ -73,6 +75,7 @@ class ServerOptions:
     block_tokens: int = BLOCK_TOKENS
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     tp_size: int = 1
+    cuda_graphs: bool = False
 
 
 def run(target: Path, head: Path | None, options: ServerOptions) -> None:
@@ -109,15 +112,6 @@ def serve(
     torch.set_num_threads(threads_of(engine))
     warm_up(engine)
     name = options.served_model_name or target.resolve().name
-    how = (
-        f"drafter {options.drafter or 'eagle3'}, draft length {engine.draft_len}"
-        if engine.draft_len
-        else "no speculation"
-    )
-    reuse = f"prefix reuse {options.prefix_reuse}" if options.prefix_reuse else "no prefix reuse"
-    how = f"{dtype_name(engine.target.dtype)}, {how}, {reuse}"
-    if ranks is not None:
-        how += f", {ranks.sharding.size} ranks"
     allow_many_connections()
     app = create_app(engine, tokenizer, AppOptions(name, options.api_key, options.max_queue, lambda: server.end()))
     config = uvicorn.Config(
@@ -125,7 +119,7 @@ def serve(
     )
     server = AnnouncingServer(
         config,
-        f"trtspec: serving {name} on http://{options.host}:{listener.getsockname()[1]} ({how})",
+        f"trtspec: serving {name} on http://{options.host}:{listener.getsockname()[1]} ({described(engine, options)})",
         lambda: app.state.worker.give_up(f"the server was stopped, and the answer took more than {options.grace} s"),
         options.grace,
     )
@@ -144,6 +138,21 @@ def serve(
         raise KeyboardInterrupt
 
 
+def described(engine: Engine, options: ServerOptions) -> str:
+    """How a warm engine computes, for the line that says the server is ready."""
+    parts = [dtype_name(engine.target.dtype)]
+    if engine.draft_len:
+        parts += [f"drafter {options.drafter or 'eagle3'}", f"draft length {engine.draft_len}"]
+    else:
+        parts.append("no speculation")
+    parts.append(f"prefix reuse {options.prefix_reuse}" if options.prefix_reuse else "no prefix reuse")
+    if engine.target.sharding.size > 1:
+        parts.append(f"{engine.target.sharding.size} ranks")
+    if engine.graphs is not None:
+        parts.append(engine.graphs.told)
+    return ", ".join(parts)
+
+
 def allow_many_connections() -> None:
     """Raises the soft limit of open files to the hard one: idle clients should not keep out the others."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -151,7 +160,10 @@ def allow_many_connections() -> None:
 
 
 def compute_dtype(options: ServerOptions) -> torch.dtype:
-    """The type to compute in. Raises UsageError or MissingDependency for types and devices that are not."""
+    """The type to compute in. Raises UsageError or MissingDependency for types and devices that are not, and for CUDA
+    graphs where there can be none."""
+    if options.cuda_graphs:
+        graphs_for(torch.device(options.device), options.tp_size)
     if options.dtype not in DTYPES:
         raise UsageError(f"dtype {options.dtype!r} is not one of {', '.join(DTYPES)}", "use --dtype auto")
     check_device(options.device, options.tp_size)
@@ -190,6 +202,7 @@ def build_engine(
         prefix_reuse=options.prefix_reuse,
         prefix_bytes=options.prefix_bytes,
         block_tokens=options.block_tokens,
+        cuda_graphs=options.cuda_graphs,
     )
     kind = Engine if sharding.size == 1 else ParallelEngine
     return kind(model, draft_head, sizes, tokenizer), tokenizer

@@ -34,6 +34,7 @@ from trtspec.trtllm.schema import UNKNOWN
 CODE = "TS-SERVE-REFERENCE-KEY"
 SIZES = ("max_batch_size", "max_num_tokens", "max_seq_len")
 CHUNKED, KV_DTYPE, BLOCK = "enable_chunked_prefill", "kv_cache_config.dtype", "kv_cache_config.tokens_per_block"
+RANKS = "tensor_parallel_size"  # of the deployment that the file is for; the command line decides here
 CACHE_TYPES = ("auto", "fp8")
 
 
