@@ -45,9 +45,18 @@ SETTINGS: dict[str, Any] = {
     "rounding": 0.0,
     "tool": "call",  # call | malformed | none | vanish | refuse
     "fail_every": 0,
+    "reuse": None,  # warm | blind: prompts that begin as an earlier one; blind accepts no draft on them
 }
 app = FastAPI()
-state: dict[str, Any] = {"requests": 0, "drafts": 0, "drafted": 0, "accepted": 0, "per_pos": {}, "busy": 0}
+state: dict[str, Any] = {
+    "requests": 0,
+    "drafts": 0,
+    "drafted": 0,
+    "accepted": 0,
+    "per_pos": {},
+    "busy": 0,
+    "seen": set(),
+}
 
 
 def number(*parts: Any) -> float:
@@ -81,7 +90,7 @@ def write(prompt: str, limit: int, seed: int, temperature: float) -> list[tuple[
     return tokens
 
 
-def steps_of(prompt: str, count: int) -> list[int]:
+def steps_of(prompt: str, count: int, blind: bool = False) -> list[int]:
     """Tokens emitted per step after the first token, which comes from the prefill."""
     steps = []
     left = count - 1
@@ -92,7 +101,7 @@ def steps_of(prompt: str, count: int) -> list[int]:
             accepted += 1
         if SETTINGS["forced"] is not None:
             accepted = SETTINGS["forced"]
-        if SETTINGS["accept_nothing"]:
+        if SETTINGS["accept_nothing"] or blind:
             accepted = 0
         steps.append(min(accepted + 1, left))
         left -= steps[-1]
@@ -200,10 +209,14 @@ async def chat(request: Request) -> Any:
         return JSONResponse({"error": {"message": "logprobs are off"}}, status_code=400)
     prompt = json.dumps(body["messages"])
     tokens = write(prompt, body["max_tokens"], body.get("seed", 0), body.get("temperature", 1.0))
-    steps = steps_of(prompt, len(tokens))
+    known = prompt[:96] in state["seen"]
+    state["seen"].add(prompt[:96])
+    steps = steps_of(prompt, len(tokens), known and SETTINGS["reuse"] == "blind")
     extra = statistics(steps, len(tokens))
     finish = "length" if len(tokens) == body["max_tokens"] else "stop"
-    usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": len(tokens)}
+    usage: dict[str, Any] = {"prompt_tokens": len(prompt.split()), "completion_tokens": len(tokens)}
+    if SETTINGS["kind"] == "reference" and SETTINGS["reuse"]:
+        usage["prompt_tokens_details"] = {"cached_tokens": len(prompt.split()) - 1 if known else 0}
     if body.get("stream"):
         return StreamingResponse(stream(tokens, steps, extra, finish, usage), media_type="text/event-stream")
     text = "".join(token + " " for token, _, _ in tokens)

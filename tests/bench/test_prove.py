@@ -6,13 +6,17 @@ import copy
 import json
 import os
 import tarfile
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.command_line import trtspec
-from trtspec.bench.prove import ProveSetup, judge, launches, plan_findings, prompts_of, steps_of
+from trtspec.bench.battery import make_battery
+from trtspec.bench.datasets import load_dataset
+from trtspec.bench.prove import URL, WORK, ProveSetup, judge, launches, plan_findings, prompts_of, steps_of
 from trtspec.bench.prove_bundle import Redactor, prove_html, read_bundle, redactor, write_bundle
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import json_text
@@ -54,11 +58,18 @@ def evidence() -> dict[str, Any]:
         "check": {"results": [{"name": "lossless", "status": "pass", "message": "equal"}]},
         "bench-plain": results(None), "bench-k1": results(1.5, code=1.6, docs=1.4),
         "bench-k2": results(2.0, code=2.2, docs=1.8), "bench-sampled": results(1.6, code=1.6),
-        "bench-warm": results(2.0, cold=2.0, warm=1.98),
-        "bench-long": results(1.9, **{"100 tokens": 2.0, "300 tokens": 1.8}),
+        "bench-cold": results(2.0, cold=2.0), "bench-warm": results(1.98, warm=1.0),
+        "bench-long-100": results(2.0), "bench-long-300": results(1.8),
     }  # fmt: skip
     gpus = [{"name": "NVIDIA B200", "memory": "183359 MiB", "driver": "580.1", "compute_capability": "10.0"}] * 4
-    setup = {"target": PAIR[0], "head": PAIR[1], "dataset": "nano", "samples": 8, "max_tokens": 64}
+    setup = {
+        "target": PAIR[0],
+        "head": PAIR[1],
+        "dataset": "nano",
+        "samples": 8,
+        "max_tokens": 64,
+        "contexts": [100, 300],
+    }
     return {"schema": 1, "setup": setup, "backend": "trtllm", "engine": "1.3.0rc20", "gpus": gpus, "speed": speed,
             "memory": memory, "journal": [], "outputs": outputs, "versions": {"trtspec": "0.1.0"}}  # fmt: skip
 
@@ -67,7 +78,7 @@ def test_the_steps_are_the_commands_that_a_person_would_type() -> None:
     steps = {step.name: step for step in steps_of(SETUP)}
     assert launches(SETUP) == ["plain", "k2", "k1"]
     assert {"doctor", "plan", "schema", "lint-plain", "lint-head", "record", "bench-plain", "check", "bench-sampled",
-            "bench-warm", "bench-long", "bench-k1", "bench-k2"} <= set(steps)  # fmt: skip
+            "bench-cold", "bench-warm", "bench-long-100", "bench-long-300", "bench-k1"} <= set(steps)  # fmt: skip
     assert "--installed" in steps["lint-head"].words and steps["record"].launch == "plain"
     assert steps["check"].launch == "k2" and "--against" in steps["check"].words
     done = trtspec("prove", PAIR[0], "--head", PAIR[1], "--dry-run", "--json", "--gpu", "b200")
@@ -80,13 +91,59 @@ def test_the_steps_are_the_commands_that_a_person_would_type() -> None:
         assert trtspec("prove", *words).status == 2, words
 
 
-def test_made_prompts_have_their_lengths_and_repeat_where_they_should() -> None:
-    rows = prompts_of(SETUP, [f"Explain item {n} of the list in a few words" for n in range(5)])
-    warm = rows["warm"]
-    assert [row["category"] for row in warm[:2]] == ["cold", "warm"] and warm[0]["prompt"] == warm[1]["prompt"]
-    assert len({row["prompt"] for row in warm}) == 5
-    long = {row["category"]: len(row["prompt"]) for row in rows["long"]}
-    assert 400 <= long["100 tokens"] < 500 and 1200 <= long["300 tokens"] < 1300
+def test_made_prompts_have_their_lengths_and_begin_like_nothing_that_was_asked_before() -> None:
+    questions = load_dataset("nano").questions[:40]
+    rows = prompts_of(SETUP, [question.turns[0] for question in questions])
+    assert [row["prompt"] for row in rows["cold"]] == [row["prompt"] for row in rows["warm"]]
+    for size in (100, 300):
+        assert all(4 * size <= len(row["prompt"]) - len(q.turns[0]) < 4 * size + 50
+                   for row, q in zip(rows[f"long-{size}"], questions, strict=False))  # fmt: skip
+    made = [row["prompt"] for name in ("cold", "long-100", "long-300") for row in rows[name]]
+    battery = make_battery(questions, 64, SETUP.contexts, 4)
+    before = [str(message["content"]) for asked in battery.prompts + battery.long for message in asked.messages]
+    for n, prompt in enumerate(made):
+        for other in [*made[:n], *before, *(question.turns[0] for question in questions)]:
+            assert len(os.path.commonprefix([prompt, other])) < 32, (prompt[:40], other[:40])
+
+
+@pytest.mark.parametrize(
+    ("kind", "reuse", "status"), [
+        ("vllm", "blind", "fail"), ("vllm", "warm", "pass"),
+        *(pytest.param("reference", *more, marks=pytest.mark.slow)
+          for more in (("blind", "fail"), ("warm", "pass"), (None, "pass"))),
+    ]
+)  # fmt: skip
+def test_a_head_that_is_blind_over_a_reused_prefix_is_found(
+    kind: str, reuse: str | None, status: str, stand_in: Callable[..., str], tmp_path: Path
+) -> None:
+    """The last server says nothing of what it reuses."""
+    url, setup = stand_in(kind=kind, reuse=reuse), replace(SETUP, samples=4, max_tokens=48, concurrency=(1,))
+    for name, rows in prompts_of(setup, [q.turns[0] for q in load_dataset("nano").questions]).items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    outputs = {}
+    for step in steps_of(setup):
+        if step.name in ("bench-k2", "bench-cold", "bench-warm"):
+            done = trtspec(*(word.replace(URL, url).replace(WORK, str(tmp_path)) for word in step.words))
+            assert done.status in step.statuses, done.stderr
+            outputs[step.name] = json.loads((tmp_path / step.name / "results.json").read_text())
+    evidence = {"outputs": outputs, "setup": asdict(setup), "backend": "vllm", "speed": {}, "gpus": []}
+    line = next(line for line in judge(evidence) if line.name == "acceptance: warm")
+    assert line.status == status, line
+    told = "0% and 100% of prompt" if kind == "reference" and reuse else "does not tell what it took from its cache"
+    assert told in line.message
+
+
+def test_a_warm_prompt_that_was_not_cached_shows_nothing(evidence: dict[str, Any]) -> None:
+    through = {"cached_prompt_tokens": 0, "prompt_tokens": {"mean": 600.0}, "requests": 8, "errors": 0}
+    for name in ("cold", "warm"):
+        evidence["outputs"][f"bench-{name}"]["concurrency"] = [{"throughput": through}]
+    line = next(line for line in judge(evidence) if line.name == "acceptance: warm")
+    assert line.status == "skipped" and "reuses no prefix" in line.message
+    cached = through | {"cached_prompt_tokens": 4000}
+    for name in ("cold", "warm"):
+        evidence["outputs"][f"bench-{name}"]["concurrency"] = [{"throughput": cached}]
+    line = next(line for line in judge(evidence) if line.name == "acceptance: warm")
+    assert line.status == "skipped" and "cached already" in line.message
 
 
 SECRET = {
@@ -227,11 +284,11 @@ def test_figures_that_hold_are_verified_and_a_planted_difference_is_found(
 def test_the_verdict_names_what_fails_and_what_was_not_looked_at(evidence: dict[str, Any]) -> None:
     good = {line.name: line for line in judge(evidence)}
     assert not [line for line in good.values() if line.status != "pass"], good
-    evidence["outputs"]["bench-warm"] = results(1.5, cold=2.0, warm=1.2)
+    evidence["outputs"]["bench-warm"] = results(1.2)
     evidence["outputs"]["check"]["results"][0] = {"name": "lossless", "status": "fail", "message": "departs"}
     evidence["outputs"]["inspect-head"] = {"problems": [{"severity": "error", "code": "TS-X", "message": "wrong"}]}
     evidence["speed"]["k1"]["4"]["tokens_per_s"] = evidence["speed"]["k2"]["4"]["tokens_per_s"] = 90.0
-    del evidence["outputs"]["bench-long"], evidence["outputs"]["lint-head"]
+    del evidence["outputs"]["bench-long-300"], evidence["outputs"]["lint-head"]
     bad = {line.name: line.status for line in judge(evidence) if line.status != "pass"}
     assert bad == {
         "head and pair": "fail", "lint --installed: head": "skipped", "check: lossless": "fail",

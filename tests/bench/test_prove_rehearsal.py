@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ import pytest
 from tests.command_line import trtspec
 from tests.oracles.vllm_environment import IN_VLLM, vllm_environment
 from tests.tiny import make_head, make_target
+from trtspec.bench.datasets import load_dataset
+from trtspec.bench.prove import URL, WORK, ProveSetup, judge, prompts_of, steps_of
+from trtspec.cli.prove_run import served
 from trtspec.data_files import DATA, kimi_nano_dir
 
 ROOT = Path(__file__).parents[2]
@@ -28,8 +32,8 @@ SECRETS = {"HF_TOKEN": "hf_notarealtoken1234", "OPENAI_API_KEY": "sk-notarealkey
            "MY_DB_PASSWORD": "correct-horse-9", "HOSTNAME": "b200-rack7-node3"}  # fmt: skip
 HEAD = DATA / "kimi-nano-eagle3"
 SMALL = ("--samples", "4", "--max-tokens", "24", "--concurrency", "1,2", "--contexts", "64,128")
-STEPS = {"doctor", "inspect-target", "inspect-head", "record", "bench-plain", "check", "bench-sampled", "bench-warm",
-         "bench-long", "serve-plain"}  # fmt: skip
+STEPS = {"doctor", "inspect-target", "inspect-head", "record", "bench-plain", "check", "bench-sampled", "bench-cold",
+         "bench-warm", "bench-long-64", "bench-long-128", "serve-plain"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +114,31 @@ def test_the_stand_in_as_a_release(release: str, request: pytest.FixtureRequest,
     assert imported.returncode == 0, imported.stderr
     weights = [finding["weight"] for finding in json.loads(imported.stdout)["schemas"]]
     assert weights.count("refuted") == 0 and len(weights) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("reuse", "status"), [("blind", "fail"), ("warm", "pass"), ("off", "skipped")])
+def test_a_real_head_that_is_blind_over_a_reused_prefix(
+    reuse: str, status: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reference engine, by its own mode: the head has nothing of a reused prefix."""
+    setup = ProveSetup(
+        str(kimi_nano_dir()), str(HEAD), "reference", 3, None, 1, "nano", 8, 64, (1,), (64,), ("--prefix-reuse", reuse)
+    )
+    for name, rows in prompts_of(setup, [q.turns[0] for q in load_dataset("nano").questions]).items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    outputs = {}
+    with served(setup, "k3", tmp_path, 300) as (_, url, _):
+        for step in steps_of(setup):
+            if step.name in ("bench-k3", "bench-cold", "bench-warm"):
+                done = trtspec(*(word.replace(URL, url).replace(WORK, str(tmp_path)) for word in step.words))
+                assert done.status in step.statuses, done.stderr
+                outputs[step.name] = json.loads((tmp_path / step.name / "results.json").read_text())
+    evidence = {"outputs": outputs, "setup": asdict(setup), "backend": "reference", "speed": {}, "gpus": []}
+    line = next(line for line in judge(evidence) if line.name == "acceptance: warm")
+    with capsys.disabled():
+        print(f"\n--prefix-reuse {reuse}: {line.message}")
+    assert line.status == status
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ and figures that leave the plan are named.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +21,12 @@ STARTS = {"reference": 15.0, "vllm": 600.0, "trtllm": 900.0}  # seconds until a 
 PLAN_TOLERANCE = 0.20  # relative; what docs/plan-model.md states for held-out figures
 MEMORY_TOLERANCE = 0.10
 WARM_LOSS = 0.15  # acceptance on a repeated prompt may be this much lower
+COLD_REUSE = 0.25  # largest share of prompt tokens from the cache in what is called cold: templates begin alike
+WARM_REUSE = 0.5  # and smallest in what is called warm
 LONG_LOSS = 0.50  # and on the longest prompts this much, against the shortest
+REPEATED = 8  # prompts of the steps cold and warm
+PER_LENGTH = 4  # prompts of each length
+PREFIX = 600  # tokens before each question of cold and warm
 FEWEST_STEPS = 50  # of a part that is compared with another
 
 
@@ -129,35 +134,46 @@ def _measured(setup: ProveSetup, launch: str) -> Iterator[ProveStep]:
         yield speed
         hot = (*asked, "--concurrency", str(setup.concurrency[0]), "--temperature", "1")
         yield bench("bench-sampled", *hot, answers=setup.samples, at=setup.concurrency[0])
-        for name, pairs in (("warm", 8), ("long", 4 * len(setup.contexts))):
-            alone = ("--dataset", f"{WORK}/{name}.jsonl", "--concurrency", "1", "--max-tokens", str(setup.max_tokens))
-            yield bench(f"bench-{name}", *alone, answers=2 * pairs, at=1)
+        yield from _own_prompts(setup, bench)
         return
     yield speed
 
 
+def _own_prompts(setup: ProveSetup, bench: Callable[..., ProveStep]) -> Iterator[ProveStep]:
+    """What is measured on prompts of the proof's own, one step for each state of the cache and each length: a server
+    that keeps only totals tells nothing of parts of a step. Warm-up asks each prompt of `warm`, and no other: a
+    server may have been started anew since `cold` asked them."""
+    sizes = {"cold": 0, "warm": REPEATED} | {f"long-{size}": 0 for size in setup.contexts}
+    for name, warmup in sizes.items():
+        alone = ("--dataset", f"{WORK}/{name}.jsonl", "--concurrency", "1", "--warmup", str(warmup))
+        answers = 2 * (PER_LENGTH if name.startswith("long") else REPEATED)
+        yield bench(f"bench-{name}", *alone, "--max-tokens", str(setup.max_tokens), answers=answers, at=1)
+
+
 def prompts_of(setup: ProveSetup, questions: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-    """The rows of the prompt files that a proof makes: `warm` asks each question twice in a row, so that the second
-    time its prefix is in the cache; `long` puts real text before a question, up to about the number of tokens that its
-    category names (four characters each). Raises ValueError without questions."""
+    """The rows of the prompt files that a proof makes, by step: real text before a question, up to about the number of
+    tokens that a length names (four characters each). `cold` and `warm` have the same prompts. Each begins with words
+    of its own, so that none shares more than the chat template with anything else that the server is asked. Raises
+    ValueError without questions."""
     if not questions:
         raise ValueError("no questions")
     text = "\n\n".join(questions)
-    warm = [
-        {"id": f"{n}-{state}", "category": state, "prompt": f"{_filler(text, 600, n)}\n\n{question}"}
-        for n, question in enumerate(questions[:8])
-        for state in ("cold", "warm")
-    ]
-    long = [
-        {"id": f"{size}-{n}", "category": f"{size} tokens", "prompt": f"{_filler(text, size, n)}\n\n{question}"}
-        for size in setup.contexts
-        for n, question in enumerate(questions[:4])
-    ]
-    return {"warm": warm, "long": long}
+
+    def rows(category: str, tokens: int, count: int, mark: str) -> list[dict[str, Any]]:
+        return [
+            {"id": f"{category}-{n}", "category": category,
+             "prompt": f"{mark} {n + 1}: {_filler(text, tokens, n)}\n\n{question}"}
+            for n, question in enumerate(questions[:count])
+        ]  # fmt: skip
+
+    found = {state: rows(state, PREFIX, REPEATED, "Proof, repeated text") for state in ("cold", "warm")}
+    for size in setup.contexts:
+        found[f"long-{size}"] = rows(f"{size} tokens", size, PER_LENGTH, f"Length {size}, text")
+    return found
 
 
 def _filler(text: str, tokens: int, number: int) -> str:
-    """Another part of the text for each number, so that no prompt is a prefix of another."""
+    """Another part of the text for each number."""
     wanted, start = 4 * tokens, (number * 997) % max(1, len(text))
     return ((text[start:] + "\n\n") + (text + "\n\n") * (wanted // len(text) + 1))[:wanted]
 
@@ -274,27 +290,63 @@ def _lint(name: str, output: Mapping[str, Any] | None) -> ProveLine:
 
 def _acceptance(evidence: Mapping[str, Any]) -> Iterator[ProveLine]:
     outputs = evidence["outputs"]
-    for name in ("sampled", "warm", "long"):
-        results = outputs.get(f"bench-{name}")
-        length = results and results.get("acceptance_length")
-        if not results or length is None:
-            yield ProveLine(f"acceptance: {name}", "skipped", "not measured, or the server does not tell it")
-            continue
-        parts = {c: r.get("acceptance_length") for c, r in results["categories"].items()}
-        fewest = min((r.get("steps") or 0 for r in results["categories"].values()), default=0)
-        known = {c: value for c, value in parts.items() if value}
-        shown = f"{length:.3f} tokens per step" + "".join(f"; {c} {v:.3f}" for c, v in known.items())
-        if name == "sampled":
-            yield ProveLine(f"acceptance: {name}", "pass", shown)
-            continue
-        if len(known) < 2 or fewest < FEWEST_STEPS:
-            yield ProveLine(f"acceptance: {name}", "skipped", f"{shown}; too few steps to compare ({fewest})")
-            continue
-        first = known["cold"] if name == "warm" else next(iter(known.values()))
-        last = known["warm"] if name == "warm" else min(known.values())
-        lost = 1 - (last - 1) / (first - 1) if first > 1 else 0.0
-        allowed = WARM_LOSS if name == "warm" else LONG_LOSS
-        yield ProveLine(f"acceptance: {name}", "fail" if lost > allowed else "pass", f"{shown}; lost {lost:.0%}")
+    sampled = (outputs.get("bench-sampled") or {}).get("acceptance_length")
+    if sampled is None:
+        yield ProveLine("acceptance: sampled", "skipped", "not measured, or the server does not tell it")
+    else:
+        yield ProveLine("acceptance: sampled", "pass", f"{sampled:.3f} tokens per step")
+    states = {state: outputs.get(f"bench-{state}") for state in ("cold", "warm")}
+    line = _compared_parts("acceptance: warm", states, WARM_LOSS)
+    yield line if line.status == "skipped" else _reuse(line, states)
+    yield _compared_parts("acceptance: long", long_parts(evidence), LONG_LOSS)
+
+
+def long_parts(evidence: Mapping[str, Any]) -> dict[str, Mapping[str, Any] | None]:
+    """The output of the bench step of each prompt length, shortest first."""
+    outputs = evidence["outputs"]
+    return {f"{size} tokens": outputs.get(f"bench-long-{size}") for size in sorted(evidence["setup"]["contexts"])}
+
+
+def _compared_parts(name: str, parts: Mapping[str, Mapping[str, Any] | None], allowed: float) -> ProveLine:
+    """The least acceptance of the later parts against the first one's. Figures are those of all answers of a step: its
+    categories are counted in a second pass by servers that keep totals only, when each prompt is in the cache."""
+    known = {part: found for part, found in parts.items() if found and found.get("acceptance_length") is not None}
+    lengths = {part: found["acceptance_length"] for part, found in known.items()}
+    shown = "; ".join(f"{part} {length:.3f}" for part, length in lengths.items())
+    missing = [part for part in parts if part not in known]
+    if missing:
+        why = f"not measured, or the server does not tell it: {', '.join(missing)}"
+        return ProveLine(name, "skipped", f"{why}; {shown}" if shown else why)
+    fewest = min((found["steps"] or 0 for found in known.values()), default=0)
+    if len(known) < 2 or fewest < FEWEST_STEPS:
+        return ProveLine(name, "skipped", f"{shown}; too few steps to compare ({fewest})")
+    first, *later = lengths.values()
+    lost = 1 - (min(later) - 1) / (first - 1) if first > 1 else 0.0
+    return ProveLine(name, "fail" if lost > allowed else "pass", f"{shown}; lost {lost:.0%}")
+
+
+def _reuse(line: ProveLine, states: Mapping[str, Mapping[str, Any] | None]) -> ProveLine:
+    """The line with what the server says it took from its cache. A cold prompt that was cached, or a warm one that was
+    not, makes a comparison of nothing."""
+    cold, warm = (reused(states[state] or {}) for state in ("cold", "warm"))
+    if cold is None or warm is None:
+        return ProveLine(
+            line.name, line.status, f"{line.message}; the server does not tell what it took from its cache"
+        )
+    shown = f"{line.message}; {cold:.0%} and {warm:.0%} of prompt tokens from the cache"
+    if cold > COLD_REUSE or warm < WARM_REUSE:
+        why = "cold prompts were cached already" if cold > COLD_REUSE else "the server reuses no prefix"
+        return ProveLine(line.name, "skipped", f"{why}: {shown}")
+    return ProveLine(line.name, line.status, shown)
+
+
+def reused(results: Mapping[str, Any]) -> float | None:
+    """Share of the prompt tokens that came from the server's cache; None where it does not tell."""
+    found = [level["throughput"] for level in results.get("concurrency", ())]
+    if not found or any(part.get("cached_prompt_tokens") is None or not part.get("prompt_tokens") for part in found):
+        return None
+    asked = sum(part["prompt_tokens"]["mean"] * (part["requests"] - part["errors"]) for part in found)
+    return sum(part["cached_prompt_tokens"] for part in found) / asked if asked else None
 
 
 def _speed(evidence: Mapping[str, Any]) -> Iterator[ProveLine]:

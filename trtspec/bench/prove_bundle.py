@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtspec.bench.prove import PLAIN, ProveLine, plan_findings
+from trtspec.bench.prove import PLAIN, ProveLine, long_parts, plan_findings, reused
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import Table, write_atomic
 
@@ -115,18 +115,20 @@ def _speed(evidence: Mapping[str, Any]) -> Table:
 
 
 def _workloads(evidence: Mapping[str, Any]) -> Table:
+    outputs = evidence["outputs"]
+    parts = {name: outputs.get(f"bench-{name}") for name in ("sampled", "cold", "warm")} | long_parts(evidence)
     rows = []
-    for name in ("sampled", "warm", "long"):
-        found = evidence["outputs"].get(f"bench-{name}")
+    for name, found in parts.items():
         if found:
-            rows.append([name, "all", _number(found.get("acceptance_length")), str(found.get("steps") or "-")])
-            rows += [
-                [name, category, _number(part.get("acceptance_length")), str(part.get("steps") or "-")]
-                for category, part in found["categories"].items()
-                if name != "sampled"
-            ]
-    note = "sampled: temperature 1; warm: each prompt twice in a row, second time cached; long: by prompt length"
-    return Table("Acceptance length on other workloads", ["workload", "part", "acceptance length", "steps"], rows, note)
+            share = reused(found)
+            cached = "-" if share is None else f"{share:.0%}"
+            rows.append([name, _number(found.get("acceptance_length")), str(found.get("steps") or "-"), cached])
+    note = (
+        "sampled: temperature 1; cold: prompts sent for the first time; warm: the same prompts, sent before; then by "
+        "prompt length, sent for the first time"
+    )
+    columns = ["workload", "acceptance length", "steps", "prompt from the cache"]
+    return Table("Acceptance length on other workloads", columns, rows, note)
 
 
 def _launches(evidence: Mapping[str, Any]) -> Table:
