@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trtspec.bench.dataset_rows import catalogue
-from trtspec.bench.datasets import Dataset, DatasetChoice, load_dataset
+from tests.checkpoint.loopback_hub import LoopbackHub
+from trtspec.bench.dataset_rows import DatasetSource, NamedSet, catalogue, rows_of
+from trtspec.bench.datasets import Dataset, DatasetChoice, load_dataset, read_questions, text_of
 from trtspec.errors import UsageError
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 16
@@ -216,6 +218,72 @@ def test_a_picture_is_passed_through(tmp_path: Path) -> None:
     assert question.opening[0]["content"] == parts and question.turns == ("And?",) and question.has_pictures
     with pytest.raises(UsageError, match="neither a URL nor PNG"):
         load_dataset(f"mmstar={write(tmp_path / 'bad.jsonl', [{'question': 'x', 'image': 'zzz'}])}")
+
+
+def hub_rows_of(name: str) -> tuple[dict[str, Any], str, str]:
+    """(a row with the fields of the hub's copy, the words that are asked first, the category)"""
+    tool = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
+    said = [{"role": message["role"], "content": str(message["content"])} for message in trace(1)]
+    more: dict[str, tuple[dict[str, Any], str, str]] = {
+        "mt-bench": ({"prompt": ["One?", "Two?"], "prompt_id": 7, "category": "math", "reference": []}, "One?", "math"),
+        "speed-bench": ({"question_id": "a", "category": "qa", "turns": ["Who?"], "multiturn": False}, "Who?", "qa"),
+        "bfcl": ({"id": "simple_0", "question": [[{"role": "user", "content": "Area?"}]],
+                  "function": [{"name": "area", "parameters": {"type": "dict"}}]}, "Area?", "simple"),
+        "swe-smith": ({"messages": json.dumps(trace(1)), "traj_id": "t"}, "Fix the parser.", "agent"),
+        "open-swe-traces": ({"trajectory_id": "t", "messages": said, "tools": [json.dumps(tool)], "language": "go"},
+                            "Fix the parser.", "go"),
+        "mmstar": ({"index": 0, "question": "What?", "image": {"bytes": PNG, "path": "0.png"}, "category": "x"},
+                   "What?", "x"),
+    }  # fmt: skip
+    return more[name] if name in more else QA[name]
+
+
+def read_from_hub(name: str, known: NamedSet, count: int) -> None:
+    """Reads the set and looks at its first question."""
+    _, asks, category = hub_rows_of(name)
+    found = read_questions(DatasetSource(label=name, known=known), DatasetChoice())
+    assert len(found) == count
+    messages, tools = found[0].first_request()
+    assert text_of(messages[-1]) == asks and bool(tools) == (name in ("bfcl", "open-swe-traces"))
+    assert found[0].category == ("computer_network" if name == "ceval" else category)  # of its configuration
+    assert found[0].has_pictures == (name == "mmstar")
+
+
+BY_FILES = [name for name, known in sorted(catalogue().items()) if known.files]
+
+
+@pytest.mark.parametrize("name", BY_FILES)
+def test_sets_read_from_the_hub_file_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    known, repository = catalogue()[name], tmp_path / "set"
+    repository.mkdir()
+    for place, file in enumerate(known.files):
+        write(repository / file, [{**hub_rows_of(name)[0], "id": f"{place}", "question_id": f"{place}"}])
+    hub = LoopbackHub({known.hub: repository})
+    url = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    for key, value in {"ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": url, "HF_HUB_OFFLINE": False}.items():
+        monkeypatch.setattr(f"huggingface_hub.constants.{key}", value)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    try:
+        read_from_hub(name, known, len(known.files))
+        with pytest.raises(UsageError, match="--split"):
+            next(rows_of(DatasetSource(label=name, known=known), "train"))
+    finally:
+        hub.shutdown()
+        hub.server_close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(catalogue().keys() - set(BY_FILES)))
+def test_sets_read_from_the_hub_by_the_datasets_library(tmp_path: Path, name: str) -> None:
+    """From a repository with the set's configurations and its split."""
+    known = catalogue()[name]
+    configs = known.configs[:2] or ("default",)
+    files = [{"config_name": config, "data_files": [{"split": known.split, "path": f"{config}.parquet"}]}
+             for config in configs]  # fmt: skip
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(files)}\n---\n")
+    for config in configs:
+        write(tmp_path / f"{config}.parquet", [hub_rows_of(name)[0]])
+    read_from_hub(name, replace(known, hub=str(tmp_path), configs=known.configs[:2]), len(configs))
 
 
 def test_every_known_set_states_its_licence_and_source() -> None:

@@ -50,7 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer(401, b"{}", {"X-Error-Code": "RepoNotFound"})
         elif found := re.match(r"/api/models/([^/]+/[^/?]+)(/revision/[^/?]+)?(/tree/[^/?]+)?", self.path):
             self.listing(found[1], tree=bool(found[3]))
-        elif found := re.match(r"/([^/]+/[^/]+)/resolve/[^/]+/([^?]+)", self.path):
+        elif found := re.match(r"/(?:datasets/)?([^/]+/[^/]+)/resolve/[^/]+/([^?]+)", self.path):
             self.file(found[1], found[2])
         else:
             self.answer(404, b"{}")

@@ -107,7 +107,7 @@ def rows_of(source: DatasetSource, split: str | None = None) -> Iterator[DataRow
     if known.files:
         for name in known.files:
             path = hub_file(known, name)
-            category = Path(name).stem.partition("_v3_")[2] or Path(name).stem
+            category = known.category or Path(name).stem.partition("_v3_")[2] or Path(name).stem
             yield from (row_in_words(row, replace(known, category=category)) for row in read_rows(path))
         return
     configs = (source.config,) if source.config else known.configs or ("",)

@@ -17,7 +17,6 @@ from typing import Any
 import jinja2
 
 from trtspec.bench import tables
-from trtspec.bench.acceptance import AcceptanceSummary
 from trtspec.bench.results import BenchResults, EndpointResult
 
 WIDE = 6.0  # inches; on a phone such a plot is scrolled, not shrunk
@@ -60,8 +59,8 @@ def bench_html(results: BenchResults, others: Sequence[BenchResults] = ()) -> st
             card_tables=tables.card_tables(results, others),
             published_tables=tables.published_tables(results, others),
             speed_tables=[tables.throughput_table(results), *ratios],
-            draft_table=tables.draft_table(results.draft_choice) if results.draft_choice else None,
-            comparison_table=tables.comparison_table(results.comparison) if results.comparison else None,
+            draft_table=tables.draft_table(results, results.draft_choice) if results.draft_choice else None,
+            comparison_table=tables.comparison_table(results, results.comparison) if results.comparison else None,
             category_plot=category_plot(endpoints) if drawn else "",
             position_plot=position_plot(endpoints) if drawn else "",
             speed_plot=speed_plot(results, results.all) if drawn else "",
@@ -94,29 +93,29 @@ def acceptance_key(results: BenchResults, title: str) -> dict[str, str]:
     return {"value": tables.number(results.acceptance_length), "label": label}
 
 
-def category_plot(groups: Mapping[str, EndpointResult]) -> str:
-    """Acceptance length by category for several measurements; "" when none tells it."""
+def category_plot(groups: Mapping[str, EndpointResult], degenerate: bool = False) -> str:
+    """Acceptance length by category for several measurements; "" when none tells it. What was measured on degenerate
+    output is left out as in the tables, unless `degenerate` asks for it."""
     series = []
     for color, (name, group) in enumerate(groups.items()):
-        entries: dict[str, AcceptanceSummary] = {**group.categories, "all": group}
         values = {
             label: (entry.acceptance_length, *(entry.acceptance_length_interval or (None, None)))
-            for label, entry in entries.items()
-            if entry.acceptance_length is not None
+            for label, entry in tables.groups_of(group).items()
+            if entry.acceptance_length is not None and (degenerate or not tables.is_degenerate(group, label))
         }
         if values and group.drafted != 0:
             series.append(PlotSeries(name, values, color))
     return bar_plot(series, "tokens per step", baseline=1.0) if series else ""
 
 
-def position_plot(groups: Mapping[str, EndpointResult]) -> str:
-    """Cumulative acceptance by draft position; "" when no server gives a histogram."""
+def position_plot(groups: Mapping[str, EndpointResult], degenerate: bool = False) -> str:
+    """Cumulative acceptance by draft position; "" when no server gives a histogram. `degenerate` as above."""
     series = [
         PlotSeries(
             name, {f"position {k}": (share, None, None) for k, share in enumerate(group.cumulative, start=1)}, color
         )
         for color, (name, group) in enumerate(groups.items())
-        if group.cumulative and group.drafted
+        if group.cumulative and group.drafted and (degenerate or not tables.is_degenerate(group, tables.ALL))
     ]
     return bar_plot(series, "share of steps") if series else ""
 

@@ -22,6 +22,7 @@ from trtspec.data_files import load_yaml
 from trtspec.report import Table
 
 BLANK = ""
+ALL = "all"
 DEFINITION = (
     "Tokens per iteration of each question, turns pooled and prefills counted, averaged over questions, as ModelOpt's "
     "specdec_bench has it. Blank: the output was degenerate, or the server tells only of all answers together."
@@ -33,8 +34,8 @@ def all_tables(results: BenchResults) -> list[Table]:
     found = [acceptance_by_category(results, e) for e in speculating(results)]
     found.append(throughput_table(results))
     found += [table for name in results.endpoints if (table := ratio_table(results, name))]
-    found += [comparison_table(results.comparison)] if results.comparison else []
-    return [*found, *([draft_table(results.draft_choice)] if results.draft_choice else [])]
+    found += [comparison_table(results, results.comparison)] if results.comparison else []
+    return [*found, *([draft_table(results, results.draft_choice)] if results.draft_choice else [])]
 
 
 def speculating(results: BenchResults) -> list[EndpointResult]:
@@ -71,19 +72,15 @@ def milliseconds(seconds: float | None) -> str:
 
 def acceptance_by_category(results: BenchResults, endpoint: EndpointResult) -> Table:
     """Acceptance length with its interval, NVIDIA's mean over questions, and N, by category and for all."""
-    groups: dict[str, AcceptanceSummary] = {**endpoint.categories, "all": endpoint}
-    rows = [
-        [
-            name,
-            str(group.questions),
-            str(group.turns),
-            number(group.steps, 0),
+    rows = []
+    for name, group in groups_of(endpoint).items():
+        cells = [
             interval(group.acceptance_length, group.acceptance_length_interval),
             number(group.per_question_mean),
             " / ".join(number(p) for p in group.cumulative) if group.cumulative else "\u2014",
         ]
-        for name, group in groups.items()
-    ]
+        counts = [name, str(group.questions), str(group.turns), number(group.steps, 0)]
+        rows.append([*counts, *([BLANK] * len(cells) if is_degenerate(endpoint, name) else cells)])
     columns = [
         "category",
         "questions",
@@ -98,6 +95,17 @@ def acceptance_by_category(results: BenchResults, endpoint: EndpointResult) -> T
     )
 
 
+def groups_of(endpoint: EndpointResult) -> dict[str, AcceptanceSummary]:
+    """Acceptance by category, and of all answers under "all"."""
+    return {**endpoint.categories, ALL: endpoint}
+
+
+def is_degenerate(endpoint: EndpointResult, category: str) -> bool:
+    """Whether the output of a category, or of all, is such that its acceptance is not shown."""
+    quality = endpoint.degeneration if category == ALL else endpoint.quality.get(category)
+    return quality is not None and quality.degenerate
+
+
 def acceptance_note(results: BenchResults, endpoint: EndpointResult) -> str:
     """What the acceptance figures are of, and by which definition."""
     work = results.workload
@@ -105,7 +113,7 @@ def acceptance_note(results: BenchResults, endpoint: EndpointResult) -> str:
         f"{work['dataset']}, {sampling_words(results)}, at most {work['max_tokens']} tokens, "
         f"{work['template']}; source: {endpoint.source}. Acceptance length = 1 + accepted / steps with a 95 % "
         "bootstrap interval over questions; per question = tokens per iteration of each question, turns pooled and "
-        "prefills counted, then the mean over questions, as NVIDIA's cards have it."
+        "prefills counted, then the mean over questions, as NVIDIA's cards have it. Blank: the output was degenerate."
     )
     if endpoint.surplus:
         note += (
@@ -162,7 +170,7 @@ def throughput_table(results: BenchResults) -> Table:
                 milliseconds(first.p99 if first else None),
                 milliseconds(gap.p50 if gap else None),
                 milliseconds(chunk.p50 if chunk else None),
-                number(level.acceptance_length),
+                BLANK if level.degeneration and level.degeneration.degenerate else number(level.acceptance_length),
                 f"{speed.requests} / {speed.errors}",
             ]
             good = speed.goodput
@@ -212,10 +220,10 @@ def ratio_table(results: BenchResults, over: str) -> Table | None:
         "Rounds alternate between endpoints, one loaded at a time, same questions in each; median and range of ratios."
     )
     columns = ["endpoint", "load", f"{over} tokens/s", "its tokens/s", "ratio", "range", "rounds"]
-    return Table(f"Speed over {over}", columns, rows, note)
+    return Table(f"Speed over {over}, {condition(results)}", columns, rows, note)
 
 
-def comparison_table(comparison: Comparison) -> Table:
+def comparison_table(results: BenchResults, comparison: Comparison) -> Table:
     """`--compare`: new over old."""
     rows = [
         [
@@ -232,10 +240,11 @@ def comparison_table(comparison: Comparison) -> Table:
         f"at most 5 % of equal runs; a regression lies wholly below {1 - comparison.max_regression:g}."
     )
     columns = ["figure", "new / old", "interval", "over", "verdict"]
-    return Table(f"This run over {comparison.old['name']}", columns, rows, note, frozenset({0, 4}))
+    title = f"This run over {comparison.old['name']}, {condition(results)}"
+    return Table(title, columns, rows, note, frozenset({0, 4}))
 
 
-def draft_table(choice: dict[str, Any]) -> Table:
+def draft_table(results: BenchResults, choice: dict[str, Any]) -> Table:
     """`--choose-draft`: every length at every load, and what is proposed."""
     rows = [
         [
@@ -265,7 +274,7 @@ def draft_table(choice: dict[str, Any]) -> Table:
         "step cost",
         "",
     ]
-    return Table("Draft length by load", columns, rows, note, frozenset({6, 7}))
+    return Table(f"Draft length by load, {condition(results)}", columns, rows, note, frozenset({6, 7}))
 
 
 def over_best(figures: dict[str, Any]) -> str:
@@ -309,17 +318,12 @@ def categories_table(results: BenchResults) -> Table | None:
         cells = []
         for name in names:
             group = endpoint.categories.get(name)
-            sound = group is not None and not _degenerate(endpoint, name)
+            sound = group is not None and not is_degenerate(endpoint, name)
             cells.append(number(group.per_question_mean) if group and sound else BLANK)
-        whole = BLANK if endpoint.degeneration.degenerate else number(endpoint.per_question_mean)
+        whole = BLANK if is_degenerate(endpoint, ALL) else number(endpoint.per_question_mean)
         rows.append([endpoint.name, *cells, whole])
     title = f"Acceptance on {results.workload['dataset']} by category, {condition(results)}"
     return Table(title, ["", *names, "average"], rows, DEFINITION)
-
-
-def _degenerate(endpoint: EndpointResult, category: str) -> bool:
-    quality = endpoint.quality.get(category)
-    return quality is not None and quality.degenerate
 
 
 def data_sets_table(runs: Sequence[BenchResults]) -> Table:
@@ -371,7 +375,7 @@ def conditions_table(results: BenchResults) -> Table | None:
     rows = []
     for name in conditions:
         found = [endpoint.categories.get(name) for endpoint in endpoints]
-        sound = [not _degenerate(endpoint, name) for endpoint in endpoints]
+        sound = [not is_degenerate(endpoint, name) for endpoint in endpoints]
         lengths = [
             group.acceptance_length if group and fine else None for group, fine in zip(found, sound, strict=True)
         ]
