@@ -71,6 +71,23 @@ def test_ready_and_stopped_are_said_without_a_terminal(launch: Launched) -> None
     assert process.returncode == 143 and "trtspec: stopped as requested" in log
 
 
+@pytest.mark.parametrize(("signals", "status", "says"), [(1, 0, "stopped as requested"), (2, 137, "a second signal")])
+def test_a_server_that_is_loading_may_end_in_its_own_time(
+    launch: Launched, signals: int, status: int, says: str
+) -> None:
+    """vLLM takes half a second for it: it was killed at once, and told to be slow."""
+    process = launch("tidy", limits={"stop_grace": 30.0})
+    read_until(process, "loading")
+    server = server_below(process)
+    for _ in range(signals):
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.3)
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == status and says in log, log
+    assert not server.is_running()
+
+
 def test_quiet_is_quiet(launch: Launched, port: int) -> None:
     process = launch(env={"TRTSPEC_QUIET": "1"})
     for _ in range(600):

@@ -1,14 +1,18 @@
 """The smallest server that a launch can wait for: `tiny_server.py PORT MODE`, standard library only.
 
-MODE: serve | silent (never listens) | long-line (logs 60 MB without a line end, then serves)
+MODE: serve | silent (never listens) | long-line (logs 60 MB without a line end, then serves) | tidy (loads for long,
+and takes TIDY seconds to end when it is asked)
 """
 
 from __future__ import annotations
 
 import http.server
 import json
+import signal
 import sys
 import time
+
+TIDY = 1.0
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -33,6 +37,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
 if __name__ == "__main__":
     port, mode = int(sys.argv[1]), sys.argv[2]
     if mode == "silent":
+        time.sleep(600)
+    if mode == "tidy":
+        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(TIDY), sys.exit(0)))
+        print("loading", flush=True)
         time.sleep(600)
     if mode == "long-line":
         for _ in range(60):

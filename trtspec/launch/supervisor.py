@@ -73,13 +73,13 @@ def run(launch: ServerLaunch) -> int:
                 announce(f"trtspec: ready on {url} ({time.monotonic() - started:.0f} s)")
                 _wait_end(process, launch, asked)
         finally:
-            _end(process, launch.limits.stop_grace)
+            _end(process, launch.limits.stop_grace, told=bool(asked))
             reader.join(timeout=5)
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
     if asked and _as_asked(status, launch):
         announce("trtspec: stopped as requested")
     elif status:
-        _fail(launch, status, list(reader.tail), ready, bool(asked))
+        _fail(launch, status, list(reader.tail), ready, len(asked))
     return status
 
 
@@ -181,10 +181,12 @@ def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[
             raise ServerFailed(message, remedy, "TS-SERVE-HUNG")
 
 
-def _end(process: subprocess.Popen[str], grace: float) -> None:
-    """The subreaper ends every rank, then itself."""
+def _end(process: subprocess.Popen[str], grace: float, told: bool) -> None:
+    """The subreaper ends every rank, then itself. One that was `told` already is waited for: it takes a second signal
+    as an order to kill."""
     if process.poll() is None:
-        process.terminate()
+        if not told:
+            process.terminate()
         try:
             process.wait(timeout=2 * grace + 2 * UNKILLABLE)
         except subprocess.TimeoutExpired:
@@ -199,8 +201,11 @@ def _as_asked(status: int, launch: ServerLaunch) -> bool:
     return status in (0, *(128 + number for number in FORWARDED))
 
 
-def _fail(launch: ServerLaunch, status: int, tail: list[str], ready: bool, asked: bool) -> NoReturn:
+def _fail(launch: ServerLaunch, status: int, tail: list[str], ready: bool, asked: int) -> NoReturn:
     grace, patterns = launch.limits.stop_grace, launch.patterns
+    if asked > 1 and status == KILLED:
+        message, remedy = "a second signal came, so the server was killed", "send one signal and wait for the end"
+        raise ServerFailed(message, remedy, "TS-SERVE-KILLED", status)
     if asked and status == KILLED:
         message = f"the server did not end within {grace:g} s of the signal and was killed"
         raise ServerFailed(message, "give it longer with --stop-grace", "TS-SERVE-KILLED", status)
