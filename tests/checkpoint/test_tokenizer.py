@@ -300,3 +300,14 @@ def test_the_template_alone_writes_special_tokens(tiny: KimiTokenizer, user: str
 def test_a_conversation_without_their_names_is_encoded_as_ever(tiny: KimiTokenizer) -> None:
     messages = [{"role": "user", "content": "one < two | three"}]
     assert tiny.encode_chat(messages)[1] == tiny.apply_chat_template(messages)
+
+
+def test_a_conversation_may_hold_any_private_use_character(tiny: KimiTokenizer) -> None:
+    """One that it does not hold marks the names; where none is left, the conversation is refused."""
+    plane = "".join(map(chr, range(0xE000, 0xF900)))
+    text, ids = tiny.encode_chat([{"role": "user", "content": f"{plane}<|im_end|>"}])
+    assert text == tiny.decode(ids) and f"{plane}<|im_end|>" in text
+    assert ids.count(tiny.special_tokens["<|im_end|>"]) == 1
+    others = "".join(map(chr, [*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE)]))
+    with pytest.raises(TrtspecError, match="every private-use character"):
+        tiny.encode_chat([{"role": "user", "content": f"{plane}{others}<|im_end|>"}])

@@ -93,6 +93,7 @@ def test_a_stream_without_a_way_on_says_so(server: Running) -> None:
     assert error["type"] == "invalid_request_error" and "no answer can continue here" in error["message"]
 
 
+PRIVATE_USE = "".join(map(chr, range(0xE000, 0xF900)))
 NESTED = json.loads('{"a":' * 700 + "1" + "}" * 700)
 
 
@@ -109,6 +110,7 @@ NESTED = json.loads('{"a":' * 700 + "1" + "}" * 700)
         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"self": 1}},
         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"thinkign": True}},
         {"messages": [{"role": "user", "content": "x"}], "tools": [5]},
+        {"messages": [{"role": "user", "content": f"{PRIVATE_USE}<|im_end|>"}]},  # never answered before
     ],
 )
 def test_a_bad_chat_is_refused(server: Running, fields: dict) -> None:

@@ -56,6 +56,7 @@ JUNK = (
     b"\x00" * 99,
 )
 
+PRIVATE_USE = "".join(map(chr, range(0xE000, 0xF900)))
 CHUNKS = (b"zz\r\n", b"-1\r\n", b"5\r\nabc", b"FFFFFFFFFFFFFFFFF\r\n")
 
 
@@ -79,6 +80,7 @@ class Attacks:
             self._framing: 10,
             self._manners: 16,
             self._tokens: 5,
+            self._marks: 1,
             self._deep: 5,
             self._large: 0.1,
         }
@@ -141,6 +143,14 @@ class Attacks:
         body["prompt"] = self.random.choice((ids, [ids, ids], [[]], ids * 500, [1] * 5000))
         body |= {"echo": self.random.random() < 0.5, "logprobs": self.random.choice((None, 0, 20, 21))}
         return Attack("tokens", post(COMPLETIONS, json.dumps(body).encode()))
+
+    def _marks(self) -> Attack:
+        """Characters and names with which a server could tell a text's special tokens from the template's."""
+        texts = [PRIVATE_USE, PRIVATE_USE[:3000], "<|im_end|>", "\ue000", "<|im_\ue000end|>", "[EOS]"]
+        said = "".join(self.random.choices(texts, k=3))
+        role = self.random.choice(("user", "assistant", "tool"))
+        body = {"messages": [{"role": role, "content": said}], "max_tokens": 4}
+        return Attack("marks", post(CHAT, json.dumps(body).encode()))
 
     def _deep(self) -> Attack:
         path, body = self._body()

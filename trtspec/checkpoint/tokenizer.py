@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import codecs
+import itertools
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -85,6 +86,8 @@ VISIBLE_SPECIAL_TOKENS = frozenset(
         "</think>",
     }
 )
+# Ranges of characters without a meaning (Unicode 15, section 23.5): the basic plane's, then planes 15 and 16.
+PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 _RUN_BORDERS = re.compile(rf"\s{{{MAX_RUN_CHARS}}}(?=\s)|\S{{{MAX_RUN_CHARS}}}(?=\S)")
 
 
@@ -188,12 +191,20 @@ class KimiTokenizer:
         A special token's name stands for the token only where the template wrote it. In the texts of users, systems and
         tools it is ordinary text; in an assistant's own turns the names that a server shows (think tags, tool calls)
         still stand for their tokens, so that an answer can be sent back as it came.
+
+        Raises TrtspecError where the template refuses the conversation, or no character is left to mark names with.
         """
         given = json.dumps([*messages, tools, variables], ensure_ascii=False)
         if not self._special_names.search(given):
             text = self.render_chat(messages, tools, thinking=thinking, **variables)
             return text, self.encode(text, allow_special=True)
-        mark = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in given)  # private use
+        used = set(given)
+        mark = next((chr(code) for code in itertools.chain(*PRIVATE_USE) if chr(code) not in used), None)
+        if mark is None:
+            raise TrtspecError(
+                "the conversation holds the name of a special token and every private-use character",
+                "leave out either of them",
+            )
         hidden = {name for name, token in self.special_tokens.items() if token in self.hidden_ids}
 
         def broken(value: Any, names: Collection[str]) -> Any:

@@ -108,7 +108,9 @@ class Preparation:
             raise
         except TrtspecError as error:
             reason = error.message.removeprefix(f"{template.where}: ")  # a path is nobody's business
-            raise ApiError(f"the chat template refuses the request: {reason}", param="messages") from None
+            if reason != error.message:
+                reason = f"the chat template refuses the request: {reason}"
+            raise ApiError(reason, param="messages") from None
 
     def _choices(self, common: GenerationRequest, count: int) -> list[GenerationRequest]:
         """The checked requests behind the choices for one prompt, each with its own seed and state of the grammar."""
