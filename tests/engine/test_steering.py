@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
 import torch
+from pydantic import BaseModel
 from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -189,6 +190,26 @@ def test_a_demanded_tool_is_called(
         assert reason == "tool_calls" and len(calls) == 1
         assert calls[0].function.name in names
         assert set(json.loads(calls[0].function.arguments)) == {"name", "n"}
+
+
+class Lookup(BaseModel):
+    city: Literal["Oslo", "Rome"]
+
+
+def test_a_strict_function_is_called_as_it_says(client: openai.OpenAI, tokenizer: KimiTokenizer) -> None:
+    """openai's parse sends strict functions and leaves the choice to the model: when that opens a call, it is one."""
+    asked: dict[str, Any] = {
+        "model": "tiny-kimi",
+        "messages": [HELLO],
+        "tools": [openai.pydantic_function_tool(Lookup)],
+    }
+    begin = str(tokenizer.special_id("<|tool_calls_section_begin|>"))
+    one = {"max_tokens": 200, "logit_bias": {begin: 100}, "parallel_tool_calls": False}
+    called = client.chat.completions.parse(**asked, **one)
+    (call,) = called.choices[0].message.tool_calls or []
+    assert call.function.name == "Lookup" and isinstance(call.function.parsed_arguments, Lookup)
+    free = client.chat.completions.create(**asked, max_tokens=8)
+    assert free.choices[0].message.content and not free.choices[0].message.tool_calls
 
 
 def test_structured_output(client: openai.OpenAI) -> None:

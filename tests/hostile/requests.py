@@ -43,7 +43,14 @@ WORDS = ("NaN", "Infinity", "-Infinity", "1e999", "-0", "01", "[", "{", '"', "tr
 FIELDS = (
     *("model", "stream", "stream_options", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "n"),
     *("ignore_eos", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "min_tokens", "logit_bias"),
-    *("bad", "truncate_prompt_tokens", "include_stop_str_in_output", "skip_special_tokens", "response_format"),
+    *(
+        "bad",
+        "bad_words",
+        "truncate_prompt_tokens",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "response_format",
+    ),
     *("guided_json", "guided_regex", "best_of", "suffix", "max_tokens", "logprobs", "echo", "prompt", "messages"),
     *("top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "max_completion_tokens"),
 )
@@ -81,6 +88,8 @@ class Attacks:
             self._manners: 16,
             self._tokens: 5,
             self._marks: 1,
+            self._scores: 0.3,
+            self._ignored: 8,
             self._deep: 5,
             self._large: 0.1,
         }
@@ -143,6 +152,41 @@ class Attacks:
         body["prompt"] = self.random.choice((ids, [ids, ids], [[]], ids * 500, [1] * 5000))
         body |= {"echo": self.random.random() < 0.5, "logprobs": self.random.choice((None, 0, 20, 21))}
         return Attack("tokens", post(COMPLETIONS, json.dumps(body).encode()))
+
+    def _scores(self) -> Attack:
+        """More log-probabilities than fit into memory: many prompts that want those of all their tokens."""
+        count = self.random.choice((4, 300, 1000))
+        body = {"prompt": [[1] * 500] * count, "max_tokens": 0, "echo": True, "logprobs": 20}
+        return Attack("scores", post(COMPLETIONS, json.dumps(body).encode()))
+
+    def _ignored(self) -> Attack:
+        """What other servers honour or drop, in messages, tools and formats."""
+        message: dict[str, Any] = {
+            "role": self.random.choice(("user", "developer", "wizard", "function")),
+            "content": "x",
+        }
+        names = (
+            "partial",
+            "prefix",
+            "refusal",
+            "audio",
+            "function_call",
+            "reasoning",
+            "annotations",
+            "name",
+            "nonsense",
+        )
+        message[self.random.choice(names)] = self._value()
+        body: dict[str, Any] = {"messages": [message], "max_tokens": 4}
+        function = {"name": "f", "strict": self.random.choice((True, self._value())), "parameters": self._value()}
+        if self.random.random() < 0.5:
+            body |= {"tools": [{"type": "function", "function": function}], "ignore_eos": self.random.random() < 0.2}
+        if self.random.random() < 0.3:
+            body["response_format"] = {
+                "type": "json_object",
+                self.random.choice(("json_schema", "regex")): self._value(),
+            }
+        return Attack("ignored", post(CHAT, json.dumps(body).encode()))
 
     def _marks(self) -> Attack:
         """Characters and names with which a server could tell a text's special tokens from the template's."""

@@ -345,6 +345,13 @@ class ChatTemplate:
         read = meta.find_undeclared_variables(environment.parse(self.source))
         return frozenset(read - environment.globals.keys() - {"messages", "tools", "add_generation_prompt"})
 
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """What the template may read of a message: every attribute and every text that it has."""
+        tree = _environment().parse(self.source)
+        texts = [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+        return frozenset(texts).union(node.attr for node in tree.find_all(nodes.Getattr))
+
     @staticmethod
     def from_directory(directory: Path, tokenizer_config: dict[str, Any]) -> ChatTemplate:
         """chat_template.jinja when the file exists, else `chat_template` of tokenizer_config.json."""

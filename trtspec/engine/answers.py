@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.sequence import Completion, Output, Stats, TokenLogprobs, held_back
 
 DONE = "data: [DONE]\n\n"
+PIECE_CHARS = 1 << 16
 THINK, THINK_END = "<think>", "</think>"
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL_END = "<|tool_call_end|>"
@@ -83,9 +85,11 @@ def body(
     prompts: list[list[int]],
     prompt_tokens: int,
     thinking: bool,
-) -> dict[str, Any]:
-    """The response to a request that is not streamed; `prompts` are the token ids of each choice's prompt."""
-    choices = []
+) -> Iterator[str]:
+    """The response to a request that is not streamed, as JSON in parts; `prompts` are the token ids of each choice's
+    prompt. Small parts: one call that makes them all would keep every other thread waiting."""
+    yield f'{_json(answer.head(streaming=False))[:-1]},"choices":['
+    scored = Scored(answer)
     for index, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
         choice: dict[str, Any] = {"index": index}
         if not answer.shown:
@@ -97,41 +101,110 @@ def body(
             reason = "tool_calls" if choice["message"].get("tool_calls") and reason == "stop" else reason
         else:
             choice["text"] = (answer.tokenizer.decode(prompt) if answer.echo else "") + completion.text
-        echoed = prompt if answer.echo else []
-        scores = [*completion.prompt_logprobs, *completion.logprobs]
-        choice["logprobs"] = logprobs(answer, scores, echoed) if answer.logprobs else None
-        choices.append(choice | {"finish_reason": reason} | speculation(completion))
-    return answer.head(streaming=False) | {"choices": choices, "usage": usage(prompt_tokens, completions, answer.n)}
+        choice |= {"finish_reason": reason} | speculation(completion)
+        yield f'{"," if index else ""}{_json(choice)[:-1]},"logprobs":'
+        if answer.logprobs:
+            entries = [*completion.prompt_logprobs, *completion.logprobs]
+            yield from scored.parts(entries, prompt if answer.echo else [])
+        else:
+            yield "null"
+        yield "}"
+    yield f'],"usage":{_json(usage(prompt_tokens, completions, answer.n))}}}'
 
 
-def logprobs(answer: CompletionAnswer, entries: list[TokenLogprobs], echoed: list[int]) -> dict[str, Any]:
-    """Chat or completions form of the log-probabilities; of an echoed prompt the first token has none."""
-    raw = answer.tokenizer.token_bytes
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
-    def named(token: int, value: float) -> dict[str, Any]:
-        return {"token": raw[token].decode("utf-8", "replace"), "logprob": value, "bytes": list(raw[token])}
 
-    if answer.chat:
-        return {
-            "content": [
-                named(e.token, e.logprob) | {"top_logprobs": [named(*pair) for pair in e.top[: answer.top]]}
-                for e in entries
-            ]
-        }
-    tokens = [*echoed[:1], *(entry.token for entry in entries)]
-    names = [raw[token].decode("utf-8", "replace") for token in tokens]
-    none = [None] * len(echoed[:1])
-    # several tokens may have one name, as parts of characters do: the likeliest keeps it
-    top = [
-        {raw[token].decode("utf-8", "replace"): value for token, value in reversed(e.top[: answer.top])}
-        for e in entries
-    ]
-    return {
-        "tokens": names,
-        "token_logprobs": [*none, *(entry.logprob for entry in entries)],
-        "top_logprobs": [*none, *top],
-        "text_offset": list(itertools.accumulate(map(len, names), initial=0))[:-1],
-    }
+def encoded(parts: Iterable[str]) -> list[bytes]:
+    """The parts in UTF-8, in pieces of 64 KiB or a little more."""
+    pieces: list[bytes] = []
+    waiting: list[str] = []
+    size = 0
+    for part in parts:
+        waiting.append(part)
+        size += len(part)
+        if size >= PIECE_CHARS:
+            pieces.append("".join(waiting).encode())
+            waiting, size = [], 0
+    return [*pieces, "".join(waiting).encode()]
+
+
+class Scored:
+    """Writes log-probabilities as JSON, in the form of the endpoint. What it writes of a token is made once."""
+
+    def __init__(self, answer: CompletionAnswer) -> None:
+        self.answer = answer
+        self._names: dict[int, str] = {}
+        self._begun: dict[int, str] = {}
+
+    def text(self, entries: list[TokenLogprobs], echoed: list[int]) -> str:
+        return "".join(self.parts(entries, echoed))
+
+    def parts(self, entries: list[TokenLogprobs], echoed: list[int]) -> Iterator[str]:
+        """JSON in parts; of an echoed prompt the first token has no log-probability. Raises ValueError where one is
+        not finite."""
+        for entry in entries:
+            if not math.isfinite(entry.logprob + sum(entry.values)):
+                raise ValueError(f"the log-probabilities of token {entry.token} are not finite")
+        if self.answer.chat:
+            yield '{"content":['
+            yield from _listed(map(self._chat_entry, entries))
+            yield "]}"
+            return
+        tokens = [*echoed[:1], *(entry.token for entry in entries)]
+        none = ["null"] * len(echoed[:1])
+        yield '{"tokens":['
+        yield from _listed(map(self._name, tokens))
+        yield '],"token_logprobs":['
+        yield from _listed(itertools.chain(none, (repr(entry.logprob) for entry in entries)))
+        yield '],"top_logprobs":['
+        yield from _listed(itertools.chain(none, map(self._top, entries)))
+        yield '],"text_offset":['
+        lengths = (len(self._text(token)) for token in tokens[:-1])
+        yield from _listed(map(str, itertools.accumulate(lengths, initial=0) if tokens else ()))
+        yield "]}"
+
+    def _bytes(self, token: int) -> bytes:
+        """A token's bytes; ids outside the vocabulary (padding rows of lm_head) have none."""
+        table = self.answer.tokenizer.token_bytes
+        return table[token] if token < len(table) else b""
+
+    def _text(self, token: int) -> str:
+        return self._bytes(token).decode("utf-8", "replace")
+
+    def _name(self, token: int) -> str:
+        """A token's text as JSON."""
+        found = self._names.get(token)
+        if found is None:
+            found = self._names[token] = _json(self._text(token))
+        return found
+
+    def _begin(self, token: int) -> str:
+        """A token's record in a chat, up to the value."""
+        found = self._begun.get(token)
+        if found is None:
+            raw = _json(list(self._bytes(token)))
+            found = self._begun[token] = f'{{"token":{self._name(token)},"bytes":{raw},"logprob":'
+        return found
+
+    def _chat_entry(self, entry: TokenLogprobs) -> str:
+        begin, top = self._begin, self.answer.top
+        pairs = zip(entry.ids[:top], entry.values[:top], strict=True)
+        others = ",".join([f"{begin(token)}{value!r}}}" for token, value in pairs])
+        return f'{begin(entry.token)}{entry.logprob!r},"top_logprobs":[{others}]}}'
+
+    def _top(self, entry: TokenLogprobs) -> str:
+        # several tokens may have one name, as parts of characters do: the likeliest keeps it
+        top = self.answer.top
+        named = dict(zip(map(self._name, reversed(entry.ids[:top])), reversed(entry.values[:top]), strict=True))
+        return "{" + ",".join([f"{name}:{value!r}" for name, value in named.items()]) + "}"
+
+
+def _listed(items: Iterable[str]) -> Iterator[str]:
+    """The items, with a comma before each but the first."""
+    for index, item in enumerate(items):
+        yield f",{item}" if index else item
 
 
 class ChoiceStream:
@@ -143,6 +216,7 @@ class ChoiceStream:
         self.index = index
         self.parser = ReplyParser(thinking) if answer.chat else None
         self.completion = Completion("")
+        self._scored = Scored(answer)
         self._opened = False
         head = json.dumps(answer.head(streaming=True), separators=(",", ":"))
         self._prefix = f'data: {head[:-1]},"choices":[{{"index":{index},'
@@ -154,16 +228,11 @@ class ChoiceStream:
         self._opened = True
         if not self.answer.shown:
             output = replace(output, token_ids=[], text="", logprobs=[])
-        self.completion.add(output)
-        scores = (
-            json.dumps(logprobs(self.answer, output.logprobs, []))
-            if self.answer.logprobs and output.logprobs
-            else "null"
-        )
+        self.completion.add(replace(output, text="", logprobs=[], prompt_logprobs=[]))  # its counts are what is needed
+        scores = self._scored.text(output.logprobs, []) if self.answer.logprobs and output.logprobs else "null"
         chunks = [self._chunk('"delta":{"role":"assistant","content":""}')] if opening else []
         if echo:
-            told = self.answer.logprobs
-            known = json.dumps(logprobs(self.answer, output.prompt_logprobs, self.prompt)) if told else "null"
+            known = self._scored.text(output.prompt_logprobs, self.prompt) if self.answer.logprobs else "null"
             chunks.append(self._chunk(f'"text":{json.dumps(self.answer.tokenizer.decode(self.prompt))}', known))
         for fragment in self._fragments(output):
             chunks.append(self._chunk(fragment, scores))

@@ -19,9 +19,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.answers import DONE, ChoiceStream, body, usage_chunk
+from trtspec.engine.answers import DONE, ChoiceStream, body, encoded, usage_chunk
 from trtspec.engine.boundary import Boundary, body_limit, error_response, read_json
 from trtspec.engine.engine import Engine
 from trtspec.engine.openapi import STATUS_DOCUMENTS, describe, described
@@ -29,7 +30,7 @@ from trtspec.engine.prepare import ApiCall, Preparation
 from trtspec.engine.protocol import ApiError, ChatBody, CompletionBody, GenerationBody, parse_body
 from trtspec.engine.request import GenerationRequest, PromptTooLong, RequestRefused
 from trtspec.engine.sequence import Completion, Output
-from trtspec.engine.worker import EngineThreadDied, GenerationFailed, Worker
+from trtspec.engine.worker import SCORES_IN_FLIGHT, EngineThreadDied, GenerationFailed, Reservation, Worker
 from trtspec.models.precision import dtype_name
 
 RETRY_SECONDS = 1
@@ -69,11 +70,17 @@ def create_app(engine: Engine, tokenizer: KimiTokenizer, options: AppOptions) ->
 
     async def answer(request: Request, kind: type[GenerationBody], prepare: Callable[[Any], ApiCall]) -> Response:
         """Reads, checks and prepares beside the event loop, then generates."""
-        arrived = time.monotonic()
+        arrival = Arrival(worker, request, time.monotonic(), Reservation(worker))
         asked = await asyncio.to_thread(parse_body, kind, await read_json(request, limit))
         _require_model(asked, served)
-        _require_room(asked, worker)
-        return await _respond(await asyncio.to_thread(prepare, asked), asked.stream, Arrival(worker, request, arrived))
+        try:
+            _require_room(asked.choices, arrival.reservation)
+            job = await asyncio.to_thread(prepare, asked)
+            _require_room_for_scores(job.scores, arrival.reservation)
+            return await _respond(job, asked.stream, arrival)
+        except BaseException:
+            arrival.reservation.release()
+            raise
 
     @app.post("/v1/completions", **described(CompletionBody))
     async def completions(request: Request) -> Response:
@@ -91,21 +98,44 @@ def create_app(engine: Engine, tokenizer: KimiTokenizer, options: AppOptions) ->
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request that arrived at the server, when, and the worker that serves it."""
+    """A request that arrived at the server, when, the worker that serves it, and what it holds of that."""
 
     worker: Worker
     request: Request
     seconds: float
+    reservation: Reservation
+
+
+class Reply(StreamingResponse):
+    """An answer in pieces. What its request held is free when it is sent, or cannot be."""
+
+    def __init__(self, reservation: Reservation, pieces: AsyncIterator[str | bytes], **options: Any) -> None:
+        super().__init__(pieces, **options)
+        self.reservation = reservation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.reservation.release()
 
 
 async def _respond(job: ApiCall, stream: bool, arrival: Arrival) -> Response:
     if stream:
-        return StreamingResponse(_stream(job, arrival), media_type="text/event-stream")
+        return Reply(arrival.reservation, _stream(job, arrival), media_type="text/event-stream")
     completions = await _unless_disconnected(arrival.request, _collect_all(arrival, job.requests))
     if completions is None:
-        return Response(status_code=499)
+        return Reply(arrival.reservation, _sent([]), status_code=499)
     prompts = [request.prompt_ids for request in job.requests]
-    return JSONResponse(body(job.answer, completions, prompts, job.prompt_tokens, job.thinking))
+    parts = body(job.answer, completions, prompts, job.prompt_tokens, job.thinking)
+    pieces = await asyncio.to_thread(encoded, parts)
+    length = {"Content-Length": str(sum(map(len, pieces)))}
+    return Reply(arrival.reservation, _sent(pieces), media_type="application/json", headers=length)
+
+
+async def _sent(pieces: list[bytes]) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
 
 
 async def _collect_all(arrival: Arrival, requests: list[GenerationRequest]) -> list[Completion]:
@@ -146,7 +176,9 @@ async def _stream(job: ApiCall, arrival: Arrival) -> AsyncIterator[str]:
     ]
     try:
         async for index, output in _merged(arrival, job.requests):
-            if chunk := streams[index].push(output):
+            push = streams[index].push  # a long prompt's log-probabilities are written beside the event loop
+            chunk = await asyncio.to_thread(push, output) if output.prompt_logprobs else push(output)
+            if chunk:
                 yield chunk
     except GENERATION_ENDED as failure:
         yield f"data: {json.dumps(_told(failure).to_dict())}\n\n"
@@ -195,15 +227,28 @@ def _require_model(asked: GenerationBody, served: str) -> None:
         )
 
 
-def _require_room(asked: GenerationBody, worker: Worker) -> None:
-    """Raises ApiError 429 while too many requests wait, 503 while the engine is down, 400 for what can never run."""
-    wanted = asked.choices
+def _require_room(wanted: int, reservation: Reservation) -> None:
+    """Reserves so many generations. Raises ApiError 429 while too many requests wait, 503 while the engine is down, 400
+    for what can never run."""
+    worker = reservation.worker
     if not worker.healthy:
         raise ApiError("the engine stopped", status=503)
     if wanted > worker.capacity:
         raise ApiError(f"{wanted} generations in one request; this server takes {worker.capacity} at once")
-    if wanted > worker.free:
+    if not reservation.take(generations=wanted):
         raise ApiError("too many requests wait", status=429, code="queue_full", retry_after=RETRY_SECONDS)
+
+
+def _require_room_for_scores(wanted: int, reservation: Reservation) -> None:
+    """Reserves so many scores. Raises ApiError 429 while those of all requests together would be too many."""
+    if not reservation.take(scores=wanted):
+        raise ApiError(
+            f"requests in flight have log-probabilities of {SCORES_IN_FLIGHT} tokens and alternatives at most",
+            status=429,
+            param="logprobs",
+            code="queue_full",
+            retry_after=RETRY_SECONDS,
+        )
 
 
 def _told(failure: Exception) -> ApiError:

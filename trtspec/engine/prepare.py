@@ -9,25 +9,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.answers import CompletionAnswer
+from trtspec.engine.answers import SECTION, CompletionAnswer
 from trtspec.engine.engine import Engine
-from trtspec.engine.protocol import ApiError, ChatBody, CompletionBody, GenerationBody
+from trtspec.engine.protocol import MESSAGE_FIELDS, ApiError, ChatBody, CompletionBody, GenerationBody
 from trtspec.engine.request import GenerationRequest, PromptTooLong, Wishes
 from trtspec.engine.steering import Grammars, tool_call_grammar
 from trtspec.errors import MissingDependency, TrtspecError
 
 LONGEST_ESCAPE = 6  # characters of JSON per byte of text
 SEEDS = 2**64
+MAX_SCORES = 2_000_000  # log-probabilities of one request
 
 
 @dataclass(frozen=True)
 class ApiCall:
     """One API call: the engine requests behind its choices, and how to answer. `prompt_tokens` counts each prompt
-    once."""
+    once; `scores` are the log-probabilities to keep until the answer is sent, at most."""
 
     answer: CompletionAnswer
     requests: list[GenerationRequest]
     prompt_tokens: int
+    scores: int
     thinking: bool = False
 
 
@@ -64,7 +66,7 @@ class Preparation:
         requests = [
             request for prompt in prompts for request in self._choices(replace(common, prompt_ids=prompt), asked.n)
         ]
-        return ApiCall(answer, requests, sum(map(len, prompts)))
+        return ApiCall(answer, requests, sum(map(len, prompts)), self._scores(requests))
 
     def chat(self, asked: ChatBody) -> ApiCall:
         text, prompt = self._rendered(asked)
@@ -88,9 +90,10 @@ class Preparation:
         ends = tuple(special[mark] for mark in marks if mark in special)
         common = _engine_request(asked, limit, answer)
         common = replace(common, prompt_ids=prompt, stop_token_ids=(*common.stop_token_ids, *ends))
-        after = special.get("</think>") if thinking else None
+        after = special.get(SECTION if asked.strict_tools else "</think>" if thinking else "")
         common = replace(common, wishes=self._wishes(asked, self._chat_matcher(asked), after))
-        return ApiCall(answer, self._choices(common, asked.n), len(prompt), thinking=thinking)
+        requests = self._choices(common, asked.n)
+        return ApiCall(answer, requests, len(prompt), self._scores(requests), thinking)
 
     def _rendered(self, asked: ChatBody) -> tuple[str, list[int]]:
         """Text and tokens of a conversation."""
@@ -98,6 +101,10 @@ class Preparation:
         if unknown := asked.chat_template_kwargs.keys() - template.variables:
             names = ", ".join(sorted(unknown))
             raise ApiError(f"the chat template has no {names} that could be set", param="chat_template_kwargs")
+        for index, message in enumerate(asked.messages):
+            if unread := message.keys() - MESSAGE_FIELDS - template.names:
+                where = f"messages[{index}].{min(unread)}"
+                raise ApiError(f"the chat template does not read {where}", param=where)
         variables = {"thinking": None, **asked.chat_template_kwargs}
         try:
             self._require_short(len(json.dumps([asked.messages, asked.tools])) // LONGEST_ESCAPE, "messages")
@@ -111,6 +118,21 @@ class Preparation:
             if reason != error.message:
                 reason = f"the chat template refuses the request: {reason}"
             raise ApiError(reason, param="messages") from None
+
+    def _scores(self, requests: list[GenerationRequest]) -> int:
+        """How many log-probabilities the answers may have: of each token, and of its alternatives. Raises ApiError."""
+        scores = 0
+        for request in requests:
+            prompt, room = len(request.prompt_ids), self.engine.max_seq_len - len(request.prompt_ids)
+            tokens = min(request.max_tokens, room) + (prompt if request.prompt_logprobs else 0)
+            scores += tokens * (1 + request.logprobs) if request.logprobs else 0
+        if scores > MAX_SCORES:
+            raise ApiError(
+                f"log-probabilities of up to {scores} tokens and alternatives in one request; this server takes "
+                f"{MAX_SCORES}: lower max_tokens, the alternatives, or the number of prompts or choices",
+                param="logprobs",
+            )
+        return scores
 
     def _choices(self, common: GenerationRequest, count: int) -> list[GenerationRequest]:
         """The checked requests behind the choices for one prompt, each with its own seed and state of the grammar."""
@@ -129,7 +151,7 @@ class Preparation:
 
     def _wishes(self, asked: GenerationBody, grammar: Any, after: int | None = None) -> Wishes | None:
         """What the answer is asked to be besides likely, None where it may be anything."""
-        bad = [self.tokenizer.encode(form) for word in asked.bad_words for form in (word, f" {word}")]
+        bad = [self.tokenizer.encode(form) for word in asked.banned for form in (word, f" {word}")]
         wishes = Wishes(
             frequency_penalty=asked.frequency_penalty,
             presence_penalty=asked.presence_penalty,
@@ -145,15 +167,16 @@ class Preparation:
 
     def _chat_matcher(self, asked: ChatBody) -> Any:
         """What holds the answer to its form: a call of the demanded tools, or the asked response format."""
-        demanded = asked.demanded_tools
-        if not demanded:
+        demanded, strict = asked.demanded_tools, asked.strict_tools
+        if not demanded and not strict:
             return self._matcher(asked.grammar, "response_format")
         if asked.grammar:
-            raise ApiError("a demanded tool call and response_format exclude each other", param="response_format")
-        named = asked.tool_choice != "required"
+            told = "a demanded tool call" if demanded else "a strict function"
+            raise ApiError(f"{told} and response_format exclude each other", param="response_format")
+        named = not isinstance(asked.tool_choice, str)
         several = asked.parallel_tool_calls and not named
         try:
-            grammar = tool_call_grammar(demanded, several)
+            grammar = tool_call_grammar(demanded or strict, several, opened=not demanded)
         except ValueError as error:
             raise ApiError(f"no answer can have this form: {error}", param="tools") from None
         return self._matcher(("lark", grammar), "tools")

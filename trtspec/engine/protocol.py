@@ -45,7 +45,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 # Fields of the API without effect on what is generated; accepted so that ordinary clients work.
@@ -65,11 +65,20 @@ TEXT_PART = {
     "required": ["type", "text"],
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
 }
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Fields of a message that are taken whatever the template does with them: some of no template's business, some that
+# templates leave out on purpose (the reasoning of earlier turns). Any other must be read by the template.
+MESSAGE_FIELDS = frozenset(
+    {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "annotations"}
+)
+# An answer that goes on where a message ends: these ask for it at other servers.
+CONTINUATIONS = ("partial", "prefix")
 MESSAGE_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["role"],
     "properties": {
-        "role": {"type": "string"},
+        "role": {"enum": list(ROLES)},
+        **{name: {"enum": [False, None]} for name in CONTINUATIONS},
         "content": {"anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": TEXT_PART}]},
     },
 }
@@ -77,14 +86,18 @@ FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 TOOL_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["type", "function"],
+    "additionalProperties": False,
     "properties": {
         "type": {"const": "function"},
         "function": {
             "type": "object",
             "required": ["name"],
+            "additionalProperties": False,
             "properties": {
                 "name": {"type": "string", "pattern": FUNCTION_NAME},
+                "description": {"type": ["string", "null"]},
                 "parameters": {"type": ["object", "null"]},
+                "strict": {"type": ["boolean", "null"]},
             },
         },
     },
@@ -107,6 +120,15 @@ class ResponseFormat(BaseModel):
     json_schema: JsonSchema | None = None
     regex: str | None = Field(None, max_length=10_000)
 
+    @model_validator(mode="after")
+    def _nothing_of_another_type(self) -> Self:
+        for name in ("json_schema", "regex"):
+            given = getattr(self, name) is not None
+            if given != (self.type == name):
+                told = "has a" if given else "lacks its"
+                raise ApiError(f"response_format of type {self.type} {told} {name}", param="response_format")
+        return self
+
 
 class GenerationBody(SamplingRanges, WishRanges):
     """What both endpoints share. `top_k` (0 and -1: off), `ignore_eos` and `stop_token_ids` are extensions."""
@@ -120,6 +142,7 @@ class GenerationBody(SamplingRanges, WishRanges):
     n: int = Field(1, ge=1, le=16)
     logit_bias: dict[TokenName, Bias] = Field({}, max_length=1024)
     bad: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    bad_words: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -143,6 +166,8 @@ class GenerationBody(SamplingRanges, WishRanges):
     def _streams_only(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ApiError("stream_options are for streams", param="stream_options")
+        if self.bad is not None and self.bad_words is not None:
+            raise ApiError("bad and bad_words are two names of one field", param="bad_words")
         return self
 
     @property
@@ -162,15 +187,15 @@ class GenerationBody(SamplingRanges, WishRanges):
         return _words(self.stop)
 
     @property
-    def bad_words(self) -> list[str]:
-        """Texts that the answer must not contain."""
-        return _words(self.bad)
+    def banned(self) -> list[str]:
+        """Texts that the answer must not contain: `bad` to TensorRT-LLM, `bad_words` to vLLM."""
+        return _words(self.bad if self.bad_words is None else self.bad_words)
 
     @property
     def grammar(self) -> tuple[str, str] | None:
         """(kind, text) of what the answer must look like, as `Grammars.matcher` takes it; None for any text.
 
-        Raises ApiError where it is told twice or by half.
+        Raises ApiError where it is told twice.
         """
         asked = self.response_format
         found: list[tuple[str, str]] = []
@@ -181,13 +206,9 @@ class GenerationBody(SamplingRanges, WishRanges):
             found.append(("regex", self.guided_regex))
         if asked is not None and asked.type == "json_object":
             found.append(("json", '{"type": "object"}'))
-        if asked is not None and asked.type == "json_schema":
-            if asked.json_schema is None:
-                raise ApiError("response_format.json_schema is missing", param="response_format")
+        if asked is not None and asked.json_schema is not None:
             found.append(("json", json.dumps(asked.json_schema.schema_)))
-        if asked is not None and asked.type == "regex":
-            if asked.regex is None:
-                raise ApiError("response_format.regex is missing", param="response_format")
+        if asked is not None and asked.regex is not None:
             found.append(("regex", asked.regex))
         if len(found) > 1:
             raise ApiError("the response format is specified more than once", param="response_format")
@@ -266,7 +287,8 @@ class ChatBody(GenerationBody):
     @field_validator("messages")
     @classmethod
     def _joined(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with text parts joined, as templates expect them."""
+        """The messages as templates expect them: text parts joined, no null fields, and a developer's message is
+        the system's, since OpenAI renamed that role."""
         return [_plain(message, index) for index, message in enumerate(messages)]
 
     @field_validator("tools")
@@ -274,14 +296,32 @@ class ChatBody(GenerationBody):
     def _functions(cls, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for index, tool in enumerate(tools):
             function = tool.get("function")
+            if unknown := tool.keys() - {"type", "function"}:
+                raise ApiError(f"tools[{index}] has an unknown {min(unknown)}", param=f"tools[{index}].{min(unknown)}")
             if tool.get("type") != "function" or not isinstance(function, dict):
                 raise ApiError(f"tools[{index}] is no function", param=f"tools[{index}]")
+            where = f"tools[{index}].function"
+            if unknown := function.keys() - {"name", "description", "parameters", "strict"}:
+                raise ApiError(f"{where} has an unknown {min(unknown)}", param=f"{where}.{min(unknown)}")
+            for field, kind in (("description", str), ("strict", bool)):
+                if not isinstance(function.get(field), kind | None):
+                    raise ApiError(f"{where}: {field} is not a {kind.__name__}", param=f"{where}.{field}")
             name = function.get("name")
             if not isinstance(name, str) or not re.fullmatch(FUNCTION_NAME, name):
-                raise ApiError(f"tools[{index}] has no name a call could have", param=f"tools[{index}].function.name")
+                raise ApiError(f"tools[{index}] has no name a call could have", param=f"{where}.name")
             if not isinstance(function.get("parameters", {}), dict | None):
-                raise ApiError(f"tools[{index}]: parameters are no schema", param=f"tools[{index}].function.parameters")
+                raise ApiError(f"tools[{index}]: parameters are no schema", param=f"{where}.parameters")
         return tools
+
+    @model_validator(mode="after")
+    def _one_meaning(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError("top_logprobs need logprobs: true", param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ApiError("max_tokens and max_completion_tokens differ: leave one of them out", param="max_tokens")
+        if self.ignore_eos and (self.demanded_tools or self.strict_tools):
+            raise ApiError("a tool call of a form ends when it is complete: omit ignore_eos", param="ignore_eos")
+        return self
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
@@ -303,10 +343,36 @@ class ChatBody(GenerationBody):
             raise ApiError(f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
         return named[:1]
 
+    @property
+    def strict_tools(self) -> list[dict[str, Any]]:
+        """The offered tools, where a call is left to the model and its arguments must follow the schema of at least
+        one; those that are not strict take any object."""
+        tools = self.offered_tools or []
+        if self.tool_choice != "auto" or not any(tool["function"].get("strict") for tool in tools):
+            return []
+        return [
+            tool if tool["function"].get("strict") else {"function": {"name": tool["function"]["name"]}}
+            for tool in tools
+        ]
+
 
 def _plain(message: dict[str, Any], index: int) -> dict[str, Any]:
-    if not isinstance(message.get("role"), str):
-        raise ApiError(f"messages[{index}] has no role", param=f"messages[{index}].role")
+    role = message.get("role")
+    if role not in ROLES:
+        told = f"a role that is none of {', '.join(ROLES)}" if role else "no role"
+        raise ApiError(f"messages[{index}] has {told}", param=f"messages[{index}].role")
+    for name in CONTINUATIONS:
+        if message.get(name):
+            raise ApiError(
+                f"messages[{index}].{name} is not supported by this server: an answer begins a turn of its own",
+                param=f"messages[{index}].{name}",
+            )
+    # of fields that only some templates read, nothing is left of what asks for nothing
+    message = {key: value for key, value in message.items() if value or key in MESSAGE_FIELDS and value is not None}
+    if role == "developer":
+        message["role"] = "system"
+    if "reasoning" in message:  # vLLM's name of it
+        message.setdefault("reasoning_content", message.pop("reasoning"))
     content = message.get("content")
     if content is not None and not isinstance(content, (str, list)):
         raise ApiError(

@@ -8,6 +8,8 @@ has exactly the target's distribution p whatever the drafter's distribution q wa
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 from torch import Tensor
 
@@ -143,6 +145,6 @@ def token_logprobs(scores: Tensor, tokens: list[int], count: int) -> list[TokenL
     top = scores.topk(min(count, scores.shape[-1]), -1)
     ids, values = top.indices.tolist(), top.values.tolist()
     return [
-        TokenLogprobs(token, chosen[row], list(zip(ids[row], values[row], strict=True)))
+        TokenLogprobs(token, chosen[row], array("i", ids[row]), array("d", values[row]))
         for row, token in enumerate(tokens)
     ]

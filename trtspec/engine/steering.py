@@ -183,8 +183,9 @@ def _compact(schema: str) -> str:
     return json.dumps({**value, "x-guidance": {"whitespace_flexible": False}})
 
 
-def tool_call_grammar(tools: Sequence[Mapping[str, Any]], several: bool) -> str:
-    """Lark grammar of a Kimi tool-call section that calls these functions, one or several times.
+def tool_call_grammar(tools: Sequence[Mapping[str, Any]], several: bool, opened: bool = False) -> str:
+    """Lark grammar of a Kimi tool-call section that calls these functions, one or several times; of what follows its
+    first mark where that is already there (`opened`).
 
     Its marks are special tokens; a call's id is `functions.NAME:NUMBER`; arguments follow the function's own schema.
     """
@@ -198,5 +199,6 @@ def tool_call_grammar(tools: Sequence[Mapping[str, Any]], several: bool) -> str:
             f"args{index}: %json {schema}",
         ]
     calls = " | ".join(f"call{index}" for index in range(len(tools)))
-    start = f"start: <|tool_calls_section_begin|> call{'+' if several else ''} <|tool_calls_section_end|>"
+    begin = "" if opened else "<|tool_calls_section_begin|> "
+    start = f"start: {begin}call{'+' if several else ''} <|tool_calls_section_end|>"
     return "\n".join([start, f"call: {calls}", *lines])

@@ -17,6 +17,7 @@ from trtspec.engine.request import GenerationRequest, RequestRefused
 from trtspec.engine.sequence import Completion, Output, Stats
 
 ITERATIONS_KEPT = REQUESTS_KEPT = 1000
+SCORES_IN_FLIGHT = 8_000_000
 
 
 class EngineThreadDied(Exception):
@@ -82,11 +83,35 @@ class RequestTimes:
         return {"request_id": self.id, "perf_metrics": metrics}
 
 
+@dataclass(eq=False)
+class Reservation:
+    """What an API call holds of a worker, from its check until its answer is sent: generations, which run or wait, and
+    scores, which are the log-probabilities that are kept for it. Used from the event loop."""
+
+    worker: Worker
+    generations: int = 0
+    scores: int = 0
+
+    def take(self, generations: int = 0, scores: int = 0) -> bool:
+        """Holds more, where there is room for it."""
+        worker = self.worker
+        if generations > worker.free or scores and scores > SCORES_IN_FLIGHT - sum(r.scores for r in worker.reserved):
+            return False
+        worker.reserved.add(self)
+        self.generations += generations
+        self.scores += scores
+        return True
+
+    def release(self) -> None:
+        """Gives all of it back. May be called again."""
+        self.worker.reserved.discard(self)
+
+
 class Worker:
     """Runs an engine in a thread. All methods but `start` and `stop` are called from the event loop.
 
-    At most `max_queue` requests wait beside those that run. `on_death` is called in the event loop when the thread
-    has died.
+    At most `max_queue` requests wait beside those that run, as `reserved` counts them. `on_death` is called in the
+    event loop when the thread has died.
     """
 
     def __init__(self, engine: Engine, max_queue: int, on_death: Callable[[], None] = lambda: None) -> None:
@@ -95,6 +120,7 @@ class Worker:
         self.on_death = on_death
         self.iterations: deque[dict[str, Any]] = deque(maxlen=ITERATIONS_KEPT)
         self.failure: BaseException | None = None
+        self.reserved: set[Reservation] = set()
         self._ending = "the engine stopped"
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.timings: deque[RequestTimes] = deque(maxlen=REQUESTS_KEPT)
@@ -125,7 +151,7 @@ class Worker:
     @property
     def free(self) -> int:
         """How many further requests are taken now."""
-        return self.capacity - len(self._outputs)
+        return self.capacity - sum(reservation.generations for reservation in self.reserved)
 
     async def run(self, request: GenerationRequest, arrived: float | None = None) -> AsyncIterator[Output]:
         """Outputs of a checked request as they come. Leaving the loop early cancels it. `arrived` is when the server

@@ -1,0 +1,170 @@
+"""Requests that are more than a server takes are refused before they cost anything; big answers block nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.engine.test_server import launch
+from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.engine.app import AppOptions, create_app
+from trtspec.engine.engine import Engine, EngineOptions
+from trtspec.engine.prepare import MAX_SCORES, Preparation
+from trtspec.engine.protocol import ApiError, ChatBody, CompletionBody
+from trtspec.engine.worker import SCORES_IN_FLIGHT, Reservation, Worker
+from trtspec.models.kimi import KimiModel
+
+ASK = [{"role": "user", "content": "x"}]
+
+
+def test_a_burst_finds_a_bounded_queue(
+    target: KimiModel, tokenizer: KimiTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 200 requests at once 8 are taken, the others refused while none of the 8 has moved; later there is room."""
+    engine = Engine(target, options=EngineOptions(max_batch_size=2, max_seq_len=64), tokenizer=tokenizer)
+    gate, step = threading.Event(), engine.step
+    monkeypatch.setattr(engine, "step", lambda: (gate.wait(120), step())[1])
+    app = create_app(engine, tokenizer, AppOptions("tiny-kimi", max_queue=6))
+    seen: Counter[int] = Counter()
+
+    async def ask(client: httpx.AsyncClient, number: int) -> None:
+        body = {"prompt": "x", "max_tokens": 2, "stream": number % 2 == 0}
+        seen[(await client.post("/v1/completions", json=body)).status_code] += 1
+
+    async def burst() -> None:
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", timeout=120) as client,
+        ):
+            asked = [asyncio.create_task(ask(client, number)) for number in range(200)]
+            try:
+                deadline = time.monotonic() + 60
+                while seen[429] < 192 and time.monotonic() < deadline:
+                    await asyncio.sleep(0.01)
+                assert seen == {429: 192}
+            finally:
+                gate.set()
+            await asyncio.gather(*asked)
+            assert seen == {429: 192, 200: 8}
+            await asyncio.gather(*(ask(client, number) for number in range(8)))
+            assert seen[200] == 16 and app.state.worker.free == 8
+
+    asyncio.run(burst())
+
+
+def test_what_was_refused_holds_nothing(target: KimiModel, tokenizer: KimiTokenizer) -> None:
+    engine = Engine(target, options=EngineOptions(max_batch_size=1, max_seq_len=64), tokenizer=tokenizer)
+    app = create_app(engine, tokenizer, AppOptions("tiny-kimi", max_queue=1))
+
+    async def ask() -> None:
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", timeout=60) as client,
+        ):
+            for _ in range(3):  # the context is too short: refused in its preparation
+                answer = await client.post("/v1/completions", json={"prompt": "x" * 99, "n": 2})
+                assert answer.status_code == 400, answer.text
+            assert app.state.worker.free == 2
+
+    asyncio.run(ask())
+
+
+def test_the_role_comes_with_the_first_token(
+    target: KimiModel, tokenizer: KimiTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of a stream is sent before the engine has made a token: its first piece has the role and that token."""
+    engine = Engine(target, options=EngineOptions(max_batch_size=1, max_seq_len=128), tokenizer=tokenizer)
+    began, gate, step = threading.Event(), threading.Event(), engine.step
+    monkeypatch.setattr(engine, "step", lambda: (began.set(), gate.wait(120), step())[2])
+    app = create_app(engine, tokenizer, AppOptions("tiny-kimi"))
+    asked = {"messages": ASK, "max_tokens": 4, "stream": True, "logprobs": True, "temperature": 0}
+    sent: list[bytes] = []
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+
+    async def stream() -> None:
+        incoming: asyncio.Queue[dict] = asyncio.Queue()
+        incoming.put_nowait({"type": "http.request", "body": json.dumps(asked).encode()})
+
+        async def send(message: dict) -> None:
+            sent.append(message.get("body", b""))  # the first, the headers, has none
+
+        async with app.router.lifespan_context(app):
+            answering = asyncio.create_task(app(scope, incoming.get, send))
+            try:
+                deadline = time.monotonic() + 60
+                while not (began.is_set() and sent) and time.monotonic() < deadline:
+                    await asyncio.sleep(0.01)
+                assert sent == [b""]
+            finally:
+                gate.set()
+            await answering
+
+    asyncio.run(stream())
+    first = [json.loads(line[6:])["choices"][0] for line in sent[1].decode().splitlines() if line]
+    assert first[0]["delta"]["role"] == "assistant"
+    assert sum(len(choice["logprobs"]["content"]) for choice in first if choice["logprobs"]) == 1
+
+
+def test_scores_of_a_request_are_limited(target: KimiModel, tokenizer: KimiTokenizer) -> None:
+    """16 choices of 4,000 tokens with 20 alternatives each are taken; what could be more than the limit is not."""
+    engine = Engine(target, options=EngineOptions(max_batch_size=1, max_seq_len=8192), tokenizer=tokenizer)
+    preparation = Preparation(engine, tokenizer, "tiny-kimi")
+    common = {"messages": ASK, "logprobs": True, "top_logprobs": 20}
+    taken = preparation.chat(ChatBody(**common, n=16, max_tokens=4000))
+    assert taken.scores == 16 * 4000 * 21 < MAX_SCORES
+    assert preparation.chat(ChatBody(messages=ASK, n=16)).scores == 0
+    echo = {"echo": True, "max_tokens": 0}
+    assert preparation.completion(CompletionBody(prompt=[[1] * 50] * 3, logprobs=1, **echo)).scores == 3 * 51 * 2
+    for make, body in (
+        (preparation.chat, ChatBody(**common, n=16)),
+        (preparation.completion, CompletionBody(prompt=[[1] * 4095] * 24, logprobs=20, **echo)),
+    ):
+        with pytest.raises(ApiError, match=str(MAX_SCORES)) as refused:
+            make(body)
+        assert (refused.value.status, refused.value.param) == (400, "logprobs")
+
+
+def test_scores_in_flight_are_limited(target: KimiModel) -> None:
+    worker = Worker(Engine(target, options=EngineOptions(max_batch_size=1, max_seq_len=64)), 7)
+    first, second = Reservation(worker), Reservation(worker)
+    assert first.take(generations=3) and first.take(scores=SCORES_IN_FLIGHT)
+    assert second.take(generations=5) and not second.take(scores=1) and not second.take(generations=1)
+    assert second.take(scores=0)
+    first.release()
+    first.release()
+    assert worker.free == 3 and second.take(scores=1)
+
+
+@pytest.mark.slow
+def test_a_big_answer_blocks_nobody(target_dir: Path) -> None:
+    """/health answers within a second while 16 choices of 4,000 tokens, 20 alternatives each, are written."""
+    running = launch(target_dir, "-", "max_batch_size=16", "max_seq_len=4160")
+    body = {"messages": ASK, "n": 16, "max_tokens": 4000, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+    found: list[httpx.Response] = []
+    try:
+        url = f"{running.url}/v1/chat/completions"
+        asking = threading.Thread(target=lambda: found.append(httpx.post(url, json=body, timeout=1800)))
+        asking.start()
+        waits: list[float] = []
+        with httpx.Client(timeout=60) as client:
+            while asking.is_alive():
+                began = time.monotonic()
+                assert client.get(f"{running.url}/health").status_code == 200
+                waits.append(time.monotonic() - began)
+                time.sleep(0.05)
+        asking.join()
+        choices = found[0].json()["choices"]
+        tops = [len(entry["top_logprobs"]) for choice in choices for entry in choice["logprobs"]["content"]]
+        assert tops == [20] * 64_000
+        print(f"\n{len(found[0].content) >> 20} MiB; /health {len(waits)} times, longest {max(waits):.2f} s")
+        assert max(waits) < 1, max(waits)
+    finally:
+        running.process.terminate()
+        assert running.process.wait(60) == 0
