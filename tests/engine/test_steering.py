@@ -200,7 +200,7 @@ def test_a_strict_function_is_called_as_it_says(client: openai.OpenAI, tokenizer
     """openai's parse sends strict functions and leaves the choice to the model: when that opens a call, it is one."""
     asked: dict[str, Any] = {
         "model": "tiny-kimi",
-        "messages": [HELLO],
+        "messages": ASK,
         "tools": [openai.pydantic_function_tool(Lookup)],
     }
     begin = str(tokenizer.special_id("<|tool_calls_section_begin|>"))

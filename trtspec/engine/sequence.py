@@ -23,7 +23,7 @@ COLDEST = 1e-30  # a temperature below it is greedy: float32 cannot divide by it
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Natural-log probabilities under the model (temperature 1): the chosen token's and the likeliest ones', which are
-    arrays because a server keeps millions of them: 22 bytes each, a list of pairs takes 140."""
+    arrays because a server keeps millions of them: 25 bytes each, a list of pairs takes 140."""
 
     token: int
     logprob: float
