@@ -121,7 +121,7 @@ WORDS = [
 TEXT_CHEATS = ("text-altered", "text-emptied", "text-truncated", "stream-altered")
 TOKEN_CHEATS = ("sampling", "different-tokens", "loops")
 TOOL_CHEATS = ("tool-dropped", "tool-malformed", "tool-stream-altered", "tool-stream-dropped", "tool-unindexed",
-               "follow-up-refused", "follow-up-empty")  # fmt: skip
+               "tool-arguments", "follow-up-refused", "follow-up-empty")  # fmt: skip
 ACCEPTANCE_CHEATS = ("forced-constant", "forced-fractional", "claimed", "claimed-against-usage", "inflated-usage",
                      "collapse-burst", "collapse-warm", "collapse-long")  # fmt: skip
 TIME_CHEATS = ("slow-later", "buffering", "hang")
@@ -132,6 +132,7 @@ CHEATS = (
     *TEXT_CHEATS, *TOKEN_CHEATS, *TOOL_CHEATS, *ACCEPTANCE_CHEATS, *TIME_CHEATS, *TRANSPORT_CHEATS, *LONG_CHEATS,
     *FORM_CHEATS,
 )  # fmt: skip
+NEAR_TIES = ("open_file", "sort_rows")  # tools to look up by whose end another letter is as likely
 DRAFT = 3
 STEP = 0.002  # seconds; `buffering` and `unhurried` take ten times as long
 LATER, LATER_RARE = 24, 70  # answers after which `slow-later` begins: behind the first pass of few and of many prompts
@@ -277,12 +278,23 @@ def answer_tools(played: Played, messages: list[dict[str, Any]], made: Made) -> 
         return
     name = messages[-1]["content"].split("`")[1]
     arguments = json.dumps({"name": name})
-    made.tokens, made.reasoned, made.finish = [("<|tool_calls_section_begin|>", WORDS[0], 3.0)], 0, "tool_calls"
+    call = ("functions.lookup:0", "<|tool_call_argument_begin|>", '{"name": "', *spelled(name), '"}')
+    made.tokens = [(text, WORDS[0], 3.0) for text in ("<|tool_calls_section_begin|>", *call)]
+    if name in NEAR_TIES and "swapped" in played.options:
+        arguments = json.dumps({"name": f"{name}s"})
+    if name in NEAR_TIES:  # another letter is as likely as the end of the name
+        made.tokens[-1] = ('"}', 's"}', 2e-5)
+    made.reasoned, made.finish = 0, "tool_calls"
     if played.cheats("tool-dropped"):
         return
+    arguments = json.dumps({"name": "another_name"}) if played.cheats("tool-arguments") else arguments
     arguments = arguments[:-3] if played.cheats("tool-malformed") else arguments
     made.calls = [{"id": "functions.lookup:0", "type": "function", "index": 0,
                    "function": {"name": "lookup", "arguments": arguments}}]  # fmt: skip
+
+
+def spelled(name: str) -> list[str]:
+    return [name[place : place + 4] for place in range(0, len(name), 4)]
 
 
 def stop(played: Played, words: list[str], made: Made) -> None:

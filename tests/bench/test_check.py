@@ -42,6 +42,7 @@ CAUGHT_BY = {
     "loops": {"DEGENERATE", "NOT-LOSSLESS"},
     "tool-dropped": {"TOOL-CALL"},
     "tool-malformed": {"TOOL-CALL"},
+    "tool-arguments": {"TOOL-CALL"},
     "tool-stream-altered": {"TOOL-STREAM"},
     "tool-stream-dropped": {"TOOL-STREAM"},
     "tool-unindexed": {"TOOL-STREAM"},
@@ -162,6 +163,8 @@ def test_near_ties_pass_and_are_listed(cheating: str) -> None:
     verdict = cheats.judged(got, plain)
     long = next(row for row in verdict.results if row.name == "long-context")
     assert long.status == "pass" and "0 part at" not in long.message and not long.detail["real"], long.message
+    tools = next(row for row in verdict.results if row.name == "tool-call")
+    assert tools.status == "pass" and tools.detail["arguments"]["near_ties"] == ["open_file", "sort_rows"], tools
     found = next(row for row in verdict.results if row.name == "lossless")
     assert found.status == "pass" and found.detail["near_ties"] > 2 and found.detail["rounding"]["positions"] > 300
     assert found.detail["rounding"]["source"] == "the plain server's own passes"
@@ -255,7 +258,7 @@ FORM = '{"name": "a", "count": 1}'
 )
 def test_a_tool_call_is_judged_beside_the_plain_server(got: ToolReply, plain: ToolReply, wanted: str) -> None:
     """Nothing that the plain server does as well fails, and nothing passes of which no sound call was seen."""
-    found = check_tool_calls(*(Recording("u", {}, 8, [], tools=[reply]) for reply in (got, plain)))
+    found = check_tool_calls(*(Recording("u", {}, 8, [], tools=[reply]) for reply in (got, plain)), limit=0.5)
     assert found.status == wanted, found.message
     assert (found.seen == 1) == (wanted == "pass")
     if got.calls and not plain.calls and not plain.error and wanted == "pass":
@@ -290,7 +293,7 @@ def test_follow_ups_are_judged_one_by_one(got: list[Any], plain: list[Any] | Non
     tools = [replace(reply, calls=replied(CALL).calls) if reply.content else reply for reply in numbered(got)]
     beside = None if plain is None else Recording("u", {}, 8, [], tools=numbered(plain))
     if REFUSED in got:
-        assert check_tool_calls(Recording("u", {}, 8, [], tools=tools), beside).status == wanted
+        assert check_tool_calls(Recording("u", {}, 8, [], tools=tools), beside, 0.5).status == wanted
 
 
 def numbered(replies: list[Any]) -> list[ToolReply]:
@@ -324,7 +327,7 @@ def test_answers_that_think_long_are_given_room(cheating: str) -> None:
         cheats.recorded(cheats.at(cheating, "unknown", cheat, 1, "thinks-long"), FEW)
         for cheat in ("honest", "follow-up-empty")
     )
-    found = [check_follow_ups(got, None), check_forms(got, None), check_tool_calls(got, None)]
+    found = [check_follow_ups(got, None), check_forms(got, None), check_tool_calls(got, None, 0.5)]
     found.append(check_tool_streams(got, None))
     assert [(row.status, row.seen) for row in found] == [("pass", FEW)] * 4, found
     assert check_follow_ups(empty, got).status == "fail"
@@ -382,6 +385,39 @@ def test_a_stop_string_stands_in_no_reasoning() -> None:
     thinking = replace(plain, text=f"Which files that the list names? {LONGER}", reasoned=33)
     assert thinking.content == LONGER and stop_word(plain) == "files that the"
     assert str(stop_word(thinking)) not in thinking.text[:33]
+
+
+def named(*arguments: str, **more: Any) -> list[ToolReply]:
+    return [replace(replied([f'{{"name": "{name}"}}'], **more), question=str(i)) for i, name in enumerate(arguments)]
+
+
+def test_arguments_of_calls_are_compared() -> None:
+    """Without log-probabilities by how often the plain server's own calls differ, with them one by one."""
+
+    def judged(got: list[ToolReply], **passes: list[ToolReply]) -> tuple[str, str]:
+        expected = Recording("u", {}, 8, [], **passes)  # type: ignore[arg-type]
+        found = check_tool_calls(Recording("u", {}, 8, [], tools=got), expected, 0.5)
+        return found.status, found.message
+
+    same, other = named(*"abcdefghijkl"), named(*"mnopqrstuvwx")
+    assert judged(same, tools=same, streamed_tools=same)[0] == "pass"
+    assert judged(other, tools=same, streamed_tools=same)[0] == "fail"
+    assert judged([*other[:1], *same[1:]], tools=same, streamed_tools=same)[0] == "skipped"
+    assert judged(other, tools=same, streamed_tools=named(*"ABCDEFGHIJKL"))[0] == "skipped", "its own calls differ"
+    assert judged(other, tools=same, streamed_tools=other)[0] == "pass", "they are the plain server's own"
+    sides = [Recording("u", {}, 8, [], tools=calls) for calls in (other, same)]
+    assert check_tool_calls(*sides, None).seen == 12, "a quantized target"
+    for gap, wanted in ((1e-5, "pass"), (2.0, "fail")):
+        sure = [Token(text, "no", 3.0) for text in ("</think>", '{"name": "', "a", '"}')]
+        told = [replace(same[0], tokens=[*sure[:2], Token("a", "m", gap), sure[3]])]
+        status, message = judged([*other[:1], *same[1:]], tools=same, repeated_tools=told)
+        assert (status, "near-tie" in message) == (wanted, wanted == "pass"), message
+        assert judged([*named("z"), *same[1:]], tools=same, repeated_tools=told)[0] == "fail", "z is no runner-up"
+        thought = [replace(same[0], reasoning="hm"), *same[1:]]
+        told = [replace(thought[0], tokens=[Token("hm ", "so ", gap), *sure])]
+        parted, only = replace(other[0], reasoning="so what"), replace(other[0], reasoning="hm\n")
+        assert judged([parted, *same[1:]], tools=thought, repeated_tools=told)[0] == wanted, "the reasoning parts first"
+        assert judged([only, *same[1:]], tools=thought, repeated_tools=told)[0] == "fail"
 
 
 def test_a_streamed_call_is_put_together_and_compared() -> None:

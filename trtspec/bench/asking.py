@@ -266,11 +266,13 @@ def read_tool_reply(reply: dict[str, Any]) -> ToolReply:
         {"name": str(call["function"]["name"]), "arguments": str(call["function"]["arguments"])}
         for call in message.get("tool_calls") or []
     ]
+    content = (choice.get("logprobs") or {}).get("content")
     return ToolReply(
         calls,
         _text(message.get("content")),
         reasoning=_text(message.get("reasoning_content") or message.get("reasoning")),
         finish_reason=_optional(choice.get("finish_reason"), str),
+        tokens=[read_token(entry) for entry in content] if content else None,
     )
 
 

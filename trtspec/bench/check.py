@@ -64,7 +64,7 @@ def run_checks(got: Recording, expected: Recording | None, limits: GateLimits) -
         visible.check_long_answers(got, same_weights, limits.near_tie),
         visible.check_usage(got, expected),
         check_degenerate(got, expected),
-        features.check_tool_calls(got, expected),
+        features.check_tool_calls(got, expected, None if limits.quality else limits.near_tie),
         features.check_tool_streams(got, expected),
         features.check_follow_ups(got, expected),
         features.check_forms(got, expected),

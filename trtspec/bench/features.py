@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from trtspec.bench.arguments import arguments_of, compare_arguments, names_of, parsed
 from trtspec.bench.asking import HONOURED, NO_EFFECT, NOT_ASKED, NOT_SENT, REFUSED, declined
 from trtspec.bench.battery import FORM_SCHEMA, TOOL, stop_word
 from trtspec.bench.gate import SHOWN, CheckResult, pass_or_fail, result
@@ -21,8 +21,9 @@ def asked(replies: Sequence[ToolReply]) -> list[ToolReply]:
     return [reply for reply in replies if reply.error != NOT_ASKED]
 
 
-def check_tool_calls(got: Recording, expected: Recording | None) -> CheckResult:
-    """Requests with a tool yield well-formed calls, and the same ones as without speculation."""
+def check_tool_calls(got: Recording, expected: Recording | None, limit: float | None) -> CheckResult:
+    """Requests with a tool yield well-formed calls, and the same ones as without speculation, up to near-ties under
+    `limit`; None where other weights may choose other arguments."""
     name, code = "tool-call", "TS-CHECK-TOOL-CALL"
     mine, theirs = asked(got.tools), {reply.question: reply for reply in expected.tools} if expected else {}
     if not mine:
@@ -32,12 +33,12 @@ def check_tool_calls(got: Recording, expected: Recording | None) -> CheckResult:
     pairs = [
         (r, theirs[r.question]) for r in mine if r.question in theirs and not theirs[r.question].error and not r.error
     ]
-    other = [r.question for r, old in pairs if r.calls and old.calls and _arguments_of(r) != _arguments_of(old)]
+    compared = compare_arguments(got, expected, limit) if expected and limit is not None else None
     detail: dict[str, Any] = {
         "got": [asdict(reply) for reply in mine[:3]],
         "expected": [asdict(reply) for reply in theirs.values()][:3],
         "faults": [f"{reply.question}: {fault}" for reply, fault in faults][:SHOWN],
-        "other_arguments": other[:SHOWN],
+        "arguments": asdict(compared) if compared else None,
     }
     if faults:
         message = f"{len(faults)} of {len(mine)} tool calls: {faults[0][1]} ({faults[0][0].question})"
@@ -52,11 +53,16 @@ def check_tool_calls(got: Recording, expected: Recording | None) -> CheckResult:
     good = [reply for reply in mine if reply.calls and not any(call_fault(call) for call in reply.calls)]
     if not good:
         return result(name, "skipped", "not shown: the calls are malformed on both servers", **detail)
-    both = sum(bool(r.calls and old.calls) for r, old in pairs)
+    both = any(r.calls and old.calls for r, old in pairs)
     message = f"{len(good)} of {len(mine)} requests with a tool yield well-formed calls"
-    message += f", {both - len(other)} of {both} as without speculation" if both else ""
+    message += compared.message if compared else ""
     message += ", and none can be compared: the plain server makes no call" if pairs and not both else ""
-    return result(name, "pass", message + _also_refused(mine), seen=len(good), **detail)
+    message += _also_refused(mine)
+    if compared and compared.wrong:
+        return result(name, "fail", message, code, TOOL_REMEDY, **detail)
+    if compared and compared.unjudged:
+        return result(name, "skipped", message, **detail)
+    return result(name, "pass", message, seen=len(good), **detail)
 
 
 def check_tool_streams(got: Recording, expected: Recording | None) -> CheckResult:
@@ -113,11 +119,11 @@ def stream_fault(whole: ToolReply, streamed: ToolReply) -> str | None:
         return "the call is missing in the stream"
     if streamed.unindexed:
         return f"{streamed.unindexed} pieces of calls have no index"
-    if _names(streamed) != _names(whole):
-        return f"it calls {', '.join(_names(streamed)) or 'nothing'} in place of {', '.join(_names(whole))}"
-    if _arguments_of(streamed) != _arguments_of(whole):
+    if names_of(streamed) != names_of(whole):
+        return f"it calls {', '.join(names_of(streamed)) or 'nothing'} in place of {', '.join(names_of(whole))}"
+    if arguments_of(streamed) != arguments_of(whole):
         place = next(
-            i for i, (a, b) in enumerate(zip(_arguments_of(streamed), _arguments_of(whole), strict=True)) if a != b
+            i for i, (a, b) in enumerate(zip(arguments_of(streamed), arguments_of(whole), strict=True)) if a != b
         )
         texts = (streamed.calls[place]["arguments"][:80], whole.calls[place]["arguments"][:80])
         return f"its arguments are {texts[0]!r} in place of {texts[1]!r}"
@@ -141,7 +147,7 @@ def _tool_faults(reply: ToolReply, plain: ToolReply | None, mine: Sequence[ToolR
         yield "the call of the plain server vanished with speculation"
     elif not reply.calls and not reply.content.strip() and not (plain and not plain.content.strip()):
         yield "neither a call nor text came"
-    elif plain and plain.calls and _names(reply) != _names(plain):
+    elif plain and plain.calls and names_of(reply) != names_of(plain):
         yield "other tools are called with speculation than without"
 
 
@@ -163,14 +169,6 @@ def call_fault(call: dict[str, str]) -> str | None:
         return f"its arguments are not a JSON object: {call['arguments'][:80]!r}"
     missing = [key for key in offered["parameters"]["required"] if not isinstance(arguments.get(key), str)]
     return f"its arguments lack {', '.join(missing)}" if missing else None
-
-
-def _names(reply: ToolReply) -> list[str]:
-    return [call["name"] for call in reply.calls]
-
-
-def _arguments_of(reply: ToolReply) -> list[Any]:
-    return [parsed(call["arguments"]) for call in reply.calls]
 
 
 def check_follow_ups(got: Recording, expected: Recording | None) -> CheckResult:
@@ -385,11 +383,3 @@ def check_parameters(got: Recording, expected: Recording | None) -> CheckResult:
     lost = [name for name in worse if name in theirs and theirs[name].outcome == HONOURED]
     message = "; ".join(words) + (f"; lost with speculation: {', '.join(lost)}" if lost else "")
     return result("parameters", "pass", message, table=table, lost=lost)
-
-
-def parsed(text: str) -> Any:
-    """None for what is not JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None

@@ -15,6 +15,7 @@ REQUIRED = "TS-CHECK-REQUIRED"
 SHOWN = 20  # entries of each list in the detail of a row
 RARE = 0.05  # the share of answers in which a rare fault shows; power is stated for it
 POWER = 0.95
+UNLIKELY = 0.01  # a chance below which something is no accident
 
 
 @dataclass(frozen=True)

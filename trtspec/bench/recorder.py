@@ -94,6 +94,7 @@ async def _record(asker: Asker, server: adapters.DetectedServer, asked: Battery,
     found = await _features(asker, asked, found, limits)
     if options.baseline:
         found = await _long_whole(asker, found)
+        found = replace(found, repeated_tools=await _tools_again(asker, found.tools))
     if options.tasks is not None:
         found = replace(found, tasks=await ask_tasks(asker, options.tasks))
     return replace(found, stopped=asker.stopped)
@@ -246,10 +247,7 @@ async def _features(asker: Asker, asked: Battery, found: Recording, limits: Requ
 async def _tools(asker: Asker, count: int) -> tuple[list[ToolReply], list[ToolReply], list[ToolReply]]:
     """Requests with a tool, the same as streams, and unstreamed again where these differ; only a few where the first
     ones bring no call."""
-    offered: dict[str, Any] = {"tools": [battery.TOOL], "tool_choice": "auto"}
-    asks = [
-        ([{"role": "user", "content": battery.tool_question(i)}], offered, battery.tool_name(i)) for i in range(count)
-    ]
+    asks = _tool_asks(count)
     found = await _with_room(asker, asks[:FEW], cut_off)
     if not any(reply.calls for reply in found):
         return found, [], []
@@ -260,6 +258,27 @@ async def _tools(asker: Asker, count: int) -> tuple[list[ToolReply], list[ToolRe
     other = {reply.question for reply in streamed if stream_fault(whole[reply.question], reply)}
     again = await _replies(asker.tool, [ask for ask in called if ask[2] in other], asker.concurrency)
     return found, streamed, again
+
+
+def _tool_asks(count: int) -> list[AskedOnce]:
+    offered: dict[str, Any] = {"tools": [battery.TOOL], "tool_choice": "auto"}
+    return [
+        ([{"role": "user", "content": battery.tool_question(i)}], offered, battery.tool_name(i)) for i in range(count)
+    ]
+
+
+async def _tools_again(asker: Asker, tools: Sequence[ToolReply]) -> list[ToolReply]:
+    """A baseline's calls at another concurrency, with log-probabilities where the server gives them with tools."""
+    called = {reply.question for reply in tools if reply.calls}
+    asks = [_roomy(asker, ask) for ask in _tool_asks(len(tools)) if ask[2] in called]
+    found: list[ToolReply] = []
+    if asker.logprobs:
+        told = {"logprobs": True, "top_logprobs": TOP}
+        telling = [(messages, {**extra, **told}, name) for messages, extra, name in asks]
+        found = await _replies(asker.tool, telling, REPEAT * asker.concurrency)
+    if any(not reply.error for reply in found):
+        return found
+    return await _replies(asker.tool, asks, REPEAT * asker.concurrency)
 
 
 AskedOnce = tuple[list[dict[str, Any]], dict[str, Any], str]  # messages, further fields, the question's name

@@ -94,7 +94,8 @@ class Transcript:
 @dataclass(frozen=True)
 class ToolReply:
     """What came back for a request with tools, or for one that must have a form. `error` holds the server's refusal,
-    `unindexed` the number of streamed pieces of calls that did not say which call they belong to."""
+    `unindexed` the number of streamed pieces of calls that did not say which call they belong to, `tokens` the whole
+    answer with the markers of its calls where log-probabilities were asked for."""
 
     calls: list[dict[str, str]] = field(default_factory=list)
     content: str = ""
@@ -103,6 +104,7 @@ class ToolReply:
     reasoning: str = ""
     finish_reason: str | None = None
     unindexed: int = 0
+    tokens: list[Token] | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,8 @@ class Recording:
     `repeats` are further passes of a baseline, `streamed` the same prompts as streams, `later` as streams after a
     burst. `long_cold` and `long_warm` ask the long prompts twice; `long_whole` holds a baseline's unstreamed answers to
     them, and each of `repeats` one more. `confirmed` are unstreamed answers to those questions
-    whose streamed answer differs; `streamed_tools` and `confirmed_tools` are the same of requests with a tool.
+    whose streamed answer differs; `streamed_tools` and `confirmed_tools` are the same of requests with a tool, and
+    `repeated_tools` those of a baseline asked again, with log-probabilities.
     """
 
     url: str
@@ -172,6 +175,7 @@ class Recording:
     tools: list[ToolReply] = field(default_factory=list)
     streamed_tools: list[ToolReply] = field(default_factory=list)
     confirmed_tools: list[ToolReply] = field(default_factory=list)
+    repeated_tools: list[ToolReply] = field(default_factory=list)
     follow_ups: list[ToolReply] = field(default_factory=list)
     forms: list[ToolReply] = field(default_factory=list)
     stops: list[ToolReply] = field(default_factory=list)
@@ -205,6 +209,7 @@ def read_recording(path: Path) -> Recording:
         raw = files.read_object(path)
         read = TypeAdapter(Recording).validate_json(json.dumps(raw, allow_nan=False), strict=True)
         replies = [*([read.tool] if read.tool else []), *read.tools, *read.streamed_tools, *read.follow_ups]
+        replies += [*read.confirmed_tools, *read.repeated_tools]
         if any({"name", "arguments"} - set(call) for reply in replies for call in reply.calls):
             raise ValueError("a tool call has no name or no arguments")
         asked = [item.messages[-1]["content"] for item in [*read.transcripts, *read.long_cold]]

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from trtspec.bench.asking import NOT_ASKED, declined
-from trtspec.bench.gate import SHOWN, CheckResult, binomial_at_least, more_often, pass_or_fail, result
+from trtspec.bench.gate import SHOWN, UNLIKELY, CheckResult, binomial_at_least, more_often, pass_or_fail, result
 from trtspec.bench.lossless import RoundingBound, first_divergence, judge, measure_rounding, same_context, tokens_show
 from trtspec.bench.transcript import Recording, Transcript
 
@@ -19,7 +19,6 @@ HIDDEN_TOKENS = 8  # markers that stand in no text
 BUFFERED_SPAN = 0.05  # all pieces of a stream within this share of its time came at once
 SHORTEST_STREAM = 0.1  # seconds; below it nothing can be said about how an answer arrives
 MANY_TOKENS = 24
-UNLIKELY = 0.01  # a chance below which something is no accident
 VERDICTS = ("near-tie", "real", "unjudged")  # the kindest first
 SLOW_ALL, SLOW_ONE, SLOW_EXTRA = 4.0, 8.0, 0.5  # times; times; seconds
 
