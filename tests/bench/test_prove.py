@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from tests.command_line import trtspec
+from trtspec.bench.acceptance import TurnCounts, summarize
 from trtspec.bench.battery import make_battery
 from trtspec.bench.datasets import load_dataset
 from trtspec.bench.prove import URL, WORK, ProveSetup, judge, launches, plan_findings, prompts_of, steps_of
-from trtspec.bench.prove_bundle import Redactor, prove_html, read_bundle, redactor, write_bundle
+from trtspec.bench.prove_bundle import Redactor, prove_html, read_bundle, redactor, tables_of, write_bundle
+from trtspec.checkpoint.writer import Journal
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import json_text
 
@@ -294,6 +296,40 @@ def test_the_verdict_names_what_fails_and_what_was_not_looked_at(evidence: dict[
         "head and pair": "fail", "lint --installed: head": "skipped", "check: lossless": "fail",
         "acceptance: warm": "fail", "acceptance: long": "skipped", "speed at concurrency 4": "fail",
     }  # fmt: skip
+
+
+def test_the_page_has_nvidias_definition_beside_ours_under_its_own_name(evidence: dict[str, Any]) -> None:
+    """Two turns of a question are pooled: 1 + 6 accepted / (2 steps + 2 prefills), and 1 + 0 / (4 + 1)."""
+    turns = [TurnCounts("a", "code", 6, 1, 4, 3, None, "x"), TurnCounts("a", "code", 4, 1, 2, 3, None, "x"),
+             TurnCounts("b", "code", 5, 4, 0, 12, None, "x")]  # fmt: skip
+    found = asdict(summarize(turns))
+    evidence["outputs"]["bench-k2"] |= found | {"categories": {"code": found, "docs": found}}
+    evidence["outputs"]["bench-k2"]["quality"] = {"docs": {"degenerate": True}}
+    table = next(table for table in tables_of(evidence) if "NVIDIA" in table.title)
+    assert table.columns == ["", "code", "docs", "average"] and table.rows == [["2 drafts", "1.75", "", "1.75"]]
+    ours = next(table for table in tables_of(evidence) if table.title.startswith("Acceptance length by category"))
+    assert ours.rows[-1] == ["all", "1.500", "2.000"]
+    page = prove_html(evidence, judge(evidence))
+    assert "definition of NVIDIA" in page and "turns pooled" in page
+
+
+def test_the_mode_is_part_of_every_figures_name_and_of_every_request(evidence: dict[str, Any]) -> None:
+    asked = {step.name: step.words for step in steps_of(replace(SETUP, thinking="medium")) if step.words[0] == "bench"}
+    assert len(asked) == 8 and all("--thinking medium" in " ".join(words) for words in asked.values())
+    evidence["setup"]["thinking"] = "medium"
+    mode = ", medium reasoning"
+    assert all(mode in table.title for table in tables_of(evidence)[:4])
+    names = [line.name for line in judge(evidence) if line.name.startswith(("acceptance", "speed", "plan: step"))]
+    assert len(names) == 11 and all(mode in name for name in names), names
+
+
+def test_a_run_in_another_mode_is_refused(tmp_path: Path) -> None:
+    header = {"proof": json.loads(json.dumps(asdict(SETUP)))}
+    Journal(tmp_path / "proof" / "journal.jsonl", header).close()
+    words = ("prove", PAIR[0], "--head", PAIR[1], "--backend", "trtllm", "--draft-len", "2", "--gpu", "b200",
+             "--gpus", "4", "--samples", "8", "--max-tokens", "64", "--concurrency", "1,4", "--contexts", "100,300")  # fmt: skip
+    done = trtspec(*words, "--thinking", "on", "-o", tmp_path / "proof")
+    assert done.status == 2 and "proof.thinking" in done.stderr, done.stderr
 
 
 def test_the_page_has_the_cards_tables(evidence: dict[str, Any]) -> None:

@@ -173,6 +173,7 @@ SERVING: dict[str, dict[str, Situation]] = {
                 dataset="--dataset {questions}",
                 samples="--samples 4",
                 max_tokens="--max-tokens 32",
+                thinking="--thinking off",
                 concurrency="--concurrency 2",
                 contexts="--contexts 100",
                 startup_timeout="--startup-timeout 5",

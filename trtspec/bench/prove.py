@@ -8,10 +8,11 @@ and figures that leave the plan are named.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from trtspec.bench.gate import Status
+from trtspec.bench.tables import thinking_words
 
 PLAIN = "plain"
 URL = "{url}"  # in a step's words: where its server answers
@@ -32,7 +33,8 @@ FEWEST_STEPS = 50  # of a part that is compared with another
 
 @dataclass(frozen=True)
 class ProveSetup:
-    """What is to be proved, and with how much. `serve_words` go to `trtspec serve` in each launch."""
+    """What is to be proved, and with how much. `serve_words` go to `trtspec serve` in each launch; `thinking` is the
+    mode in which every bench asks, and part of the name of each figure of it."""
 
     target: str
     head: str
@@ -46,6 +48,7 @@ class ProveSetup:
     concurrency: tuple[int, ...]
     contexts: tuple[int, ...]
     serve_words: tuple[str, ...] = ()
+    thinking: str | None = None
 
     @property
     def dated(self) -> bool:
@@ -115,7 +118,7 @@ def _measured(setup: ProveSetup, launch: str) -> Iterator[ProveStep]:
     asked = ("--dataset", setup.dataset, "--samples", str(setup.samples), "--max-tokens", str(setup.max_tokens))
 
     def bench(name: str, *words: str, answers: float, at: int) -> ProveStep:
-        where = ("-o", f"{WORK}/{name}", "--force")
+        where = (*(("--thinking", setup.thinking) if setup.thinking else ()), "-o", f"{WORK}/{name}", "--force")
         seconds = answers * setup.max_tokens / (RATES[setup.backend] * min(at, 8))
         return ProveStep(name, ("bench", f"{launch}={URL}", *words, *where), launch, seconds=seconds)
 
@@ -213,7 +216,7 @@ def plan_findings(evidence: Mapping[str, Any]) -> list[PlanFinding]:
         for level, figures in measured.items():
             point = _point(plan["points"], int(level), drafts)
             if point and figures.get("step_ms"):
-                what = f"step time, {launch}, concurrency {level} (ms)"
+                what = f"step time, {launch}, concurrency {level}{mode_words(evidence)} (ms)"
                 found.append(_compared(what, point["step_ms"], figures["step_ms"], PLAN_TOLERANCE))
     per_gpu = plan["per_gpu"]
     for launch, used in evidence["memory"].items():
@@ -261,7 +264,8 @@ def judge(evidence: Mapping[str, Any]) -> list[ProveLine]:
         lines += [_lint(name, outputs.get(f"lint-{name}")) for name in ("plain", "head")]
     checked = outputs.get("check") or {"results": []}
     lines += [ProveLine(f"check: {r['name']}", r["status"], r["message"]) for r in checked["results"]]
-    lines += [*_acceptance(evidence), *_speed(evidence)]
+    mode = mode_words(evidence)
+    lines += [replace(line, name=f"{line.name}{mode}") for line in (*_acceptance(evidence), *_speed(evidence))]
     plan = plan_findings(evidence)
     for finding in plan:
         status: Status = "pass" if finding.status == "verified" else "fail"
@@ -299,6 +303,11 @@ def _acceptance(evidence: Mapping[str, Any]) -> Iterator[ProveLine]:
     line = _compared_parts("acceptance: warm", states, WARM_LOSS)
     yield line if line.status == "skipped" else _reuse(line, states)
     yield _compared_parts("acceptance: long", long_parts(evidence), LONG_LOSS)
+
+
+def mode_words(evidence: Mapping[str, Any]) -> str:
+    """What the name of every figure of an evidence says of thinking."""
+    return thinking_words(evidence.get("setup", {}).get("thinking"))
 
 
 def long_parts(evidence: Mapping[str, Any]) -> dict[str, Mapping[str, Any] | None]:

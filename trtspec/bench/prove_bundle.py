@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtspec.bench.prove import PLAIN, ProveLine, long_parts, plan_findings, reused
+from trtspec.bench.prove import PLAIN, ProveLine, long_parts, mode_words, plan_findings, reused
+from trtspec.bench.tables import BLANK, DEFINITION, number
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import Table, write_atomic
 
@@ -62,7 +63,8 @@ def prove_html(evidence: Mapping[str, Any], lines: Sequence[ProveLine]) -> str:
         .render(
             title=f"{setup['target']} with {setup['head']}: {'not proved' if failed else 'proved'}",
             about=f"{evidence['backend']} {evidence['engine'] or ''} on {len(evidence['gpus'])} GPUs ({gpus}); "
-            f"dataset {setup['dataset']}, {setup['samples']} questions, at most {setup['max_tokens']} tokens",
+            f"dataset {setup['dataset']}, {setup['samples']} questions, at most {setup['max_tokens']} tokens"
+            f"{mode_words(evidence)}",
             keys=[
                 {"value": str(sum(line.status == "pass" for line in lines)), "label": "passed"},
                 {"value": str(len(failed)), "label": "failed"},
@@ -78,8 +80,10 @@ def prove_html(evidence: Mapping[str, Any], lines: Sequence[ProveLine]) -> str:
 
 
 def tables_of(evidence: Mapping[str, Any]) -> list[Table]:
-    """Acceptance by category for each draft length, speed by concurrency, other workloads, the plan."""
-    return [_by_category(evidence), _speed(evidence), _workloads(evidence), _launches(evidence), _plan(evidence)]
+    """Acceptance by category for each draft length, by our definition and by NVIDIA's, speed by concurrency, other
+    workloads, the plan."""
+    by_category = [_by_category(evidence), _as_published(evidence)]
+    return [*by_category, _speed(evidence), _workloads(evidence), _launches(evidence), _plan(evidence)]
 
 
 def _number(value: float | None, digits: int = 3) -> str:
@@ -101,7 +105,28 @@ def _by_category(evidence: Mapping[str, Any]) -> Table:
     if rows:
         rows.append(["all", *(_number(results[k]["acceptance_length"]) for k in heads)])
     columns = ["category", *(f"{k.removeprefix('k')} drafts" for k in heads)]
-    return Table("Acceptance length by category, greedy", columns, rows, "1 + accepted / steps over all answers")
+    title = f"Acceptance length by category, greedy{mode_words(evidence)}"
+    return Table(title, columns, rows, "1 + accepted / steps over all answers")
+
+
+def _as_published(evidence: Mapping[str, Any]) -> Table:
+    """The layout of NVIDIA's cards: one row per draft length, one column per category, the mean over all questions."""
+    results = {launch: evidence["outputs"][f"bench-{launch}"] for launch in _heads(evidence)}
+    names = list(dict.fromkeys(name for found in results.values() for name in found["categories"]))
+    rows = []
+    for launch, found in results.items():
+        if found.get("per_question_mean") is None:
+            continue
+        quality = found.get("quality", {})
+        cells = [_question_mean(found["categories"].get(name), quality.get(name)) for name in names]
+        rows.append([f"{launch.removeprefix('k')} drafts", *cells, _question_mean(found, found.get("degeneration"))])
+    title = f"Acceptance by category in the definition of NVIDIA's model cards, greedy{mode_words(evidence)}"
+    return Table(title, ["", *names, "average"], rows, DEFINITION)
+
+
+def _question_mean(group: Mapping[str, Any] | None, quality: Mapping[str, Any] | None) -> str:
+    sound = group and not (quality or {}).get("degenerate")
+    return number(group.get("per_question_mean"), 2) if group and sound else BLANK
 
 
 def _speed(evidence: Mapping[str, Any]) -> Table:
@@ -111,7 +136,8 @@ def _speed(evidence: Mapping[str, Any]) -> Table:
         [level, *(_number((speed[launch].get(level) or {}).get("tokens_per_s"), 1) for launch in speed)]
         for level in levels
     ]
-    return Table("Output tokens per second by concurrency", ["concurrency", *speed], rows)
+    title = f"Output tokens per second by concurrency{mode_words(evidence)}"
+    return Table(title, ["concurrency", *speed], rows)
 
 
 def _workloads(evidence: Mapping[str, Any]) -> Table:
@@ -128,7 +154,7 @@ def _workloads(evidence: Mapping[str, Any]) -> Table:
         "prompt length, sent for the first time"
     )
     columns = ["workload", "acceptance length", "steps", "prompt from the cache"]
-    return Table("Acceptance length on other workloads", columns, rows, note)
+    return Table(f"Acceptance length on other workloads{mode_words(evidence)}", columns, rows, note)
 
 
 def _launches(evidence: Mapping[str, Any]) -> Table:

@@ -125,9 +125,12 @@ def acceptance_note(results: BenchResults, endpoint: EndpointResult) -> str:
 
 def condition(results: BenchResults) -> str:
     """What is part of every figure's name: the temperature, and how the model was told to think."""
-    thinking = results.workload.get("thinking")
-    words = {None: "", "on": ", thinking on", "off": ", thinking off"}.get(thinking, f", {thinking} reasoning")
-    return sampling_words(results) + words
+    return sampling_words(results) + thinking_words(results.workload.get("thinking"))
+
+
+def thinking_words(mode: str | None) -> str:
+    """What a title says of `--thinking`, with a comma before it."""
+    return {None: "", "on": ", thinking on", "off": ", thinking off"}.get(mode, f", {mode} reasoning")
 
 
 def sampling_words(results: BenchResults) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from trtspec import report
-from trtspec.cli.options import ForceOption, JsonOption, json_object, numbers, request_limits_of
+from trtspec.cli.options import ForceOption, JsonOption, ThinkingOption, json_object, numbers, request_limits_of
 from trtspec.errors import CheckFailed, Interrupted, UsageError, has_errors
 from trtspec.records import refuse_unused
 
@@ -64,14 +64,7 @@ class BenchOptions:
         int | None, typer.Option(min=1, help="Tokens of every answer, past the model's own end; for timings only.")
     ] = None
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0
-    thinking: Annotated[
-        str | None,
-        typer.Option(
-            metavar="on|off|MODE",
-            help="Thinking of the chat template, or a reasoning_effort such as medium.",
-            show_default="the server's",
-        ),
-    ] = None
+    thinking: ThinkingOption = None
     under: Annotated[
         tuple[str, ...],
         typer.Option(

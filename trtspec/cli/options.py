@@ -35,6 +35,14 @@ PolicyOption = Annotated[
         show_default="the published policy of the model family",
     ),
 ]
+ThinkingOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="on|off|MODE",
+        help="Thinking of the chat template, or a reasoning_effort such as medium.",
+        show_default="the server's",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Run every check and show the plan; write nothing.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace existing output.")]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from trtspec import report
-from trtspec.cli.options import DryRunOption, Gpu, HeadOption, JsonOption, RestartOption, numbers
+from trtspec.cli.options import DryRunOption, Gpu, HeadOption, JsonOption, RestartOption, ThinkingOption, numbers
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.records import Mode, narrow, without
 
@@ -46,6 +46,7 @@ class ProveOptions:
     dataset: Annotated[str, typer.Option(help="Questions, as for bench.")] = "nano"
     samples: Annotated[int, typer.Option(min=2, help="Questions of each measurement.")] = 80
     max_tokens: Annotated[int, typer.Option(min=16, help="Maximum tokens per answer.")] = 256
+    thinking: ThinkingOption = None
     concurrency: Annotated[str, typer.Option(help="Numbers of parallel conversations.")] = "1,4,16"
     contexts: Annotated[str, typer.Option(help="Prompt tokens of the long-context measurement.")] = CONTEXTS
     startup_timeout: Annotated[float, typer.Option(min=1, help="Seconds until a server must be ready.")] = 7200.0
@@ -118,6 +119,7 @@ def _setup(options: ProveOptions) -> ProveSetup:
         concurrency=tuple(numbers(options.concurrency, "--concurrency")),
         contexts=tuple(sorted(numbers(options.contexts, "--contexts"))),
         serve_words=options.passed,
+        thinking=options.thinking,
     )
 
 
