@@ -327,7 +327,8 @@ def test_a_run_in_another_mode_is_refused(tmp_path: Path) -> None:
     header = {"proof": json.loads(json.dumps(asdict(SETUP)))}
     Journal(tmp_path / "proof" / "journal.jsonl", header).close()
     words = ("prove", PAIR[0], "--head", PAIR[1], "--backend", "trtllm", "--draft-len", "2", "--gpu", "b200",
-             "--gpus", "4", "--samples", "8", "--max-tokens", "64", "--concurrency", "1,4", "--contexts", "100,300")  # fmt: skip
+             "--gpus", "4", "--samples", "8", "--max-tokens", "64", "--concurrency", "1,4", "--contexts",
+             "100,300")  # fmt: skip
     done = trtspec(*words, "--thinking", "on", "-o", tmp_path / "proof")
     assert done.status == 2 and "proof.thinking" in done.stderr, done.stderr
 
