@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.bench import cheats
 from tests.bench.cheating_server import fuzzed
+from tests.command_line import trtspec
 from trtspec.bench import adapters, assembly, measure
 from trtspec.bench.client import RequestSampling, new_client
 from trtspec.bench.datasets import Dataset, Question
@@ -222,3 +224,15 @@ def test_much_damaged_metadata_never_ends_a_run() -> None:
 def test_the_names_of_vllms_counters_have_one_owner() -> None:
     """bench and watch read the same names with the same parser."""
     assert any(adapters.KINDS["vllm"].counters is names for names in NAMES)
+
+
+def test_a_frontend_that_passes_nothing_on_is_not_taken_for_acceptance(cheating: str) -> None:
+    """As Dynamo's: bench measures speed alone and says so, and a floor of acceptance fails."""
+    frontend = {"/v1/models": json.dumps({"data": [{"id": "m", "owned_by": "nvidia"}]})}
+    results = bench(frontend, {**frontend, "/metrics": "dynamo_frontend_requests_total 3\n"})
+    assert ["tells nothing about speculation" in reason for reason in reasons(results)] == [True]
+    words = ("--samples", 1, "--max-tokens", 16, "--contexts", "0", "--min-acceptance", 2.3, "--json")
+    done = trtspec("check", cheats.at(cheating, "unknown"), *words)
+    rows = {row["name"]: row for row in json.loads(done.stdout)["results"]}
+    assert done.status == 3 and rows["acceptance"]["status"] == "fail"
+    assert "tells nothing" in rows["acceptance"]["message"]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import httpx
 import pytest
@@ -208,15 +209,20 @@ def test_the_ci_workflow_runs_as_it_is_written(tmp_path: Path) -> None:
     shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m trtspec "$@"\n')
     shim.chmod(0o755)
     env = {**os.environ, **job["env"], "PATH": f"{shim.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    env |= {"ENDPOINT": f"http://127.0.0.1:{free_port()}", "MODEL": NANO, "HEAD_DIR": HEAD}
+    env |= {name: f"http://127.0.0.1:{free_port()}" for name in ("ENDPOINT", "PLAIN")}
+    env |= {"MODEL": NANO, "HEAD_DIR": HEAD}
     steps = {step["name"]: step["run"] for step in job["steps"] if "run" in step and step["name"] != "install"}
-    assert list(steps) == ["serve", "bench", "check", "stop"]
-    failed = {}
+    assert list(steps) == ["record", "serve", "bench", "check", "stop"]
+    statuses = {}
     for name, script in steps.items():
         done = subprocess.run(["bash", "-ec", script], cwd=tmp_path, env=env, capture_output=True, text=True)
         print(name, done.returncode, done.stdout[-2000:], done.stderr[-2000:])
-        failed[name] = done.returncode
-    assert failed["serve"] == failed["bench"] == failed["stop"] == 0
+        statuses[name] = done.returncode
+    assert not any(statuses.values()), statuses
     kept = job["steps"][-1]["with"]["path"].split()
     assert all((tmp_path / path).exists() for path in kept), kept
-    assert json.loads((tmp_path / "check.json").read_text())["results"]
+    rows = {row["name"]: row["status"] for row in json.loads((tmp_path / "check.json").read_text())["results"]}
+    cases = [case.get("name") for case in ElementTree.parse(tmp_path / "check.xml").iter("testcase")]
+    assert rows["lossless"] == "pass" and len(cases) == len(rows), rows
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{env['PLAIN']}/health")

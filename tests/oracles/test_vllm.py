@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,9 @@ import pytest
 
 from tests.engine.near_ties import first_divergence, rounding_at
 from tests.oracles.vllm_environment import IN_VLLM, vllm_environment
-from trtspec.bench.metrics import VLLM, read_counters
+from trtspec.bench.adapters import FROM_COUNTERS
+from trtspec.bench.datasets import load_dataset, spread
+from trtspec.bench.metrics import VLLM, Counters, read_counters
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.engine.request import GenerationRequest
@@ -160,9 +163,21 @@ def ask(url: str, prompts: list[GenerationRequest]) -> dict[str, Any]:
         return {prompt.id: choice for prompt, choice in zip(prompts, pool.map(one, prompts), strict=True)}
 
 
-def steps_of(url: str) -> int:
-    counters = read_counters(httpx.get(f"{url}/metrics", timeout=60).text, VLLM)
-    return counters.steps if counters else 0
+def counters_of(url: str) -> Counters:
+    return read_counters(httpx.get(f"{url}/metrics", timeout=60).text, VLLM) or Counters()
+
+
+def own_word(url: str) -> Counters:
+    """vLLM's counters as they stand in its text, added up by this test alone."""
+    found: Counter[str] = Counter()
+    for line in httpx.get(f"{url}/metrics", timeout=60).text.splitlines():
+        name, _, value = line.partition(" ")
+        if line.startswith("vllm:spec_decode_num_"):
+            found[name.partition("{")[0]] += float(value)
+    steps, drafted, accepted = (
+        int(found[f"vllm:spec_decode_num_{name}_total"]) for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    return Counters(steps, drafted, accepted)
 
 
 @dataclass
@@ -249,6 +264,38 @@ def test_honest_servers_pass_every_check(environment: dict[str, str], tmp_path: 
     assert not alarms, alarms
 
 
+BENCH_ASKS, BENCH_TOKENS = 8, 32
+BENCH = ("--samples", BENCH_ASKS, "--max-tokens", BENCH_TOKENS, "--concurrency", 1, "--temperature", 0, "--warmup", 0,
+         "--thinking", "off")  # fmt: skip
+
+
+def bench_tells_the_engines_counters(results: dict[str, Any], before: Counters, after: Counters) -> None:
+    """bench asks its questions once for the level and once more by category, greedily: each pass takes the steps of the
+    reference engine, and both together are the growth of vLLM's own counters. vLLM counts drafts that it accepted past
+    the end of answers; they are the surplus, which no token of an answer accounts for."""
+    tokenizer = KimiTokenizer(NANO)
+    chosen = spread(list(load_dataset("nano").questions), BENCH_ASKS)
+    rendered = [list(tokenizer.apply_chat_template(question.first_request()[0])) for question in chosen]
+    ours = reference(NANO, HEAD, [GenerationRequest(str(n), ids, BENCH_TOKENS) for n, ids in enumerate(rendered)])
+    received = sum(len(answer.token_ids) for answer in ours.answers.values())
+    passes, told = [results, *results["categories"].values()], results["concurrency"][0]["throughput"]
+    grown = Counters(after.steps - before.steps, after.drafted - before.drafted, after.accepted - before.accepted)
+    print(f"\nbench: {results['steps']} steps, {results['tokens']} tokens, ours {ours.steps}, {received}; counters "
+          f"grew by {grown}, surplus {[one['surplus'] for one in passes]}")  # fmt: skip
+    assert results["source"] == FROM_COUNTERS and told["errors"] == 0
+    assert told["prompt_tokens"]["mean"] == pytest.approx(sum(map(len, rendered)) / BENCH_ASKS)
+    assert (results["steps"], results["tokens"], results["turns"]) == (ours.steps, received, BENCH_ASKS)
+    for name in ("steps", "drafted"):
+        assert sum(one[name] for one in passes) == getattr(grown, name), name
+        assert sum(one[name] for one in passes[1:]) == results[name], name
+    assert sum(one["accepted"] + one["surplus"] for one in passes) == grown.accepted
+    for one in passes:
+        assert one["accepted"] == one["tokens"] - one["turns"] - one["steps"], "the accepted drafts that were received"
+        assert 0 <= one["surplus"] <= DRAFT_LEN * one["turns"], "at most the drafts of each answer's last step"
+    assert results["acceptance_length"] == pytest.approx(1 + results["accepted"] / results["steps"], abs=1e-4)
+    assert not [problem for problem in results["problems"] if problem["severity"] == "error"], results["problems"]
+
+
 def test_the_shipped_latent_head_takes_as_many_steps(
     environment: dict[str, str], prompts: list[GenerationRequest], plain: Reference, recording: Path, tmp_path: Path
 ) -> None:
@@ -258,16 +305,15 @@ def test_the_shipped_latent_head_takes_as_many_steps(
     assert not [name for name, one in ours.answers.items() if one.token_ids != plain.answers[name].token_ids]
     with serving(environment, NANO, converted) as url:
         found = ask(url, prompts)
-        steps = steps_of(url)
-        measured = command(
-            environment, "bench", url, "--samples", 8, "--max-tokens", 32, "--concurrency", 1, "-o", tmp_path / "bench"
-        )
+        steps = counters_of(url).steps
+        before = own_word(url)
+        measured = command(environment, "bench", url, *BENCH, "-o", tmp_path / "bench")
+        after = own_word(url)
         checked = command(environment, "check", url, "--against", recording, "--json")
     print(f"\nMLA 3.1 head: {steps} steps, ours {ours.steps}; differing {differing(found, ours.answers)}")
     assert not differing(found, ours.answers) and steps == ours.steps
     assert measured.returncode == 0, measured.stderr
-    results = json.loads((tmp_path / "bench" / "results.json").read_text())
-    assert "vllm:spec_decode_num_" in json.dumps(results)
+    bench_tells_the_engines_counters(json.loads((tmp_path / "bench" / "results.json").read_text()), before, after)
     verdict = json.loads(checked.stdout)
     assert verdict.get("ok"), checked.stdout + checked.stderr
     print([(row["name"], row["status"]) for row in verdict["results"]])
@@ -300,7 +346,7 @@ def test_a_pruned_head_takes_as_many_steps(
     made = command(environment, "convert", pruned_head, "-o", converted, "--to", dialect, "--target", NANO)
     assert made.returncode == 0, made.stderr
     with serving(environment, NANO, converted, VLLM_MLA_DISABLE="1") as url:
-        found, steps = ask(url, prompts), steps_of(url)
+        found, steps = ask(url, prompts), counters_of(url).steps
     other = differing(found, pruned.answers)
     print(f"\npruned MHA head, {dialect}: {steps} steps, ours {pruned.steps}; differing {other}")
     assert not other and steps == pruned.steps
