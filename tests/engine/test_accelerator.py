@@ -21,7 +21,10 @@ from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
+from trtspec.models.layers import Linear
+from trtspec.models.moe import Experts
 from trtspec.models.precision import dtype_of_capability
+from trtspec.models.weights import NVFP4Experts, NVFP4Linear
 from trtspec.specs import HeadSpec, ModelSpec
 
 CARDS = {"Pascal": (6, 1), "Turing": (7, 5), "Hopper": (9, 0)}
@@ -51,6 +54,21 @@ def models(specs: tuple[ModelSpec, HeadSpec], dtype: torch.dtype) -> tuple[KimiM
         target, head = KimiModel(specs[0]), Eagle3Head(specs[1])
     head.set_embedding(target.embed)
     return target.eval().requires_grad_(False), head.eval().requires_grad_(False)
+
+
+def in_nvfp4(target: KimiModel, dtype: torch.dtype) -> None:
+    """Replaces what NVIDIA's policy quantizes, the MLPs and all experts, by NVFP4 modules of the same shapes."""
+
+    def linear(out_features: int, in_features: int) -> NVFP4Linear:
+        return NVFP4Linear(torch.empty(out_features, in_features), torch.ones(()), torch.ones(()), "w4a4")
+
+    with modules_on_cuda(dtype):
+        for name, module in list(target.named_modules()):
+            if isinstance(module, Experts):
+                pairs = [linear(*weight.shape) for weight in module.gate_up]
+                target.set_submodule(name, NVFP4Experts(pairs, [linear(*weight.shape) for weight in module.down]))
+            elif isinstance(module, Linear) and ".mlp." in name:
+                target.set_submodule(name, linear(*module.weight.shape))
 
 
 class Rounds:
@@ -86,20 +104,23 @@ def waits_before(layers: int, draft_len: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("card", "drafter"),
+    ("card", "drafter", "nvfp4"),
     [
-        ("Turing", "eagle3"),
-        pytest.param("Pascal", None, marks=pytest.mark.slow),
-        pytest.param("Hopper", "eagle3", marks=pytest.mark.slow),
+        ("Turing", "eagle3", False),
+        pytest.param("Pascal", None, False, marks=pytest.mark.slow),
+        pytest.param("Hopper", "eagle3", False, marks=pytest.mark.slow),
+        pytest.param("Hopper", "eagle3", True, marks=pytest.mark.slow),
     ],
 )
 def test_a_round_reads_the_device_once(
-    specs: tuple[ModelSpec, HeadSpec], card: str, drafter: str | None, monkeypatch: pytest.MonkeyPatch
+    specs: tuple[ModelSpec, HeadSpec], card: str, drafter: str | None, nvfp4: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds = Rounds()
     monkeypatch.setattr(engine_module, "on_host", rounds)
     with fake_cuda(CARDS[card]) as transfers:
         target, head = models(specs, dtype_of_capability(CARDS[card]))
+        if nvfp4:
+            in_nvfp4(target, dtype_of_capability(CARDS[card]))
         options = EngineOptions(
             drafter=drafter, max_batch_size=3, max_seq_len=128, prefill_tokens=40, draft_sampling="probabilistic"
         )
@@ -122,7 +143,7 @@ def test_a_round_reads_the_device_once(
     experts = specs[0].num_hidden_layers - specs[0].first_k_dense_replace
     waits = rounds.calls + transfers.found["read"] + transfers.found["written"]
     print(
-        f"\n{card}, {dtype_of_capability(CARDS[card])}, {drafter or 'no drafter'}: host waits in {computed} rounds and "
+        f"\n{card}, {dtype_of_capability(CARDS[card])}, {drafter or 'no drafter'}{', NVFP4' * nvfp4}: host waits in {computed} rounds and "
         f"for {len(SAMPLING)} prompts in {passes} passes: {waits}, one each; "
         f"copies to the device that wait for nothing: {transfers.found['sent']}. A round with 3 drafts waited "
         f"{waits_before(experts, 3)} times before with these {experts} expert layers, {waits_before(60, 3)} times with "

@@ -53,7 +53,11 @@ def test_the_target(target: KimiModel, width: int, experts: str, monkeypatch: py
     if experts == "blocks":
 
         def by_blocks(self: moe.Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-            return moe.by_blocks(x, ids, weights, self.gate_up, self.down)
+            def block_mlp(inputs: Tensor, chosen: Tensor) -> Tensor:
+                gate, up = torch.bmm(inputs, self.gate_up[chosen].transpose(1, 2)).chunk(2, -1)
+                return torch.bmm(torch.nn.functional.silu(gate) * up, self.down[chosen].transpose(1, 2))
+
+            return moe.by_blocks(x, ids, weights, block_mlp, moe.BlockSizes.of(self.gate_up, self.down))
 
         monkeypatch.setattr(moe.Experts, "forward", by_blocks)
     prepare_for_decoding(target)

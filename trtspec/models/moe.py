@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +74,12 @@ class Experts(nn.Module):
             return self.by_slices(x, ids, weights)
         if has_grouped_product(x, self.down):
             return self.by_groups(x, ids, weights)
-        return by_blocks(x, ids, weights, self.gate_up, self.down)
+
+        def block_mlp(inputs: Tensor, chosen: Tensor) -> Tensor:
+            gate, up = torch.bmm(inputs, self.gate_up[chosen].transpose(1, 2)).chunk(2, -1)
+            return torch.bmm(F.silu(gate) * up, self.down[chosen].transpose(1, 2))
+
+        return by_blocks(x, ids, weights, block_mlp, BlockSizes.of(self.gate_up, self.down))
 
     def by_slices(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Expert after expert over its slice of the sorted tokens; reads the slices' sizes. torch's grouped product is
@@ -129,7 +135,7 @@ def dispatch(
 ) -> Tensor:
     """Groups tokens by expert, runs each touched expert once on its tokens, and adds the weighted results.
 
-    Reads the sizes of the groups: for a CPU, where that costs nothing, and for experts that are modules.
+    Reads the sizes of the groups: for a CPU, where that costs nothing.
     """
     order, ends = by_expert(ids, count)
     inputs = x[order // ids.shape[1]].tensor_split(ends[:-1].tolist())
@@ -137,14 +143,29 @@ def dispatch(
     return combine(outputs, weights, order)
 
 
-def by_blocks(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+class BlockSizes(NamedTuple):
+    """`count` experts, whose weights have `nbytes` each."""
+
+    count: int
+    nbytes: int
+
+    @staticmethod
+    def of(gate_up: Tensor, down: Tensor) -> BlockSizes:
+        """Of stacked matrices [E, out, in]."""
+        return BlockSizes(len(down), (gate_up.nbytes + down.nbytes) // len(down))
+
+
+def by_blocks(
+    x: Tensor, ids: Tensor, weights: Tensor, block_mlp: Callable[[Tensor, Tensor], Tensor], sizes: BlockSizes
+) -> Tensor:
     """As `Experts.forward` with shapes that follow from those of the operands alone, for devices without a grouped
-    product: each expert's tokens fill whole blocks, and a block is multiplied by a copy of its expert's weights.
+    product: each expert's tokens fill whole blocks, and a block is multiplied by a copy of its expert's weights:
+    `block_mlp` of blocks [b, size, H] and the expert of each, int64 [b], gives [b, size, H].
 
     With blocks of the mean group's size there are at most twice as many as experts; BLOCK_WEIGHT_BYTES bounds what is
     copied at a time. (Blocks as in MegaBlocks, arXiv 2211.15841.)
     """
-    pairs, count = ids.numel(), len(gate_up)
+    pairs, count = ids.numel(), sizes.count
     size = min(LARGEST_BLOCK, 1 << (pairs // count).bit_length())
     blocks = min(pairs, (pairs + min(pairs, count) * (size - 1)) // size)
     order, ends = by_expert(ids, count)
@@ -157,12 +178,10 @@ def by_blocks(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Te
     of_block = torch.searchsorted(block_ends, torch.arange(blocks, device=x.device), right=True).clamp(max=count - 1)
     inputs = x.new_zeros(blocks * size, x.shape[1]).index_copy(0, rows, x[order // ids.shape[1]])
     inputs = inputs.unflatten(0, (blocks, size))
-    step = max(1, BLOCK_WEIGHT_BYTES // (gate_up[0].nbytes + down[0].nbytes))
-    outputs = []
-    for begin in range(0, blocks, step):
-        chosen = of_block[begin : begin + step]
-        gate, up = torch.bmm(inputs[begin : begin + step], gate_up[chosen].transpose(1, 2)).chunk(2, -1)
-        outputs.append(torch.bmm(F.silu(gate) * up, down[chosen].transpose(1, 2)))
+    step = max(1, BLOCK_WEIGHT_BYTES // sizes.nbytes)
+    outputs = [
+        block_mlp(inputs[begin : begin + step], of_block[begin : begin + step]) for begin in range(0, blocks, step)
+    ]
     return combine(torch.cat(outputs).flatten(0, 1)[rows], weights, order)
 
 

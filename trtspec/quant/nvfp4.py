@@ -158,12 +158,16 @@ def _decode(tensor: NVFP4Tensor, factor: torch.Tensor, blocks: torch.Tensor) -> 
 def fake_quantize_activation(x: torch.Tensor, input_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What an NVFP4 kernel sees of an activation: (values, input_scale), real = values * input_scale.
 
-    `x` [..., K] of any float dtype, `input_scale` float32 scalar (amax / 2688 of calibration). Values are E2M1 code *
+    `x` [..., K] of any float dtype, `input_scale` float32 scalar (amax / 2688 of calibration), or one for each row, as
+    [..., 1]. Values are E2M1 code *
     E4M3 block scale, exact in bf16. A block larger than calibration saw saturates, as on the device.
     """
     blocks = x.float().reshape(-1, BLOCK)
-    scale = block_scales(blocks.abs().amax(-1, keepdim=True), input_scale).float()
-    values = round_to_e2m1(blocks / (scale * input_scale)) * scale
+    each = input_scale
+    if input_scale.dim():
+        each = input_scale.expand(*x.shape[:-1], x.shape[-1] // BLOCK).reshape(-1, 1)
+    scale = block_scales(blocks.abs().amax(-1, keepdim=True), each).float()
+    values = round_to_e2m1(blocks / (scale * each)) * scale
     return values.to(torch.bfloat16).reshape(x.shape), input_scale
 
 
