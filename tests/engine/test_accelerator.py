@@ -143,7 +143,8 @@ def test_a_round_reads_the_device_once(
     experts = specs[0].num_hidden_layers - specs[0].first_k_dense_replace
     waits = rounds.calls + transfers.found["read"] + transfers.found["written"]
     print(
-        f"\n{card}, {dtype_of_capability(CARDS[card])}, {drafter or 'no drafter'}{', NVFP4' * nvfp4}: host waits in {computed} rounds and "
+        f"\n{card}, {dtype_of_capability(CARDS[card])}, {drafter or 'no drafter'}{', NVFP4' * nvfp4}: host "
+        f"waits in {computed} rounds and "
         f"for {len(SAMPLING)} prompts in {passes} passes: {waits}, one each; "
         f"copies to the device that wait for nothing: {transfers.found['sent']}. A round with 3 drafts waited "
         f"{waits_before(experts, 3)} times before with these {experts} expert layers, {waits_before(60, 3)} times with "

@@ -144,9 +144,9 @@ def dispatch(
 
 
 class BlockSizes(NamedTuple):
-    """`count` experts, whose weights have `nbytes` each."""
+    """So many experts, whose weights have `nbytes` each."""
 
-    count: int
+    experts: int
     nbytes: int
 
     @staticmethod
@@ -165,7 +165,7 @@ def by_blocks(
     With blocks of the mean group's size there are at most twice as many as experts; BLOCK_WEIGHT_BYTES bounds what is
     copied at a time. (Blocks as in MegaBlocks, arXiv 2211.15841.)
     """
-    pairs, count = ids.numel(), sizes.count
+    pairs, count = ids.numel(), sizes.experts
     size = min(LARGEST_BLOCK, 1 << (pairs // count).bit_length())
     blocks = min(pairs, (pairs + min(pairs, count) * (size - 1)) // size)
     order, ends = by_expert(ids, count)

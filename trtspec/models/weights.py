@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -211,7 +211,7 @@ class StackedNVFP4:
     input_scale: Tensor | None
 
     @staticmethod
-    def of(linears: nn.ModuleList) -> StackedNVFP4:
+    def of(linears: Sequence[NVFP4Linear]) -> StackedNVFP4:
         """The linears' `values` become views of the stack."""
         values = torch.stack([linear.values for linear in linears])
         for linear, view in zip(linears, values.unbind(), strict=True):
@@ -254,7 +254,8 @@ class NVFP4Experts(nn.Module):
 
     def stack(self) -> None:
         """Lays the experts' weights one behind the other; each module keeps a view of its own."""
-        self.stacked = StackedNVFP4.of(self.gate_up), StackedNVFP4.of(self.down)
+        gate_up, down = (cast("list[NVFP4Linear]", list(modules)) for modules in (self.gate_up, self.down))
+        self.stacked = StackedNVFP4.of(gate_up), StackedNVFP4.of(down)
 
     def one_expert(self, expert: int, x: Tensor) -> Tensor:
         gate, up = self.gate_up[expert](x).chunk(2, -1)
