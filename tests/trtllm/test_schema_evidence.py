@@ -22,17 +22,24 @@ ROOT = Path(__file__).parents[2]
 RELEASES = Path(__file__).parent / "standin_releases"
 
 
-def installed(release: str, planted: dict[str, Any] | None = None) -> str:
+def installed(release: str, planted: dict[str, Any] | None = None, options: dict[str, Any] | None = None) -> str:
     """The schema file that `from-installed` writes of the stand-in package."""
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{RELEASES}", "STANDIN_VERSION": release,
-           "STANDIN_PLANTED": json.dumps(planted or {}), "PYTHONWARNINGS": "ignore"}  # fmt: skip
+           "STANDIN_PLANTED": json.dumps(planted or {}), "STANDIN_PLANTED_OPTIONS": json.dumps(options or {}),
+           "PYTHONWARNINGS": "ignore"}  # fmt: skip
     command = [sys.executable, "-m", "trtspec.trtllm.schema_tools", "from-installed"]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
+OPTIONS = {
+    "enable_attention_dp": None,  # since 1.3, inferred: the release has it not
+    "port": {"default": 7},
+    "use_magic": {"flags": ["--use_magic"], "type": "int", "default": 1},
+}
 PLANTED = {
+    "enable_sleep": {"type": "bool", "default": False},  # removed with 1.3, inferred: the release has it
     "sleep_config": None,  # since 1.3, inferred: the release has it not
     "stream_interval": {"default": 7},
     "kv_cache_config.tokens_per_block": {"type": "str"},
@@ -43,12 +50,16 @@ PLANTED = {
 def test_a_planted_difference_from_the_schema_is_found_with_a_patch(tmp_path: Path) -> None:
     evidence = {"backend": "trtllm", "engine": "1.3.0rc20", "gpus": [], "outputs": {}, "speed": {}, "memory": {}}
     files = {"evidence.json": json.dumps(evidence), "verdict.json": json.dumps({"ok": True, "results": []}),
-             "schema.yaml": installed("1.3.0rc20", PLANTED)}  # fmt: skip
+             "schema.yaml": installed("1.3.0rc20", PLANTED, OPTIONS)}  # fmt: skip
     write_bundle(tmp_path / "proof.tar.gz", files, Redactor({}))
     done = trtspec("prove", "--import", tmp_path / "proof.tar.gz", "--json", "-o", tmp_path / "out")
     told = json.loads(done.stdout)
     refuted = {finding["entry"]: finding["message"] for finding in told["schemas"] if finding["weight"] == "refuted"}
-    assert set(refuted) == set(PLANTED), refuted
+    assert set(refuted) == {*PLANTED, *OPTIONS}, refuted
+    assert "removed after 1.2" in refuted["enable_sleep"] and "absent in" in refuted["enable_attention_dp"]
+    assert told["not_weighed"] == {"behaviours": 29, "changes of a field": 8, "entries of vllm_flags.yaml": 12}
+    shown = trtspec("prove", "--import", tmp_path / "proof.tar.gz").stdout
+    assert f"{told['weighed']} inferred or unknown entries were weighed; not weighed: 29 behaviours" in shown
     assert "absent in 1.3.0rc20" in refuted["sleep_config"] and "is 7" in refuted["stream_interval"]
     assert "unknown to the schema" in refuted["moe_config.use_magic"]
     copy = tmp_path / "trtspec" / "trtllm" / "schemas"
@@ -62,6 +73,10 @@ def test_a_planted_difference_from_the_schema_is_found_with_a_patch(tmp_path: Pa
     fields = {path.stem: yaml.safe_load(path.read_text())["fields"] for path in copy.glob("*.yaml")}
     assert "sleep_config" not in fields["1.3"] and fields["1.3"]["moe_config.use_magic"]["type"] == "bool"
     assert any(part.get("stream_interval", {}).get("default") == 7 for part in fields.values())
+    whole = {path.stem: yaml.safe_load(path.read_text()) for path in copy.glob("*.yaml")}
+    assert "enable_sleep" not in whole["1.3"]["removed"] and "use_magic" in whole["1.3"]["options"]
+    assert "enable_attention_dp" not in whole["1.3"]["options"]
+    assert any(part.get("options", {}).get("port", {}).get("default") == 7 for part in whole.values())
 
 
 @pytest.mark.slow
@@ -72,5 +87,6 @@ def test_three_honest_releases_refute_nothing_and_verify_what_was_inferred(capsy
     with capsys.disabled():
         print(f"\n{', '.join(f'{weights.count(w)} {w}' for w in ('verified', 'narrowed', 'supported', 'refuted'))}")  # type: ignore[arg-type]
     assert weights.count("refuted") == 0 and weights.count("verified") > 90
+    assert {f.part for f in findings if f.weight == "verified"} == {"fields", "options", "removed"}
     changed = [row for row in patch(findings).splitlines() if row.startswith("+") and not row.startswith("+++")]
     assert len(changed) == sum(finding.replacement is not None for finding in findings)

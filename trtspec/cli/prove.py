@@ -173,14 +173,20 @@ def _import(options: ProveImport) -> None:
 
     from trtspec.bench.prove import plan_findings
     from trtspec.bench.prove_bundle import read_bundle
-    from trtspec.trtllm.schema_evidence import observation, patch, weigh
+    from trtspec.data_files import load_yaml
+    from trtspec.trtllm.schema_evidence import count_doubtful, doubtful, observation, patch, weigh
 
     bundles = [read_bundle(path) for path in options.import_]
     seen = [observation(b.schema, f"{b.name} {b.sha256[:12]}") for b in bundles if b.schema]
     schemas, diff = weigh(seen), ""
     diff = patch(schemas)
     plans = [(bundle, finding) for bundle in bundles for finding in plan_findings(bundle.evidence)]
+    left = doubtful()
+    weighed = left.pop("weighed")
+    left["entries of vllm_flags.yaml"] = count_doubtful(load_yaml("vllm_flags.yaml"))
     told = {
+        "weighed": weighed,
+        "not_weighed": {what: count for what, count in left.items() if count},
         "bundles": [{"name": b.name, "sha256": b.sha256, "backend": b.evidence["backend"],
                      "engine": b.evidence["engine"], "verdict": b.verdict} for b in bundles],
         "schemas": [asdict(finding) for finding in schemas],
@@ -205,4 +211,6 @@ def _show_import(told: dict[str, Any]) -> None:
     for finding in told["plan"]:
         print(f"{finding['status']:9} plan {finding['what']}: planned {finding['planned']:.4g}, "
               f"measured {finding['measured']:.4g}")  # fmt: skip
+    left = ", ".join(f"{count} {what}" for what, count in told["not_weighed"].items())
+    print(f"{told['weighed']} inferred or unknown entries were weighed; not weighed: {left}")
     sys.stdout.write(told["patch"])

@@ -10,7 +10,7 @@ import difflib
 import functools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import yaml
@@ -21,8 +21,14 @@ from trtspec.trtllm.schema import LINES, RELEASE, SCHEMAS, Entries, Since, line_
 from trtspec.trtllm.schema_tools import changes, flow
 
 Weight = Literal["verified", "supported", "narrowed", "refuted"]
-# what an engine's classes tell for certain; other attributes stand in validators, or are written by hand
-TOLD = ("type", "min", "max", "above", "below", "default")
+Part = Literal["fields", "removed", "options"]  # of a schema file
+# what an engine's classes and command line tell for certain; others stand in validators, or are written by hand
+TOLD = {
+    "fields": ("type", "min", "max", "above", "below", "default"),
+    "options": ("flags", "type", "choices", "default"),
+}
+PLACES = {"fields": 0, "options": 2}  # among the Entries of a schema
+DOUBTFUL = ("inferred", "unknown")
 
 
 @dataclass(frozen=True)
@@ -33,21 +39,27 @@ class Observation:
     entries: Entries
     bundle: str
 
-    @property
-    def fields(self) -> dict[str, dict[str, Any]]:
-        return self.entries[0]
+    def told(self, part: str) -> dict[str, dict[str, Any]]:
+        """The fields or options of the release; removed entries are fields that it no longer has."""
+        return self.entries[PLACES["options" if part == "options" else "fields"]]
+
+    def tells(self, part: str, path: str) -> bool:
+        """Whether the presence of an entry means anything: the object that holds it was read."""
+        parent = path.rpartition(".")[0]
+        return bool(self.told(part)) and (part == "options" or not parent or parent in self.told(part))
 
 
 @dataclass(frozen=True)
 class SchemaFinding:
-    """What the observations say about one entry of one schema file; `replacement` is its new line ("" to remove it,
-    None where nothing changes)."""
+    """What the observations say about one entry of one part of a schema file; `replacement` is its new line ("" to
+    remove it, None where nothing changes)."""
 
     line: str
     entry: str
     weight: Weight
     message: str
     replacement: str | None = None
+    part: Part = "fields"
 
 
 def observation(text: str, bundle: str) -> Observation:
@@ -62,7 +74,9 @@ def observation(text: str, bundle: str) -> Observation:
 def weigh(seen: Sequence[Observation]) -> list[SchemaFinding]:
     """Findings on every dated entry whose evidence is inferred or unknown, and on every attribute that a release shows
     to be otherwise. Refuted ones first."""
-    found = [*_dated(seen), *_attributes(seen), *_unknown_keys(seen)]
+    found = [*_dated(seen), *_gone(seen)]
+    for part in ("fields", "options"):
+        found += [*_attributes(seen, part), *_unknown_keys(seen, part)]
     order = ("refuted", "narrowed", "verified", "supported")
     return sorted(found, key=lambda finding: (order.index(finding.weight), finding.line, finding.entry))
 
@@ -79,25 +93,27 @@ def _raw(line: str) -> dict[str, Any]:
 
 
 def _dated(seen: Sequence[Observation]) -> Iterator[SchemaFinding]:
-    for line in LINES:
-        for path, entry in (_raw(line).get("fields") or {}).items():
-            since = entry.get("since")
-            if since is None or since["evidence"] == "verified":
-                continue
-            finding = _weigh_since(line, path, entry, seen)
-            if finding is not None:
-                yield finding
+    for part in ("fields", "options"):
+        for line in LINES:
+            for path, entry in (_raw(line).get(part) or {}).items():
+                since = entry.get("since")
+                if since is None or since["evidence"] not in DOUBTFUL:
+                    continue
+                finding = _weigh_since(line, part, path, entry, seen)
+                if finding is not None:
+                    yield finding
 
 
-def _weigh_since(line: str, path: str, entry: dict[str, Any], seen: Sequence[Observation]) -> SchemaFinding | None:
+def _weigh_since(
+    line: str, part: Part, path: str, entry: dict[str, Any], seen: Sequence[Observation]
+) -> SchemaFinding | None:
     since, ends = Since(**entry["since"]), {"before": "", "past": ""}
     inside: list[tuple[Observation, bool]] = []
-    parent = path.rpartition(".")[0]
     for one in seen:
-        where, present = _place(since, one.version), path in one.fields
-        if parent and parent not in one.fields:
+        if not one.tells(part, path):
             continue  # the object itself is not there, or not read: that is its own finding
-        if where == "past" and not present and path not in expected(one.version)[0]:
+        where, present = _place(since, one.version), path in one.told(part)
+        if where == "past" and not present and path not in expected(one.version)[PLACES[part]]:
             continue  # a later line took it away again
         if where == "inside":
             inside.append((one, present))
@@ -105,28 +121,81 @@ def _weigh_since(line: str, path: str, entry: dict[str, Any], seen: Sequence[Obs
         if present != (where == "past"):
             message = f"{'present' if present else 'absent'} in {one.version}, where the schema has it {where} " \
                       f"{since.interval} ({one.bundle})"  # fmt: skip
-            return SchemaFinding(line, path, "refuted", message, "" if where == "past" else None)
+            return SchemaFinding(line, path, "refuted", message, "" if where == "past" else None, part)
         ends[where] = f"{one.version} ({one.bundle})"
     if inside:
-        return _narrowed(line, path, entry, inside)
-    if all(ends.values()):
-        changed = {**entry, "since": {**entry["since"], "evidence": "verified"}}
-        message = f"absent in {ends['before']}, present in {ends['past']}"
-        return SchemaFinding(line, path, "verified", message, f"  {path}: {flow(changed)}")
-    known = [f"{word} in {ends[end]}" for end, word in (("before", "absent"), ("past", "present")) if ends[end]]
-    return SchemaFinding(line, path, "supported", known[0]) if known else None
+        present_in, absent_in = _sorted_versions(inside)
+        moved = {"by": present_in[0]} if present_in else {}
+        moved |= {"after": absent_in[-1]} if absent_in else {}
+        changed = {**entry, "since": {**entry["since"], **moved}}
+        return _narrowed(SchemaFinding(line, path, "narrowed", since.interval, part=part), changed, inside)
+    changed = {**entry, "since": {**entry["since"], "evidence": "verified"}}
+    return _borne_out(SchemaFinding(line, path, "supported", "", part=part), changed, ends, ("absent", "present"))
 
 
-def _narrowed(line: str, path: str, entry: dict[str, Any], inside: list[tuple[Observation, bool]]) -> SchemaFinding:
-    """Releases between the two ends move them: the first that has the entry, the last that has not."""
-    present = [one.version for one, there in inside if there]
-    absent = [one.version for one, there in inside if not there]
-    ends = {"by": min(present, key=Version)} if present else {}
-    ends |= {"after": max(absent, key=Version)} if absent else {}
-    changed = {**entry, "since": {**entry["since"], **ends}}
+def _gone(seen: Sequence[Observation]) -> Iterator[SchemaFinding]:
+    """Removed keys: present up to `last`, absent from `by` on, or from the line that says so."""
+    for line in LINES:
+        for path, entry in (_raw(line).get("removed") or {}).items():
+            if entry["evidence"] in DOUBTFUL and _is_end(entry["last"]):
+                finding = _weigh_removed(line, path, entry, seen)
+                if finding is not None:
+                    yield finding
+
+
+def _is_end(text: str) -> bool:
+    return text in LINES or RELEASE.match(text) is not None
+
+
+def _weigh_removed(line: str, path: str, entry: dict[str, Any], seen: Sequence[Observation]) -> SchemaFinding | None:
+    dates, ends = Since(entry.get("by", line), entry["evidence"], entry["last"]), {"before": "", "past": ""}
+    inside: list[tuple[Observation, bool]] = []
+    for one in seen:
+        where, present = _place(dates, one.version), path in one.told("removed")
+        known = path in expected(one.version)[0]
+        if not one.tells("removed", path) or where == "past" and known or where == "before" and not known:
+            continue  # not read, there again in a later line, or not there yet
+        if where == "inside":
+            inside.append((one, present))
+            continue
+        if present != (where == "before"):
+            message = f"{'present' if present else 'absent'} in {one.version}, where the schema has it removed " \
+                      f"{dates.interval} ({one.bundle})"  # fmt: skip
+            return SchemaFinding(line, path, "refuted", message, "" if where == "past" else None, "removed")
+        ends[where] = f"{one.version} ({one.bundle})"
+    if inside:
+        present_in, absent_in = _sorted_versions(inside)
+        moved = {"last": present_in[-1]} if present_in else {}
+        moved |= {"by": absent_in[0]} if absent_in else {}
+        finding = SchemaFinding(line, path, "narrowed", dates.interval, part="removed")
+        return _narrowed(finding, {**entry, **moved}, inside)
+    changed = {**entry, "evidence": "verified"}
+    return _borne_out(SchemaFinding(line, path, "supported", "", part="removed"), changed, ends, ("present", "absent"))
+
+
+def _sorted_versions(inside: list[tuple[Observation, bool]]) -> tuple[list[str], list[str]]:
+    """Releases that have the entry, and those that have not, oldest first."""
+    found = [sorted((one.version for one, there in inside if there == has), key=Version) for has in (True, False)]
+    return found[0], found[1]
+
+
+def _narrowed(finding: SchemaFinding, changed: dict[str, Any], inside: list[tuple[Observation, bool]]) -> SchemaFinding:
+    """Releases between the two ends of an interval (the finding's message) move them."""
+    present, absent = _sorted_versions(inside)
     said = [f"present in {version}" for version in present] + [f"absent in {version}" for version in absent]
-    message = f"{', '.join(said)}, inside {Since(**entry['since']).interval} ({inside[0][0].bundle})"
-    return SchemaFinding(line, path, "narrowed", message, f"  {path}: {flow(changed)}")
+    message = f"{', '.join(said)}, inside {finding.message} ({inside[0][0].bundle})"
+    return replace(finding, message=message, replacement=f"  {finding.entry}: {flow(changed)}")
+
+
+def _borne_out(
+    finding: SchemaFinding, changed: dict[str, Any], ends: dict[str, str], words: tuple[str, str]
+) -> SchemaFinding | None:
+    """Verified where releases before and past the interval were seen, supported by one of them, else nothing."""
+    known = [f"{word} in {ends[end]}" for end, word in zip(("before", "past"), words, strict=True) if ends[end]]
+    if len(known) == 2:
+        line = f"  {finding.entry}: {flow(changed)}"
+        return replace(finding, weight="verified", message=", ".join(known), replacement=line)
+    return replace(finding, message=known[0]) if known else None
 
 
 def _place(since: Since, version: str) -> str:
@@ -142,50 +211,77 @@ def _place(since: Since, version: str) -> str:
     return "inside"
 
 
-def _attributes(seen: Sequence[Observation]) -> Iterator[SchemaFinding]:
+def _attributes(seen: Sequence[Observation], part: Part) -> Iterator[SchemaFinding]:
     """Types, limits and defaults that a release has other than the schema says for it."""
     for one in seen:
-        known = expected(one.version)[0]
-        for path, entry in one.fields.items():
+        known = expected(one.version)[PLACES[part]]
+        for path, entry in one.told(part).items():
             was = known.get(path)
             if was is None:
                 continue
-            differ = {key: value for key, value in changes(was, entry).items() if key in TOLD and key in entry}
+            differ = {key: value for key, value in changes(was, entry).items() if key in TOLD[part] and key in entry}
             differ = {key: value for key, value in differ.items() if key != "default" or "default" in was}
             if entry.get("open"):  # an object whose keys the classes do not tell; the schema may know more
                 differ.pop("type", None)
             if differ:
                 listed = ", ".join(f"{key} {was.get(key)!r} is {value!r}" for key, value in differ.items())
-                owner = _owner(line_of(one.version), path)
-                new = {**(_raw(owner).get("fields") or {}).get(path, {}), **differ} if owner else {}
+                owner = _owner(line_of(one.version), part, path)
+                new = {**(_raw(owner).get(part) or {}).get(path, {}), **differ} if owner else {}
                 replacement = f"  {path}: {flow(new)}" if owner else None
                 message = f"{listed} in {one.version} ({one.bundle})"
-                yield SchemaFinding(owner or line_of(one.version), path, "refuted", message, replacement)
+                yield SchemaFinding(owner or line_of(one.version), path, "refuted", message, replacement, part)
 
 
-def _unknown_keys(seen: Sequence[Observation]) -> Iterator[SchemaFinding]:
-    """Keys that a release has and the schema of its line does not know."""
+def _unknown_keys(seen: Sequence[Observation], part: Part) -> Iterator[SchemaFinding]:
+    """Keys and options that a release has and the schema of its line does not know."""
     for one in seen:
         line = line_of(one.version)
-        known, removed, _, _ = expected(one.version)
-        dated = {path for name in LINES for path in (_raw(name).get("fields") or {})}
-        for path, entry in one.fields.items():
+        known, removed = expected(one.version)[PLACES[part]], expected(one.version)[1] if part == "fields" else {}
+        dated = {path for name in LINES for path in (_raw(name).get(part) or {})}
+        for path, entry in one.told(part).items():
             if path in known or path in dated and path not in removed:
                 continue  # the latter is judged with its interval
+            if path in removed and removed[path]["evidence"] in DOUBTFUL and _is_end(removed[path]["last"]):
+                continue  # judged with its interval too
             new = {**entry, "since": {"by": line, "evidence": "verified", "source": f"seen in {one.version}"}}
             message = f"present in {one.version}, unknown to the schema ({one.bundle})"
-            yield SchemaFinding(line, path, "refuted", message, f"  {path}: {flow(new)}")
+            yield SchemaFinding(line, path, "refuted", message, f"  {path}: {flow(new)}", part)
 
 
-def _owner(line: str, path: str) -> str | None:
+def _owner(line: str, part: Part, path: str) -> str | None:
     """The file of the line, or the nearest that it inherits, which has the entry."""
     name: str | None = line
     while name is not None:
         data = _raw(name)
-        if path in (data.get("fields") or {}):
+        if path in (data.get(part) or {}):
             return name
         name = data.get("inherits")
     return None
+
+
+def doubtful() -> dict[str, int]:
+    """How many statements of the schema files are inferred or unknown, by what becomes of them here: those that are
+    compared with releases (`weighed`), and those that classes and options do not show."""
+    found = {"weighed": 0, "behaviours": 0, "changes of a field": 0, "removed, without a release": 0}
+    for line in LINES:
+        data = _raw(line)
+        dated = [entry.get("since") for part in PLACES for entry in (data.get(part) or {}).values()]
+        removed = [entry for entry in (data.get("removed") or {}).values() if entry["evidence"] in DOUBTFUL]
+        ends = sum(_is_end(entry["last"]) for entry in removed)
+        found["weighed"] += count_doubtful(dated) + ends
+        found["removed, without a release"] += len(removed) - ends
+        found["behaviours"] += count_doubtful(data.get("behaviours"))
+        found["changes of a field"] += count_doubtful(
+            [entry.get("changed") for entry in (data.get("fields") or {}).values()]
+        )
+    return found
+
+
+def count_doubtful(value: Any) -> int:
+    """Objects of a data file, at any depth, whose `evidence` is inferred or unknown."""
+    if isinstance(value, dict):
+        return (value.get("evidence") in DOUBTFUL) + sum(map(count_doubtful, value.values()))
+    return sum(map(count_doubtful, value)) if isinstance(value, list) else 0
 
 
 def patch(findings: Sequence[SchemaFinding]) -> str:
@@ -204,8 +300,10 @@ def patch(findings: Sequence[SchemaFinding]) -> str:
 
 
 def _apply(lines: list[str], finding: SchemaFinding) -> None:
-    """Replaces, removes or adds the line of an entry under `fields:`."""
-    begin = next(n for n, row in enumerate(lines) if row.startswith("fields:"))
+    """Replaces, removes or adds the line of an entry in its part of the file, which begins there if it was not."""
+    if not any(row.startswith(f"{finding.part}:") for row in lines):
+        lines.append(f"{finding.part}:")
+    begin = next(n for n, row in enumerate(lines) if row.startswith(f"{finding.part}:"))
     end = next((n for n in range(begin + 1, len(lines)) if re.match(r"\S", lines[n])), len(lines))
     found = next((n for n in range(begin + 1, end) if lines[n].startswith(f"  {finding.entry}:")), None)
     new = [finding.replacement] if finding.replacement else []
