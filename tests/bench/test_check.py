@@ -165,6 +165,8 @@ def test_near_ties_pass_and_are_listed(cheating: str) -> None:
     assert long.status == "pass" and "0 part at" not in long.message and not long.detail["real"], long.message
     tools = next(row for row in verdict.results if row.name == "tool-call")
     assert tools.status == "pass" and tools.detail["arguments"]["near_ties"] == ["open_file", "sort_rows"], tools
+    behind = next(row for row in verdict.results if row.name == "tool-follow-up")
+    assert behind.status == "pass" and behind.detail["texts"]["near_ties"], behind
     found = next(row for row in verdict.results if row.name == "lossless")
     assert found.status == "pass" and found.detail["near_ties"] > 2 and found.detail["rounding"]["positions"] > 300
     assert found.detail["rounding"]["source"] == "the plain server's own passes"
@@ -288,7 +290,7 @@ EMPTY = ToolReply(reasoning="The user wants this.", finish_reason="stop", questi
 )
 def test_follow_ups_are_judged_one_by_one(got: list[Any], plain: list[Any] | None, wanted: str, seen: int) -> None:
     sides = [None if one is None else Recording("u", {}, 8, [], follow_ups=numbered(one)) for one in (got, plain)]
-    found = check_follow_ups(*sides)  # type: ignore[arg-type]
+    found = check_follow_ups(*sides, limit=0.5)  # type: ignore[arg-type]
     assert (found.status, found.seen) == (wanted, seen), found.message
     tools = [replace(reply, calls=replied(CALL).calls) if reply.content else reply for reply in numbered(got)]
     beside = None if plain is None else Recording("u", {}, 8, [], tools=numbered(plain))
@@ -327,10 +329,10 @@ def test_answers_that_think_long_are_given_room(cheating: str) -> None:
         cheats.recorded(cheats.at(cheating, "unknown", cheat, 1, "thinks-long"), FEW)
         for cheat in ("honest", "follow-up-empty")
     )
-    found = [check_follow_ups(got, None), check_forms(got, None), check_tool_calls(got, None, 0.5)]
+    found = [check_follow_ups(got, None, 0.5), check_forms(got, None), check_tool_calls(got, None, 0.5)]
     found.append(check_tool_streams(got, None))
     assert [(row.status, row.seen) for row in found] == [("pass", FEW)] * 4, found
-    assert check_follow_ups(empty, got).status == "fail"
+    assert check_follow_ups(empty, got, 0.5).status == "fail"
 
 
 BROKEN = ToolReply(error="HTTP 500: broken", question="q")
@@ -418,6 +420,21 @@ def test_arguments_of_calls_are_compared() -> None:
         parted, only = replace(other[0], reasoning="so what"), replace(other[0], reasoning="hm\n")
         assert judged([parted, *same[1:]], tools=thought, repeated_tools=told)[0] == wanted, "the reasoning parts first"
         assert judged([only, *same[1:]], tools=thought, repeated_tools=told)[0] == "fail"
+
+
+def test_texts_behind_a_tools_result_are_compared() -> None:
+    def judged(got: list[ToolReply], plain: list[ToolReply], again: list[ToolReply]) -> str:
+        expected = Recording("u", {}, 8, [], follow_ups=plain, repeated_follow_ups=again)
+        return check_follow_ups(Recording("u", {}, 8, [], follow_ups=got), expected, 0.5).status
+
+    same, other = numbered([WRITES] * 12), numbered(["It sorts a file."] * 12)
+    assert judged(same, same, same) == "pass" == judged(other, same, other)
+    assert judged(other, same, same) == "fail"
+    assert judged([*other[:1], *same[1:]], same, same) == judged(other, same, []) == "skipped"
+    for gap, wanted in ((1e-5, "pass"), (2.0, "fail")):
+        tokens = [Token(text, second, gap) for text, second in (("It ", "no"), ("reads ", "sorts "), ("a file.", "no"))]
+        told = [replace(same[0], tokens=tokens)]
+        assert judged([*other[:1], *same[1:]], same, told) == wanted
 
 
 def test_a_streamed_call_is_put_together_and_compared() -> None:

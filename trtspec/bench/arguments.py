@@ -1,4 +1,4 @@
-"""Are the arguments of tool calls those of the plain server, up to near-ties?
+"""Are the arguments of tool calls, and the texts behind their results, those of the plain server, up to near-ties?
 
 Arguments are compared as JSON. Where they differ from those of every pass of the plain server, its tokens tell how sure
 it was: they hold the whole answer with the markers of its calls, in which other arguments are put in the place of its
@@ -15,14 +15,16 @@ from typing import Any
 from trtspec.bench.gate import UNLIKELY, more_often
 from trtspec.bench.lossless import AnswerDivergence, RoundingBound, first_divergence, judge
 from trtspec.bench.transcript import Recording, ToolReply, Transcript
-from trtspec.bench.visible import VERDICTS, own_rounding
+from trtspec.bench.visible import VERDICTS, by_question, own_rounding, parted
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArgumentComparison:
-    """Questions by what became of their arguments: `same`, or another one by verdict. `moved` of `repeated` questions
-    have different arguments in passes of the plain server; `p` is the chance of so many unjudged differences."""
+class ReplyComparison:
+    """Questions by what became of their `what` (arguments, text): `same`, or another one by verdict. `moved` of
+    `repeated` questions have different ones in passes of the plain server; `p` is the chance of so many unjudged
+    differences."""
 
+    what: str
     same: list[str]
     near_ties: list[str]
     real: list[str]
@@ -48,14 +50,14 @@ class ArgumentComparison:
         found = f", {len(self.same)} of {self.compared} as without speculation"
         found += f", {len(self.near_ties)} part from it at a near-tie" if self.near_ties else ""
         if self.real:
-            found += f", {len(self.real)} have other arguments where the target is sure of itself: {self.real[0]}"
+            found += f", {len(self.real)} have other {self.what} where the target is sure of itself: {self.real[0]}"
         if self.unjudged:
-            found += f", {len(self.unjudged)} have other arguments and no log-probabilities tell why (the plain "
+            found += f", {len(self.unjudged)} have other {self.what} and no log-probabilities tell why (the plain "
             found += f"server's own differ for {self.moved} of {self.repeated}, p {self.p:.2g}): {self.unjudged[0]}"
         return found
 
 
-def compare_arguments(got: Recording, expected: Recording, limit: float) -> ArgumentComparison:
+def compare_arguments(got: Recording, expected: Recording, limit: float) -> ReplyComparison:
     """Calls by question, where both servers call the same tools; `limit` of the rounding bound in nats."""
     passes = (expected.tools, expected.repeated_tools, expected.streamed_tools, expected.confirmed_tools)
     plain: dict[str, list[ToolReply]] = {}
@@ -67,9 +69,31 @@ def compare_arguments(got: Recording, expected: Recording, limit: float) -> Argu
         known = [other for other in plain.get(reply.question, []) if names_of(other) == names_of(reply)]
         if known:
             found[_verdict(reply, known, rounding, limit)].append(reply.question)
-    again = {question: {json.dumps(arguments_of(reply)) for reply in one} for question, one in plain.items() if one[1:]}
-    moved, compared = sum(len(kinds) > 1 for kinds in again.values()), sum(len(kind) for kind in found.values())
-    return ArgumentComparison(
+    again = [{json.dumps(arguments_of(reply)) for reply in one} for one in plain.values() if one[1:]]
+    return _comparison("arguments", found, again)
+
+
+def compare_follow_ups(got: Recording, expected: Recording, limit: float) -> ReplyComparison:
+    """Texts behind the result of a tool, by question, where both servers wrote one; `limit` as for arguments."""
+    passes = [[r.transcript for r in one if _text(r)] for one in (expected.follow_ups, expected.repeated_follow_ups)]
+    plain = by_question(*passes)
+    mine = [reply.transcript for reply in got.follow_ups if _text(reply) and reply.question in plain]
+    verdicts = dict(parted(mine, plain, (own_rounding(expected), limit)))
+    found: dict[str, list[str]] = {verdict: [] for verdict in ("same", *VERDICTS)}
+    for item in mine:
+        found[verdicts.get(item.question, "same")].append(item.question)
+    return _comparison("text", found, [{item.trimmed for item in one} for one in plain.values() if one[1:]])
+
+
+def _text(reply: ToolReply) -> bool:
+    return not reply.error and not reply.calls and bool(reply.content.strip())
+
+
+def _comparison(what: str, found: dict[str, list[str]], again: Sequence[set[str]]) -> ReplyComparison:
+    """`again`: the different replies of the plain server to each question that it was asked more than once."""
+    moved, compared = sum(len(kinds) > 1 for kinds in again), sum(len(kind) for kind in found.values())
+    return ReplyComparison(
+        what=what,
         same=found["same"],
         near_ties=found["near-tie"],
         real=found["real"],

@@ -54,6 +54,7 @@ class GateLimits:
 def run_checks(got: Recording, expected: Recording | None, limits: GateLimits) -> GateVerdict:
     """`expected` is the same model without speculation. Raises UsageError for a required row that there is not."""
     same_weights = None if limits.quality else expected  # a source rounds otherwise than what was quantized from it
+    same_text = None if limits.quality else limits.near_tie
     rows = [
         visible.check_answers(got, expected),
         visible.check_context(got, expected),
@@ -64,9 +65,9 @@ def run_checks(got: Recording, expected: Recording | None, limits: GateLimits) -
         visible.check_long_answers(got, same_weights, limits.near_tie),
         visible.check_usage(got, expected),
         check_degenerate(got, expected),
-        features.check_tool_calls(got, expected, None if limits.quality else limits.near_tie),
+        features.check_tool_calls(got, expected, same_text),
         features.check_tool_streams(got, expected),
-        features.check_follow_ups(got, expected),
+        features.check_follow_ups(got, expected, same_text),
         features.check_forms(got, expected),
         features.check_stops(got, expected),
         features.check_image(got, expected),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trtspec.bench.arguments import arguments_of, compare_arguments, names_of, parsed
+from trtspec.bench.arguments import arguments_of, compare_arguments, compare_follow_ups, names_of, parsed
 from trtspec.bench.asking import HONOURED, NO_EFFECT, NOT_ASKED, NOT_SENT, REFUSED, declined
 from trtspec.bench.battery import FORM_SCHEMA, TOOL, stop_word
 from trtspec.bench.gate import SHOWN, CheckResult, pass_or_fail, result
@@ -171,8 +171,9 @@ def call_fault(call: dict[str, str]) -> str | None:
     return f"its arguments lack {', '.join(missing)}" if missing else None
 
 
-def check_follow_ups(got: Recording, expected: Recording | None) -> CheckResult:
-    """After the tool has answered, the model writes: text, and not only reasoning."""
+def check_follow_ups(got: Recording, expected: Recording | None, limit: float | None) -> CheckResult:
+    """After the tool has answered, the model writes: text, and not only reasoning, and the plain server's, up to
+    near-ties under `limit`; None where other weights may write other text."""
     name, code = "tool-follow-up", "TS-CHECK-TOOL-FOLLOW-UP"
     mine, theirs = asked(got.follow_ups), expected.follow_ups if expected else []
     if not mine:
@@ -203,7 +204,13 @@ def check_follow_ups(got: Recording, expected: Recording | None) -> CheckResult:
     message = f"{seen - silent} of {len(mine)} follow-ups of a tool are answered in text"
     message += f", {silent} are empty on both servers" if silent else ""
     message += f", {cut} were cut off while the model reasoned and are not judged" if cut else ""
-    message += _also_refused(mine)
+    compared = compare_follow_ups(got, expected, limit) if expected and limit is not None else None
+    message += (compared.message if compared else "") + _also_refused(mine)
+    detail["texts"] = asdict(compared) if compared else None
+    if compared and compared.wrong:
+        return result(name, "fail", message, code, "compare the texts of both servers in their recordings", **detail)
+    if compared and compared.unjudged:
+        return result(name, "skipped", message, **detail)
     return result(name, "pass", message, seen=seen, **detail)
 
 

@@ -94,7 +94,13 @@ async def _record(asker: Asker, server: adapters.DetectedServer, asked: Battery,
     found = await _features(asker, asked, found, limits)
     if options.baseline:
         found = await _long_whole(asker, found)
-        found = replace(found, repeated_tools=await _tools_again(asker, found.tools))
+        called = {reply.question for reply in found.tools if reply.calls}
+        calls = [_roomy(asker, ask) for ask in _tool_asks(asked.each) if ask[2] in called]
+        found = replace(
+            found,
+            repeated_tools=await _told_again(asker, calls),
+            repeated_follow_ups=await _told_again(asker, _follow_up_asks(asked.each)),
+        )
     if options.tasks is not None:
         found = replace(found, tasks=await ask_tasks(asker, options.tasks))
     return replace(found, stopped=asker.stopped)
@@ -179,7 +185,7 @@ async def _long_whole(asker: Asker, found: Recording) -> Recording:
     """A baseline's gaps in long answers, twice: streams have none. In smaller batches, since the prompts are long."""
     prompts = [item.prompt for item in found.long_cold if item.error is None]
     whole = await asker.all(prompts, streamed=False)
-    fewer = max(1, asker.concurrency // 2)
+    asker, fewer = replace(asker), max(1, asker.concurrency // 2)  # what fails here stops nothing
     again = RecordedPass(fewer, await asker.all(prompts, False, fewer))
     return replace(found, long_whole=whole, repeats=[*found.repeats, again] if prompts else found.repeats)
 
@@ -211,11 +217,7 @@ async def _burst(asker: Asker, prompts: Sequence[AskedPrompt]) -> BurstReply | N
 async def _features(asker: Asker, asked: Battery, found: Recording, limits: RequestLimits) -> Recording:
     """Tools, follow-ups, forms, stop strings, an image, and request parameters one at a time."""
     tools, streamed_tools, confirmed_tools = await _tools(asker, asked.each)
-    follow_ups = await _with_room(
-        asker,
-        [(battery.follow_up(i), {"tools": [battery.TOOL]}, battery.tool_name(i)) for i in range(asked.each)],
-        cut_off,
-    )
+    follow_ups = await _with_room(asker, _follow_up_asks(asked.each), cut_off)
     form = {"type": "json_schema", "json_schema": {"name": "described", "schema": battery.FORM_SCHEMA}}
     few = min(battery.FEW, asked.each)
     forms = await _with_room(
@@ -267,18 +269,21 @@ def _tool_asks(count: int) -> list[AskedOnce]:
     ]
 
 
-async def _tools_again(asker: Asker, tools: Sequence[ToolReply]) -> list[ToolReply]:
-    """A baseline's calls at another concurrency, with log-probabilities where the server gives them with tools."""
-    called = {reply.question for reply in tools if reply.calls}
-    asks = [_roomy(asker, ask) for ask in _tool_asks(len(tools)) if ask[2] in called]
+def _follow_up_asks(count: int) -> list[AskedOnce]:
+    return [(battery.follow_up(i), {"tools": [battery.TOOL]}, battery.tool_name(i)) for i in range(count)]
+
+
+async def _told_again(asker: Asker, asks: Sequence[AskedOnce]) -> list[ToolReply]:
+    """A baseline's replies at another concurrency, with log-probabilities where the server gives them with tools."""
+    faster = replace(asker, concurrency=REPEAT * asker.concurrency)
     found: list[ToolReply] = []
     if asker.logprobs:
         told = {"logprobs": True, "top_logprobs": TOP}
         telling = [(messages, {**extra, **told}, name) for messages, extra, name in asks]
-        found = await _replies(asker.tool, telling, REPEAT * asker.concurrency)
+        found = await _with_room(faster, telling, cut_off)
     if any(not reply.error for reply in found):
         return found
-    return await _replies(asker.tool, asks, REPEAT * asker.concurrency)
+    return await _with_room(faster, asks, cut_off)
 
 
 AskedOnce = tuple[list[dict[str, Any]], dict[str, Any], str]  # messages, further fields, the question's name

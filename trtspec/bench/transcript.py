@@ -106,6 +106,12 @@ class ToolReply:
     unindexed: int = 0
     tokens: list[Token] | None = None
 
+    @property
+    def transcript(self) -> Transcript:
+        """Its text, as that of other answers is compared."""
+        text, reasoned = self.reasoning + self.content, len(self.reasoning)
+        return Transcript(self.question, "tools", [], text, self.finish_reason, self.tokens, reasoned=reasoned)
+
 
 @dataclass(frozen=True)
 class ParameterReply:
@@ -154,7 +160,7 @@ class Recording:
     burst. `long_cold` and `long_warm` ask the long prompts twice; `long_whole` holds a baseline's unstreamed answers to
     them, and each of `repeats` one more. `confirmed` are unstreamed answers to those questions
     whose streamed answer differs; `streamed_tools` and `confirmed_tools` are the same of requests with a tool, and
-    `repeated_tools` those of a baseline asked again, with log-probabilities.
+    `repeated_tools` those of a baseline asked again, with log-probabilities, as `repeated_follow_ups` are.
     """
 
     url: str
@@ -177,6 +183,7 @@ class Recording:
     confirmed_tools: list[ToolReply] = field(default_factory=list)
     repeated_tools: list[ToolReply] = field(default_factory=list)
     follow_ups: list[ToolReply] = field(default_factory=list)
+    repeated_follow_ups: list[ToolReply] = field(default_factory=list)
     forms: list[ToolReply] = field(default_factory=list)
     stops: list[ToolReply] = field(default_factory=list)
     image: ToolReply | None = None

@@ -124,8 +124,8 @@ def check_stream(got: Recording, expected: Recording | None, limit: float) -> li
         return [result("stream", "skipped", reason), result("repeatable", "skipped", reason)]
     bounds = own_rounding(expected), limit
     before = by_question(got.answered, *(_passes(expected, expected.transcripts) if expected else []))
-    streamed = _parted(got.streamed, before, bounds)
-    later = _parted(got.later, before, bounds)
+    streamed = parted(got.streamed, before, bounds)
+    later = parted(got.later, before, bounds)
     again = {item.question: item.trimmed for item in got.confirmed if item.error is None}
     texts = {item.question: item.trimmed for item in got.streamed}
     alone = [q for q, verdict in streamed if verdict == "real" and again.get(q) != texts[q]]
@@ -185,7 +185,7 @@ def _repeatable_row(moved: Sequence[str], unjudged: Sequence[str], count: int, g
     return result("repeatable", "pass", message, seen=count, **detail)
 
 
-def _parted(
+def parted(
     items: Sequence[Transcript], known: Mapping[str, list[Transcript]], bounds: tuple[RoundingBound | None, float]
 ) -> list[tuple[str, str]]:
     """(question, verdict) for those answers that equal none of the known ones to their question."""
@@ -219,7 +219,7 @@ def check_long_answers(got: Recording, expected: Recording | None, limit: float)
     ]
     if not pairs:
         return result(name, "skipped", "the two servers answered no common long prompt")
-    verdicts = _parted(pairs, plain, (own_rounding(expected), limit))
+    verdicts = parted(pairs, plain, (own_rounding(expected), limit))
     named: dict[str, Any] = {
         kind: list(dict.fromkeys(q for q, verdict in verdicts if verdict == kind)) for kind in VERDICTS
     }
