@@ -71,12 +71,15 @@ def test_ready_and_stopped_are_said_without_a_terminal(launch: Launched) -> None
     assert process.returncode == 143 and "trtspec: stopped as requested" in log
 
 
-@pytest.mark.parametrize(("signals", "status", "says"), [(1, 0, "stopped as requested"), (2, 137, "a second signal")])
-def test_a_server_that_is_loading_may_end_in_its_own_time(
-    launch: Launched, signals: int, status: int, says: str
+@pytest.mark.parametrize(
+    ("mode", "signals", "status", "says"),
+    [("tidy", 1, 0, "stopped as requested"), ("tidy", 2, 137, "a second signal"), ("deaf", 1, 143, "and was killed")],
+)
+def test_a_server_that_is_loading_has_a_moment_to_end(
+    launch: Launched, mode: str, signals: int, status: int, says: str
 ) -> None:
-    """vLLM takes half a second for it: it was killed at once, and told to be slow."""
-    process = launch("tidy", limits={"stop_grace": 30.0})
+    """One signal was passed on twice, and the second one killed. vLLM's front end does not listen while it loads."""
+    process = launch(mode, limits={"stop_grace": 30.0})
     read_until(process, "loading")
     server = server_below(process)
     for _ in range(signals):

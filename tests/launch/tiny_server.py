@@ -1,7 +1,7 @@
 """The smallest server that a launch can wait for: `tiny_server.py PORT MODE`, standard library only.
 
-MODE: serve | silent (never listens) | long-line (logs 60 MB without a line end, then serves) | tidy (loads for long,
-and takes TIDY seconds to end when it is asked)
+MODE: serve | silent (never listens) | long-line (logs 60 MB without a line end, then serves) | tidy, deaf (load for
+long; tidy takes TIDY seconds to end when it is asked, deaf does not listen)
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if __name__ == "__main__":
     port, mode = int(sys.argv[1]), sys.argv[2]
     if mode == "silent":
         time.sleep(600)
-    if mode == "tidy":
-        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(TIDY), sys.exit(0)))
+    if mode in ("tidy", "deaf"):
+        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(TIDY), sys.exit(0)) if mode == "tidy" else None)
         print("loading", flush=True)
         time.sleep(600)
     if mode == "long-line":

@@ -21,6 +21,7 @@ from trtspec.report import announce
 
 REAPER = Path(__file__).with_name("reaper.py")
 KILLED = 128 + signal.SIGKILL
+LOADING_GRACE = 5.0  # seconds; vLLM 0.32's front end may wait for ever for an engine that SIGTERM ended while it loaded
 POLL = 0.05  # seconds; a signal just before a blocking wait would be handled only after it
 STARTING_POLL = 0.2
 
@@ -73,9 +74,14 @@ def run(launch: ServerLaunch) -> int:
                 announce(f"trtspec: ready on {url} ({time.monotonic() - started:.0f} s)")
                 _wait_end(process, launch, asked)
         finally:
-            _end(process, launch.limits.stop_grace, told=bool(asked))
+            _end(process, launch.limits.stop_grace, loading=bool(asked) and not ready)
             reader.join(timeout=5)
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
+    if len(asked) == 1 and status == KILLED and not ready:
+        announce(
+            f"trtspec: stopped as requested; it was loading, did not end within {LOADING_GRACE:g} s and was killed"
+        )
+        return 128 + asked[0]
     if asked and _as_asked(status, launch):
         announce("trtspec: stopped as requested")
     elif status:
@@ -181,12 +187,14 @@ def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[
             raise ServerFailed(message, remedy, "TS-SERVE-HUNG")
 
 
-def _end(process: subprocess.Popen[str], grace: float, told: bool) -> None:
-    """The subreaper ends every rank, then itself. One that was `told` already is waited for: it takes a second signal
-    as an order to kill."""
+def _end(process: subprocess.Popen[str], grace: float, loading: bool) -> None:
+    """The subreaper ends every rank, then itself; it takes a second signal as an order to kill. A server that was asked
+    to end while `loading` got its signal, and has nothing to finish: it gets that order soon."""
+    if loading:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=min(grace, LOADING_GRACE))
     if process.poll() is None:
-        if not told:
-            process.terminate()
+        process.terminate()
         try:
             process.wait(timeout=2 * grace + 2 * UNKILLABLE)
         except subprocess.TimeoutExpired:
