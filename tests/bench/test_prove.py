@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import subprocess
 import tarfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -21,6 +22,7 @@ from trtspec.bench.prove import URL, WORK, ProveSetup, judge, launches, plan_fin
 from trtspec.bench.prove_bundle import Redactor, prove_html, read_bundle, redactor, tables_of, write_bundle
 from trtspec.checkpoint.writer import Journal
 from trtspec.errors import TrtspecError, UsageError
+from trtspec.planning.points import HOST_US
 from trtspec.report import json_text
 
 PAIR = ("nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3")
@@ -281,6 +283,21 @@ def test_figures_that_hold_are_verified_and_a_planted_difference_is_found(
     other = copy.deepcopy(evidence)
     other["gpus"][0] = {**other["gpus"][0], "name": "NVIDIA H200"}
     assert plan_findings(other) == [], "figures of other GPUs say nothing about this plan"
+
+
+def test_a_host_time_that_is_refuted_is_part_of_the_patch(tmp_path: Path, evidence: dict[str, Any]) -> None:
+    for level, figures in evidence["speed"]["plain"].items():
+        figures["step_ms"] = 5.0 + 0.1 * int(level) + 1.5
+    path = bundle(tmp_path / "proof.tar.gz", evidence)
+    told = json.loads(trtspec("prove", "--import", path, "--json").stdout)
+    assert f"+HOST_US = {HOST_US + 500.0}" in told["patch"] and "a/trtspec/planning/points.py" in told["patch"]
+    (tmp_path / "schemas.patch").write_text(told["patch"])
+    root = Path(__file__).parents[2]
+    done = subprocess.run(["git", "apply", "--check", str(tmp_path / "schemas.patch")], cwd=root, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    evidence["speed"]["plain"]["4"]["step_ms"] += 3.0  # by another time: no single constant
+    other = bundle(tmp_path / "other.tar.gz", evidence)
+    assert not json.loads(trtspec("prove", "--import", other, "--json").stdout)["patch"]
 
 
 def test_the_verdict_names_what_fails_and_what_was_not_looked_at(evidence: dict[str, Any]) -> None:

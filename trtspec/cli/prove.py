@@ -173,6 +173,7 @@ def _import(options: ProveImport) -> None:
 
     from trtspec.bench.prove import plan_findings
     from trtspec.bench.prove_bundle import read_bundle
+    from trtspec.bench.prove_constants import host_patch, refuted_host_us
     from trtspec.data_files import load_yaml
     from trtspec.trtllm.schema_evidence import count_doubtful, doubtful, observation, patch, weigh
 
@@ -180,6 +181,11 @@ def _import(options: ProveImport) -> None:
     seen = [observation(b.schema, f"{b.name} {b.sha256[:12]}") for b in bundles if b.schema]
     schemas, diff = weigh(seen), ""
     diff = patch(schemas)
+    for bundle in bundles:
+        host_us = refuted_host_us(plan_findings(bundle.evidence)) if bundle.evidence["backend"] == "trtllm" else None
+        if host_us is not None:  # of several proofs the first: two patches of one line do not apply
+            diff += host_patch(host_us, bundle.sha256[:12])
+            break
     plans = [(bundle, finding) for bundle in bundles for finding in plan_findings(bundle.evidence)]
     left = doubtful()
     weighed = left.pop("weighed")
