@@ -66,7 +66,10 @@ def recorded(tmp_path: Path) -> dict[str, Any]:
 def nothing_left(tmp_path: Path, port: int) -> None:
     for pid in recorded(tmp_path)["pids"]:
         for _ in range(50):
-            if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            try:
+                if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                    break
+            except psutil.NoSuchProcess:
                 break
             time.sleep(0.1)
         else:

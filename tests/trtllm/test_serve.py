@@ -201,6 +201,7 @@ NOT_THE_REFERENCES = (
 NOT_THE_ENGINES = (
     "--speculation eagle3", "--speculation none", "--dtype auto", "--device cpu", "--draft-sampling argmax",
     "--prefix-reuse warm", "--prefix-cache-mib 9", "--max-queue 9", "--api-key k", "--vllm-version 0.11.0",
+    "--cuda-graphs",
 )  # fmt: skip
 NOT_THE_FRONTS = (
     "--head x", "--host h", "--port 8000", "--max-batch-size 1", "--max-seq-len 9", "--draft-len 3",
