@@ -13,12 +13,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from trtspec.engine.sequence import Completion
 from trtspec.models.layers import TextPiece
+from trtspec.quant import nvfp4
 
 if TYPE_CHECKING:
     from trtspec.models.kimi import KimiModel
@@ -42,6 +44,7 @@ SHAPES = (
 )
 # (calls that a prompt is computed in, how many times it lies in each: other prompts are computed in the same pass)
 PREFILLS = ((1, 1), (2, 1), (1, 4), (1, 16))
+NOISE, DRAWS = 1e-6, 16  # relative; vLLM's float32 log-probabilities are within 1.9e-5 of ours, of logits about 16
 LONGER = 24  # positions by which the last of several rows is ahead of the others, as neighbours in a batch are
 
 
@@ -96,6 +99,26 @@ def rounding_at(target: KimiModel, prompt: list[int], plain: Completion, diverge
     behind = logits.max(-1).values - pair.min(-1).values
     change = max(float(margins.max() - margins.min()), spacing(float(pair.abs().max()), target.dtype))
     return Rounding(change, float(behind.max()))
+
+
+def quantized_rounding_at(target: KimiModel, prompt: list[int], plain: Completion, divergence: Divergence) -> Rounding:
+    """As `rounding_at`, for a target that quantizes its activations and another implementation of it: sums in another
+    order move an activation by about NOISE, which takes some of them to the next of NVFP4's few values. The context is
+    computed DRAWS times with that much noise before each quantization."""
+    if divergence.token < 0:
+        return Rounding(0.0, float("inf"))
+    quantize, numbers = nvfp4.fake_quantize_activation, torch.Generator().manual_seed(1)
+
+    def noisy(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize(x * (1 + NOISE * torch.randn(x.shape, generator=numbers)), scale)
+
+    context = torch.tensor([prompt + plain.token_ids[: divergence.index]])
+    with torch.inference_mode(), patch.object(nvfp4, "fake_quantize_activation", noisy):
+        logits = torch.stack([target(context).logits[0, -1] for _ in range(DRAWS)])
+    pair = logits[:, [divergence.token, divergence.other_token]]
+    margins = pair[:, 0] - pair[:, 1]
+    behind = logits.max(-1).values - pair.min(-1).values
+    return Rounding(float(margins.max() - margins.min()), float(behind.max()))
 
 
 def spacing(value: float, dtype: torch.dtype) -> float:

@@ -29,7 +29,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.engine.near_ties import first_divergence, rounding_at
+from tests.engine.near_ties import first_divergence, quantized_rounding_at
 from tests.oracles.vllm_environment import IN_VLLM, vllm_environment
 from trtspec.bench.adapters import FROM_COUNTERS
 from trtspec.bench.datasets import load_dataset, spread
@@ -369,7 +369,7 @@ def test_nvfp4_differs_at_near_ties_only(
         divergence = first_divergence(ours.answers[name], other)
         assert divergence is not None
         prompt = next(one.prompt_ids for one in prompts if one.id == name)
-        rounding = rounding_at(ours.target, prompt, ours.answers[name], divergence)
+        rounding = quantized_rounding_at(ours.target, prompt, ours.answers[name], divergence)
         gaps.append((name, divergence.index, divergence.gap, rounding, rounding.explains(divergence)))
     print(f"\nNVFP4: {PROMPTS - len(names)} of {PROMPTS} answers identical; first divergences: {gaps}")
     assert all(near for *_, near in gaps)
