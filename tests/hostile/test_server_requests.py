@@ -143,7 +143,8 @@ def test_hostile_requests_cost_nobody_anything(server: Running, right: Right, tm
     print(f"statuses {dict(crowd.statuses)}, kinds {dict(crowd.kinds)}, {idle[0]} idle connections at once")
     print(f"good streams: {good.right} right, {len(good.wrong)} wrong, {good.refused} told to come back")
     print(f"/health: {len(watch.memory)} asked, longest {watch.longest:.2f} s, {len(watch.failed)} failed")
-    print(f"memory: {settled[0] >> 20} MiB, {settled[-1] >> 20} MiB at the end, grown {grown >> 20} MiB", flush=True)
+    tenths = [max(settled[len(settled) * n // 10 : len(settled) * (n + 1) // 10]) >> 20 for n in range(10)]
+    print(f"memory: most in each tenth {tenths} MiB, grown {grown >> 20} MiB", flush=True)
     assert not good.wrong, good.wrong[:3]
     assert not crowd.bad, "\n".join(crowd.bad[:10])
     assert not found, found
