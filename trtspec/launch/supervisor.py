@@ -21,7 +21,7 @@ from trtspec.report import announce
 
 REAPER = Path(__file__).with_name("reaper.py")
 KILLED = 128 + signal.SIGKILL
-LOADING_GRACE = 5.0  # seconds; vLLM 0.32's front end may wait for ever for an engine that SIGTERM ended while it loaded
+LOADING_GRACE = 5.0  # seconds; vLLM 0.32's front end keeps waiting for an engine that SIGTERM ended while it loaded
 POLL = 0.05  # seconds; a signal just before a blocking wait would be handled only after it
 STARTING_POLL = 0.2
 
