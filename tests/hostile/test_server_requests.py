@@ -43,7 +43,7 @@ AT_ONCE = 256
 STREAMS, PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 16, 32, 64, 32
 IDLE = 1000
 HEALTH_SECONDS = 1.0
-GROWTH = 48 << 20  # bytes that the process may have more at the end than after the first tenth of the requests
+GROWTH = 32 << 20  # bytes that the process may have more at the end than when half of the time was over
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
@@ -151,13 +151,15 @@ def test_hostile_requests_cost_nobody_anything(server: Running, right: Right, tm
         for thread in threads:
             thread.join()
         watch.end()
-    settled = watch.memory[len(watch.memory) // 10 :]
-    grown = max(settled[-len(settled) // 10 :]) - max(settled[: len(settled) // 10])
+    # schemathesis comes first and asks for less: what the other kinds need for the first time is no leak
+    settled = watch.memory[len(watch.memory) // 2 :]
+    grown = max(settled[-len(settled) // 5 :]) - max(settled[: len(settled) // 5])
     print(f"\nseed {SEED}: {sent + crowd.sent} requests ({sent} of schemathesis) in {time.monotonic() - began:.0f} s")
     print(f"statuses {dict(crowd.statuses)}, kinds {dict(crowd.kinds)}, {idle[0]} idle connections at once")
     print(f"good streams: {good.right} right, {len(good.wrong)} wrong, {good.refused} told to come back")
     print(f"/health: {len(watch.memory)} asked, longest {watch.longest:.2f} s, {len(watch.failed)} failed")
-    tenths = [max(settled[len(settled) * n // 10 : len(settled) * (n + 1) // 10]) >> 20 for n in range(10)]
+    size = len(watch.memory)
+    tenths = [max(watch.memory[size * n // 10 : size * (n + 1) // 10]) >> 20 for n in range(10)]
     print(f"memory: most in each tenth {tenths} MiB, grown {grown >> 20} MiB", flush=True)
     assert not good.wrong, good.wrong[:3]
     assert not crowd.bad, "\n".join(crowd.bad[:10])
