@@ -18,7 +18,7 @@ from tests.command_line import trtspec
 from trtspec.bench.acceptance import TurnCounts, summarize
 from trtspec.bench.battery import make_battery
 from trtspec.bench.datasets import load_dataset
-from trtspec.bench.prove import URL, WORK, ProveSetup, judge, launches, plan_findings, prompts_of, steps_of
+from trtspec.bench.prove import URL, WORK, ProveLine, ProveSetup, judge, launches, plan_findings, prompts_of, steps_of
 from trtspec.bench.prove_bundle import Redactor, prove_html, read_bundle, redactor, tables_of, write_bundle
 from trtspec.checkpoint.writer import Journal
 from trtspec.errors import TrtspecError, UsageError
@@ -110,6 +110,20 @@ def test_made_prompts_have_their_lengths_and_begin_like_nothing_that_was_asked_b
             assert len(os.path.commonprefix([prompt, other])) < 32, (prompt[:40], other[:40])
 
 
+def warm_line(setup: ProveSetup, url: str, work: Path, backend: str, bench: str) -> ProveLine:
+    """What a proof says of warm prefixes, of its steps `bench`, cold and warm run against a server at `url`."""
+    for name, rows in prompts_of(setup, [q.turns[0] for q in load_dataset("nano").questions]).items():
+        (work / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    outputs = {}
+    for step in steps_of(setup):
+        if step.name in (bench, "bench-cold", "bench-warm"):
+            done = trtspec(*(word.replace(URL, url).replace(WORK, str(work)) for word in step.words))
+            assert done.status in step.statuses, done.stderr
+            outputs[step.name] = json.loads((work / step.name / "results.json").read_text())
+    evidence = {"outputs": outputs, "setup": asdict(setup), "backend": backend, "speed": {}, "gpus": []}
+    return next(line for line in judge(evidence) if line.name == "acceptance: warm")
+
+
 @pytest.mark.parametrize(
     ("kind", "reuse", "status"), [
         ("vllm", "blind", "fail"), ("vllm", "warm", "pass"),
@@ -122,16 +136,7 @@ def test_a_head_that_is_blind_over_a_reused_prefix_is_found(
 ) -> None:
     """The last server says nothing of what it reuses."""
     url, setup = stand_in(kind=kind, reuse=reuse), replace(SETUP, samples=4, max_tokens=48, concurrency=(1,))
-    for name, rows in prompts_of(setup, [q.turns[0] for q in load_dataset("nano").questions]).items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    outputs = {}
-    for step in steps_of(setup):
-        if step.name in ("bench-k2", "bench-cold", "bench-warm"):
-            done = trtspec(*(word.replace(URL, url).replace(WORK, str(tmp_path)) for word in step.words))
-            assert done.status in step.statuses, done.stderr
-            outputs[step.name] = json.loads((tmp_path / step.name / "results.json").read_text())
-    evidence = {"outputs": outputs, "setup": asdict(setup), "backend": "vllm", "speed": {}, "gpus": []}
-    line = next(line for line in judge(evidence) if line.name == "acceptance: warm")
+    line = warm_line(setup, url, tmp_path, "vllm", bench="bench-k2")
     assert line.status == status, line
     told = "0% and 100% of prompt" if kind == "reference" and reuse else "does not tell what it took from its cache"
     assert told in line.message

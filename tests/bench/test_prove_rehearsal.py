@@ -10,18 +10,17 @@ import subprocess
 import sys
 import tarfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.bench.test_prove import warm_line
 from tests.command_line import trtspec
 from tests.oracles.vllm_environment import IN_VLLM, vllm_environment
 from tests.tiny import make_head, make_target
-from trtspec.bench.datasets import load_dataset
-from trtspec.bench.prove import URL, WORK, ProveSetup, judge, prompts_of, steps_of
+from trtspec.bench.prove import ProveSetup
 from trtspec.cli.prove_run import served
 from trtspec.data_files import DATA, kimi_nano_dir
 
@@ -125,17 +124,8 @@ def test_a_real_head_that_is_blind_over_a_reused_prefix(
     setup = ProveSetup(
         str(kimi_nano_dir()), str(HEAD), "reference", 3, None, 1, "nano", 8, 64, (1,), (64,), ("--prefix-reuse", reuse)
     )
-    for name, rows in prompts_of(setup, [q.turns[0] for q in load_dataset("nano").questions]).items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    outputs = {}
     with served(setup, "k3", tmp_path, 300) as (_, url, _):
-        for step in steps_of(setup):
-            if step.name in ("bench-k3", "bench-cold", "bench-warm"):
-                done = trtspec(*(word.replace(URL, url).replace(WORK, str(tmp_path)) for word in step.words))
-                assert done.status in step.statuses, done.stderr
-                outputs[step.name] = json.loads((tmp_path / step.name / "results.json").read_text())
-    evidence = {"outputs": outputs, "setup": asdict(setup), "backend": "reference", "speed": {}, "gpus": []}
-    line = next(line for line in judge(evidence) if line.name == "acceptance: warm")
+        line = warm_line(setup, url, tmp_path, "reference", bench="bench-k3")
     with capsys.disabled():
         print(f"\n--prefix-reuse {reuse}: {line.message}")
     assert line.status == status

@@ -74,13 +74,13 @@ def run(launch: ServerLaunch) -> int:
                 announce(f"trtspec: ready on {url} ({time.monotonic() - started:.0f} s)")
                 _wait_end(process, launch, asked)
         finally:
-            _end(process, launch.limits.stop_grace, loading=bool(asked) and not ready)
+            grace = launch.limits.stop_grace
+            moment = min(grace, LOADING_GRACE) if asked and not ready else 0.0
+            _end(process, grace, moment)
             reader.join(timeout=5)
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
     if len(asked) == 1 and status == KILLED and not ready:
-        announce(
-            f"trtspec: stopped as requested; it was loading, did not end within {LOADING_GRACE:g} s and was killed"
-        )
+        announce(f"trtspec: stopped as requested; it was loading, did not end within {moment:g} s and was killed")
         return 128 + asked[0]
     if asked and _as_asked(status, launch):
         announce("trtspec: stopped as requested")
@@ -187,12 +187,12 @@ def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[
             raise ServerFailed(message, remedy, "TS-SERVE-HUNG")
 
 
-def _end(process: subprocess.Popen[str], grace: float, loading: bool) -> None:
+def _end(process: subprocess.Popen[str], grace: float, moment: float) -> None:
     """The subreaper ends every rank, then itself; it takes a second signal as an order to kill. A server that was asked
-    to end while `loading` got its signal, and has nothing to finish: it gets that order soon."""
-    if loading:
+    to end while it loaded got its signal, and has nothing to finish: it gets that order after a `moment` of seconds."""
+    if moment:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=min(grace, LOADING_GRACE))
+            process.wait(timeout=moment)
     if process.poll() is None:
         process.terminate()
         try:
