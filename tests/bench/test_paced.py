@@ -211,7 +211,9 @@ def test_within_3_percent_of_another_load_generator(
     paced: Callable[..., str], tmp_path: Path, peer: Callable[[Load, Path], dict[str, float]]
 ) -> None:
     url, questions = paced(), prompts(tmp_path)
-    theirs = peer(Load(url, "paced", questions, 24, 2, TOKENS, word_tokenizer(tmp_path / "words")), tmp_path / "peer")
+    theirs = peer(
+        Load(url, "paced", questions, 24, 2, TOKENS, word_tokenizer(tmp_path / "words")), tmp_path / "peer.json"
+    )
     if peer is guidellm:
         theirs.pop("tokens/s")  # a mean over its own seconds, of which the last are emptier
     ours = figures(run(url, questions, samples=(24,)))
