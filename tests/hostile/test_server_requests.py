@@ -121,7 +121,7 @@ def run_schemathesis(server: Running, count: int, folder: Path, seed: int) -> tu
         "--mode",
         "all",
     ]
-    command += ["--phases", "coverage,fuzzing", "-n", str(max(1, count // operations)), "--workers", "2"]
+    command += ["--phases", "coverage,fuzzing", "-n", str(max(1, count // operations)), "--workers", "1"]
     # what JSON Schema cannot say (a token outside the vocabulary, a grammar without an answer) is refused all the same
     command += ["--exclude-checks", "positive_data_acceptance", "--continue-on-failure", "--no-shrink", "--no-color"]
     command += ["--generation-database", "none", "--seed", str(seed), "--request-timeout", "120"]
