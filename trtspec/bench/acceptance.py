@@ -283,6 +283,16 @@ def independent_ratio(new: ArrayLike, old: ArrayLike, confidence: float = CONFID
     return _bounds(float(a.mean() / b.mean()), error, freedom, min(len(a), len(b)), confidence)
 
 
+def next_ratio(new: float, old: Sequence[float], confidence: float = CONFIDENCE) -> RatioTest | None:
+    """Of one more run over the geometric mean of earlier ones, by Student's prediction interval for their logarithms:
+    what runs of the same setup differ by is in it. None below four earlier runs, for which t is exact enough."""
+    if len(old) < 4 or min(new, *old) <= 0:
+        return None
+    logs = np.log(np.asarray(old, dtype=np.float64))
+    error = float(logs.std(ddof=1)) * math.sqrt(1 + 1 / len(old))
+    return _bounds(math.exp(math.log(new) - float(logs.mean())), error, len(old) - 1, len(old), confidence)
+
+
 def _linear(numerators: ArrayLike, denominators: ArrayLike) -> tuple[float, NDArray[np.float64]] | None:
     """The ratio of the sums, and what each unit contributes to its logarithm."""
     top, bottom = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)

@@ -1,8 +1,9 @@
 """Two runs of `bench` side by side, paired by question: what changed, how sure that is, and what forbids comparing.
 
-A regression is called only where the whole interval lies below 1 - `max_regression`. Acceptance over all questions and
-the speed of every level are judged together: each interval is widened (Bonferroni) so that two equal runs raise an
-alarm in at most 5 % of comparisons. Categories and times to the first token are shown and not judged.
+A regression is called only where the whole interval lies below 1 - `max_regression`. What is judged is judged together:
+each interval is widened (Bonferroni) so that two equal runs raise an alarm in at most 5 % of comparisons. Acceptance
+over all questions is judged always. Speed differs from run to run of one server, for reasons that all answers of a run
+share, so it is judged only where RUNS earlier runs show by how much. Categories and times to the first token are shown.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from trtspec.bench.acceptance import (
     TurnCounts,
     acceptance_length,
     independent_ratio,
+    next_ratio,
     paired_ratio,
     pairs_needed,
     per_question,
@@ -32,25 +34,39 @@ from trtspec.errors import Problem
 SAME = ("dataset_sha256", "temperature", "max_tokens", "api", "thinking", "isl", "osl", "extra_body")
 ALARMS = 0.05  # share of comparisons of equal runs that may raise one
 SOUGHT = 0.05
-ROUNDS = 3  # from which rounds are compared instead of questions: they hold the machine's own moods too
+ROUNDS = 3  # from which rounds are compared instead of questions: they hold a machine's moods within a run
+RUNS = 4  # earlier runs from which the speed of the next one is predicted
 REGRESSION, IMPROVEMENT, NONE, UNJUDGED = "regression", "improvement", "no change found", "not judged"
-ACCEPTANCE = "acceptance, "
+LOWER = "lower, not judged"
+ACCEPTANCE, SPEED = "acceptance, ", "tokens/s at "
 Either = BenchResults | ComparedRun
 
 
-def compare(new: BenchResults, old: ComparedRun, max_regression: float | None = None) -> Comparison:
+def compare(
+    new: BenchResults, old: ComparedRun, max_regression: float | None = None, others: Sequence[ComparedRun] = ()
+) -> Comparison:
     """Ratios new / old with intervals, and the workload keys that differ.
 
-    With `max_regression` (0.05: 5 %) the comparison is a gate: what cannot be judged is an error too."""
-    differing = [key for key in SAME if new.workload.get(key) != old.workload.get(key)]
-    if new.workload.get("temperature") and _drafts_otherwise(new, old):
+    `others` are further earlier runs of the same setup: with RUNS in all, speed is judged against their mean. With
+    `max_regression` (0.05: 5 %) the comparison is a gate: acceptance that cannot be judged is an error too."""
+    earlier = [old, *others]
+    differing = [key for key in SAME if any(new.workload.get(key) != run.workload.get(key) for run in earlier)]
+    if new.workload.get("temperature") and any(_drafts_otherwise(new, run) for run in earlier):
         differing.append("draft_sampling")
-    levels = [level.label for level in new.concurrency if level.label in {other.label for other in old.concurrency}]
-    confidence = 1 - ALARMS / (1 + len(levels))
+    everywhere = set.intersection(*({level.label for level in run.concurrency} for run in earlier))
+    levels = [level.label for level in new.concurrency if level.label in everywhere]
+    enough = len(earlier) >= RUNS
+    confidence = 1 - ALARMS / (1 + enough * len(levels))
     allowed = max_regression or 0.0
+    speeds = [
+        predicted_speed_figure(new, earlier, label, confidence, allowed)
+        if enough
+        else speed_figure(new, old, label, confidence, allowed)
+        for label in levels
+    ]
     figures = [
         acceptance_figure(new, old, None, confidence, allowed),
-        *(speed_figure(new, old, label, confidence, allowed) for label in levels),
+        *speeds,
         *(first_token_figure(new, old, label, confidence) for label in levels),
         *(acceptance_figure(new, old, name, confidence, allowed) for name in new.categories if name in old.categories),
     ]
@@ -64,6 +80,7 @@ def compare(new: BenchResults, old: ComparedRun, max_regression: float | None = 
         confidence=round(confidence, 5),
         figures=found,
         problems=comparison_problems(found, differing, allowed, gate=max_regression is not None),
+        runs=len(earlier),
         acceptance={
             figure.figure.removeprefix(ACCEPTANCE): RatioSpread(figure.ratio, figure.low, figure.high)
             for figure in found
@@ -107,6 +124,17 @@ def comparison_problems(
         found.append(
             Problem("TS-BENCH-NOT-COMPARED", "error", "--compare", message, "ask the same questions in both runs")
         )
+    lower = [figure for figure in figures if figure.verdict == LOWER and figure.figure.startswith(SPEED)]
+    if lower and not differing:
+        shares = ", ".join(f"{figure.figure} {100 * (figure.ratio - 1):+.1f} %" for figure in lower)
+        message = (
+            f"lower than in the earlier run, and not judged: {shares}; two runs of one server differ too, and how much "
+            f"{RUNS} earlier runs show"
+        )
+        remedy = (
+            "repeat --compare for more earlier runs, or measure both servers in turns in one run: bench A=URL B=URL"
+        )
+        found.append(Problem("TS-BENCH-SPEED-NOT-JUDGED", "warning", "--compare", message, remedy))
     for figure in figures:
         if figure.verdict == REGRESSION:
             message = (
@@ -119,11 +147,10 @@ def comparison_problems(
     weak = [figure for figure in figures if figure.judged and (figure.finds or 0) > SOUGHT]
     if weak and not differing:
         worst = max(weak, key=lambda figure: figure.finds or 0)
-        message = (
-            f"the comparison finds a fall of {worst.figure} only from {100 * (worst.finds or 0):.0f} % on: "
-            f"{100 * SOUGHT:.0f} % need about {worst.pairs_for_5_percent} {worst.paired_by}s"
-        )
-        remedy = f"ask more questions, or for speed give --rounds {ROUNDS} or more in both runs"
+        message = f"the comparison finds a fall of {worst.figure} only from {100 * (worst.finds or 0):.0f} % on"
+        if worst.pairs_for_5_percent:
+            message += f": {100 * SOUGHT:.0f} % need about {worst.pairs_for_5_percent} {worst.paired_by}s"
+        remedy = "ask more questions; for speed, longer runs on a quieter machine"
         found.append(Problem("TS-BENCH-WEAK-COMPARISON", "info", "--compare", message, remedy))
     return found
 
@@ -152,10 +179,17 @@ def _figure(
         pairs=test.pairs,
         paired_by=paired_by,
         judged=judged,
-        verdict=verdict if judged or verdict != REGRESSION else "lower, not judged",
+        verdict=verdict if judged or verdict != REGRESSION else LOWER,
         finds=None if test.finds is None else round(test.finds, 4),
-        pairs_for_5_percent=pairs_needed(test, SOUGHT) if test.high > test.ratio else 3,
+        pairs_for_5_percent=_needed(test, paired_by),
     )
+
+
+def _needed(test: RatioTest, paired_by: str) -> int | None:
+    """More earlier runs do not make the next one less different, so there is no number of them."""
+    if paired_by == "run":
+        return None
+    return pairs_needed(test, SOUGHT) if test.high > test.ratio else 3
 
 
 def _drafts_otherwise(new: BenchResults, old: ComparedRun) -> bool:
@@ -190,19 +224,42 @@ def _of_category(turns: Sequence[TurnCounts], category: str | None) -> list[Turn
 def speed_figure(
     new: BenchResults, old: ComparedRun, label: str, confidence: float, allowed: float
 ) -> ComparedFigure | None:
-    """Output tokens per second of one level: round by round where both runs have ROUNDS, else question by question."""
-    rates = [next(level.rounds for level in run.concurrency if level.label == label) for run in (new, old)]
-    name = f"tokens/s at {label}"
-    known = [[rate for rate in rounds if rate] for rounds in rates]
+    """Output tokens per second of one level, not judged: round by round where both runs have ROUNDS, else question by
+    question. The interval holds what differs within a run, not from run to run."""
+    known = [[rate for rate in _rounds(run, label) if rate] for run in (new, old)]
     if min(map(len, known)) >= ROUNDS:
-        return _figure(name, independent_ratio(known[0], known[1], confidence), None, "round", True, allowed)
+        test = independent_ratio(known[0], known[1], confidence)
+        return _figure(f"{SPEED}{label}", test, None, "round", False, allowed)
     first, second = (_speeds(run, label) for run in (new, old))
     common = [question for question in first if question in second]
     pairs = [([side[q].tokens for q in common], [side[q].seconds for q in common]) for side in (first, second)]
     test = paired_ratio(pairs[0], pairs[1], confidence) if common else None
-    whole = all(known) and all(len(some) == len(rounds) for some, rounds in zip(known, rates, strict=True))
+    whole = all(all(_rounds(run, label)) for run in (new, old)) and all(known)
     plain = (sum(known[0]) / len(known[0])) / (sum(known[1]) / len(known[1])) if whole else None
-    return _figure(name, test, plain, "question", True, allowed)
+    return _figure(f"{SPEED}{label}", test, plain, "question", False, allowed)
+
+
+def predicted_speed_figure(
+    new: BenchResults, earlier: Sequence[ComparedRun], label: str, confidence: float, allowed: float
+) -> ComparedFigure | None:
+    """Output tokens per second of one level over the mean of earlier runs, whose spread says how much equal runs
+    differ: the means of the rounds, or where a round has no rate the questions that all runs answered."""
+    runs: list[Either] = [new, *earlier]
+    rounds = [_rounds(run, label) for run in runs]
+    rates: list[float] = []
+    if all(some and all(some) for some in rounds):
+        rates = [sum(filter(None, some)) / len(some) for some in rounds]
+    else:
+        sides = [_speeds(run, label) for run in runs]
+        common = [question for question in sides[0] if all(question in side for side in sides)]
+        if common:
+            rates = [sum(side[q].tokens for q in common) / sum(side[q].seconds for q in common) for side in sides]
+    test = next_ratio(rates[0], rates[1:], confidence) if rates else None
+    return _figure(f"{SPEED}{label}", test, None, "run", test is not None, allowed)
+
+
+def _rounds(run: Either, label: str) -> Sequence[float | None]:
+    return next(level.rounds for level in run.concurrency if level.label == label)
 
 
 def first_token_figure(new: BenchResults, old: ComparedRun, label: str, confidence: float) -> ComparedFigure | None:

@@ -94,9 +94,12 @@ class BenchOptions:
         typer.Option(help="Service level in ms, to count the answers that keep it: ttft:500,tpot:20,e2el:5000."),
     ] = None
     compare: Annotated[
-        Path | None,
-        typer.Option(help="Results of an earlier run to compare this one with; exit status 3 on a regression."),
-    ] = None
+        tuple[Path, ...],
+        typer.Option(
+            help="Results of an earlier run to compare this one with; exit status 3 on a regression. Repeatable: with "
+            "four runs or more of the same setup, speed is judged too."
+        ),
+    ] = ()
     max_regression: Annotated[
         str | None,
         typer.Option(
@@ -152,15 +155,15 @@ def bench(options: BenchOptions) -> None:
     from trtspec.bench.results import read_results, read_whole
 
     _refuse_unused(options)
-    old = read_results(options.compare) if options.compare else None
+    earlier = [read_results(path) for path in options.compare]
     allowed = fraction(options.max_regression, "--max-regression") if options.max_regression else None
     others = [read_whole(path) for path in options.beside]
     named, stored = served_at(options.at)
     meaning = schedule_meaning(options.trtllm_version)
     urls, lengths = measured(endpoints(options.url, options.against_url), named)
     results, answers = run(urls, workload(options, urls), options)
-    if old is not None:
-        comparison = compare(results, old, allowed)
+    if earlier:
+        comparison = compare(results, earlier[0], allowed, earlier[1:])
         results = replace(results, comparison=comparison, problems=[*results.problems, *comparison.problems])
     if options.choose_draft:
         results = replace(results, draft_choice=chosen(results, lengths, stored, meaning, options.trtllm_version))
@@ -186,7 +189,7 @@ def _refuse_unused(options: BenchOptions) -> None:
             begun = (options.output / RAW_FILE).is_file()
             more = "; --resume continues an interrupted run" if begun else ""
             raise UsageError(error.message, error.remedy + more) from None
-    if options.compare is None:
+    if not options.compare:
         refuse_unused(options, ["max_regression"], "without --compare")
     if not options.choose_draft:
         refuse_unused(options, ["at", "trtllm_version"], "without --choose-draft")
