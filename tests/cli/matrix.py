@@ -188,7 +188,10 @@ def _steady(text: str, floats: bool) -> str:
     text = re.sub(r"(in|took|about) +[\d.,]+ (s|min)\b", r"\1 0 s", text)
     text = re.sub(r"peak memory [\d,]+|[\d,]+ free", "0", text)
     text = re.sub(r"\d+ GB (?=here|in the hub cache|in shared memory)", "", text)  # free now, on a disk of others
-    return text if floats else re.sub(r"\d+\.\d+(e-?\d+)?|\b\d+ %", "#", text)
+    if floats:
+        return text
+    text = re.sub(r"\d+\.\d+(e-?\d+)?|\b\d+ %", "#", text)
+    return re.sub(r"[ \u2500\u2501]{2,}", " ", text)  # a table is as wide as its figures
 
 
 def _digest(path: Path, floats: bool) -> str:
