@@ -17,6 +17,7 @@ from tests.command_line import Done, trtspec
 from trtspec.bench.adapters import FROM_COUNTERS
 from trtspec.bench.asking import Asker
 from trtspec.bench.battery import stop_word
+from trtspec.bench.check import check_degenerate
 from trtspec.bench.drafting import check_acceptance
 from trtspec.bench.features import (
     check_follow_ups,
@@ -27,7 +28,7 @@ from trtspec.bench.features import (
     check_tool_streams,
 )
 from trtspec.bench.lossless import compare_transcripts, first_divergence, tokens_show
-from trtspec.bench.transcript import Recording, Token, ToolReply, Transcript
+from trtspec.bench.transcript import Recording, Token, ToolReply, Transcript, visible_text
 from trtspec.bench.visible import check_stream
 
 FEW = 6
@@ -529,6 +530,34 @@ def test_white_space_around_reasoning_is_no_other_text() -> None:
 
     assert rows("It loops.\n   Yes\n") == {"stream": "pass", "repeatable": "pass"}
     assert rows("It  loops.Yes") != rows("It loops.Yes") == rows("\nIt loops. Yes")
+
+
+@pytest.mark.parametrize(
+    ("content", "seen"),
+    [
+        ("Yes.", "Yes."),
+        ("<think>Is it?</think>\n\nYes.", "\n\nYes."),
+        ("Is it?</think>Yes.", "Yes."),  # the template has put <think> in the prompt
+        ("<think>Is it?</think>\n", "\n"),
+        ("\n<think>Is it? I must", ""),
+        ("<think>Is it?</think><think>Once more", ""),
+        ("Write <think> first.", "Write <think> first."),
+    ],
+)
+def test_reasoning_in_the_content_is_not_what_a_user_reads(content: str, seen: str) -> None:
+    assert visible_text(content) == seen == ToolReply(content=content).visible
+    assert replace(transcript(None, f"hm{content}"), reasoned=2).visible == seen
+
+
+@pytest.mark.parametrize(("parser", "finish", "wanted"),
+                         [(True, "stop", "fail"), (False, "stop", "fail"), (True, "length", "pass"), (False, "length", "pass")])
+def test_answers_that_end_behind_the_reasoning_are_empty(parser: bool, finish: str, wanted: str) -> None:
+    text = LONGER if parser else f"<think>{LONGER}" + ("</think>\n\n" if finish == "stop" else "")
+    empty = replace(transcript(None, text), reasoned=len(text) * parser, finish_reason=finish)
+    got = Recording("u", {}, 8, [empty] * 60)
+    assert check_degenerate(got, None).status == wanted
+    assert check_degenerate(got, got).status == "pass", "the target itself is like this"
+    assert check_degenerate(got, Recording("u", {}, 8, [transcript(None, LONGER)] * 60)).status == wanted
 
 
 def test_an_answer_that_ends_early_is_a_divergence() -> None:

@@ -11,7 +11,7 @@ from trtspec.bench.gate import SHOWN, CheckResult, mcnemar, pairs_needed, pass_o
 from trtspec.bench.lossless import QualityLimits, check_distribution, compare_transcripts
 from trtspec.bench.quality import paired
 from trtspec.bench.text_quality import RUN_SHARE, degeneration, judge_run
-from trtspec.bench.transcript import Recording
+from trtspec.bench.transcript import Recording, Transcript
 from trtspec.errors import UsageError
 
 ALL = "all"
@@ -135,9 +135,9 @@ def check_lossless(got: Recording, expected: Recording | None, limits: GateLimit
 def check_degenerate(got: Recording, expected: Recording | None) -> CheckResult:
     """Answers are text that goes somewhere. A model that loops without speculation too is reported, not failed."""
     everything = [item for item in [*got.answered, *got.streams] if item.error is None]
-    mine = judge_run([transcript.text for transcript in everything])
+    mine = judge_run([_shown(item) for item in everything])
     plain = [item for item in [*expected.answered, *expected.streams] if item.error is None] if expected else []
-    theirs = judge_run([transcript.text for transcript in plain]) if expected else None
+    theirs = judge_run([_shown(item) for item in plain]) if expected else None
     summary = f"{mine.loop} loops, {mine.empty} empty, {mine.noise} noise in {mine.answers} answers"
     worse = mine.degenerate
     if theirs and expected:
@@ -157,14 +157,20 @@ def check_degenerate(got: Recording, expected: Recording | None) -> CheckResult:
         mine.answers,
         output=asdict(mine),
         without_speculation=asdict(theirs) if theirs else None,
-        questions=[item.question for item in everything if degeneration(item.text)][:SHOWN],
+        questions=[item.question for item in everything if degeneration(_shown(item))][:SHOWN],
     )
+
+
+def _shown(item: Transcript) -> str:
+    """The text by which an answer is judged: none where it ended behind its reasoning. One that the limit of tokens cut
+    off while the model reasoned is judged by its reasoning."""
+    return item.text if item.visible.strip() or item.finish_reason == "length" else ""
 
 
 def _long_worse(got: Recording, expected: Recording) -> list[str]:
     """Long prompts whose answer is degenerate on this server only, where there are more of them than of the reverse:
     they are too few to be seen among the short ones."""
-    bad, plain = ({i.question for i in side.long if degeneration(i.text)} for side in (got, expected))
+    bad, plain = ({i.question for i in side.long if degeneration(_shown(i))} for side in (got, expected))
     both = {i.question for i in got.long} & {i.question for i in expected.long}
     lost, won = sorted((bad - plain) & both), (plain - bad) & both
     return lost[len(won) :]

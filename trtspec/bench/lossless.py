@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from trtspec.bench.acceptance import length_interval
 from trtspec.bench.gate import CheckResult, result
-from trtspec.bench.transcript import Recording, Token, Transcript
+from trtspec.bench.transcript import THINKING, THOUGHT, Recording, Token, Transcript
 
 FLOOR = 1e-4  # nats; float32 logprobs printed with 6 digits carry at least this much
 MARGIN = 2.0  # the largest of a few thousand differences is not the largest there is
@@ -113,7 +113,7 @@ def is_marker(token: str) -> bool:
     bare = token.strip()
     return (
         not token
-        or bare in ("<think>", "</think>", "[EOS]", "[EOT]", "</s>")
+        or bare in (THINKING, THOUGHT, "[EOS]", "[EOT]", "</s>")
         or (bare.startswith("<|") and bare.endswith("|>"))
     )
 

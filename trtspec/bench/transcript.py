@@ -13,6 +13,17 @@ from trtspec import files
 from trtspec.bench.acceptance import TurnCounts
 from trtspec.errors import TrtspecError, UsageError
 
+THINKING, THOUGHT = "<think>", "</think>"  # around the reasoning, where no parser of the server takes it out
+
+
+def visible_text(content: str) -> str:
+    """What of an answer's content is meant for a user: all behind the last </think>, nothing while <think> is open.
+
+    Servers without a reasoning parser leave the reasoning in the content; templates may put <think> in the prompt, so
+    that the content holds its end alone."""
+    text = content.rpartition(THOUGHT)[2]
+    return "" if text.lstrip().startswith(THINKING) else text
+
 
 @dataclass(frozen=True)
 class Token:
@@ -81,6 +92,11 @@ class Transcript:
         return self.text[self.reasoned :]
 
     @property
+    def visible(self) -> str:
+        """Its content without any reasoning in it."""
+        return visible_text(self.content)
+
+    @property
     def trimmed(self) -> str:
         """What answers are compared by. vLLM takes white space away around the reasoning of a whole answer, and leaves
         it in the stream of the same tokens."""
@@ -105,6 +121,11 @@ class ToolReply:
     finish_reason: str | None = None
     unindexed: int = 0
     tokens: list[Token] | None = None
+
+    @property
+    def visible(self) -> str:
+        """Its content without any reasoning in it."""
+        return visible_text(self.content)
 
     @property
     def transcript(self) -> Transcript:
