@@ -124,20 +124,22 @@ TOOL_CHEATS = ("tool-dropped", "tool-malformed", "tool-stream-altered", "tool-st
                "tool-arguments", "follow-up-refused", "follow-up-empty")  # fmt: skip
 ACCEPTANCE_CHEATS = ("forced-constant", "forced-fractional", "claimed", "claimed-against-usage", "inflated-usage",
                      "collapse-burst", "collapse-warm", "collapse-long")  # fmt: skip
-TIME_CHEATS = ("slow-later", "buffering", "hang")
+TIME_CHEATS = ("slow-later", "slower", "buffering", "pieces", "hang")
 TRANSPORT_CHEATS = ("http-429", "http-503", "reset", "html", "cut-stream")
-LONG_CHEATS = ("long-altered", "long-errors")
-FORM_CHEATS = ("form-broken", "stop-ignored", "not-utf8", "other-context")
+LONG_CHEATS = ("long-altered", "long-errors", "warm-truncated")
+FORM_CHEATS = ("form-broken", "stop-ignored", "not-utf8", "other-context", "system-refused")
 CHEATS = (
     *TEXT_CHEATS, *TOKEN_CHEATS, *TOOL_CHEATS, *ACCEPTANCE_CHEATS, *TIME_CHEATS, *TRANSPORT_CHEATS, *LONG_CHEATS,
     *FORM_CHEATS,
 )  # fmt: skip
 NEAR_TIES = ("open_file", "sort_rows")  # tools to look up by whose end another letter is as likely
 DRAFT = 3
-STEP = 0.002  # seconds; `buffering` and `unhurried` take ten times as long
-LATER, LATER_RARE = 24, 70  # answers after which `slow-later` begins: behind the first pass of few and of many prompts
+STEP = 0.002  # seconds; `unhurried`, `buffering`, `pieces` and `slower` take ten times as long, `slower` thirty later
+LATER, LATER_RARE = 24, 70  # answers after which servers get slow: behind the first pass of few and of many prompts
 CROWD = 20  # requests at once that `collapse-burst` does not get over
-LONG = 600  # words of a prompt from which `collapse-long`, `long-altered` and `long-errors` begin
+LONG = 600  # words of a prompt from which `collapse-long` and the LONG_CHEATS begin
+KEPT = 2000  # characters of it that `warm-truncated` reads when it is asked again
+PIECES = 3
 MOST_WORDS = 12_000  # longer prompts are refused
 OWNERS = {"reference": "trtspec", "trtllm": "tensorrt_llm", "vllm": "vllm", "plain": "somebody", "unknown": "somebody"}
 
@@ -218,6 +220,11 @@ def make(played: Played, body: dict[str, Any]) -> Made:
         raise error(400, "the prompt is longer than the context")
     if words > LONG and played.cheats("long-errors"):
         raise error(500, "CUDA error: an illegal memory access was encountered")
+    if words > LONG and text in played.seen and played.cheats("warm-truncated"):
+        text = text[-KEPT:]
+        words = len(text.split())
+    if any(message["role"] == "system" for message in messages) and played.cheats("system-refused"):
+        raise error(400, "this template has no system messages")
     if any(isinstance(message.get("content"), list) for message in messages):
         raise error(400, "this model reads text only")
     changing = {k: body[k] for k in ("frequency_penalty", "presence_penalty", "repetition_penalty", "bad") if k in body}
@@ -393,7 +400,8 @@ async def respond(played: Played, body: dict[str, Any]) -> AsyncIterator[bytes]:
     made.steps = step_sizes(played, key, made, len(key.split()))
     slower, later = (25, LATER) if played.share >= 1 else (80, LATER_RARE)
     slow = slower if played.answers > later and played.cheats("slow-later") else 1
-    slow = 10 if played.cheat == "buffering" or "unhurried" in played.options else slow
+    if played.cheat in ("buffering", "pieces", "slower") or "unhurried" in played.options:
+        slow = 30 if played.cheat == "slower" and played.answers > later else 10
     tokens = len(made.tokens) * (3 if played.cheats("inflated-usage") else 1)
     usage = {"prompt_tokens": made.prompt_tokens, "completion_tokens": tokens}
     extra = claims(played, made, tokens)
@@ -419,7 +427,7 @@ async def stream(
     yield b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
     reasoning, content = alter(played, made, streamed=True)
     each = (body.get("stream_options") or {}).get("continuous_usage_stats")
-    buffered, cut = played.cheats("buffering"), played.cheats("cut-stream")
+    buffered, cut, clumped = played.cheats("buffering"), played.cheats("cut-stream"), played.cheats("pieces")
     sizes, held, done, factor = [1, *made.steps], b"", 0, usage["completion_tokens"] // max(1, len(made.tokens))
     for index, size in enumerate(sizes):
         await asyncio.sleep(STEP * slow)
@@ -439,7 +447,7 @@ async def stream(
         if each:
             chunk["usage"] = {**usage, "completion_tokens": done * factor}
         held += f"data: {sent(played, chunk)}\n\n".encode()
-        if not buffered:
+        if not buffered and not (clumped and (index + 1) % -(-len(sizes) // PIECES)):
             yield held
             held = b""
     yield held + f": a comment\n\ndata: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n".encode()

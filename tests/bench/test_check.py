@@ -58,7 +58,9 @@ CAUGHT_BY = {
     "collapse-warm": {"ACCEPTANCE-WARM"},
     "collapse-long": {"ACCEPTANCE-LONG"},
     "slow-later": {"SLOWER"},
+    "slower": {"SLOWER"},
     "buffering": {"BUFFERED"},
+    "pieces": {"BUFFERED"},
     "hang": {"ANSWERS"},
     "http-429": {"ANSWERS"},
     "http-503": {"ANSWERS"},
@@ -71,9 +73,12 @@ CAUGHT_BY = {
     "other-context": {"CONTEXT"},
     "long-altered": {"NOT-LOSSLESS"},
     "long-errors": {"ANSWERS"},
+    "warm-truncated": {"CONTEXT"},
+    "system-refused": {"ANSWERS"},
 }
 # looked for in few answers only, so a fault in 5 % of them is not promised to show: the verdict's power says so
-FEW_ASKED = {"form-broken", "stop-ignored"}
+FEW_ASKED = {"form-broken", "stop-ignored", "system-refused"}
+OF_A_PASS = {"slower"}  # a single answer takes three times as long wherever another process works beside it
 QUICK = [("reference", "text-altered"), ("trtllm", "stream-altered"), ("trtllm", "tool-malformed"),
          ("trtllm", "tool-stream-altered"),
          ("trtllm", "forced-fractional"), ("reference", "http-503")]  # fmt: skip
@@ -134,11 +139,12 @@ def test_every_cheat_is_caught(cheating: str, kind: str, cheat: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["reference", "trtllm"])
-@pytest.mark.parametrize("cheat", [cheat for cheat in CHEATS if cheat not in FEW_ASKED])
+@pytest.mark.parametrize("cheat", [cheat for cheat in CHEATS if cheat not in FEW_ASKED | OF_A_PASS])
 def test_every_cheat_is_caught_in_5_percent_of_the_answers(cheating: str, kind: str, cheat: str) -> None:
     """60 answers of each sort show a fault in 5 % of them with 95 %; the dice of the servers are fixed, so a test
     passes or fails for good."""
     long, samples = (30, 30) if cheat == "collapse-long" or cheat in LONG_CHEATS else (3, 60)
+    long = 60 if cheat == "warm-truncated" else long  # it shows in those that are asked again
     got = cheats.recorded(
         cheats.at(cheating, kind, cheat, 0.05), samples, contexts=(2048,), per_context=long,
         timeout=2.0 if cheat == "hang" else 20.0,

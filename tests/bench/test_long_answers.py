@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from trtspec.bench.asking import NOT_ASKED
 from trtspec.bench.check import check_degenerate
-from trtspec.bench.transcript import Recording, Token, Transcript
-from trtspec.bench.visible import check_answers, check_long_answers, check_usage
+from trtspec.bench.transcript import BurstReply, Recording, Token, Transcript
+from trtspec.bench.visible import check_answers, check_context, check_long_answers, check_usage
 
 SENTENCE = "so the notes say that a reader of many long files wants an index with one line for each of them first"
 WORDS = SENTENCE.split()
@@ -82,6 +83,66 @@ def failing(error: str) -> Recording:
 def test_errors_of_long_prompts_count(error: str, plain: Recording | None, wanted: str) -> None:
     found = check_answers(failing(error), plain)
     assert found.status == wanted, found.message
+
+
+CANNOT = "HTTP 400: this template has no system messages"
+
+
+def variants(**more: Any) -> list[Transcript]:
+    return [replace(item, group="system", **more) for item in SENSE[:8]]
+
+
+@pytest.mark.parametrize(
+    ("got", "plain", "wanted"),
+    [
+        (variants(error=CANNOT), variants(), "fail"),
+        (variants(error=CANNOT), None, "pass"),
+        (variants(error=CANNOT), variants(error=CANNOT), "pass"),
+        (variants(error="HTTP 500: broken"), None, "fail"),
+    ],
+)
+def test_variants_that_the_plain_server_answers_are_not_optional(
+    got: list[Transcript], plain: list[Transcript] | None, wanted: str
+) -> None:
+    sides = [None if one is None else Recording("u", {}, 8, one) for one in (got, plain)]
+    found = check_answers(*sides)  # type: ignore[arg-type]
+    assert found.status == wanted and ("8 variants refused" in found.message) == (plain is None and wanted == "pass")
+
+
+def test_what_the_plain_server_fails_at_is_looked_up_pass_by_pass() -> None:
+    bad = [replace(item, text="", error="HTTP 400: no streams") for item in SENSE]
+    plain = Recording("u", {}, 8, SENSE, streamed=bad)
+    assert check_answers(plain, plain).status == "pass"
+    found = check_answers(replace(plain, streamed=SENSE, later=bad), plain)
+    assert found.status == "fail" and "24 of 36 requests answered" not in found.message, found.message
+    assert check_answers(plain, Recording("u", {}, 8, SENSE)).status == "fail", "an old recording without streams"
+    stopped = replace(plain, later=[replace(item, error=NOT_ASKED) for item in bad], stopped="8 requests failed")
+    assert check_answers(stopped, stopped).status == "skipped" and check_answers(stopped, plain).status == "fail"
+    assert check_answers(replace(plain, later=bad), stopped).status == "fail", "it was not asked there"
+
+
+@pytest.mark.parametrize(
+    ("failed", "usual", "wanted"), [(0, 32, "pass"), (32, 32, "pass"), (1, 0, "fail"), (32, 1, "fail")]
+)
+def test_a_burst_that_fails_on_the_plain_server_too(failed: int, usual: int, wanted: str) -> None:
+    sides = [Recording("u", {}, 8, SENSE, burst=BurstReply(32, 0, count, "HTTP 504")) for count in (failed, usual)]
+    assert check_answers(*sides).status == wanted
+
+
+def test_prompts_that_are_cut_when_they_are_asked_again() -> None:
+    """Beside the plain server, and alone: then beside the server's own first pass."""
+    whole = [replace(item, prompt_tokens=8000) for item in SENSE]
+    plain, cut = server(*whole), [replace(item, text="Of 500 tokens.", prompt_tokens=500) for item in whole]
+    got = replace(plain, long_warm=cut)
+    for expected in (plain, None):
+        found = check_context(got, expected)
+        assert found.status == "fail" and "asked again: 8000 tokens" in found.message, found.message
+        assert check_context(plain, expected).status == ("pass" if expected else "skipped")
+    streamed = Recording("u", {}, 8, whole, streamed=cut)
+    assert check_context(streamed, Recording("u", {}, 8, whole)).status == "fail"
+    assert check_context(got, got).status == "pass", "the plain server cuts them as well"
+    found = check_long_answers(got, plain, 0.5)
+    assert found.status == "skipped" and "12 answers are left out" in found.message and found.detail["left_out"]
 
 
 def test_what_the_plain_server_was_not_asked_does_not_count() -> None:

@@ -16,8 +16,8 @@ from tests.command_line import trtspec
 from trtspec.bench.asking import read_answer
 from trtspec.bench.check import GateLimits, run_checks
 from trtspec.bench.client import finite
+from trtspec.bench.pace import check_speed
 from trtspec.bench.transcript import AskedPrompt, Recording, read_recording
-from trtspec.bench.visible import check_speed
 from trtspec.errors import UsageError
 
 
@@ -77,15 +77,15 @@ def test_damaged_recordings(whole: Recording, tmp_path: Path) -> None:
 def test_a_last_pass_without_times_is_no_measurement(whole: Recording) -> None:
     """And what the other passes show still counts."""
     untimed = replace(whole, later=[replace(item, timing=None) for item in whole.later])
-    assert whole.later and check_speed(whole).status == "pass"
-    assert check_speed(untimed).status == "skipped"
+    assert whole.later and check_speed(whole, None).status == "pass"
+    assert check_speed(untimed, None).status == "skipped"
     streamed = list(untimed.streamed)
     for place in (0, 3):  # two stalls that do not overlap
         timing = streamed[place].timing
         assert timing is not None
         timing = replace(timing, started=timing.started + 1000 * place, total=timing.total + 60)
         streamed[place] = replace(streamed[place], timing=timing)
-    found = check_speed(replace(untimed, streamed=streamed))
+    found = check_speed(replace(untimed, streamed=streamed), None)
     assert (found.status, found.code) == ("fail", "TS-CHECK-SLOWER"), found
 
 

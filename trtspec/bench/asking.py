@@ -31,6 +31,7 @@ from trtspec.errors import TrtspecError
 
 TOP = 2  # alternatives per position: the gap needs the best two
 TICK = 0.02  # seconds
+TOGETHER = 0.001  # seconds between reads of one arrival
 GIVE_UP = 8  # requests that failed one after another: the rest would fail as well
 NOT_ASKED = "not asked: the requests before it failed one after another"
 MISSHAPEN = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
@@ -248,7 +249,17 @@ def _of_stream(prompt: AskedPrompt, answer: Answer) -> Transcript:
         spec_decode=_optional(answer.spec_decode, dict),
         counted=answer.counted,
         pieces=len(answer.chunks),
+        arrivals=_arrivals(answer),
     )
+
+
+def _arrivals(answer: Answer) -> int:
+    """At how many times pieces came: what a proxy sends at once may be read in several parts."""
+    found, since = 0, -math.inf
+    for when, _ in answer.chunks:
+        if when - since > TOGETHER:
+            found, since = found + 1, when
+    return found
 
 
 def read_token(entry: dict[str, Any]) -> Token:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from trtspec.bench import drafting, features, visible
+from trtspec.bench import drafting, features, pace, visible
 from trtspec.bench.gate import SHOWN, CheckResult, mcnemar, pairs_needed, pass_or_fail, required, result
 from trtspec.bench.lossless import QualityLimits, check_distribution, compare_transcripts
 from trtspec.bench.quality import paired
@@ -76,8 +76,8 @@ def run_checks(got: Recording, expected: Recording | None, limits: GateLimits) -
         drafting.check_forced(got),
         *drafting.check_passes(got),
         drafting.check_long(got),
-        visible.check_speed(got),
-        visible.check_streaming(got),
+        pace.check_speed(got, expected),
+        pace.check_streaming(got, expected),
         features.check_parameters(got, expected),
         check_tasks(got, expected, limits.task_fall),
     ]

@@ -63,8 +63,9 @@ class Transcript:
 
     `tokens` is None where the server gives no logprobs; `spelled` is the text of these tokens where it is known.
     `average` and `spec_decode` are what the server claims about its steps, `counted` its tokens so far at each piece of
-    a stream. `error` says why there is no answer. `tops` holds, at each token, the log-probabilities of the most likely
-    ones, where more than the runner-up was asked for.
+    a stream, `pieces` how many there were, `arrivals` at how many times they came. `error` says why there is no answer.
+    `tops` holds, at each token, the log-probabilities of the most likely ones, where more than the runner-up was asked
+    for.
     """
 
     question: str
@@ -83,6 +84,7 @@ class Transcript:
     spec_decode: dict[str, Any] | None = None
     counted: list[int] = field(default_factory=list)
     pieces: int | None = None
+    arrivals: int | None = None
     timing: AnswerTiming | None = None
     error: str | None = None
     tops: list[dict[str, float]] | None = None

@@ -1,9 +1,8 @@
-"""Rows of the gate on what reaches a user: answers at all, their text, their stream, their token counts, their pace."""
+"""Rows of the gate on what reaches a user: answers at all, their text, their stream, their token counts."""
 
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,82 +11,122 @@ from typing import Any
 from trtspec.bench.asking import NOT_ASKED, declined
 from trtspec.bench.gate import SHOWN, UNLIKELY, CheckResult, binomial_at_least, more_often, pass_or_fail, result
 from trtspec.bench.lossless import RoundingBound, first_divergence, judge, measure_rounding, same_context, tokens_show
-from trtspec.bench.transcript import Recording, Transcript
+from trtspec.bench.transcript import BurstReply, Recording, Transcript
 
 COUNT_SLACK = 1  # tokens: some servers count the end of the answer, some do not
 HIDDEN_TOKENS = 8  # markers that stand in no text
-BUFFERED_SPAN = 0.05  # all pieces of a stream within this share of its time came at once
-SHORTEST_STREAM = 0.1  # seconds; below it nothing can be said about how an answer arrives
-MANY_TOKENS = 24
 VERDICTS = ("near-tie", "real", "unjudged")  # the kindest first
-SLOW_ALL, SLOW_ONE, SLOW_EXTRA = 4.0, 8.0, 0.5  # times; times; seconds
+FIRST = ("transcripts", "long_cold")  # passes of a recording that ask a question for the first time
+PASSES = (*FIRST, "confirmed", "streamed", "later", "long_warm")
 
 
 def check_answers(got: Recording, expected: Recording | None) -> CheckResult:
-    """Every question is answered, and the server lives through a burst. What the plain server refused as well is named
-    and does not count."""
-    refused = {t.question for t in [*expected.transcripts, *expected.long_cold] if t.error} if expected else set()
-    everything = [*got.transcripts, *got.confirmed, *got.streamed, *got.later, *got.long_cold, *got.long_warm]
-    if expected:  # a length whose first prompt is refused is not asked again
-        refused |= {i.question for i in got.long_cold} - {i.question for i in expected.long_cold}
-    asked = [item for item in everything if item.question not in refused]
-    failed = [item for item in asked if item.error]
-    harmless = [item for item in failed if _optional(item, alone=expected is None)]
-    failed = [item for item in failed if item not in harmless and item.error != NOT_ASKED]
-    burst = got.burst
+    """Every question is answered, and the server lives through a burst. What the plain server refused or failed at in
+    the same pass is named and does not count."""
+    shared = _failed_by_the_plain_server(got, expected) if expected else set()
+    asked = [item for name in PASSES for item in getattr(got, name) if (name, item.question) not in shared]
+    errors = [item for item in asked if item.error and item.error != NOT_ASKED]
+    harmless = [item for item in errors if expected is None and _optional(item)]
+    failed = [item for item in errors if item not in harmless]
+    burst, both_stopped = got.burst, expected is not None and expected.stopped is not None
     kinds = Counter(str(item.error)[:120] for item in failed)
     detail = {
         "asked": len(asked),
         "failed": len(failed),
         "kinds": dict(kinds),
         "questions": [item.question for item in failed][:SHOWN],
-        "refused_by_the_plain_server": sorted(refused),
+        "refused_by_the_plain_server": sorted({question for _, question in shared}),
     }
-    message = f"{len(asked) - len(failed)} of {len(asked)} requests answered"
+    message = f"{sum(item.error is None for item in asked)} of {len(asked)} requests answered"
     if burst and burst.refused:
         message += f"; {burst.refused} of {burst.asked} at once refused, as a full server may"
+    also = sum(bool(i.error) for name in PASSES for i in getattr(got, name) if (name, i.question) in shared)
+    if also:
+        message += f"; {also} failed that the plain server does not answer either"
     if harmless:
         message += f"; {len(harmless)} variants refused ({str(harmless[0].error)[:80]})"
-    bad = bool(failed) or bool(burst and burst.failed) or got.stopped is not None
+    crowded = burst is not None and _burst_fails(burst, expected.burst if expected else None)
+    bad = bool(failed) or crowded or (got.stopped is not None and not both_stopped)
     if failed:
         message += f"; the commonest failure ({kinds.most_common(1)[0][1]}): {kinds.most_common(1)[0][0]}"
     if burst and burst.failed:
-        message += f"; {burst.failed} of {burst.asked} at once failed: {burst.first_failure[:120]}"
+        message += f"; {burst.failed} of {burst.asked} at once failed{'' if crowded else ' on both servers'}: "
+        message += burst.first_failure[:120]
     if got.stopped:
         message += f"; the rest was not asked: {got.stopped}"
+    if got.stopped and not bad:
+        return result("answers", "skipped", f"{message}, as of the plain server", **detail)
     remedy = "look at the server's log, and at any proxy in front of it; --timeout sets how long an answer may take"
     return pass_or_fail("answers", bad, message, "TS-CHECK-ANSWERS", remedy, len(asked), **detail)
 
 
-def _optional(item: Transcript, alone: bool) -> bool:
-    """Variants that a server may refuse by name, such as fields of a template that it does not have, or, where nobody
-    knows better, prompts longer than its context."""
-    return declined(item.error) and (item.group in ("thinking", "system") or (alone and item.group.isdigit()))
+def _failed_by_the_plain_server(got: Recording, expected: Recording) -> set[tuple[str, str]]:
+    """(pass, question) of what the plain server did not answer either. What failed at first it was not asked again, nor
+    a length whose first prompt failed; where it gave up within a pass, all of that pass had failed."""
+    found: set[tuple[str, str]] = set()
+    for name in PASSES:
+        theirs = [item for item in getattr(expected, name) if item.error]
+        gave_up = any(item.error != NOT_ASKED for item in theirs)
+        found |= {(name, item.question) for item in theirs if gave_up}
+    never = {question for name, question in found if name in FIRST}
+    unasked = {item.question for item in got.long_cold} - {item.question for item in expected.long_cold}
+    for name in PASSES:
+        there = {item.question for item in getattr(expected, name)}
+        found |= {(name, question) for question in never | unasked if question not in there}
+    return found
+
+
+def _burst_fails(mine: BurstReply, theirs: BurstReply | None) -> bool:
+    """Whether requests of a burst fail, and more often than on the plain server."""
+    if theirs is None or not theirs.failed:
+        return mine.failed > 0
+    return more_often(mine.failed, mine.asked, theirs.failed, theirs.asked) < UNLIKELY
+
+
+def _optional(item: Transcript) -> bool:
+    """Variants that a server may refuse by name where nobody knows better: fields of a template that it does not have,
+    system prompts, prompts longer than its context. A plain server that answers them knows better."""
+    return declined(item.error) and (item.group in ("thinking", "system") or item.group.isdigit())
 
 
 def check_context(got: Recording, expected: Recording | None) -> CheckResult:
-    """Both servers read the same prompt: a template, a tokenizer or a thinking mode that differs changes its length."""
+    """Both servers read the same prompt: a template, a tokenizer or a thinking mode that differs changes its length, as
+    does cutting it when it is asked again. Alone, a server is compared with itself."""
+    mine, theirs = _prompt_lengths(got), _prompt_lengths(expected) if expected else {}
+    known = {question: set(theirs[question].values()) for question in mine if question in theirs}
     if expected is None:
-        return result("context", "skipped", "nothing to compare with")
-    prompts = [*expected.transcripts, *expected.long_cold]
-    theirs = {item.question: item.prompt_tokens for item in prompts if item.prompt_tokens}
-    pairs = [
-        (i.question, theirs[i.question], i.prompt_tokens)
-        for i in [*got.answered, *got.long_cold]
-        if i.prompt_tokens and i.question in theirs
-    ]
-    if not pairs:
+        known = {question: {next(iter(lengths.values()))} for question, lengths in mine.items()}
+    if not known:
         return result("context", "skipped", "a server does not tell prompt_tokens")
-    other = [
-        f"{question}: {before} tokens without speculation, {now} with"
-        for question, before, now in pairs
-        if before != now
-    ]
-    message = f"{len(pairs) - len(other)} of {len(pairs)} prompts have the same length on both servers"
+    other = {
+        question: f"{question}{when}: {min(known[question])} tokens {'before' if expected is None else 'without'}"
+        f"{'' if expected is None else ' speculation'}, {now} {'now' if expected is None else 'with'}"
+        for question in known
+        for when, now in mine[question].items()
+        if now not in known[question]
+    }
+    if expected is None and not other:
+        return result("context", "skipped", "nothing to compare with")
+    message = f"{len(known) - len(other)} of {len(known)} prompts have the same length "
+    message += "on both servers" if expected else "whenever they are asked"
     if other:
-        message += f"; left out of the comparison: {other[0]}"
+        message += f"; left out of the comparison: {next(iter(other.values()))}"
     remedy = "serve both with the same chat template, tokenizer and thinking mode, and record the plain server again"
-    return pass_or_fail("context", other, message, "TS-CHECK-CONTEXT", remedy, len(pairs), different=other[:SHOWN])
+    shown = list(other.values())[:SHOWN]
+    return pass_or_fail("context", other, message, "TS-CHECK-CONTEXT", remedy, len(known), different=shown)
+
+
+def _prompt_lengths(recording: Recording) -> dict[str, dict[str, int]]:
+    """By question: in which pass its prompt had how many tokens, the first pass first."""
+    again = itertools.chain(*(one.transcripts for one in recording.repeats), recording.long_whole)
+    passes = {"": [*recording.transcripts, *recording.long_cold], " as a stream": recording.streamed}
+    passes |= {" after a burst": recording.later, " asked again": [*recording.long_warm, *again]}
+    found: dict[str, dict[str, int]] = {}
+    for when, items in passes.items():
+        for item in items:
+            if item.error is None and item.prompt_tokens:
+                found.setdefault(item.question, {})[when] = item.prompt_tokens
+    return found
 
 
 def check_visible_text(got: Recording) -> CheckResult:
@@ -217,8 +256,10 @@ def check_long_answers(got: Recording, expected: Recording | None, limit: float)
     pairs = [
         item for item in got.long if item.question in plain and all(same_context(item, a) for a in plain[item.question])
     ]
+    left = [item.question for item in got.long if item.question in plain and item not in pairs]
+    out = f"; {len(left)} answers are left out, whose prompts were read in another length: {left[0]}" if left else ""
     if not pairs:
-        return result(name, "skipped", "the two servers answered no common long prompt")
+        return result(name, "skipped", f"the two servers answered no common long prompt{out}", left_out=left[:SHOWN])
     verdicts = parted(pairs, plain, (own_rounding(expected), limit))
     named: dict[str, Any] = {
         kind: list(dict.fromkeys(q for q, verdict in verdicts if verdict == kind)) for kind in VERDICTS
@@ -237,7 +278,9 @@ def check_long_answers(got: Recording, expected: Recording | None, limit: float)
         message += f"; {len(named['unjudged'])} of {len(asked)} prompts have another answer, the plain server's own "
         message += f"answers differ for {len(moved)} (p {p:.2g}), and no log-probabilities tell why"
         message += "" if expected.long_whole else ": record the plain server again, which asks for them now"
-    if named["unjudged"] and not named["real"] and p >= UNLIKELY:
+    message, named["left_out"] = message + out, left[:SHOWN]
+    unsure = bool(named["unjudged"]) and p >= UNLIKELY
+    if not named["real"] and (unsure or (left and not named["unjudged"])):
         return result(name, "skipped", message, **named)
     remedy = (
         "compare the answers in --json; try --contexts one by one, and RoPE scaling, chunked prefill and prefix reuse"
@@ -280,83 +323,3 @@ def _usage_faults(
             yield f"{count} tokens counted, and {known} for the same text before"
         elif prompt and item.prompt_tokens and prompt != item.prompt_tokens and not item.group.isdigit():
             yield f"{item.prompt_tokens} prompt tokens counted, and {prompt} for the same prompt before"
-
-
-def check_streaming(got: Recording) -> CheckResult:
-    """Pieces arrive as they are made, not all at the end."""
-    streams = [item for item in got.streams if _judgeable(item)]
-    if not streams:
-        return result("streaming", "skipped", "no stream is long enough in tokens and time to say how it arrives")
-    late = [item for item in streams if _span(item) < BUFFERED_SPAN * (item.timing.total if item.timing else 0)]
-    at_once = [item.question for item in late]
-    bad = _episodes(late) >= 2 or len(late) == len(streams)
-    message = f"{len(streams) - len(late)} of {len(streams)} streams arrive piece by piece"
-    if bad:
-        message += f"; all at once: {at_once[0]}"
-    remedy = "turn buffering off in proxies (nginx: proxy_buffering off), and lower the server's stream_interval"
-    return pass_or_fail("streaming", bad, message, "TS-CHECK-BUFFERED", remedy, len(streams), questions=at_once[:SHOWN])
-
-
-def _judgeable(item: Transcript) -> bool:
-    timing = item.timing
-    long = (item.completion_tokens or len(item.text) // 4) >= MANY_TOKENS
-    if item.error is not None or timing is None or not long or not item.text:
-        return False
-    return timing.total >= SHORTEST_STREAM and timing.lag < 0.25 * timing.total
-
-
-def _span(item: Transcript) -> float:
-    timing = item.timing
-    return 0.0 if timing is None or timing.first is None or timing.last is None else timing.last - timing.first
-
-
-def check_speed(got: Recording) -> CheckResult:
-    """Answers do not take longer and longer: the last pass against the first one, question by question."""
-    before = {item.question: _pace(item) for item in got.transcripts if _pace(item)}
-    after = [item for item in [*got.streamed, *got.later] if item.question in before and _pace(item)]
-    if len(after) < 4:
-        return result("steady-speed", "skipped", "too few answers were asked twice")
-    usual = statistics.median([_pace(item) for item in after])
-    slow = [item for item in after if _slow(item, before[item.question], usual)]
-    episodes = _episodes(slow)
-    last = [item for item in got.later if item.question in before and _pace(item)]
-    ratios = sorted(_pace(item) / before[item.question] for item in last)
-    everywhere, message = False, "the last pass has no answer whose pace is known"
-    if ratios:
-        extra = statistics.median([item.timing.total for item in last if item.timing])
-        everywhere = ratios[len(ratios) // 10] > SLOW_ALL and extra > SLOW_EXTRA / 2
-        message = f"the last pass takes {statistics.median(ratios):.2f} times as long per token as the first"
-    if episodes:
-        message += f"; {len(slow)} of {len(after)} answers stall, {episodes} times: {slow[0].question}"
-    bad = everywhere or episodes >= 2
-    if not ratios and not bad:
-        return result("steady-speed", "skipped", message)
-    remedy = (
-        "watch the server's memory, cache and clocks while it is asked for longer; trtspec bench shows the latencies"
-    )
-    detail = {"questions": [item.question for item in slow][:SHOWN]}
-    return pass_or_fail("steady-speed", bad, message, "TS-CHECK-SLOWER", remedy, len(after), **detail)
-
-
-def _pace(item: Transcript) -> float:
-    """Seconds per token; 0 where it is not known."""
-    timing, tokens = item.timing, item.completion_tokens or len(item.text) // 4
-    if timing is None or not tokens or item.error is not None:
-        return 0.0
-    return max(timing.total - timing.lag, 1e-6) / tokens
-
-
-def _slow(item: Transcript, before: float, usual: float) -> bool:
-    tokens = item.completion_tokens or len(item.text) // 4
-    least = max(before, usual)
-    return _pace(item) > SLOW_ONE * least and (_pace(item) - least) * tokens > SLOW_EXTRA
-
-
-def _episodes(slow: Sequence[Transcript]) -> int:
-    """How many separate times answers stalled: those that overlap in time may have one cause outside the server."""
-    times = sorted((item.timing.started, item.timing.started + item.timing.total) for item in slow if item.timing)
-    found, end = 0, float("-inf")
-    for start, stop in times:
-        found += start > end
-        end = max(end, stop)
-    return found
