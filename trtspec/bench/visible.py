@@ -30,7 +30,7 @@ def check_answers(got: Recording, expected: Recording | None) -> CheckResult:
     failed = [item for item in errors if item not in harmless]
     burst, both_stopped = got.burst, expected is not None and expected.stopped is not None
     kinds = Counter(str(item.error)[:120] for item in failed)
-    detail = {
+    detail: dict[str, Any] = {
         "asked": len(asked),
         "failed": len(failed),
         "kinds": dict(kinds),
