@@ -19,7 +19,8 @@ from trtspec.bench.acceptance import TurnCounts, summarize
 from trtspec.bench.battery import make_battery
 from trtspec.bench.datasets import load_dataset
 from trtspec.bench.prove import URL, WORK, ProveLine, ProveSetup, judge, launches, plan_findings, prompts_of, steps_of
-from trtspec.bench.prove_bundle import Redactor, prove_html, read_bundle, redactor, tables_of, write_bundle
+from trtspec.bench.prove_bundle import prove_html, read_bundle, tables_of, write_bundle
+from trtspec.bench.prove_redaction import Redactor, redactor
 from trtspec.checkpoint.writer import Journal
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.planning.points import HOST_US
@@ -330,9 +331,25 @@ def test_the_page_has_nvidias_definition_beside_ours_under_its_own_name(evidence
     table = next(table for table in tables_of(evidence) if "NVIDIA" in table.title)
     assert table.columns == ["", "code", "docs", "average"] and table.rows == [["2 drafts", "1.75", "", "1.75"]]
     ours = next(table for table in tables_of(evidence) if table.title.startswith("Acceptance length by category"))
-    assert ours.rows[-1] == ["all", "1.500", "2.000"]
+    assert ours.rows == [["code", "1.600", "2.000"], ["docs", "1.400", ""], ["all", "1.500", "2.000"]]
     page = prove_html(evidence, judge(evidence))
     assert "definition of NVIDIA" in page and "turns pooled" in page
+
+
+def test_acceptance_on_degenerate_output_is_no_figure_and_passes_nothing(evidence: dict[str, Any]) -> None:
+    """Loops and noise: the figures of their steps stand in no table, and their lines are skipped, sampled, warm, long."""
+    outputs = evidence["outputs"]
+    for name in ("bench-k1", "bench-sampled", "bench-warm", "bench-long-300"):
+        outputs[name]["degeneration"] = {"degenerate": True}
+    outputs["bench-k1"]["quality"] = {"docs": {"degenerate": True}, "code": {"degenerate": True}}
+    lines = {line.name: line for line in judge(evidence) if line.name.startswith("acceptance")}
+    assert len(lines) == 3 and all(line.status == "skipped" for line in lines.values()), lines
+    assert all(line.message.startswith("degenerate output") for line in lines.values()), lines
+    assert "bench" not in lines["acceptance: warm"].message and "warm" in lines["acceptance: warm"].message
+    by_category, _, _, workloads = tables_of(evidence)[:4]
+    assert by_category.rows == [["code", "", "2.200"], ["docs", "", "1.800"], ["all", "", "2.000"]]
+    shown = {row[0]: row[1] for row in workloads.rows}
+    assert shown == {"sampled": "", "cold": "2.000", "warm": "", "100 tokens": "2.000", "300 tokens": ""}
 
 
 def test_the_mode_is_part_of_every_figures_name_and_of_every_request(evidence: dict[str, Any]) -> None:

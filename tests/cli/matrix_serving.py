@@ -151,7 +151,8 @@ PROVE = line("prove {target} --head {head} --backend reference -o {out}")
 
 
 def a_bundle(out: Path) -> None:
-    from trtspec.bench.prove_bundle import Redactor, write_bundle
+    from trtspec.bench.prove_bundle import write_bundle
+    from trtspec.bench.prove_redaction import Redactor
 
     evidence = {"backend": "reference", "engine": None, "gpus": [], "outputs": {}, "speed": {}, "memory": {}}
     files = {"evidence.json": json.dumps(evidence), "verdict.json": json.dumps({"ok": True, "results": []})}

@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from tests.command_line import trtspec
-from trtspec.bench.prove_bundle import Redactor, write_bundle
+from trtspec.bench.prove_bundle import write_bundle
+from trtspec.bench.prove_redaction import Redactor
 from trtspec.trtllm.schema import SCHEMAS
 from trtspec.trtllm.schema_evidence import observation, patch, weigh
 

@@ -28,6 +28,9 @@ LONG_LOSS = 0.50  # and on the longest prompts this much, against the shortest
 REPEATED = 8  # prompts of the steps cold and warm
 PER_LENGTH = 4  # prompts of each length
 PREFIX = 600  # tokens before each question of cold and warm
+MIN_ACCEPTANCE = 1.05  # of check
+CHECKED = 40  # questions of check at most
+DEGENERATE = "degenerate output"
 FEWEST_STEPS = 50  # of a part that is compared with another
 
 
@@ -124,15 +127,15 @@ def _measured(setup: ProveSetup, launch: str) -> Iterator[ProveStep]:
 
     each, middle = 2 * setup.samples, sorted(setup.concurrency)[len(setup.concurrency) // 2]
     speed = bench(f"bench-{launch}", *asked, "--concurrency", levels, answers=each * len(setup.concurrency), at=middle)
-    checked = ("--dataset", setup.dataset, "--samples", str(min(setup.samples, 40)), "--max-tokens", "128", "--json")
-    cost = min(setup.samples, 40) * 128 / RATES[setup.backend] / 3
+    checked = ("--dataset", setup.dataset, "--samples", str(min(setup.samples, CHECKED)), "--max-tokens", "128", "--json")
+    cost = min(setup.samples, CHECKED) * 128 / RATES[setup.backend] / 3
     if launch == PLAIN:
         record = ("check", URL, "--record", f"{WORK}/recording.json", "--force", *checked)
         yield ProveStep("record", record, launch, seconds=cost)
         yield speed
         return
     if launch == launches(setup)[1]:
-        against = ("check", URL, "--against", f"{WORK}/recording.json", "--min-acceptance", "1.05", "--json")
+        against = ("check", URL, "--against", f"{WORK}/recording.json", "--min-acceptance", str(MIN_ACCEPTANCE), "--json")
         yield ProveStep("check", against, launch, seconds=cost)
         yield speed
         hot = (*asked, "--concurrency", str(setup.concurrency[0]), "--temperature", "1")
@@ -294,8 +297,11 @@ def _lint(name: str, output: Mapping[str, Any] | None) -> ProveLine:
 
 def _acceptance(evidence: Mapping[str, Any]) -> Iterator[ProveLine]:
     outputs = evidence["outputs"]
-    sampled = (outputs.get("bench-sampled") or {}).get("acceptance_length")
-    if sampled is None:
+    hot = outputs.get("bench-sampled") or {}
+    sampled = hot.get("acceptance_length")
+    if degenerate(hot):
+        yield ProveLine("acceptance: sampled", "skipped", DEGENERATE)
+    elif sampled is None:
         yield ProveLine("acceptance: sampled", "skipped", "not measured, or the server does not tell it")
     else:
         yield ProveLine("acceptance: sampled", "pass", f"{sampled:.3f} tokens per step")
@@ -303,6 +309,13 @@ def _acceptance(evidence: Mapping[str, Any]) -> Iterator[ProveLine]:
     line = _compared_parts("acceptance: warm", states, WARM_LOSS)
     yield line if line.status == "skipped" else _reuse(line, states)
     yield _compared_parts("acceptance: long", long_parts(evidence), LONG_LOSS)
+
+
+def degenerate(results: Mapping[str, Any], category: str | None = None) -> bool:
+    """Whether the answers of a bench step, or those of one of its categories, are noise or loops: acceptance on them is
+    no figure."""
+    found = results.get("degeneration") if category is None else (results.get("quality") or {}).get(category)
+    return bool((found or {}).get("degenerate"))
 
 
 def mode_words(evidence: Mapping[str, Any]) -> str:
@@ -319,6 +332,8 @@ def long_parts(evidence: Mapping[str, Any]) -> dict[str, Mapping[str, Any] | Non
 def _compared_parts(name: str, parts: Mapping[str, Mapping[str, Any] | None], allowed: float) -> ProveLine:
     """The least acceptance of the later parts against the first one's. Figures are those of all answers of a step: its
     categories are counted in a second pass by servers that keep totals only, when each prompt is in the cache."""
+    if looping := [part for part, found in parts.items() if found and degenerate(found)]:
+        return ProveLine(name, "skipped", f"{DEGENERATE} ({', '.join(looping)})")
     known = {part: found for part, found in parts.items() if found and found.get("acceptance_length") is not None}
     lengths = {part: found["acceptance_length"] for part, found in known.items()}
     shown = "; ".join(f"{part} {length:.3f}" for part, length in lengths.items())

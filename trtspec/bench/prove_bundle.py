@@ -6,48 +6,23 @@ still holds it is not written.
 
 from __future__ import annotations
 
-import contextlib
-import getpass
 import gzip
 import hashlib
 import io
 import json
-import os
-import platform
-import re
-import socket
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtspec.bench.prove import PLAIN, ProveLine, long_parts, mode_words, plan_findings, reused
+from trtspec.bench.prove import PLAIN, ProveLine, degenerate, long_parts, mode_words, plan_findings, reused
+from trtspec.bench.prove_redaction import Redactor
 from trtspec.bench.tables import BLANK, DEFINITION, number
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import Table, write_atomic
 
-SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|PRIVATE", re.IGNORECASE)
-PATTERNS = (
-    (
-        re.compile(
-            r"\b(?:hf_(?=[A-Za-z0-9]{15})|sk-|ghp_|gho_|github_pat_|glpat-|nvapi-|xox[abp]-|AKIA)[A-Za-z0-9_\-]{8,}"
-        ),
-        "<secret>",
-    ),
-    (re.compile(r"(?i)\bBearer\s+[A-Za-z0-9._\-]{6,}"), "Bearer <secret>"),
-    (re.compile(r"\b\w+://[^\s/\"'@]+@[^\s\"'<>]+"), "<url>"),
-    (re.compile(r"\b(?:GPU|MIG)-[0-9a-f]{8}-[0-9a-f-]{20,}"), "<gpu>"),
-    (re.compile(r"\b(?:[0-9a-f]{2}:){5}[0-9a-f]{2}\b", re.IGNORECASE), "<mac>"),
-    (re.compile(r"\bhttps?://(?!(?:huggingface\.co|github\.com|pypi\.org|docs\.)\b)[^\s\"'<>,;)]+"), "<url>"),
-    (re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.]*\d)"), "<ip>"),
-    (re.compile(r"(?<![\w.])[\w.+-]+@[\w-]+\.[\w.]+\b"), "<mail>"),
-)
-PATH = re.compile(r"(?<![\w.:/<>~-])(?:~|\.{1,2})?/(?:[\w.@+~:=-]+/)+[\w.@+~=-]*|(?<![\w.:/<>-])~/[\w.@+~=-]+")
-API = re.compile(r"/(?:v1|health|metrics|prometheus|version|server_info|get_server_info)\b")
-COMMON = {"", "root", "user", "admin", "ubuntu", "nobody", "localhost", "local", "runner", "test", "home", "main"}
 MOST_BYTES = 64 * 2**20
-DROPPED = ("turns_detail", "text", "reasoning", "transcripts")  # answers and prompts are the user's
 
 
 def prove_html(evidence: Mapping[str, Any], lines: Sequence[ProveLine]) -> str:
@@ -99,14 +74,19 @@ def _by_category(evidence: Mapping[str, Any]) -> Table:
     results = {launch: outputs[f"bench-{launch}"] for launch in heads}
     names = list(dict.fromkeys(name for found in results.values() for name in found["categories"]))
     rows = [
-        [name, *(_number(results[k]["categories"].get(name, {}).get("acceptance_length")) for k in heads)]
+        [name, *(_acceptance(results[k], results[k]["categories"].get(name), name) for k in heads)]
         for name in names
     ]
     if rows:
-        rows.append(["all", *(_number(results[k]["acceptance_length"]) for k in heads)])
+        rows.append(["all", *(_acceptance(results[k], results[k]) for k in heads)])
     columns = ["category", *(f"{k.removeprefix('k')} drafts" for k in heads)]
     title = f"Acceptance length by category, greedy{mode_words(evidence)}"
     return Table(title, columns, rows, "1 + accepted / steps over all answers")
+
+
+def _acceptance(results: Mapping[str, Any], group: Mapping[str, Any] | None, category: str | None = None) -> str:
+    """Of a step's answers, or of those of a category; blank where they are degenerate."""
+    return BLANK if degenerate(results, category) else _number((group or {}).get("acceptance_length"))
 
 
 def _as_published(evidence: Mapping[str, Any]) -> Table:
@@ -117,16 +97,15 @@ def _as_published(evidence: Mapping[str, Any]) -> Table:
     for launch, found in results.items():
         if found.get("per_question_mean") is None:
             continue
-        quality = found.get("quality", {})
-        cells = [_question_mean(found["categories"].get(name), quality.get(name)) for name in names]
-        rows.append([f"{launch.removeprefix('k')} drafts", *cells, _question_mean(found, found.get("degeneration"))])
+        cells = [BLANK if degenerate(found, name) else _question_mean(found["categories"].get(name)) for name in names]
+        average = BLANK if degenerate(found) else _question_mean(found)
+        rows.append([f"{launch.removeprefix('k')} drafts", *cells, average])
     title = f"Acceptance by category in the definition of NVIDIA's model cards, greedy{mode_words(evidence)}"
     return Table(title, ["", *names, "average"], rows, DEFINITION)
 
 
-def _question_mean(group: Mapping[str, Any] | None, quality: Mapping[str, Any] | None) -> str:
-    sound = group and not (quality or {}).get("degenerate")
-    return number(group.get("per_question_mean"), 2) if group and sound else BLANK
+def _question_mean(group: Mapping[str, Any] | None) -> str:
+    return number(group.get("per_question_mean"), 2) if group else BLANK
 
 
 def _speed(evidence: Mapping[str, Any]) -> Table:
@@ -148,7 +127,7 @@ def _workloads(evidence: Mapping[str, Any]) -> Table:
         if found:
             share = reused(found)
             cached = "-" if share is None else f"{share:.0%}"
-            rows.append([name, _number(found.get("acceptance_length")), str(found.get("steps") or "-"), cached])
+            rows.append([name, _acceptance(found, found), str(found.get("steps") or "-"), cached])
     note = (
         "sampled: temperature 1; cold: prompts sent for the first time; warm: the same prompts, sent before; then by "
         "prompt length, sent for the first time"
@@ -170,63 +149,6 @@ def _plan(evidence: Mapping[str, Any]) -> Table:
         [f.what, f"{f.planned:.4g}", f"{f.measured:.4g}", f"{f.ratio:.2f}", f.status] for f in plan_findings(evidence)
     ]
     return Table("Against the plan", ["figure", "planned", "measured", "ratio", ""], rows)
-
-
-@dataclass(frozen=True)
-class Redactor:
-    """`names` maps what must not leave (host names, user names, directories, values of secret variables) to what stands
-    for it."""
-
-    names: Mapping[str, str]
-
-    def text(self, text: str) -> str:
-        """Known paths and secrets first, then what looks like one, then names, which may be parts of the former."""
-        ordered = sorted(self.names, key=len, reverse=True)
-        words = [name for name in ordered if re.fullmatch(r"[\w-]+", name)]
-        for name in ordered:
-            if name not in words:
-                text = text.replace(name, self.names[name])
-        for pattern, stand_in in PATTERNS:
-            text = pattern.sub(stand_in, text)
-        text = PATH.sub(lambda found: found[0] if API.match(found[0]) else "<path>", text)
-        for name in words:
-            whole = rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])"
-            text = re.sub(whole, self.names[name], text, flags=re.IGNORECASE)
-        return text
-
-    def value(self, value: Any) -> Any:
-        """A JSON value with every string of it redacted, keys too; keys in DROPPED go with what they hold."""
-        if isinstance(value, str):
-            return self.text(value)
-        if isinstance(value, Mapping):
-            return {self.text(str(k)): self.value(v) for k, v in value.items() if k not in DROPPED}
-        if isinstance(value, (list, tuple)):
-            return [self.value(item) for item in value]
-        return value
-
-    def left_in(self, text: str) -> list[str]:
-        """What of the names stands in a text nevertheless, by its stand-in."""
-        lowered = text.lower()
-        return sorted({stand_in for name, stand_in in self.names.items() if name.lower() in lowered})
-
-
-def redactor(places: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> Redactor:
-    """Of this machine, this user and this environment. `places` maps paths of the proof to their stand-ins."""
-    names: dict[str, str] = {}
-    host = socket.gethostname()
-    names |= dict.fromkeys((host, host.split(".")[0], platform.node(), environ.get("HOSTNAME", "")), "<host>")
-    users = {environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER", "USERNAME")}
-    with contextlib.suppress(KeyError, OSError):  # a container's user may have no entry in passwd
-        users.add(getpass.getuser())
-    names |= dict.fromkeys(users, "<user>")
-    names = {name: stand_in for name, stand_in in names.items() if name.lower() not in COMMON and len(name) > 2}
-    secrets = (value for name, value in environ.items() if SECRET_NAME.search(name) and len(value) >= 6)
-    names |= {value: "<secret>" for value in secrets if not value.isdigit() and not value.startswith("/")}
-    names |= {str(Path.home()): "<home>", os.getcwd(): "<path>"} if len(str(Path.home())) > 3 else {}
-    for place, stand_in in places.items():
-        if place.startswith(("/", "~", ".")):
-            names |= {place: stand_in, str(Path(place).expanduser().resolve()): stand_in}
-    return Redactor({name: stand_in for name, stand_in in names.items() if name not in ("/", ".", "")})
 
 
 def write_bundle(path: Path, files: Mapping[str, str], redact: Redactor) -> str:

@@ -267,6 +267,13 @@ class ComparedRun:
     concurrency: list[ComparedLevel]
     turns_detail: list[TurnCounts] = field(default_factory=list)
     questions_detail: list[QuestionSpeed] = field(default_factory=list)
+    quality: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def sound_categories(self) -> dict[str, Any]:
+        """Those whose output is neither noise nor loops: acceptance on it is no norm."""
+        looping = {name for name, found in self.quality.items() if (found or {}).get("degenerate")}
+        return {name: found for name, found in self.categories.items() if name not in looping}
 
 
 def level_label(concurrency: int, rate: float | None) -> str:

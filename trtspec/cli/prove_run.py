@@ -33,7 +33,8 @@ from trtspec.bench.prove import (
     speed_of,
     steps_of,
 )
-from trtspec.bench.prove_bundle import Redactor, prove_html, redactor, write_bundle
+from trtspec.bench.prove_bundle import prove_html, write_bundle
+from trtspec.bench.prove_redaction import Redactor, redactor
 from trtspec.checkpoint.writer import Journal
 from trtspec.cli.demo_process import child, duration, noted_signals, stop, tail, wait
 from trtspec.errors import TrtspecError, UsageError
@@ -260,7 +261,8 @@ def finish(run: ProofRun) -> Proof:
     """Verdict, page and bundle from what the work directory holds."""
     setup = run.setup
     redact = redactor(
-        {setup.target: "<target>", setup.head: "<head>", str(run.directory): "<proof>", setup.dataset: "<dataset>"}
+        {setup.target: "<target>", setup.head: "<head>", str(run.directory): "<proof>", setup.dataset: "<dataset>"},
+        words=setup.serve_words,
     )
     evidence = redact.value(evidence_of(run))
     lines = [

@@ -179,10 +179,10 @@ def _baseline(path: Path | None) -> tuple[WatchBaseline | None, dict[str, Any]]:
         return None, {}
     read = read_results(path)
     file = path / "results.json" if path.is_dir() else path
-    found = baseline_of(report.file_sha256(file)[:16], read.categories, read.turns_detail)
+    found = baseline_of(report.file_sha256(file)[:16], read.sound_categories, read.turns_detail)
     if found is None:
         raise UsageError(
-            f"{path} has no category with {ENOUGH_STEPS} verification steps",
+            f"{path} has no category with {ENOUGH_STEPS} verification steps on output that is not degenerate",
             "measure more: trtspec bench URL --samples 80 --max-tokens 256 -o DIR, on a server that tells acceptance",
         )
     return found, read.workload
