@@ -18,7 +18,22 @@ from tests.command_line import trtspec
 from trtspec.bench.acceptance import TurnCounts, summarize
 from trtspec.bench.battery import make_battery
 from trtspec.bench.datasets import load_dataset
-from trtspec.bench.prove import URL, WORK, ProveLine, ProveSetup, judge, launches, plan_findings, prompts_of, steps_of
+from trtspec.bench.gate import answers_needed
+from trtspec.bench.prove import (
+    CHECKED,
+    LONG_LOSS,
+    MIN_ACCEPTANCE,
+    URL,
+    WARM_LOSS,
+    WORK,
+    ProveLine,
+    ProveSetup,
+    judge,
+    launches,
+    plan_findings,
+    prompts_of,
+    steps_of,
+)
 from trtspec.bench.prove_bundle import prove_html, read_bundle, tables_of, write_bundle
 from trtspec.bench.prove_redaction import Redactor, redactor
 from trtspec.checkpoint.writer import Journal
@@ -337,7 +352,7 @@ def test_the_page_has_nvidias_definition_beside_ours_under_its_own_name(evidence
 
 
 def test_acceptance_on_degenerate_output_is_no_figure_and_passes_nothing(evidence: dict[str, Any]) -> None:
-    """Loops and noise: the figures of their steps stand in no table, and their lines are skipped, sampled, warm, long."""
+    """Loops and noise: the figures of their steps stand in no table, and their lines are skipped."""
     outputs = evidence["outputs"]
     for name in ("bench-k1", "bench-sampled", "bench-warm", "bench-long-300"):
         outputs[name]["degeneration"] = {"degenerate": True}
@@ -350,6 +365,17 @@ def test_acceptance_on_degenerate_output_is_no_figure_and_passes_nothing(evidenc
     assert by_category.rows == [["code", "", "2.200"], ["docs", "", "1.800"], ["all", "", "2.000"]]
     shown = {row[0]: row[1] for row in workloads.rows}
     assert shown == {"sampled": "", "cold": "2.000", "warm": "", "100 tokens": "2.000", "300 tokens": ""}
+
+
+def test_the_page_of_the_command_has_the_limits_of_the_code() -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs" / "commands" / "prove.md").read_text().split())
+    for words in (
+        f"at most {CHECKED} questions", f"fewer than the {answers_needed()} that show", f"length of {MIN_ACCEPTANCE}",
+        f"more than {LONG_LOSS:.0%} from the shortest".replace("%", " %"),
+        f"more than {WARM_LOSS:.0%} from cold".replace("%", " %"),
+    ):  # fmt: skip
+        assert words in page, words
+    assert answers_needed() > CHECKED
 
 
 def test_the_mode_is_part_of_every_figures_name_and_of_every_request(evidence: dict[str, Any]) -> None:

@@ -127,7 +127,15 @@ def _measured(setup: ProveSetup, launch: str) -> Iterator[ProveStep]:
 
     each, middle = 2 * setup.samples, sorted(setup.concurrency)[len(setup.concurrency) // 2]
     speed = bench(f"bench-{launch}", *asked, "--concurrency", levels, answers=each * len(setup.concurrency), at=middle)
-    checked = ("--dataset", setup.dataset, "--samples", str(min(setup.samples, CHECKED)), "--max-tokens", "128", "--json")
+    checked = (
+        "--dataset",
+        setup.dataset,
+        "--samples",
+        str(min(setup.samples, CHECKED)),
+        "--max-tokens",
+        "128",
+        "--json",
+    )
     cost = min(setup.samples, CHECKED) * 128 / RATES[setup.backend] / 3
     if launch == PLAIN:
         record = ("check", URL, "--record", f"{WORK}/recording.json", "--force", *checked)
@@ -135,7 +143,15 @@ def _measured(setup: ProveSetup, launch: str) -> Iterator[ProveStep]:
         yield speed
         return
     if launch == launches(setup)[1]:
-        against = ("check", URL, "--against", f"{WORK}/recording.json", "--min-acceptance", str(MIN_ACCEPTANCE), "--json")
+        against = (
+            "check",
+            URL,
+            "--against",
+            f"{WORK}/recording.json",
+            "--min-acceptance",
+            str(MIN_ACCEPTANCE),
+            "--json",
+        )
         yield ProveStep("check", against, launch, seconds=cost)
         yield speed
         hot = (*asked, "--concurrency", str(setup.concurrency[0]), "--temperature", "1")

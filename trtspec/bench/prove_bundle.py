@@ -74,8 +74,7 @@ def _by_category(evidence: Mapping[str, Any]) -> Table:
     results = {launch: outputs[f"bench-{launch}"] for launch in heads}
     names = list(dict.fromkeys(name for found in results.values() for name in found["categories"]))
     rows = [
-        [name, *(_acceptance(results[k], results[k]["categories"].get(name), name) for k in heads)]
-        for name in names
+        [name, *(_acceptance(results[k], results[k]["categories"].get(name), name) for k in heads)] for name in names
     ]
     if rows:
         rows.append(["all", *(_acceptance(results[k], results[k]) for k in heads)])

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SECRET, HOST, USER, ADDRESS, MAIL, PLACE = "<secret>", "<host>", "<user>", "<ip>", "<mail>", "<path>"  # noqa: S105
+SECRET, HOST, USER, ADDRESS, MAIL, PLACE = "<secret>", "<host>", "<user>", "<ip>", "<mail>", "<path>"
 STAND_INS = (SECRET, HOST, USER, ADDRESS, MAIL, PLACE, "<url>", "<gpu>", "<mac>", "<home>", "<target>", "<head>",
              "<proof>", "<dataset>")  # fmt: skip
 PRIVATE = {stand_in: chr(0xE000 + n) for n, stand_in in enumerate(STAND_INS)}
@@ -53,7 +53,8 @@ OPTION = re.compile(
     re.IGNORECASE,
 )
 ASSIGNED = re.compile(
-    rf"(?<![\w.-])[.-]*(?P<name>(?=[\w.-]*?(?:{NAMES}))[A-Za-z_][\w.-]*)(?P<join>\\*[\"']?\]?[ \t]*(?:=+>?|:(?![:/]))[ \t]*){VALUE}",
+    rf"(?<![\w.-])[.-]*(?P<name>(?=[\w.-]*?(?:{NAMES}))[A-Za-z_][\w.-]*)"
+    rf"(?P<join>\\*[\"']?\]?[ \t]*(?:=+>?|:(?![:/]))[ \t]*){VALUE}",
     re.IGNORECASE,
 )
 NUMBER = re.compile(r"[-+]?\d[\d_.,]*(?:e[-+]?\d+)?(?:[a-zµ%/]{0,4}|rc\d+)", re.IGNORECASE)
@@ -86,15 +87,18 @@ LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
 PUBLIC_HOSTS = ("huggingface.co", "hf.co", "github.com", "pypi.org", "nvcr.io", "pytorch.org", "download.pytorch.org",
                 "docs.pytorch.org", "nvidia.com", "docs.nvidia.com", "docs.vllm.ai", "docs.python.org",
                 "docs.sglang.ai", "docs.pydantic.dev", "errors.pydantic.dev", "nvidia.github.io")  # fmt: skip
-URL = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>,;)]+")
+URL = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]{0,20}://[^\s\"'<>,;)]+")
 IPV4 = re.compile(
     r"(?<![0-9A-Za-z.])(?<!==)(?<!>=)(?<!<=)(?<!~=)(?<!ersion )(?<!ersion: )(?:\d{1,3}\.){3}\d{1,3}(?![\w.]*\d)"
 )
-IPV6 = re.compile(r"[0-9A-Fa-f:]*:[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*(?:%\w+)?")
+IPV6 = re.compile(r"(?<![0-9A-Fa-f:])[0-9A-Fa-f:]*:[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*(?:%\w+)?")
 MADE_OF_IP = re.compile(r"\bip-\d+-\d+-\d+-\d+\b")
-AT = re.compile(rf"(?<![\w./+-])(?![A-Z]+@[A-Z]+\b)[\w.+-]+@(?:(?=[\w.-]*[A-Za-z]){LABEL}(?:\.{LABEL})*|\[?[{LEFT}]\]?)")
+AT = re.compile(
+    rf"(?<![\w./+-])(?![A-Z]+@[A-Z]+\b)[\w.+-]+@(?:(?=[\w.-]*[A-Za-z]){LABEL}(?:\.{LABEL})*|\[?[{LEFT}]\]?)"
+)
 HOST_PORT = re.compile(
-    rf"(?<![\w./-])(?!\d{{4}}-?\d\d-?\d\dT)(?P<host>(?=[\w.-]*[A-Za-z]){LABEL}(?:\.{LABEL})*):(?P<port>\d{{2,5}})(?!\w|\.\d)"
+    rf"(?<![\w./-])(?!\d{{4}}-?\d\d-?\d\dT)(?P<host>(?=[\w.-]*[A-Za-z]){LABEL}(?:\.{LABEL})*)"
+    r":(?P<port>\d{2,5})(?!\w|\.\d)"
 )
 DOMAIN = re.compile(
     rf"(?<![\w./@-])(?:{LABEL}\.)+(?:com|org|edu|gov|mil|net|corp|lan|intranet|localdomain|cluster\.local|local|svc"
@@ -164,11 +168,12 @@ def _named(text: str) -> str:
 def _url(found: re.Match[str]) -> str:
     scheme, _, rest = found[0].partition("://")
     place = re.split(r"[/?#]", rest)[0].lower()
-    return found[0] if scheme in ("http", "https") and place in PUBLIC_HOSTS or place.startswith("*") else PRIVATE["<url>"]
+    stays = scheme in ("http", "https") and place in PUBLIC_HOSTS or place.startswith("*")
+    return found[0] if stays else PRIVATE["<url>"]
 
 
 def _ipv4(found: re.Match[str]) -> str:
-    is_address = all(int(part) < 256 for part in found[0].split(".")) and found[0] != "0.0.0.0"  # noqa: S104, any of them
+    is_address = all(int(part) < 256 for part in found[0].split(".")) and found[0] != "0.0.0.0"  # any of them
     return PRIVATE[ADDRESS] if is_address else found[0]
 
 
@@ -189,8 +194,10 @@ def _ipv6(found: re.Match[str]) -> str:
 
 
 def _is_address(text: str) -> bool:
-    """Whether this is an IPv6 address that can be a machine's: times are none, C++ names such as a::b and slices are
-    in no range that is given out."""
+    """Whether this is an IPv6 address (45 characters at most, and those of a zone) that can be a machine's: times are
+    none; C++ names such as a::b and slices are in no range that is given out."""
+    if len(text) > 61:
+        return False
     try:
         address = ipaddress.IPv6Address(text)
     except ValueError:
@@ -299,9 +306,7 @@ def _is_option(word: Any) -> bool:
     return isinstance(word, str) and re.fullmatch(r"--?[A-Za-z][\w.-]*", word) is not None
 
 
-def redactor(
-    places: Mapping[str, str], environ: Mapping[str, str] = os.environ, words: Sequence[str] = ()
-) -> Redactor:
+def redactor(places: Mapping[str, str], environ: Mapping[str, str] = os.environ, words: Sequence[str] = ()) -> Redactor:
     """Of this machine, this user and this environment. `places` maps paths of the proof to their stand-ins; `words` are
     those of a command line, whose secrets are known by the option before them."""
     names: dict[str, str] = {}
