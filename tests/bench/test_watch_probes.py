@@ -24,8 +24,8 @@ LAST = b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
 
 
 class ProbedServer(ThreadingHTTPServer):
-    """Keeps what it is asked. Answers are whole, or with `manner` "drip" never end, with "silent" never begin.
-    `metrics` is what it tells; "drip" never ends, and "" is none."""
+    """Keeps what it is asked. Answers are whole, or with `manner` "drip" never end, with "silent" never begin, with
+    "counted" and "joined" have usage in pieces of one and of several steps, with "strict" cannot have that. `metrics` is what it tells; "drip" never ends, and "" is none."""
 
     daemon_threads = True
 
@@ -79,6 +79,10 @@ class _Probed(BaseHTTPRequestHandler):
             self._drip(CHUNK)
         elif self.server.manner == "silent":
             self.server.closed.wait()
+        elif self.server.manner == "strict" and "continuous_usage_stats" in self.server.asked[-1]["stream_options"]:
+            self._told(b'{"error": {"message": "unknown field"}}', 400)
+        elif self.server.manner in ("counted", "joined"):
+            self._told(pieces([2, 3] * 30 if self.server.manner == "counted" else [9] * 20) + LAST)
         else:
             self._told(CHUNK + LAST)
 
@@ -97,8 +101,19 @@ def counters(steps: int) -> str:
     return "".join(f"vllm:spec_decode_{name}_total {steps}\n" for name in names)
 
 
-def a_baseline(path: Path, **workload: Any) -> Path:
-    category = {"steps": 4000, "accepted": 6000, "histogram": None}
+def pieces(sizes: list[int]) -> bytes:
+    """A stream of the prefill's token and these; each word is another, so that the text is no loop."""
+    done, found = 1, CHUNK.replace(b"null}]}", b'null}], "usage": {"prompt_tokens": 9, "completion_tokens": 1}}')
+    for number, size in enumerate(sizes):
+        done += size
+        usage = {"prompt_tokens": 9, "completion_tokens": done}
+        delta = {"content": f"{number * 7919 % 1009:x} "}
+        found += f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}], 'usage': usage})}\n\n".encode()
+    return found
+
+
+def a_baseline(path: Path, drafted: int | None = None, **workload: Any) -> Path:
+    category = {"steps": 4000, "accepted": 6000, "drafted": drafted, "histogram": None}
     body = {"name": "x", "url": "x", "server": {}, "workload": workload, "concurrency": [],
             "categories": {CATEGORY: category}}  # fmt: skip
     path.write_text(json.dumps(body))
@@ -137,6 +152,7 @@ def test_once_ends_within_the_limit_and_says_what_was_not_measured(
     words = ("watch", server.url, "--once", "--state", state, "--probe", "100000", "--timeout", "0.4")
     assert trtspec(*words).status == 0
     kept = json.loads(state.read_text())
+    failed = kept["totals"]["probe_failures"]
     kept["last_look"] = time.time() - 3600  # many probes are due
     state.write_text(json.dumps(kept))
     server.manner = manner
@@ -145,7 +161,7 @@ def test_once_ends_within_the_limit_and_says_what_was_not_measured(
     assert done.status == 0 and time.monotonic() - began < 60
     assert "not measured: probes: 7 of 8 due" in done.stdout and "0.4 s of --timeout" in done.stdout
     kept = json.loads(state.read_text())
-    assert kept["totals"]["probe_failures"] == 1 and kept["totals"]["scrapes"] == 2
+    assert kept["totals"]["probe_failures"] == failed + 1 and kept["totals"]["scrapes"] == 2
     assert any("not complete after 0.4 s" in what for _, what in kept["events"])
 
 
@@ -174,3 +190,31 @@ def test_readings_go_on_while_a_probe_hangs(server: ProbedServer, tmp_path: Path
         process.kill()
         process.wait()
     assert json.loads((tmp_path / "s.json").read_text())["totals"]["probes"] == 0
+
+
+def test_the_steps_of_probes_are_counted_by_the_pieces_of_their_streams(server: ProbedServer, tmp_path: Path) -> None:
+    """vLLM and SGLang say nothing about speculation in an answer; with usage in each piece the pieces are the steps."""
+    server.manner = "counted"
+    words = ("watch", server.url, "--once", "--probe", "60", "--json", "--batch", "0.05", "--min-steps", "50")
+    words = (*words, "--baseline", a_baseline(tmp_path / "base.json", drafted=12000), "--state", tmp_path / "s.json")
+    for _ in range(2):
+        said = json.loads(trtspec(*words).stdout)
+    assert server.asked[0]["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+    assert said["contexts"] == {"<=1024": {"steps": 120.0, "accepted_per_step": 1.5}}
+    assert said["series"]["probes"]["batches"] == 1 and said["series"]["probes"]["last"] == 1.0
+    server.manner = "joined"  # a stream interval: a piece is no step
+    said = json.loads(trtspec(*words, "--restart").stdout)
+    assert said["contexts"] == {} and said["series"]["probes"]["batches"] == 0
+    assert any("1 answers, and none tells its steps" in what for what in said["not_measured"])
+
+
+def test_a_server_that_refuses_to_count_pieces_is_asked_without(server: ProbedServer, tmp_path: Path) -> None:
+    server.manner = "strict"
+    words = ("--once", "--probe", "60", "--state", tmp_path / "s.json")
+    done = trtspec("watch", server.url, *words)
+    assert done.status == 0 and "none tells its steps" in done.stdout
+    assert [asked["stream_options"] for asked in server.asked] == [
+        {"include_usage": True, "continuous_usage_stats": True}, {"include_usage": True},
+    ]  # fmt: skip
+    kept = json.loads((tmp_path / "s.json").read_text())
+    assert kept["totals"]["probes"] == 1 and kept["totals"]["probe_failures"] == 0

@@ -19,9 +19,10 @@ Samples = dict[str, list[tuple[Mapping[str, str], float]]]
 @dataclass(frozen=True)
 class MetricNames:
     """How one kind of server calls its counters, without `_total`. `steps` is empty where verification steps are not
-    counted; acceptance is then per draft token. `first` is the number of the first draft position in the `position`
-    label. `latency`: histogram of seconds between tokens, or (seconds, count) counters. `mean`: a gauge of tokens
-    per step in place of counters."""
+    counted; acceptance is then per draft token, unless the label `draft_length` of the info gauge `config` tells the
+    drafts of a step. `first` is the number of the first draft position in the `position` label. `latency`: histogram of
+    seconds between tokens, or (seconds, count) counters; with `answer_latency` it has one entry for each answer, not
+    for each token. `mean`: a gauge of tokens per step in place of counters."""
 
     kind: str
     prefix: str
@@ -35,6 +36,9 @@ class MetricNames:
     running: str = ""
     waiting: str = ""
     mean: str = ""
+    config: str = ""
+    draft_length: str = ""
+    answer_latency: bool = False
 
 
 VLLM = MetricNames(
@@ -54,8 +58,10 @@ NAMES = (
     VLLM,
     MetricNames(
         "trtllm", "trtllm_", drafted="trtllm_spec_decode_num_draft_tokens",
-        accepted="trtllm_spec_decode_num_accepted_tokens", latency=("trtllm_time_per_output_token_seconds",),
-        running="trtllm_num_requests_running", waiting="trtllm_num_requests_waiting",
+        accepted="trtllm_spec_decode_num_accepted_tokens", tokens="trtllm_generation_tokens",
+        latency=("trtllm_time_per_output_token_seconds",), running="trtllm_num_requests_running",
+        waiting="trtllm_num_requests_waiting", config="trtllm_speculative_config_info", draft_length="spec_num_tokens",
+        answer_latency=True,
     ),
     MetricNames(
         "sglang", "sglang:", mean="sglang:spec_accept_length", tokens="sglang:generation_tokens",

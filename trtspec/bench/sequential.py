@@ -176,6 +176,7 @@ class WatchedSeries:
     alarming: bool = False
     alarms: int = 0
     batches: int = 0
+    missing: int = 0  # batches since the last one that had a value for this series
     last: float | None = None
 
     def __post_init__(self) -> None:
@@ -184,7 +185,7 @@ class WatchedSeries:
 
     def add(self, value: float) -> bool:
         """One more batch mean. True when an alarm begins with it."""
-        self.batches, self.last = self.batches + 1, value
+        self.batches, self.missing, self.last = self.batches + 1, 0, value
         if self.test is not None:
             self.statistic = self.test.step(self.statistic, value)
         before, self.alarming = self.alarming, self.test is not None and self.test.alarms(self.statistic)

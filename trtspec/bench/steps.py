@@ -44,7 +44,7 @@ class AnswerSteps:
 def steps_of(transcript: Transcript) -> AnswerSteps | None:
     """The steps that an answer took at least: what is claimed, or the pieces of the stream where these are more."""
     tokens = transcript.completion_tokens or 0
-    claimed, seen = claimed_steps(transcript), increments(transcript)
+    claimed, seen = claimed_steps(transcript), increments(transcript.counted)
     if transcript.error or tokens < 2 or (claimed is None and len(seen) < 2):
         return None
     steps = max(claimed or 0, len(seen) - 1)
@@ -62,9 +62,9 @@ def claimed_steps(transcript: Transcript) -> int | None:
     return None
 
 
-def increments(transcript: Transcript) -> list[int]:
+def increments(counted: Sequence[int]) -> list[int]:
     """Tokens that each piece of the stream added, by the usage in it; the first are those of the prefill."""
-    added = [b - a for a, b in itertools.pairwise([0, *transcript.counted])]
+    added = [b - a for a, b in itertools.pairwise([0, *counted])]
     return [size for size in added if size > 0]
 
 

@@ -7,12 +7,14 @@ sequential test (trtspec.bench.sequential). Everything that a later run needs is
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trtspec.bench.acceptance import TurnCounts
+from trtspec.bench.adapters import FROM_STREAM
 from trtspec.bench.sequential import EventTest, SeriesReference, WatchedSeries, event_test
+from trtspec.bench.watch_baseline import WatchBaseline
 from trtspec.bench.watch_sources import Increment, MetricsMemory
 from trtspec.errors import Problem
 
@@ -22,8 +24,8 @@ LOOPS = (0.02, 0.25)  # share of degenerate answers that is tolerated, and that 
 FAILURES = (0.02, 0.25)
 GONE_AFTER = 3  # scrapes in a row
 IDLE_TOKENS = 200.0  # generated without one verification step: the server does not speculate
-ENOUGH_STEPS = 200  # of a category in a baseline, to say what it accepts
-DESIGN_EFFECT = 8.0  # variance of a mean over steps of whole answers, over that of independent steps
+MOST_JOINED = 0.1  # of the pieces of a stream
+PROBES_LATE = 36  # ended batches without enough steps of probes, from which the series is told as not measured
 
 
 @dataclass(frozen=True)
@@ -48,52 +50,6 @@ class WatchSettings:
     @property
     def learn_batches(self) -> int:
         return max(16, round(self.learn_days * self.batches_per_day))
-
-
-@dataclass(frozen=True)
-class WatchBaseline:
-    """What a results.json says about each category: accepted drafts per step with its standard error, and how much one
-    step adds to the variance of a sum of steps (answers are clusters of steps that depend on each other)."""
-
-    name: str
-    per_step: dict[str, float]
-    errors: dict[str, float]
-    step_variance: float
-
-    @property
-    def lowest(self) -> str:
-        return min(self.per_step, key=lambda category: self.per_step[category])
-
-
-def baseline_of(name: str, categories: Mapping[str, Any], turns: Sequence[TurnCounts]) -> WatchBaseline | None:
-    """From the categories and answers of a results.json; None where none has ENOUGH_STEPS steps.
-
-    A category's ratio is accepted over steps; its error and the variance are those of a ratio estimator with answers as
-    clusters. Where a server counts for all answers together (vLLM), single steps with a DESIGN_EFFECT stand in.
-    """
-    groups: dict[str, list[TurnCounts]] = {}
-    for turn in turns:
-        groups.setdefault(turn.category, []).append(turn)
-    ratios, errors, squares, all_steps = {}, {}, 0.0, 0
-    for category, found in categories.items():
-        steps, accepted = found.get("steps") or 0, found.get("accepted")
-        if steps < ENOUGH_STEPS or accepted is None:
-            continue
-        ratio, group = accepted / steps, groups.get(category, [])
-        if len(group) > 1:
-            scatter = sum((t.accepted - ratio * t.steps) ** 2 for t in group) * len(group) / (len(group) - 1)
-        else:
-            scatter = DESIGN_EFFECT * _step_scatter(found.get("histogram"), ratio, steps)
-        ratios[category], errors[category] = ratio, math.sqrt(scatter) / steps
-        squares, all_steps = squares + scatter, all_steps + steps
-    return WatchBaseline(name, ratios, errors, squares / all_steps) if ratios else None
-
-
-def _step_scatter(histogram: Sequence[int] | None, ratio: float, steps: int) -> float:
-    """Sum over steps of (accepted - ratio)^2; without a histogram that of a geometric distribution."""
-    if histogram:
-        return float(sum(count * (accepted - ratio) ** 2 for accepted, count in enumerate(histogram)))
-    return steps * ratio * (1 + ratio)
 
 
 @dataclass(frozen=True)
@@ -176,6 +132,7 @@ class Watch:
     def __init__(self, state: WatchState, settings: WatchSettings, baseline: WatchBaseline | None) -> None:
         self.state, self.settings, self.baseline = state, settings, baseline
         self.not_measured: list[str] = []  # by this look, and why
+        self.streams_count = True  # whether probes ask for the number of tokens at each piece of the stream
         self._add_series()
 
     def _series(self, change: float, recorded: SeriesReference | None = None, absolute: bool = False) -> WatchedSeries:
@@ -188,19 +145,37 @@ class Watch:
         found, use = self.state.series, self.settings
         found.setdefault("acceptance", self._series(use.fall))
         found.setdefault("latency", self._series(math.log1p(use.slower), absolute=True))
-        base = self.baseline
-        if base is None:
+        if self.baseline is None:
             return
-        lowest = base.lowest
-        variance = base.step_variance / use.min_steps
-        floor = SeriesReference(base.per_step[lowest], base.errors[lowest], variance)
-        found.setdefault("baseline", self._series(use.fall, floor))
-        # a probe's answer is compared with its own category, so the mix does not matter; 1 is what the baseline had
-        relative = {c: (base.errors[c] / r) ** 2 for c, r in base.per_step.items() if r}
-        error = math.sqrt(sum(relative.values())) / max(1, len(relative))
-        mean = sum(base.per_step.values()) / len(base.per_step)
-        probes = SeriesReference(1.0, error, base.step_variance / mean**2 / self._probe_steps() if mean else 1.0)
-        found.setdefault("probes", self._series(use.fall, probes))
+        if "baseline" not in found or not found["baseline"].batches:
+            found["baseline"] = self._baseline_series()
+        probes = self.baseline.probes(self._probe_steps())
+        if probes is not None:
+            found.setdefault("probes", self._series(use.fall, probes))
+
+    def _baseline_series(self) -> WatchedSeries:
+        """In the server's unit. Where the baseline does not know it, one per step, which is given nothing."""
+        assert self.baseline is not None
+        use, per = self.settings, self.state.per
+        floor = self.baseline.floor(per, use.min_steps) or self.baseline.floor("step", use.min_steps)
+        return self._series(use.fall, floor)
+
+    def _judges_baseline(self) -> bool:
+        return self.baseline is not None and self.baseline.floor(self.state.per, 1) is not None
+
+    def _use_unit(self, now: float, per: str) -> None:
+        """From a reading in another unit than the last one, what is in the old unit begins again."""
+        state = self.state
+        if per == state.per:
+            return
+        state.per = per
+        if state.batch is not None:
+            state.batch = replace(state.batch, steps=0.0, accepted=0.0, positions={})
+        if state.series["acceptance"].batches:
+            state.series["acceptance"] = self._series(self.settings.fall)
+            self._note(now, f"the server now counts per {per}: what is normal is learned again")
+        if self.baseline is not None:
+            state.series["baseline"] = self._baseline_series()
 
     def _probe_steps(self) -> int:
         return max(50, self.settings.min_steps // 10)
@@ -211,7 +186,8 @@ class Watch:
         state.totals.scrapes += 1
         if state.missed_in_row:
             self._note(now, f"answers again after {state.missed_in_row} missed scrapes")
-        state.last_look, state.missed_in_row, state.last_failure, state.per = now, 0, "", increment.per
+        state.last_look, state.missed_in_row, state.last_failure = now, 0, ""
+        self._use_unit(now, increment.per)
         if increment.resets:
             state.totals.resets += 1
             self._note(now, "the server's counters started again: it was restarted")
@@ -225,7 +201,8 @@ class Watch:
         elif increment.tokens:
             batch.idle_tokens += increment.tokens
             if batch.idle_tokens >= IDLE_TOKENS and self._speculated():
-                state.not_speculating = f"{batch.idle_tokens:.0f} tokens were generated without a verification step"
+                told = f"{batch.idle_tokens:.0f} tokens or more were generated"
+                state.not_speculating = f"{told} without a verification step"
         batch.steps += increment.steps
         batch.accepted += increment.accepted
         batch.slow_s += increment.slow_s
@@ -235,7 +212,8 @@ class Watch:
         self._close(now)
 
     def _speculated(self) -> bool:
-        return self.baseline is not None or self.state.totals.steps > 0
+        batch = self.state.batch
+        return self.baseline is not None or self.state.totals.steps > 0 or (batch is not None and batch.steps > 0)
 
     def without_speculation(self, now: float, reason: str) -> None:
         """The server answers, and its metrics no longer speak of speculation."""
@@ -273,7 +251,7 @@ class Watch:
             return
         state.loops = looping.step(state.loops, answer.degenerate is not None)
         state.totals.degenerate += answer.degenerate is not None
-        counts = answer.counts
+        counts = answer.counts if self._one_step_each(answer.counts) else None
         if counts is not None and counts.steps:
             group = context_group(answer.prompt_tokens)
             steps, accepted = state.contexts.get(group, (0.0, 0.0))
@@ -292,6 +270,14 @@ class Watch:
                 batch.slow_s, batch.slow_n = batch.slow_s + answer.token_s, batch.slow_n + 1
             self._close(now)
 
+    def _one_step_each(self, counts: TurnCounts | None) -> bool:
+        """Whether the pieces of a stream, where counts come from them, are single steps. Some are joined under load;
+        with a stream interval above 1, most hold more tokens than a step of the baseline can give."""
+        most = self.baseline.draft_length if self.baseline is not None else None
+        if counts is None or counts.source != FROM_STREAM or counts.histogram is None or most is None:
+            return True
+        return sum(counts.histogram[math.ceil(most) + 1 :]) <= MOST_JOINED * counts.steps
+
     def event_tests(self) -> tuple[EventTest, EventTest]:
         """Of failing probes, and of degenerate answers."""
         a_day, alarms = self.settings.batches_per_day * 10, self.settings.false_alarms
@@ -305,15 +291,17 @@ class Watch:
         state.totals.batches += 1
         state.totals.steps += batch.steps
         state.totals.accepted += batch.accepted
-        means = {"acceptance": batch.accepted / batch.steps, "baseline": batch.accepted / batch.steps}
-        if state.per != "step":  # another unit than the baseline's
-            del means["baseline"]
+        means = {"acceptance": batch.accepted / batch.steps}
+        if self._judges_baseline():
+            means["baseline"] = means["acceptance"]
         if batch.slow_n and batch.slow_s > 0:
             means["latency"] = -math.log(batch.slow_s / batch.slow_n)
         if batch.probe_steps >= self._probe_steps() and batch.expected:
             means["probes"] = batch.probe_accepted / batch.expected
-        for name, value in means.items():
-            if name in state.series and state.series[name].add(value):
+        for name, series in state.series.items():
+            if name not in means:
+                series.missing += 1
+            elif series.add(means[name]):
                 self._note(now, f"the series {name} began to alarm")
         state.positions = {k: count / batch.steps for k, count in sorted(batch.positions.items())}
         state.last_batch = {"ended": now, "steps": batch.steps, "acceptance": means["acceptance"]}
@@ -394,10 +382,30 @@ class Watch:
             "series": {name: self.series_summary(series) for name, series in state.series.items()},
             "missed_scrapes": state.totals.missed_scrapes,
             "missed_in_row": state.missed_in_row,
-            "not_measured": self.not_measured,
+            "not_measured": [*self.not_measured, *self._unmeasured()],
             "restarts": state.totals.resets,
             "events": [{"time": when, "what": text} for when, text in state.events[-20:]],
         }
+
+    def _unmeasured(self) -> Iterator[str]:
+        """The series that ended batches, or probes, gave nothing to, each with the reason."""
+        state, totals = self.state, self.state.totals
+        for name, series in state.series.items():
+            late = PROBES_LATE if name == "probes" and series.batches else 1
+            if name == "baseline" and not self._judges_baseline():
+                why = "the server counts draft tokens and names no draft length, and the baseline does not say how "
+                yield f"{name}: {why}many were drafted; iteration statistics (enable_iter_perf_stats) count steps"
+            elif series.missing < late:
+                continue
+            elif name == "latency":
+                yield f"{name}: the last {series.missing} batches had no seconds per token"
+            elif name == "probes" and not totals.probes:
+                yield f"{name}: no prompt was sent (--probe TOKENS_PER_MINUTE)"
+            elif name == "probes" and state.contexts:
+                steps = state.batch.probe_steps if state.batch is not None else 0.0
+                yield f"{name}: {steps:.0f} of {self._probe_steps()} steps of the baseline's categories are in"
+        if totals.probes > totals.probe_failures and not state.contexts:
+            yield f"acceptance of probes: {totals.probes - totals.probe_failures} answers, and none tells its steps"
 
     def series_summary(self, series: WatchedSeries) -> dict[str, Any]:
         test, reference = series.test, series.reference
@@ -420,6 +428,7 @@ class Watch:
             "found_within_batches": test.detect_within if test else None,
             "found_within_steps": round(test.detect_within * steps) if test else None,
             "alarming": series.alarming,
+            "missing_batches": series.missing,
         }
 
 

@@ -22,10 +22,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from trtspec import files, report
 from trtspec.bench import adapters, text_quality
+from trtspec.bench.acceptance import TurnCounts
+from trtspec.bench.asking import declined
 from trtspec.bench.client import Answer, Api, Endpoint, RequestSampling, new_client, request_body, stream_answer
 from trtspec.bench.datasets import Question
 from trtspec.bench.load import inter_token
-from trtspec.bench.watch import ProbeAnswer, Watch, WatchBaseline, WatchSettings, WatchState
+from trtspec.bench.steps import increments
+from trtspec.bench.watch import ProbeAnswer, Watch, WatchSettings, WatchState
+from trtspec.bench.watch_baseline import WatchBaseline
 from trtspec.bench.watch_sources import NoMetrics, SpeculationGone, look
 from trtspec.errors import Problem, TrtspecError, UsageError
 
@@ -173,7 +177,7 @@ async def probe(watch: Watch, client: httpx.AsyncClient, plan: ProbePlan, alone:
     question = plan.questions[number % len(plan.questions)]
     try:
         async with asyncio.timeout(left_s):
-            answer = await _asked(client, plan, question)
+            answer = await _asked(watch, client, plan, question)
     except TrtspecError as error:
         answer = Answer(question.id, question.category, 0, 0.0, error=error.message)
     except TimeoutError:
@@ -188,19 +192,27 @@ async def probe(watch: Watch, client: httpx.AsyncClient, plan: ProbePlan, alone:
     return True
 
 
-async def _asked(client: httpx.AsyncClient, plan: ProbePlan, question: Question) -> Answer:
+async def _asked(watch: Watch, client: httpx.AsyncClient, plan: ProbePlan, question: Question) -> Answer:
+    """With the tokens counted at each piece of the stream, which shows the steps; without where that is refused."""
     messages, tools = question.first_request()
     server = await adapters.detect_server(client, plan.model)
     endpoint = Endpoint(str(client.base_url), server.model, plan.api, plan.extra_body)
     body = request_body(endpoint, messages, plan.sampling, 0)
     if tools and plan.api == "chat":
         body["tools"] = tools
-    return await stream_answer(client, endpoint, body, question.id, question.category, 0)
+    if watch.streams_count:
+        counting = {**body, "stream_options": {**body.get("stream_options", {}), "continuous_usage_stats": True}}
+        answer = await stream_answer(client, endpoint, counting, question.id, question.category, 0)
+        if not declined(answer.error):
+            return answer
+    answer = await stream_answer(client, endpoint, body, question.id, question.category, 0)
+    watch.streams_count = watch.streams_count and answer.error is not None
+    return answer
 
 
 def probe_answer(answer: Answer) -> ProbeAnswer:
     """What the watch keeps of an answer; its text is judged and dropped."""
-    counts = adapters.counts_of(answer) if answer.error is None else None
+    counts = adapters.counts_of(answer) or _streamed_counts(answer) if answer.error is None else None
     if counts is not None and counts.prefill_in_steps and counts.steps > 1:
         counts = replace(counts, steps=counts.steps - 1)  # the prefill drafts nothing
     first = answer.first_token - answer.started if answer.first_token is not None else None
@@ -213,6 +225,20 @@ def probe_answer(answer: Answer) -> ProbeAnswer:
         first,
         inter_token(answer),
     )
+
+
+def _streamed_counts(answer: Answer) -> TurnCounts | None:
+    """The steps that the pieces of a stream show, the first piece being the prefill's; there can be no fewer steps, so
+    acceptance is from above. None where usage came only at the end."""
+    sizes = increments(answer.counted)[1:]
+    if not sizes:
+        return None
+    accepted = [size - 1 for size in sizes]
+    histogram = tuple(accepted.count(size) for size in range(max(accepted) + 1))
+    return TurnCounts(
+        answer.question, answer.category, answer.completion_tokens, len(sizes), sum(accepted), None, histogram,
+        adapters.FROM_STREAM,
+    )  # fmt: skip
 
 
 class WatchCollector(Collector):
@@ -282,15 +308,20 @@ def _tests(watch: Watch) -> Iterator[Metric]:
             ("statistic_ratio", "CUSUM over its threshold; an alarm from 1 on."),
             ("found_within_batches", "Batches within which 95 of 100 falls are found."),
             ("learned_batches", "Batches that what is normal was learned from."),
+            ("series_batches", "Batches that had a value for this series; without any it is not judged."),
+            ("missing_batches", "Batches since the last one that had a value for this series."),
         )
     }
     for name, series in watch.state.series.items():
+        families["series_batches"].add_metric([name], series.batches)
+        families["missing_batches"].add_metric([name], series.missing)
         families["learned_batches"].add_metric([name], len(series.learned))
         if series.test is None or series.reference is None:
             continue
         normal = series.reference.mean
         families["normal"].add_metric([name], math.exp(-normal) if name == "latency" else normal)
-        families["statistic_ratio"].add_metric([name], series.statistic / series.test.threshold)
+        if series.batches:  # what was never measured is not near 0, but absent
+            families["statistic_ratio"].add_metric([name], series.statistic / series.test.threshold)
         families["found_within_batches"].add_metric([name], series.test.detect_within)
     yield from families.values()
 

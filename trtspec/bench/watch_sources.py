@@ -4,7 +4,7 @@
 |---|---|---|---|
 | trtspec reference | /prometheus/metrics | counters | yes |
 | vLLM | /metrics | counters vllm:spec_decode_num_* | yes |
-| TensorRT-LLM with return_perf_metrics | /prometheus/metrics | counters trtllm_spec_*, per draft token | no |
+| TensorRT-LLM with return_perf_metrics | /prometheus/metrics | counters trtllm_spec_* of draft tokens | no |
 | TensorRT-LLM with enable_iter_perf_stats | /metrics | JSON, one record per iteration, given to one reader only | no |
 | SGLang with --enable-metrics | /metrics | gauge sglang:spec_accept_length, its own mean | no |
 
@@ -51,7 +51,8 @@ class SpeculationGone(TrtspecError):
 @dataclass
 class Increment:
     """What a server did since the last look. `steps` are verification steps, or draft tokens where `per` says so;
-    `positions[k]` counts the steps that accepted draft k (from 1). `slow_s` over `slow_n` is seconds per token."""
+    `positions[k]` counts the steps that accepted draft k (from 1). `tokens`: generated, at least; None where nothing
+    tells. `slow_s` over `slow_n` is seconds per token."""
 
     steps: float = 0.0
     drafted: float = 0.0
@@ -142,7 +143,8 @@ def _read_samples(samples: Samples, names: MetricNames, memory: MetricsMemory) -
     births = (START, *(f"{name}_created" for name in counters))
     born = max((value for name in births for _, value in samples.get(name, ()) if is_total(value)), default=0.0)
     known = {} if memory.born and born > memory.born else memory.totals
-    found = Increment(per="step" if names.steps or names.mean else "draft token")
+    drafts = _draft_length(samples, names)
+    found = Increment(per="step" if names.steps or names.mean or drafts else "draft token")
     found.first_look = not memory.totals
     totals: dict[str, float] = {}
     grown: dict[str, float] = {}
@@ -161,7 +163,7 @@ def _read_samples(samples: Samples, names: MetricNames, memory: MetricsMemory) -
             where = f"{name}|{place}" if place else name
             grown[where] = grown.get(where, 0.0) + growth
     found.resets = int(found.resets > 0 or known is not memory.totals)
-    _fill(found, grown, names, latency)
+    _fill(found, grown, names, latency, drafts)
     if names.mean in samples:
         _from_mean(found, samples[names.mean], memory)
     if found.first_look:  # what happened before the first look is not traffic of now
@@ -171,11 +173,22 @@ def _read_samples(samples: Samples, names: MetricNames, memory: MetricsMemory) -
     return found
 
 
-def _fill(found: Increment, grown: Mapping[str, float], names: MetricNames, latency: str) -> None:
+def _draft_length(samples: Samples, names: MetricNames) -> float | None:
+    """Drafts of one verification step, where the server's configuration names one number."""
+    told = {labels.get(names.draft_length, "") for labels, _ in samples.get(names.config, ())}
+    word = told.pop() if len(told) == 1 else ""
+    return float(word) if word.isascii() and word.isdigit() and 0 < len(word) < 4 and int(word) else None
+
+
+def _fill(
+    found: Increment, grown: Mapping[str, float], names: MetricNames, latency: str, drafts: float | None
+) -> None:
     found.drafted, found.accepted = grown.get(names.drafted, 0.0), grown.get(names.accepted, 0.0)
-    found.steps = grown.get(names.steps, 0.0) if names.steps else found.drafted
-    found.tokens = grown.get(names.tokens) if names.tokens else None
+    found.steps = grown.get(names.steps, 0.0) if names.steps else found.drafted / (drafts or 1.0)
     found.slow_s, found.slow_n = grown.get(f"{latency}_sum", 0.0), grown.get(f"{latency}_count", 0.0)
+    found.tokens = grown.get(names.tokens) if names.tokens else None
+    if found.tokens is None and latency and names.answer_latency:  # only an answer of two tokens or more has one
+        found.tokens = 2 * found.slow_n
     for key, value in grown.items():
         if names.position and key.startswith(f"{names.position}|"):
             found.positions[int(key.rpartition("|")[2])] = value

@@ -15,7 +15,8 @@ from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError
 from trtspec.records import Mode, narrow, refuse_unused, without
 
 if TYPE_CHECKING:
-    from trtspec.bench.watch import Watch, WatchBaseline, WatchSettings
+    from trtspec.bench.watch import Watch, WatchSettings
+    from trtspec.bench.watch_baseline import WatchBaseline
     from trtspec.bench.watch_run import ProbePlan, WatchSource
 
 
@@ -173,7 +174,7 @@ def _baseline(path: Path | None) -> tuple[WatchBaseline | None, dict[str, Any]]:
     """What a results.json says about acceptance, and the workload it was measured under ({} without a file). Raises
     UsageError for a file that is no result, or tells too little about acceptance."""
     from trtspec.bench.results import read_results
-    from trtspec.bench.watch import ENOUGH_STEPS, baseline_of
+    from trtspec.bench.watch_baseline import ENOUGH_STEPS, baseline_of
 
     if path is None:
         return None, {}
@@ -293,7 +294,11 @@ def _row(name: str, series: dict[str, Any]) -> list[str]:
 
     tested = series["threshold"] is not None
     within = f"{series['found_within_batches']} batches, {series['found_within_steps']} steps" if tested else "-"
-    ratio = f"{series['statistic'] / series['threshold']:.2f}" if tested else "-"
+    ratio = f"{series['statistic'] / series['threshold']:.2f}" if tested and series["batches"] else "-"
     state = "ALERT" if series["alarming"] else "normal" if tested else f"learning: {series['learned']}"
+    if not series["batches"]:
+        state = "not measured"
+    elif missing := series["missing_batches"]:
+        state += f", {missing} {'batch' if missing == 1 else 'batches'} ago"
     finds = f"{series['finds']:.0%}" if series["finds"] else "-"
     return [name, number(series["last"]), number(series["normal"]), ratio, finds, within, state]
