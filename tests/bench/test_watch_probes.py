@@ -25,7 +25,8 @@ LAST = b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
 
 class ProbedServer(ThreadingHTTPServer):
     """Keeps what it is asked. Answers are whole, or with `manner` "drip" never end, with "silent" never begin, with
-    "counted" and "joined" have usage in pieces of one and of several steps, with "strict" cannot have that. `metrics` is what it tells; "drip" never ends, and "" is none."""
+    "counted" and "joined" have usage in pieces of one and of several steps, with "strict" cannot have that. `metrics`
+    is what it tells; "drip" never ends, and "" is none."""
 
     daemon_threads = True
 
