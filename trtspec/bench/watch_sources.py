@@ -180,9 +180,7 @@ def _draft_length(samples: Samples, names: MetricNames) -> float | None:
     return float(word) if word.isascii() and word.isdigit() and 0 < len(word) < 4 and int(word) else None
 
 
-def _fill(
-    found: Increment, grown: Mapping[str, float], names: MetricNames, latency: str, drafts: float | None
-) -> None:
+def _fill(found: Increment, grown: Mapping[str, float], names: MetricNames, latency: str, drafts: float | None) -> None:
     found.drafted, found.accepted = grown.get(names.drafted, 0.0), grown.get(names.accepted, 0.0)
     found.steps = grown.get(names.steps, 0.0) if names.steps else found.drafted / (drafts or 1.0)
     found.slow_s, found.slow_n = grown.get(f"{latency}_sum", 0.0), grown.get(f"{latency}_count", 0.0)
