@@ -30,6 +30,7 @@ def test_this_environment_is_whole() -> None:
     report = json.loads(done.stdout)
     assert done.status == 0
     assert report["commands"]["train"]["ready"]
+    assert report["commands"]["bench --dataset HUB_ID"]["ready"]
     assert report["packages"]["nvidia-modelopt"].startswith("0.47")
     assert report["problems"] == []
 

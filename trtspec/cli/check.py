@@ -57,7 +57,12 @@ class CheckOptions:
     ] = None
     task_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a task's answer.")] = 512
     task_fall: Annotated[
-        float, typer.Option(min=0.01, max=0.9, help="Relative fall in task accuracy that must be detectable.")
+        float,
+        typer.Option(
+            min=0.01,
+            max=0.9,
+            help="Fall in task accuracy that must be detectable, as a share of all tasks (0.1: 10 points).",
+        ),
     ] = 0.1
     concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of requests in flight.")] = 4
     near_tie: Annotated[

@@ -30,6 +30,7 @@ NEEDS = {
     "serve --backend trtllm": ("trtllm-serve", GPU),
     "serve --backend vllm": ("vllm",),
     "bench": ("report",),
+    "bench --dataset HUB_ID": ("modelopt",),  # parquet and .zst too, and wherever data sets are read
     "check": (),
     "prove": ("trtllm-serve", GPU),
     "watch": (),

@@ -58,7 +58,8 @@ class InspectOptions:
     prompts: Annotated[
         str | None,
         typer.Option(
-            help="Prompts to draft on, a .jsonl file as for `bench`.", show_default="kimi-nano's held-out prompts"
+            help="Prompts to draft on: a data set of text, as for --dataset of `bench`.",
+            show_default="kimi-nano's held-out prompts",
         ),
     ] = None
     samples: Annotated[int, typer.Option(min=16, help="Number of prompts, or of captured texts.")] = 64

@@ -118,10 +118,29 @@ class ServeOptions:
             min=1, help="Tensor-parallel size. Default: the file's, else 4; with vLLM 8; with the reference backend 1."
         ),
     ] = None
-    max_batch_size: Annotated[int | None, typer.Option(min=1, help="Requests per step.")] = None
-    max_num_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step.")] = None
+    max_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Requests per step. Default: the file's, else the goal's; with vLLM its own; with the reference "
+            "backend 16.",
+        ),
+    ] = None
+    max_num_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens per step. Default: the file's, else the goal's; with vLLM its own; with the reference backend "
+            "512 of prompts.",
+        ),
+    ] = None
     max_seq_len: Annotated[
-        int | None, typer.Option(min=1, help="Maximum length of prompt and answer together, in tokens.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Maximum length of prompt and answer together, in tokens. Default: the file's, else the goal's; with "
+            "vLLM its own; with the reference backend the target's, at most 4096.",
+        ),
     ] = None
     draft_len: Annotated[int | None, typer.Option(min=1, help="Tokens drafted per step. Default: 3.")] = None
     speculation: Annotated[
