@@ -98,13 +98,28 @@ def assert_whole(done: subprocess.CompletedProcess[str], out: Path, steps: set[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("release", ["1.2.1", "1.3.0rc20", "1.4.0rc1"])
-def test_the_stand_in_as_a_release(release: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("release", "points"), [("1.2.1", (0, 3, 6, 9)), ("1.3.0rc20", (1, 4, 7)), ("1.4.0rc1", (2, 5, 8))]
+)
+def test_the_stand_in_as_a_release_killed_at_ten_points_in_all(
+    release: str,
+    points: tuple[int, ...],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each release is killed in turn with one step more done, and resumed; then the proof is whole and imported."""
     pair = request.getfixturevalue("older_pair" if release == "1.2.1" else "pair")
     env, out = engine(tmp_path, release), tmp_path / "proof"
-    done = proved(pair, out, env, "--draft-len", "2", "--gpus", "1", "--", "--max-seq-len", "512")
+    words = ("--draft-len", "2", "--gpus", "1", "--", "--max-seq-len", "512")
+    kills, seen = killed(pair, out, env, points, *words)
+    done = proved(pair, out, env, *words)
     evidence = assert_whole(done, out, STEPS | {"schema", "lint-plain", "lint-head", "bench-k1", "bench-k2"})
-    assert evidence["engine"] == release
+    steps = [entry["key"] for entry in evidence["journal"]]
+    with capsys.disabled():
+        print(f"\n{release}: killed with {kills} steps done, then whole: {len(steps)} steps, each once")
+    assert len(kills) == len(points) and len(steps) == len(set(steps))
+    assert (out / "journal.jsonl").read_text().startswith(seen) and evidence["engine"] == release
     assert_nothing_private(bundle_of(out), pair, out)
     imported = subprocess.run(
         [sys.executable, "-m", "trtspec", "prove", "--import", str(out / "proof.tar.gz"), "--json"],
@@ -113,6 +128,33 @@ def test_the_stand_in_as_a_release(release: str, request: pytest.FixtureRequest,
     assert imported.returncode == 0, imported.stderr
     weights = [finding["weight"] for finding in json.loads(imported.stdout)["schemas"]]
     assert weights.count("refuted") == 0 and len(weights) > 50
+
+
+def killed(
+    pair: tuple[Path, Path], out: Path, env: dict[str, str], points: tuple[int, ...], *words: str
+) -> tuple[list[int], str]:
+    """Steps done at each kill, and the journal after the last. The kill comes when the journal has an entry more than a
+    point says, and a while later the next step is under way."""
+    command = [sys.executable, "-m", "trtspec", "prove", str(pair[0]), "--head", str(pair[1]), "-o", str(out), *SMALL]
+    journal, kills, seen = out / "journal.jsonl", [], ""
+    for entries in points:
+        process = subprocess.Popen(
+            [*command, *words], env=env, cwd=out.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        while process.poll() is None and _entries(journal) < entries + 2:
+            time.sleep(0.02)
+        time.sleep(0.3 * (entries % 4))
+        assert process.poll() is None, "it ended before it could be killed"
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        _, alive = psutil.wait_procs(family, timeout=90)
+        assert not alive, "what it started outlives it"
+        text = journal.read_text()
+        assert text.startswith(seen), "what was done was done again"
+        seen = text[: text.rfind("\n") + 1]
+        kills.append(_entries(journal))
+    return kills, seen
 
 
 @pytest.mark.slow
@@ -129,42 +171,6 @@ def test_a_real_head_that_is_blind_over_a_reused_prefix(
     with capsys.disabled():
         print(f"\n--prefix-reuse {reuse}: {line.message}")
     assert line.status == status
-
-
-@pytest.mark.slow
-def test_killed_at_ten_points_and_resumed(
-    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The kill comes when the journal has its n-th entry, and a while later the next step is under way."""
-    env, out = engine(tmp_path, "1.3.0rc20"), tmp_path / "proof"
-    words = [sys.executable, "-m", "trtspec", "prove", str(pair[0]), "--head", str(pair[1]), "-o", str(out), *SMALL,
-             "--draft-len", "1", "--gpus", "1", "--", "--max-seq-len", "512"]  # fmt: skip
-    journal, kills, seen = out / "journal.jsonl", [], ""
-    for entries in range(0, 14):
-        if len(kills) == 10:
-            break
-        process = subprocess.Popen(words, env=env, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and _entries(journal) < entries + 2:
-            time.sleep(0.02)
-        time.sleep(0.3 * (entries % 4))
-        if process.poll() is not None:
-            break
-        family = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        gone, alive = psutil.wait_procs(family, timeout=90)
-        assert not alive, "what it started outlives it"
-        text = journal.read_text()
-        assert text.startswith(seen), "what was done was done again"
-        seen = text[: text.rfind("\n") + 1]
-        kills.append(_entries(journal))
-    done = proved(pair, out, env, "--draft-len", "1", "--gpus", "1", "--", "--max-seq-len", "512")
-    evidence = assert_whole(done, out, STEPS | {"schema", "lint-plain", "bench-k1"})
-    steps = [entry["key"] for entry in evidence["journal"]]
-    with capsys.disabled():
-        print(f"\nkilled with {kills} steps done, then whole: {len(steps)} steps, each once")
-    assert len(kills) == 10 and len(steps) == len(set(steps)) and (out / "journal.jsonl").read_text().startswith(seen)
-    assert_nothing_private(bundle_of(out), pair, out)
 
 
 def _entries(journal: Path) -> int:
