@@ -34,7 +34,7 @@ from trtspec.bench.prove import (
     prompts_of,
     steps_of,
 )
-from trtspec.bench.prove_bundle import prove_html, read_bundle, tables_of, write_bundle
+from trtspec.bench.prove_bundle import prove_html, read_bundle, request_outcomes, tables_of, write_bundle
 from trtspec.bench.prove_redaction import Redactor, redactor
 from trtspec.checkpoint.writer import Journal
 from trtspec.errors import TrtspecError, UsageError
@@ -376,6 +376,16 @@ def test_the_page_of_the_command_has_the_limits_of_the_code() -> None:
     ):  # fmt: skip
         assert words in page, words
     assert answers_needed() > CHECKED
+
+
+def test_only_parameters_that_are_honoured_without_speculation_tell_of_it(evidence: dict[str, Any]) -> None:
+    outcomes = (("bad", "refused", "honoured"), ("min_tokens", "no effect", "honoured"), ("seed", "refused", None),
+                ("temperature", "not sent", "honoured"), ("presence_penalty", "no effect", "no effect"))  # fmt: skip
+    table = [{"parameter": name, "outcome": out, "without_speculation": plain} for name, out, plain in outcomes]
+    row = {"name": "parameters", "status": "pass", "message": "", "detail": {"table": table}}
+    evidence["outputs"]["check"]["results"].append(row)
+    assert request_outcomes(evidence) == {"bad_words": "refused", "min_length": "no effect"}
+    assert request_outcomes(evidence | {"backend": "vllm"}) == {}
 
 
 def test_the_mode_is_part_of_every_figures_name_and_of_every_request(evidence: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ def evidence(text: str) -> dict[str, Any]:
             "lint-head": {"error": {"message": text}, "problems": [{"message": text, "remedy": f"see {text}"}]},
             "doctor": {"packages": [{"name": "torch", "detail": text}]},
         },
-        "argv": ["python", "-m", "trtspec", "serve", text], "journal": [{"key": "doctor"}, {text: 1}],
+        "argv": ["python", "-m", "trtspec", "serve", text], "journal": [{"key": "doctor"}, {text: 1}], "gpus": [], "nothing": [[], None],
         "serve-plain": f"the server ended with status 1; its log says:\n{text}\nTraceback:\n  File x\n{text}",
     }  # fmt: skip
 
@@ -42,7 +42,7 @@ def evidence(text: str) -> dict[str, Any]:
 def redacted(text: str) -> str:
     """The evidence with the text, redacted; once more, it is the same, also as the file that it becomes."""
     found = REDACT.value(evidence(text))
-    assert REDACT.value(found) == found
+    assert REDACT.value(found) == found and found["gpus"] == [] and found["nothing"] == [[], None]
     assert not REDACT.left_in(json_text(found))
     return json.dumps(found, ensure_ascii=False)
 

@@ -17,7 +17,7 @@ from tests.command_line import trtspec
 from trtspec.bench.prove_bundle import write_bundle
 from trtspec.bench.prove_redaction import Redactor
 from trtspec.trtllm.schema import SCHEMAS
-from trtspec.trtllm.schema_evidence import observation, patch, weigh
+from trtspec.trtllm.schema_evidence import RequestObservation, observation, patch, weigh
 
 ROOT = Path(__file__).parents[2]
 RELEASES = Path(__file__).parent / "standin_releases"
@@ -58,9 +58,9 @@ def test_a_planted_difference_from_the_schema_is_found_with_a_patch(tmp_path: Pa
     refuted = {finding["entry"]: finding["message"] for finding in told["schemas"] if finding["weight"] == "refuted"}
     assert set(refuted) == {*PLANTED, *OPTIONS}, refuted
     assert "removed after 1.2" in refuted["enable_sleep"] and "absent in" in refuted["enable_attention_dp"]
-    assert told["not_weighed"] == {"behaviours": 29, "changes of a field": 8, "entries of vllm_flags.yaml": 12}
+    assert told["not_weighed"] == {"behaviours": 26, "changes of a field": 8, "entries of vllm_flags.yaml": 12}
     shown = trtspec("prove", "--import", tmp_path / "proof.tar.gz").stdout
-    assert f"{told['weighed']} inferred or unknown entries were weighed; not weighed: 29 behaviours" in shown
+    assert f"{told['weighed']} inferred or unknown entries were weighed; not weighed: 26 behaviours" in shown
     assert "absent in 1.3.0rc20" in refuted["sleep_config"] and "is 7" in refuted["stream_interval"]
     assert "unknown to the schema" in refuted["moe_config.use_magic"]
     copy = tmp_path / "trtspec" / "trtllm" / "schemas"
@@ -78,6 +78,34 @@ def test_a_planted_difference_from_the_schema_is_found_with_a_patch(tmp_path: Pa
     assert "enable_sleep" not in whole["1.3"]["removed"] and "use_magic" in whole["1.3"]["options"]
     assert "enable_attention_dp" not in whole["1.3"]["options"]
     assert any(part.get("options", {}).get("port", {}).get("default") == 7 for part in whole.values())
+
+
+def asked(version: str, **outcomes: str) -> RequestObservation:
+    return RequestObservation(version, outcomes, f"bundle of {version}")
+
+
+def test_what_a_release_does_with_requests_is_weighed_by_the_probes_of_check() -> None:
+    old = asked("1.3.0rc20", bad_words="no effect", frequency_penalty="no effect")
+    new = asked("1.4.0rc1", bad_words="refused", frequency_penalty="refused")
+    found = {finding.entry: finding for finding in weigh([], [old, new])}
+    assert {entry: finding.weight for entry, finding in found.items()} == dict.fromkeys(
+        ("requests_refused", "requests_ignored", "penalties_need_a_key"), "verified"
+    )
+    rows = [row for row in patch(list(found.values())).splitlines() if row.startswith("+  ")]
+    assert len(rows) == 3 and all("by: 1.3.0rc2" in row and "evidence: verified" in row for row in rows)
+    before = {name: yaml.safe_load((SCHEMAS / "1.4.yaml").read_text())["behaviours"][name] for name in found}
+    for row in rows:
+        name, after = next(iter(yaml.safe_load(row[1:]).items()))
+        assert after == before[name] | {"since": before[name]["since"] | {"evidence": "verified"}}
+    honoured = asked("1.4.0rc1", bad_words="no effect", frequency_penalty="honoured")
+    assert {f.entry: (f.weight, f.replacement) for f in weigh([], [honoured])} == dict.fromkeys(
+        ("requests_refused", "requests_ignored"), ("refuted", None)
+    )
+    inside = weigh([], [asked("1.3.0rc27", bad_words="refused")])
+    assert {f.weight for f in inside} == {"narrowed"} and all("by: 1.3.0rc27" in (f.replacement or "") for f in inside)
+    kept = weigh([], [asked("1.3.0rc20", bad_words="honoured")])
+    assert {f.entry: f.weight for f in kept} == {"requests_ignored": "refuted", "requests_refused": "supported"}
+    assert not weigh([], [asked("1.3.0rc20", seed="honoured"), asked("1.4.0rc1", frequency_penalty="honoured")][:1])
 
 
 @pytest.mark.slow

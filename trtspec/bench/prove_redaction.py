@@ -276,7 +276,7 @@ class Redactor:
         if isinstance(value, Mapping):
             return {self.text(str(k)): self._under(str(k), v) for k, v in value.items() if k not in DROPPED}
         if isinstance(value, (list, tuple)):
-            before = [None, *value[:-1]]
+            before = [None, *value][: len(value)]
             return [self._under(a, b) if _is_option(a) else self.value(b) for a, b in zip(before, value, strict=True)]
         return value
 

@@ -172,14 +172,15 @@ def _import(options: ProveImport) -> None:
     from dataclasses import asdict
 
     from trtspec.bench.prove import plan_findings
-    from trtspec.bench.prove_bundle import read_bundle
+    from trtspec.bench.prove_bundle import read_bundle, request_outcomes
     from trtspec.bench.prove_constants import host_patch, refuted_host_us
     from trtspec.data_files import load_yaml
-    from trtspec.trtllm.schema_evidence import count_doubtful, doubtful, observation, patch, weigh
+    from trtspec.trtllm.schema_evidence import RequestObservation, count_doubtful, doubtful, observation, patch, weigh
 
     bundles = [read_bundle(path) for path in options.import_]
     seen = [observation(b.schema, f"{b.name} {b.sha256[:12]}") for b in bundles if b.schema]
-    schemas, diff = weigh(seen), ""
+    told_of = [(b.evidence["engine"], request_outcomes(b.evidence), f"{b.name} {b.sha256[:12]}") for b in bundles]
+    schemas = weigh(seen, [RequestObservation(*found) for found in told_of if found[1]])
     diff = patch(schemas)
     for bundle in bundles:
         host_us = refuted_host_us(plan_findings(bundle.evidence)) if bundle.evidence["backend"] == "trtllm" else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,13 +21,14 @@ from trtspec.trtllm.schema import LINES, RELEASE, SCHEMAS, Entries, Since, line_
 from trtspec.trtllm.schema_tools import changes, flow
 
 Weight = Literal["verified", "supported", "narrowed", "refuted"]
-Part = Literal["fields", "removed", "options"]  # of a schema file
+Part = Literal["fields", "removed", "options", "behaviours"]  # of a schema file
 # what an engine's classes and command line tell for certain; others stand in validators, or are written by hand
 TOLD = {
     "fields": ("type", "min", "max", "above", "below", "default"),
     "options": ("flags", "type", "choices", "default"),
 }
 PLACES = {"fields": 0, "options": 2}  # among the Entries of a schema
+REQUESTS = ("requests_refused", "requests_ignored", "penalties_need_a_key")  # behaviours that check's probes show
 DOUBTFUL = ("inferred", "unknown")
 
 
@@ -47,6 +48,32 @@ class Observation:
         """Whether the presence of an entry means anything: the object that holds it was read."""
         parent = path.rpartition(".")[0]
         return bool(self.told(part)) and (part == "options" or not parent or parent in self.told(part))
+
+
+@dataclass(frozen=True)
+class RequestObservation:
+    """What one speculating release did with request parameters that it honours without speculation: "honoured", "no
+    effect" or "refused", by the names of release notes."""
+
+    version: str
+    outcomes: Mapping[str, str]
+    bundle: str
+
+    def shows(self, line: str, behaviour: str) -> bool | None:
+        """Whether the behaviour of a line is in force; None where its parameters were not sent, or tell nothing, as
+        penalties that are honoured, which may have their key."""
+        names, listed = _parameters(line, behaviour)
+        known = {self.outcomes[name] for name in names if name in self.outcomes}
+        if behaviour == "penalties_need_a_key":
+            known.discard("honoured")
+        if not known:
+            return None
+        if behaviour == "requests_ignored":
+            return ("no effect" in known) == listed
+        return "refused" in known
+
+
+Seen = Observation | RequestObservation
 
 
 @dataclass(frozen=True)
@@ -71,10 +98,10 @@ def observation(text: str, bundle: str) -> Observation:
         raise UsageError(f"the schema of {bundle} is not one: {error}", "ask for the bundle again") from None
 
 
-def weigh(seen: Sequence[Observation]) -> list[SchemaFinding]:
-    """Findings on every dated entry whose evidence is inferred or unknown, and on every attribute that a release shows
-    to be otherwise. Refuted ones first."""
-    found = [*_dated(seen), *_gone(seen)]
+def weigh(seen: Sequence[Observation], asked: Sequence[RequestObservation] = ()) -> list[SchemaFinding]:
+    """Findings on every dated entry whose evidence is inferred or unknown, on what releases do with requests, and on
+    every attribute that a release shows to be otherwise. Refuted ones first."""
+    found = [*_dated(seen), *_gone(seen), *_requests(asked)]
     for part in ("fields", "options"):
         found += [*_attributes(seen, part), *_unknown_keys(seen, part)]
     order = ("refuted", "narrowed", "verified", "supported")
@@ -107,21 +134,57 @@ def _dated(seen: Sequence[Observation]) -> Iterator[SchemaFinding]:
 def _weigh_since(
     line: str, part: Part, path: str, entry: dict[str, Any], seen: Sequence[Observation]
 ) -> SchemaFinding | None:
-    since, ends = Since(**entry["since"]), {"before": "", "past": ""}
-    inside: list[tuple[Observation, bool]] = []
+    looked: list[tuple[Seen, bool]] = []
     for one in seen:
         if not one.tells(part, path):
             continue  # the object itself is not there, or not read: that is its own finding
-        where, present = _place(since, one.version), path in one.told(part)
+        where, present = _place(Since(**entry["since"]), one.version), path in one.told(part)
         if where == "past" and not present and path not in expected(one.version)[PLACES[part]]:
             continue  # a later line took it away again
+        looked.append((one, present))
+    return _begun(line, part, path, entry, looked)
+
+
+def _requests(asked: Sequence[RequestObservation]) -> Iterator[SchemaFinding]:
+    for line in LINES:
+        for name in REQUESTS:
+            entry = (_raw(line).get("behaviours") or {}).get(name)
+            if entry and entry.get("since", {}).get("evidence") in DOUBTFUL:
+                shown = [(one, one.shows(line, name)) for one in asked]
+                looked: list[tuple[Seen, bool]] = [(one, there) for one, there in shown if there is not None]
+                finding = _begun(line, "behaviours", name, entry, looked)
+                if finding is not None:
+                    yield finding
+
+
+def _parameters(line: str, behaviour: str) -> tuple[list[str], bool]:
+    """Request parameters that the behaviour is about, and whether the line lists them: one with an empty list says that
+    it ends for those of the line before."""
+    name: str | None = line
+    while name is not None:
+        found = ((_raw(name).get("behaviours") or {}).get(behaviour) or {}).get("parameters")
+        if found:
+            return found, name == line
+        name = _raw(name).get("inherits")
+    return [], False
+
+
+def _begun(
+    line: str, part: Part, path: str, entry: dict[str, Any], looked: Sequence[tuple[Seen, bool]]
+) -> SchemaFinding | None:
+    """What releases with and without an entry say of the interval in which it began."""
+    since, ends = Since(**entry["since"]), {"before": "", "past": ""}
+    inside: list[tuple[Seen, bool]] = []
+    for one, present in looked:
+        where = _place(since, one.version)
         if where == "inside":
             inside.append((one, present))
             continue
         if present != (where == "past"):
             message = f"{'present' if present else 'absent'} in {one.version}, where the schema has it {where} " \
                       f"{since.interval} ({one.bundle})"  # fmt: skip
-            return SchemaFinding(line, path, "refuted", message, "" if where == "past" else None, part)
+            gone = where == "past" and part != "behaviours"  # what a release does is not taken back with its line
+            return SchemaFinding(line, path, "refuted", message, "" if gone else None, part)
         ends[where] = f"{one.version} ({one.bundle})"
     if inside:
         present_in, absent_in = _sorted_versions(inside)
@@ -149,7 +212,7 @@ def _is_end(text: str) -> bool:
 
 def _weigh_removed(line: str, path: str, entry: dict[str, Any], seen: Sequence[Observation]) -> SchemaFinding | None:
     dates, ends = Since(entry.get("by", line), entry["evidence"], entry["last"]), {"before": "", "past": ""}
-    inside: list[tuple[Observation, bool]] = []
+    inside: list[tuple[Seen, bool]] = []
     for one in seen:
         where, present = _place(dates, one.version), path in one.told("removed")
         known = path in expected(one.version)[0]
@@ -173,13 +236,13 @@ def _weigh_removed(line: str, path: str, entry: dict[str, Any], seen: Sequence[O
     return _borne_out(SchemaFinding(line, path, "supported", "", part="removed"), changed, ends, ("present", "absent"))
 
 
-def _sorted_versions(inside: list[tuple[Observation, bool]]) -> tuple[list[str], list[str]]:
+def _sorted_versions(inside: Sequence[tuple[Seen, bool]]) -> tuple[list[str], list[str]]:
     """Releases that have the entry, and those that have not, oldest first."""
     found = [sorted((one.version for one, there in inside if there == has), key=Version) for has in (True, False)]
     return found[0], found[1]
 
 
-def _narrowed(finding: SchemaFinding, changed: dict[str, Any], inside: list[tuple[Observation, bool]]) -> SchemaFinding:
+def _narrowed(finding: SchemaFinding, changed: dict[str, Any], inside: Sequence[tuple[Seen, bool]]) -> SchemaFinding:
     """Releases between the two ends of an interval (the finding's message) move them."""
     present, absent = _sorted_versions(inside)
     said = [f"present in {version}" for version in present] + [f"absent in {version}" for version in absent]
@@ -270,7 +333,10 @@ def doubtful() -> dict[str, int]:
         ends = sum(_is_end(entry["last"]) for entry in removed)
         found["weighed"] += count_doubtful(dated) + ends
         found["removed, without a release"] += len(removed) - ends
-        found["behaviours"] += count_doubtful(data.get("behaviours"))
+        told = data.get("behaviours") or {}
+        requests = count_doubtful([(told.get(name) or {}).get("since") for name in REQUESTS])
+        found["behaviours"] += count_doubtful(told) - requests
+        found["weighed"] += requests
         found["changes of a field"] += count_doubtful(
             [entry.get("changed") for entry in (data.get("fields") or {}).values()]
         )
