@@ -34,7 +34,8 @@ def evidence(text: str) -> dict[str, Any]:
             "lint-head": {"error": {"message": text}, "problems": [{"message": text, "remedy": f"see {text}"}]},
             "doctor": {"packages": [{"name": "torch", "detail": text}]},
         },
-        "argv": ["python", "-m", "trtspec", "serve", text], "journal": [{"key": "doctor"}, {text: 1}], "gpus": [], "nothing": [[], None],
+        "argv": ["python", "-m", "trtspec", "serve", text],
+        "journal": [{"key": "doctor"}, {text: 1}], "gpus": [], "nothing": [[], None],
         "serve-plain": f"the server ended with status 1; its log says:\n{text}\nTraceback:\n  File x\n{text}",
     }  # fmt: skip
 
