@@ -35,7 +35,7 @@ def evidence(text: str) -> dict[str, Any]:
             "doctor": {"packages": [{"name": "torch", "detail": text}]},
         },
         "argv": ["python", "-m", "trtspec", "serve", text],
-        "journal": [{"key": "doctor"}, {text: 1}], "gpus": [], "nothing": [[], None],
+        "journal": [{"key": "bench-long-128"}, {text: 1}], "gpus": [], "nothing": [[], None],
         "serve-plain": f"the server ended with status 1; its log says:\n{text}\nTraceback:\n  File x\n{text}",
     }  # fmt: skip
 
@@ -44,6 +44,7 @@ def redacted(text: str) -> str:
     """The evidence with the text, redacted; once more, it is the same, also as the file that it becomes."""
     found = REDACT.value(evidence(text))
     assert REDACT.value(found) == found and found["gpus"] == [] and found["nothing"] == [[], None]
+    assert found["journal"][0] == {"key": "bench-long-128"}
     assert not REDACT.left_in(json_text(found))
     return json.dumps(found, ensure_ascii=False)
 

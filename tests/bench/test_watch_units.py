@@ -15,6 +15,8 @@ from tests.command_line import trtspec
 from trtspec.bench.watch import Watch, WatchSettings, WatchState
 from trtspec.bench.watch_baseline import WatchBaseline, baseline_of
 from trtspec.bench.watch_sources import MetricsMemory, read_body
+from trtspec.cli.watch import _baseline
+from trtspec.errors import UsageError
 
 CONFIG = 'trtllm_speculative_config_info{model_name="m",spec_enabled="true",spec_num_tokens="%s"} 1.0\n'
 SHORT = WatchSettings(batch_s=1, min_steps=50)
@@ -121,3 +123,18 @@ def test_draft_counters_that_stand_still_while_answers_end_are_named() -> None:
     found.scraped(12, read_body(counters(2300, 1350, 330, tokens % 5000), memory))
     found.scraped(13, read_body(counters(2300, 1350, 331, tokens % 5300), memory))  # newer releases count tokens
     assert [problem.code for problem in found.alerts(13)] == ["TS-WATCH-NOT-SPECULATING"]
+
+
+def test_a_category_of_degenerate_output_is_no_norm(tmp_path: Path) -> None:
+    """Loops are accepted whole: 3 of 3 drafts in 500 steps; without the quality of its output it would be the norm."""
+    steps = {"steps": 500, "drafted": 1500, "histogram": None}
+    groups = {"code": steps | {"accepted": 600}, "loops": steps | {"accepted": 1500}}
+    quality = {"code": {"degenerate": False}, "loops": {"degenerate": True}}
+    run = {"name": "a", "url": "u", "server": {}, "workload": {}, "categories": groups, "concurrency": []}
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(run | {"quality": quality}))
+    base, _ = _baseline(path)
+    assert base is not None and base.per_step == {"code": pytest.approx(1.2)}
+    path.write_text(json.dumps(run | {"quality": dict.fromkeys(groups, {"degenerate": True})}))
+    with pytest.raises(UsageError, match="not degenerate"):
+        _baseline(path)

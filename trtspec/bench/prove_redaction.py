@@ -58,7 +58,7 @@ ASSIGNED = re.compile(
     re.IGNORECASE,
 )
 NUMBER = re.compile(r"[-+]?\d[\d_.,]*(?:e[-+]?\d+)?(?:[a-zµ%/]{0,4}|rc\d+)", re.IGNORECASE)
-RANDOM = re.compile(r"(?=[^\d]*\d)(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9+/=-]{12,}")
+RANDOM = re.compile(r"(?=[^\d]*\d)(?=[^a-z]*[a-z])(?=[^A-Z]*[A-Z])[A-Za-z0-9+/=]{16,}")
 WORDS = {"is", "are", "was", "and", "or", "has", "needs", "must", "in", "to", "of", "not", "for", "from", "with", "on",
          "off", "yes", "no", "none", "null", "true", "false", "auto", "default", "enabled", "disabled", "required",
          "key", "token", "value", "file", "env", "str", "int", "bool", "localhost", "a", "an", "the",
