@@ -1,6 +1,6 @@
-"""Are the arguments of tool calls, and the texts behind their results, those of the plain server, up to near-ties?
+"""Are calls and their arguments, the texts behind their results, and forms those of the plain server, up to near-ties?
 
-Arguments are compared as JSON. Where they differ from those of every pass of the plain server, its tokens tell how sure
+First whether an answer calls or writes, then what. Arguments and forms are compared as JSON. Where they differ from those of every pass of the plain server, its tokens tell how sure
 it was: they hold the whole answer with the markers of its calls, in which other arguments are put in the place of its
 own. Where it told no tokens, or its parser rewrites the arguments, only the number of differences can be judged.
 """
@@ -8,19 +8,22 @@ own. Where it told no tokens, or its parser rewrites the arguments, only the num
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trtspec.bench.gate import UNLIKELY, more_often
-from trtspec.bench.lossless import AnswerDivergence, RoundingBound, first_divergence, judge
+from trtspec.bench.lossless import AnswerDivergence, RoundingBound, first_divergence, is_marker, judge
 from trtspec.bench.transcript import Recording, ToolReply, Transcript
 from trtspec.bench.visible import VERDICTS, by_question, own_rounding, parted
 
 
+CONTENT = 1  # among the parts of an answer
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReplyComparison:
-    """Questions by what became of their `what` (arguments, text): `same`, or another one by verdict. `moved` of
+    """Questions by what became of their `what` (calls, arguments, text): `same`, or another one by verdict. `moved` of
     `repeated` questions have different ones in passes of the plain server; `p` is the chance of so many unjudged
     differences."""
 
@@ -45,16 +48,50 @@ class ReplyComparison:
     @property
     def message(self) -> str:
         """A clause behind the count of good calls; empty where nothing was compared."""
-        if not self.compared:
-            return ""
-        found = f", {len(self.same)} of {self.compared} as without speculation"
-        found += f", {len(self.near_ties)} part from it at a near-tie" if self.near_ties else ""
+        return f", {len(self.same)} of {self.compared} as without speculation{self.parted}" if self.compared else ""
+
+    @property
+    def parted(self) -> str:
+        """The clauses on those that are not the same."""
+        found = f", {len(self.near_ties)} part from it at a near-tie" if self.near_ties else ""
         if self.real:
             found += f", {len(self.real)} have other {self.what} where the target is sure of itself: {self.real[0]}"
         if self.unjudged:
             found += f", {len(self.unjudged)} have other {self.what} and no log-probabilities tell why (the plain "
             found += f"server's own differ for {self.moved} of {self.repeated}, p {self.p:.2g}): {self.unjudged[0]}"
         return found
+
+
+Replies = Mapping[str, list[ToolReply]]  # by question, in the order of the passes
+
+
+def replies_by_question(*passes: Sequence[ToolReply]) -> Replies:
+    """Without those that failed, and those that were cut off while the model reasoned."""
+    found: dict[str, list[ToolReply]] = {}
+    for reply in (reply for one in passes for reply in one if not reply.error and not cut_off(reply)):
+        found.setdefault(reply.question, []).append(reply)
+    return found
+
+
+def compare_turns(
+    mine: Sequence[ToolReply], plain: Replies, rounding: RoundingBound | None, limit: float | None
+) -> ReplyComparison:
+    """Whether each reply calls the tools that some pass of the plain server called, or writes, or is silent, as it did;
+    `limit` of the rounding bound in nats, None where other weights may choose."""
+    found: dict[str, list[str]] = {verdict: [] for verdict in ("same", *VERDICTS)}
+    for reply in mine:
+        known = plain.get(reply.question, [])
+        if reply.error or cut_off(reply) or not known:
+            continue
+        if any(turn_of(reply) == turn_of(other) for other in known):
+            found["same"].append(reply.question)
+        else:
+            found["unjudged" if limit is None else _kindest(reply, known, rounding, limit)].append(reply.question)
+    return _comparison("calls, or none,", found, [{str(turn_of(r)) for r in one} for one in plain.values() if one[1:]])
+
+
+def turn_of(reply: ToolReply) -> list[str] | str:
+    return names_of(reply) or ("" if silent(reply) else "text")
 
 
 def compare_arguments(got: Recording, expected: Recording, limit: float) -> ReplyComparison:
@@ -73,20 +110,34 @@ def compare_arguments(got: Recording, expected: Recording, limit: float) -> Repl
     return _comparison("arguments", found, again)
 
 
-def compare_follow_ups(got: Recording, expected: Recording, limit: float) -> ReplyComparison:
-    """Texts behind the result of a tool, by question, where both servers wrote one; `limit` as for arguments."""
-    passes = [[r.transcript for r in one if _text(r)] for one in (expected.follow_ups, expected.repeated_follow_ups)]
-    plain = by_question(*passes)
-    mine = [reply.transcript for reply in got.follow_ups if _text(reply) and reply.question in plain]
-    verdicts = dict(parted(mine, plain, (own_rounding(expected), limit)))
+def compare_texts(
+    mine: Sequence[ToolReply], plain: Replies, rounding: RoundingBound | None, limit: float
+) -> ReplyComparison:
+    """Texts by question, where both servers wrote one: behind the result of a tool, or in a form; what is equal as JSON
+    is the same. `limit` as for arguments."""
+    known = by_question(*[[r.transcript for r in one if writes(r)] for one in plain.values()])
+    written = [reply for reply in mine if writes(reply) and reply.question in known]
+    verdicts = dict(parted([reply.transcript for reply in written], known, (rounding, limit)))
     found: dict[str, list[str]] = {verdict: [] for verdict in ("same", *VERDICTS)}
-    for item in mine:
-        found[verdicts.get(item.question, "same")].append(item.question)
-    return _comparison("text", found, [{item.trimmed for item in one} for one in plain.values() if one[1:]])
+    for reply in written:
+        value = parsed(reply.content)
+        alike = value is not None and any(parsed(other.content) == value for other in plain[reply.question])
+        found["same" if alike else verdicts.get(reply.question, "same")].append(reply.question)
+    return _comparison("text", found, [{item.trimmed for item in one} for one in known.values() if one[1:]])
 
 
-def _text(reply: ToolReply) -> bool:
-    return not reply.error and not reply.calls and bool(reply.content.strip())
+def writes(reply: ToolReply) -> bool:
+    return not reply.error and not reply.calls and not silent(reply)
+
+
+def silent(reply: ToolReply) -> bool:
+    """No text and no further call."""
+    return not reply.content.strip() and not reply.calls
+
+
+def cut_off(reply: ToolReply) -> bool:
+    """Whether the limit of tokens came while the model still reasoned: nothing is known of the answer behind."""
+    return not reply.error and silent(reply) and bool(reply.reasoning.strip()) and reply.finish_reason == "length"
 
 
 def _comparison(what: str, found: dict[str, list[str]], again: Sequence[set[str]]) -> ReplyComparison:
@@ -108,6 +159,10 @@ def _verdict(reply: ToolReply, known: Sequence[ToolReply], rounding: RoundingBou
     """`same`, or the kindest verdict beside the plain server's passes."""
     if any(arguments_of(reply) == arguments_of(other) for other in known):
         return "same"
+    return _kindest(reply, known, rounding, limit)
+
+
+def _kindest(reply: ToolReply, known: Sequence[ToolReply], rounding: RoundingBound | None, limit: float) -> str:
     parted = [divergence for other in known if (divergence := _divergence(other, reply)) is not None]
     verdicts = {judge(d, rounding.at(d.question, d.position, limit) if rounding else limit) for d in parted}
     return next((verdict for verdict in VERDICTS if verdict in verdicts), "unjudged")
@@ -119,19 +174,52 @@ def _divergence(plain: ToolReply, got: ToolReply) -> AnswerDivergence | None:
     arguments are no surprise, so the first difference counts."""
     text = "".join(token.text for token in plain.tokens or [])
     place = 0
-    for old, new in zip(_parts(plain), _parts(got), strict=True):
+    for part, (old, new) in enumerate(zip(_parts(plain), _parts(got), strict=False)):
+        before = place
         if old and (place := text.find(old, place)) < 0:
             return None
         if old != new and (not old or parsed(old) is None or parsed(old) != parsed(new)):
+            if part < CONTENT and not old:
+                return None
+            if part <= CONTENT and new.startswith(old):
+                return _where_it_ends(plain, place + len(old), new[len(old) :])
+            if part == CONTENT and old.startswith(new):
+                return _where_it_ends(plain, place + len(new) if new else before)
             whole = Transcript(plain.question, "tools", [], text, None, plain.tokens)
             changed = text[:place] + new + text[place + len(old) :]
             return first_divergence(whole, replace(whole, text=changed, tokens=None)) if old else None
         place += len(old)
-    return None
+    return _where_it_ends(plain, place) if len(plain.calls) != len(got.calls) else None
+
+
+def _where_it_ends(plain: ToolReply, at: int, rest: str | None = None) -> AnswerDivergence:
+    """Behind character `at` of the plain server's tokens one answer calls, ends or writes on, and the other does not:
+    `rest` is what the other writes there, None where it calls or ends. Markers and white space stand in no text, so the
+    runner-up of each of them may have been taken, up to that of the first token which is neither."""
+    offset, places = 0, []
+    for index, token in enumerate(plain.tokens or []):
+        offset += len(token.text)
+        if offset > at:
+            places.append((index, token))
+            if token.text.strip() and not is_marker(token.text):
+                break
+    said = "(a call, or the end of the answer)" if rest is None else rest[:12]
+    if not places:
+        return AnswerDivergence(plain.question, len(plain.tokens or []), "(not told)", said, None, None, False)
+    taken = [(index, token) for index, token in places if token.second is not None and _goes_on(token.second, rest)]
+    index, token = min(taken or places[:1], key=lambda each: each[1].gap or 0.0)
+    return AnswerDivergence(plain.question, index, token.text, said, token.gap, None, bool(taken))
+
+
+def _goes_on(second: str, rest: str | None) -> bool:
+    """Whether a runner-up begins `rest`, or, for None, may be a marker: of the end, of a call, of a call's JSON."""
+    bare = second.strip()
+    return not bare or (rest.lstrip().startswith(bare) if rest is not None else bare[0] in "<[{")
 
 
 def _parts(reply: ToolReply) -> list[str]:
-    """What an answer consists of, in its order. White space around reasoning is no difference."""
+    """What an answer consists of, in its order: the text is part CONTENT. White space around reasoning is no
+    difference."""
     return [reply.reasoning.strip(), reply.content.strip(), *(call["arguments"] for call in reply.calls)]
 
 

@@ -1,16 +1,30 @@
-"""Rows of the gate on what clients ask for: tools and what follows them, forms, stop strings, images, parameters."""
+"""Rows of the gate on what clients ask for: tools and what follows them, forms, images."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from trtspec.bench.arguments import arguments_of, compare_arguments, compare_follow_ups, names_of, parsed
-from trtspec.bench.asking import HONOURED, NO_EFFECT, NOT_ASKED, NOT_SENT, REFUSED, declined
-from trtspec.bench.battery import FORM_SCHEMA, TOOL, stop_word
-from trtspec.bench.gate import SHOWN, CheckResult, pass_or_fail, result
-from trtspec.bench.transcript import Recording, ToolReply, Transcript
+from trtspec.bench.arguments import (
+    Replies,
+    ReplyComparison,
+    arguments_of,
+    compare_arguments,
+    compare_texts,
+    compare_turns,
+    cut_off,
+    names_of,
+    parsed,
+    replies_by_question,
+    silent,
+)
+from trtspec.bench.asking import NOT_ASKED, declined
+from trtspec.bench.battery import FORM_SCHEMA, TOOL
+from trtspec.bench.gate import SHOWN, CheckResult, result
+from trtspec.bench.transcript import Recording, ToolReply
+from trtspec.bench.visible import own_rounding
 
 TOOL_MARKERS = ("<|tool_call", "<tool_call", "[TOOL_CALLS]")
 TOOL_REMEDY = "send the request by hand with speculation off; check --tool_parser and the chat template"
@@ -28,8 +42,8 @@ def check_tool_calls(got: Recording, expected: Recording | None, limit: float | 
     mine, theirs = asked(got.tools), {reply.question: reply for reply in expected.tools} if expected else {}
     if not mine:
         return result(name, "skipped", "no request with a tool was sent")
-    told = expected.tools if expected else []
-    faults = [(reply, fault) for reply in mine for fault in _tool_faults(reply, reply_to(told, reply.question), mine)]
+    turns = _tool_turns(mine, expected, limit)
+    faults = [(reply, fault) for reply in mine for fault in _tool_faults(reply, expected, mine, turns)]
     pairs = [
         (r, theirs[r.question]) for r in mine if r.question in theirs and not theirs[r.question].error and not r.error
     ]
@@ -39,6 +53,7 @@ def check_tool_calls(got: Recording, expected: Recording | None, limit: float | 
         "expected": [asdict(reply) for reply in theirs.values()][:3],
         "faults": [f"{reply.question}: {fault}" for reply, fault in faults][:SHOWN],
         "arguments": asdict(compared) if compared else None,
+        "turns": asdict(turns),
     }
     if faults:
         message = f"{len(faults)} of {len(mine)} tool calls: {faults[0][1]} ({faults[0][0].question})"
@@ -55,12 +70,12 @@ def check_tool_calls(got: Recording, expected: Recording | None, limit: float | 
         return result(name, "skipped", "not shown: the calls are malformed on both servers", **detail)
     both = any(r.calls and old.calls for r, old in pairs)
     message = f"{len(good)} of {len(mine)} requests with a tool yield well-formed calls"
-    message += compared.message if compared else ""
+    message += (compared.message if compared else "") + turns.parted
     message += ", and none can be compared: the plain server makes no call" if pairs and not both else ""
     message += _also_refused(mine)
     if compared and compared.wrong:
         return result(name, "fail", message, code, TOOL_REMEDY, **detail)
-    if compared and compared.unjudged:
+    if compared and (compared.unjudged or turns.unjudged):
         return result(name, "skipped", message, **detail)
     return result(name, "pass", message, seen=len(good), **detail)
 
@@ -132,23 +147,47 @@ def stream_fault(whole: ToolReply, streamed: ToolReply) -> str | None:
     return None
 
 
-def _tool_faults(reply: ToolReply, plain: ToolReply | None, mine: Sequence[ToolReply]) -> Iterator[str]:
+def _tool_turns(mine: Sequence[ToolReply], expected: Recording | None, limit: float | None) -> ReplyComparison:
+    """Whether each reply calls as the plain server does in one of its passes; where that never calls, calls are judged
+    by their form alone. If no call is left, no statistics are needed."""
+    plain = _tool_passes(expected)
+    calls = any(reply.calls for one in plain.values() for reply in one)
+    turns = compare_turns(mine, plain if calls else {}, own_rounding(expected), limit)
+    return turns if any(reply.calls for reply in mine) else replace(turns, p=0.0)
+
+
+def _tool_passes(expected: Recording | None) -> Replies:
+    return replies_by_question(expected.tools, expected.repeated_tools, expected.confirmed_tools) if expected else {}
+
+
+def _tool_faults(
+    reply: ToolReply, expected: Recording | None, mine: Sequence[ToolReply], turns: ReplyComparison
+) -> Iterator[str]:
     """What is wrong with one reply; what the plain server does as well is the model's way, or its set-up."""
+    plain = reply_to(expected.tools, reply.question) if expected else None
+    known = _tool_passes(expected).get(reply.question, [])
     if reply.error:
         if refused_alone(reply, plain, mine):
-            yield f"refused, though others are answered: {reply.error}"
+            yield f"{_failed(reply)}, though others are answered: {reply.error}"
         return
     if cut_off(reply):
         return
     faults = [fault for call in reply.calls if (fault := call_fault(call))]
-    if faults and not (plain and any(call_fault(call) for call in plain.calls)):
+    if faults and not any(call_fault(call) for other in known for call in other.calls):
         yield f"malformed: {faults[0]}"
-    elif not reply.calls and plain and plain.calls:
-        yield "the call of the plain server vanished with speculation"
-    elif not reply.calls and not reply.content.strip() and not (plain and not plain.content.strip()):
-        yield "neither a call nor text came"
-    elif plain and plain.calls and names_of(reply) != names_of(plain):
-        yield "other tools are called with speculation than without"
+    elif reply.question in turns.wrong:
+        yield _other_turn(reply, known)
+    elif silent(reply) and not (known and (any(map(silent, known)) or reply.question in turns.near_ties)):
+        if not (plain and (plain.error or cut_off(plain))):
+            yield "neither a call nor text came"
+
+
+def _other_turn(reply: ToolReply, known: Sequence[ToolReply]) -> str:
+    if not reply.calls:
+        return "the call of the plain server vanished with speculation"
+    if not any(other.calls for other in known):
+        return "a call came in place of the plain server's text"
+    return "other tools are called with speculation than without"
 
 
 def why_not_shown(replies: Sequence[ToolReply]) -> str:
@@ -178,40 +217,56 @@ def check_follow_ups(got: Recording, expected: Recording | None, limit: float | 
     mine, theirs = asked(got.follow_ups), expected.follow_ups if expected else []
     if not mine:
         return result(name, "skipped", "no follow-up was sent")
-    faults, cut, silent = [], 0, 0
+    known = replies_by_question(theirs, expected.repeated_follow_ups) if expected else {}
+    turns = compare_turns(mine, known, own_rounding(expected), limit)
+    faults, kinds = [], Counter[str]()
     for reply in mine:
-        plain = reply_to(theirs, reply.question)
+        plain, passes = reply_to(theirs, reply.question), known.get(reply.question, [])
         if reply.error:
-            faults += [(reply, f"refused: {reply.error}")] if refused_alone(reply, plain, mine) else []
-        elif cut_off(reply) or (_silent(reply) and plain and cut_off(plain)):
-            cut += 1
-        elif _silent(reply) and plain and not plain.error and _silent(plain):
-            silent += 1
-        elif _silent(reply):
+            kinds["refused"] += 1
+            faults += [(reply, f"{_failed(reply)}: {reply.error}")] if refused_alone(reply, plain, mine) else []
+        elif cut_off(reply) or (silent(reply) and plain and cut_off(plain)):
+            kinds["cut"] += 1
+        elif silent(reply) and (any(map(silent, passes)) or reply.question in turns.near_ties):
+            kinds["silent"] += 1
+        elif silent(reply):
             where = "behind the reasoning" if reply.reasoning.strip() else "altogether"
             faults.append((reply, f"the answer is empty {where}"))
+        elif reply.question in turns.wrong:
+            faults.append((reply, _other_turn(reply, passes)))
+        else:
+            kinds["text" if not reply.calls else "call" if passes else "unknown call"] += 1
     detail: dict[str, Any] = {"faults": [f"{reply.question}: {fault}" for reply, fault in faults][:SHOWN]}
+    detail["turns"] = asdict(turns)
     if faults:
         message = f"{len(faults)} of {len(mine)} follow-ups of a tool: {faults[0][1]} ({faults[0][0].question})"
         remedy = "check the reasoning parser and the chat template: Kimi-K2.6 ends many such answers behind </think>"
         return result(name, "fail", message, code, remedy, **detail)
-    seen = sum(not reply.error for reply in mine) - cut
+    seen = kinds["text"] + kinds["silent"] + kinds["call"]
     if not seen:
-        also = " as the plain server does" if theirs else ""
-        why = f"the server refuses follow-ups{also}: {mine[0].error}"
-        why = f"{cut} of {len(mine)} follow-ups were cut off while the model reasoned (--max-tokens)" if cut else why
-        return result(name, "skipped", f"not shown: {why}", **detail)
-    message = f"{seen - silent} of {len(mine)} follow-ups of a tool are answered in text"
-    message += f", {silent} are empty on both servers" if silent else ""
-    message += f", {cut} were cut off while the model reasoned and are not judged" if cut else ""
-    compared = compare_follow_ups(got, expected, limit) if expected and limit is not None else None
-    message += (compared.message if compared else "") + _also_refused(mine)
+        return result(name, "skipped", f"not shown: {_no_text(mine, kinds, bool(theirs))}", **detail)
+    compared = compare_texts(mine, known, own_rounding(expected), limit) if expected and limit is not None else None
+    message = f"{kinds['text']} of {len(mine)} follow-ups of a tool are answered in text"
+    message += f", {kinds['silent']} are empty on both servers" if kinds["silent"] else ""
+    message += f", {kinds['call']} bring another call as on the plain server" if kinds["call"] else ""
+    message += f", {kinds['unknown call']} bring another call and are not judged" if kinds["unknown call"] else ""
+    message += f", {kinds['cut']} were cut off while the model reasoned and are not judged" if kinds["cut"] else ""
+    message += (compared.message if compared else "") + turns.parted + _also_refused(mine)
     detail["texts"] = asdict(compared) if compared else None
     if compared and compared.wrong:
         return result(name, "fail", message, code, "compare the texts of both servers in their recordings", **detail)
-    if compared and compared.unjudged:
+    if compared and (compared.unjudged or turns.unjudged):
         return result(name, "skipped", message, **detail)
     return result(name, "pass", message, seen=seen, **detail)
+
+
+def _no_text(mine: Sequence[ToolReply], kinds: Counter[str], compared: bool) -> str:
+    """Why no follow-up is judged."""
+    if kinds["unknown call"]:
+        return f"{kinds['unknown call']} of {len(mine)} follow-ups bring another call, and none is answered in text"
+    if kinds["cut"]:
+        return f"{kinds['cut']} of {len(mine)} follow-ups were cut off while the model reasoned (--max-tokens)"
+    return f"the server refuses follow-ups{' as the plain server does' if compared else ''}: {mine[0].error}"
 
 
 def reply_to(replies: Sequence[ToolReply], question: str) -> ToolReply | None:
@@ -221,8 +276,15 @@ def reply_to(replies: Sequence[ToolReply], question: str) -> ToolReply | None:
 
 
 def refused_alone(reply: ToolReply, plain: ToolReply | None, mine: Sequence[ToolReply]) -> bool:
-    """Whether a refusal is this server's own: the plain server answered, or, where it was not asked, this one did."""
-    return not plain.error if plain is not None else bool(reply.error) and any(not other.error for other in mine)
+    """Whether a failure is this server's own: the plain server answered, or, where it was not asked, this one answered
+    others, or it is no refusal (HTTP 4xx) at all."""
+    if plain is not None:
+        return not plain.error
+    return bool(reply.error) and (not declined(reply.error) or any(not other.error for other in mine))
+
+
+def _failed(reply: ToolReply) -> str:
+    return "refused" if declined(reply.error) else "failed"
 
 
 def _also_refused(mine: Sequence[ToolReply]) -> str:
@@ -230,48 +292,48 @@ def _also_refused(mine: Sequence[ToolReply]) -> str:
     return f"; {len(refused)} are refused, as by the plain server: {refused[0].error}" if refused else ""
 
 
-def cut_off(reply: ToolReply) -> bool:
-    """Whether the limit of tokens came while the model still reasoned: nothing is known of the answer behind."""
-    said = reply.content.strip() or reply.calls
-    return not reply.error and not said and bool(reply.reasoning.strip()) and reply.finish_reason == "length"
-
-
-def _silent(reply: ToolReply) -> bool:
-    """No text and no further call."""
-    return not reply.content.strip() and not reply.calls
-
-
-def check_forms(got: Recording, expected: Recording | None) -> CheckResult:
-    """Answers that must be JSON of a schema are. Those that were cut off before their end are not judged."""
-    name, remedy = "structured-output", "check guided_decoding_backend and the engine's log; ask with speculation off"
+def check_forms(got: Recording, expected: Recording | None, limit: float | None) -> CheckResult:
+    """Answers that must be JSON of a schema are, and they are the plain server's, up to near-ties under `limit`; None
+    where other weights may fill in something else. Those that were cut off before their end are not judged."""
+    name, code = "structured-output", "TS-CHECK-STRUCTURED"
+    remedy = "check guided_decoding_backend and the engine's log; ask with speculation off"
     mine, theirs = asked(got.forms), expected.forms if expected else []
     if not mine:
         return result(name, "skipped", "not shown: nothing was asked")
-    faults, good, cut, both = [], 0, 0, 0
+    known = replies_by_question(theirs, expected.repeated_forms) if expected else {}
+    faults, good, cut, both = [], [], 0, 0
     for reply in mine:
-        plain = reply_to(theirs, reply.question)
-        fault = form_fault(reply)
+        plain, fault = reply_to(theirs, reply.question), form_fault(reply)
+        passes = known.get(reply.question, [])
         if reply.error:
-            faults += [f"{reply.question}: refused: {reply.error}"] if refused_alone(reply, plain, mine) else []
-        elif reply.finish_reason == "length" or (fault and plain and plain.finish_reason == "length"):
+            alone = refused_alone(reply, plain, mine)
+            faults += [f"{reply.question}: {_failed(reply)}: {reply.error}"] if alone else []
+        elif reply.finish_reason == "length" or (fault and any(r and r.finish_reason == "length" for r in [plain, *passes])):
             cut += 1
-        elif fault and plain and form_fault(plain):
+        elif fault and any(form_fault(other) for other in passes):
             both += 1
         elif fault:
             faults.append(f"{reply.question}: {fault}")
         else:
-            good += 1
-    message = f"{good} of {len(mine)} answers have the form that was asked for"
+            good.append(reply)
+    message = f"{len(good)} of {len(mine)} answers have the form that was asked for"
     message += f", {cut} were cut off before their end and are not judged" if cut else ""
     message += f", {both} have it on neither server" if both else ""
     if faults:
-        message = f"{message}; {faults[0]}"
-        return result(name, "fail", message, "TS-CHECK-STRUCTURED", remedy, faults=faults[:SHOWN])
+        return result(name, "fail", f"{message}; {faults[0]}", code, remedy, faults=faults[:SHOWN])
     message += _also_refused(mine)
     if not good:
         refused = f"the server refused response_format: {mine[0].error}"
         return result(name, "skipped", f"not shown: {message if cut or both else refused}")
-    return result(name, "pass", message, seen=good)
+    sound = {q: [r for r in one if parsed(r.content) is not None and not form_fault(r)] for q, one in known.items()}
+    compared = compare_texts(good, sound, own_rounding(expected), limit) if limit is not None else None
+    detail = {"texts": asdict(compared) if compared else None}
+    message += compared.message if compared else ""
+    if compared and compared.wrong:
+        return result(name, "fail", message, code, "compare the texts of both servers in their recordings", **detail)
+    if compared and compared.unjudged:
+        return result(name, "skipped", message, **detail)
+    return result(name, "pass", message, seen=len(good), **detail)
 
 
 def form_fault(reply: ToolReply) -> str | None:
@@ -288,57 +350,6 @@ def form_fault(reply: ToolReply) -> str | None:
             return f"{key} is missing or of another type"
     extra = set(found) - set(schema["properties"])
     return f"it has {', '.join(sorted(extra))} beside what the schema allows" if extra else None
-
-
-def check_stops(got: Recording, expected: Recording | None) -> CheckResult:
-    """An answer ends where a stop string begins, and not before."""
-    name, remedy = "stop-strings", "ask with speculation off; a stop string may lie across the end of a draft"
-    mine, theirs = asked(got.stops), expected.stops if expected else []
-    if not mine:
-        return result(name, "skipped", "no answer is long enough to be cut by a stop string")
-    also = {q for q, fault in _stop_faults(expected, theirs).items() if fault} if expected else set()
-    found = {question: fault for question, fault in _stop_faults(got, mine).items() if question not in also}
-    refused = [reply for reply in mine if reply.error]
-    alone = [reply for reply in refused if _refused_stop(reply, mine, theirs)]
-    faults = [f"{reply.question}: refused: {reply.error}" for reply in alone]
-    faults += [f"{question}: {fault}" for question, fault in found.items() if fault]
-    judged = len(found) + len(alone)
-    if not judged:
-        message = "every answer parted from the earlier one before its stop string"
-        message = f"not shown: the server refused stop: {refused[0].error}" if refused else message
-        message += "; the plain server is wrong as well" if also else ""
-        return result(name, "skipped", message)
-    message = f"{judged - len(faults)} of {judged} answers end at their stop string"
-    message += f"; {faults[0]}" if faults else ""
-    return pass_or_fail(name, faults, message, "TS-CHECK-STOP", remedy, judged, faults=faults[:SHOWN])
-
-
-def _refused_stop(reply: ToolReply, mine: Sequence[ToolReply], theirs: Sequence[ToolReply]) -> bool:
-    """Whether a refusal is this server's own. A server may stop at another phrase, so questions may differ."""
-    if theirs:
-        return any(not other.error for other in theirs)
-    return any(not other.error for other in mine) or not declined(reply.error)
-
-
-def _stop_faults(recording: Recording, replies: Sequence[ToolReply]) -> dict[str, str]:
-    """By question: "" where the answer is right; without those that were refused or took another way before."""
-    answers = {item.question: item for item in recording.answered}
-    pairs = [(reply, answers[reply.question]) for reply in replies if reply.question in answers and not reply.error]
-    found = {whole.question: _stop_fault(reply, whole) for reply, whole in pairs}
-    return {question: fault for question, fault in found.items() if fault is not None}
-
-
-def _stop_fault(reply: ToolReply, whole: Transcript) -> str | None:
-    """ "" where it is right, None where the answer took another way before."""
-    word = stop_word(whole)
-    if word is None:
-        return None
-    wanted = whole.content[: whole.content.index(word)]
-    if reply.content.rstrip() == wanted.rstrip() or reply.content == wanted + word:
-        return ""
-    if word in reply.content:
-        return f"the stop string {word!r} is in the text"
-    return "the answer ends before its stop string" if wanted.startswith(reply.content) else None
 
 
 def check_image(got: Recording, expected: Recording | None) -> CheckResult:
@@ -365,28 +376,3 @@ def check_image(got: Recording, expected: Recording | None) -> CheckResult:
 
 def _shown(reply: ToolReply) -> bool:
     return bool(reply.content.strip() or reply.reasoning.strip())
-
-
-def check_parameters(got: Recording, expected: Recording | None) -> CheckResult:
-    """What became of each request parameter; a table, which fails nothing: releases say what they drop."""
-    theirs = {reply.name: reply for reply in expected.parameters} if expected else {}
-    if not got.parameters:
-        return result("parameters", "skipped", "no parameter was sent")
-    table = [
-        {"parameter": r.name, "outcome": r.outcome, "words": r.words[:200],
-         "without_speculation": theirs[r.name].outcome if r.name in theirs else None}
-        for r in got.parameters
-    ]  # fmt: skip
-    words = []
-    for outcome, said in (
-        (HONOURED, "honoured"),
-        (NO_EFFECT, "without effect"),
-        (REFUSED, "refused"),
-        (NOT_SENT, "not sent"),
-    ):
-        named = [reply.name for reply in got.parameters if reply.outcome == outcome]
-        words += [f"{said}: {', '.join(named)}"] if named else []
-    worse = [r.name for r in got.parameters if r.outcome in (NO_EFFECT, REFUSED)]
-    lost = [name for name in worse if name in theirs and theirs[name].outcome == HONOURED]
-    message = "; ".join(words) + (f"; lost with speculation: {', '.join(lost)}" if lost else "")
-    return result("parameters", "pass", message, table=table, lost=lost)

@@ -13,11 +13,13 @@ from typing import Any
 
 from trtspec.bench import adapters, battery
 from trtspec.bench.acceptance import TurnCounts, without_surplus
-from trtspec.bench.asking import TOP, Asker, probe_parameters
+from trtspec.bench.arguments import cut_off
+from trtspec.bench.asking import TOP, Asker
 from trtspec.bench.battery import Battery
 from trtspec.bench.client import Answer, Endpoint, new_client
-from trtspec.bench.features import cut_off, stream_fault
+from trtspec.bench.features import stream_fault
 from trtspec.bench.findings import RequestLimits
+from trtspec.bench.parameters import probe_parameters
 from trtspec.bench.quality import TaskSet, ask_tasks
 from trtspec.bench.transcript import (
     AskedPrompt,
@@ -95,11 +97,12 @@ async def _record(asker: Asker, server: adapters.DetectedServer, asked: Battery,
     if options.baseline:
         found = await _long_whole(asker, found)
         called = {reply.question for reply in found.tools if reply.calls}
-        calls = [_roomy(asker, ask) for ask in _tool_asks(asked.each) if ask[2] in called]
+        asks = [_roomy(asker, ask) if ask[2] in called else ask for ask in _tool_asks(asked.each)]
         found = replace(
             found,
-            repeated_tools=await _told_again(asker, calls),
-            repeated_follow_ups=await _told_again(asker, _follow_up_asks(asked.each)),
+            repeated_tools=await _told_again(asker, asks if called else [], cut_off),
+            repeated_follow_ups=await _told_again(asker, _follow_up_asks(asked.each), cut_off),
+            repeated_forms=await _told_again(asker, _form_asks(asked.each), at_limit),
         )
     if options.tasks is not None:
         found = replace(found, tasks=await ask_tasks(asker, options.tasks))
@@ -218,21 +221,17 @@ async def _features(asker: Asker, asked: Battery, found: Recording, limits: Requ
     """Tools, follow-ups, forms, stop strings, an image, and request parameters one at a time."""
     tools, streamed_tools, confirmed_tools = await _tools(asker, asked.each)
     follow_ups = await _with_room(asker, _follow_up_asks(asked.each), cut_off)
-    form = {"type": "json_schema", "json_schema": {"name": "described", "schema": battery.FORM_SCHEMA}}
-    few = min(battery.FEW, asked.each)
-    forms = await _with_room(
-        asker,
-        [(battery.form_question(i), {"response_format": form}, battery.tool_name(i)) for i in range(few)],
-        lambda reply: reply.finish_reason == "length",
-    )
+    forms = await _with_room(asker, _form_asks(asked.each), at_limit)
     stops = await _replies(asker.tool, [
         (transcript.messages, {**transcript.extra, "stop": [word]}, transcript.question)
         for transcript in found.answered if (word := battery.stop_word(transcript))
-    ][:few], asker.concurrency)  # fmt: skip
+    ][: min(battery.FEW, asked.each)], asker.concurrency)  # fmt: skip
     image = await asker.tool(battery.image_question(), {"max_tokens": BURST_TOKENS}, "image")
     parameters: list[ParameterReply] = []
+    after_probes = None
     if found.answered and not asker.stopped:
         parameters = await probe_parameters(asker, found.answered, limits)
+        after_probes = await asker.ask(found.answered[0].prompt)
     return replace(
         found,
         tools=tools,
@@ -243,6 +242,7 @@ async def _features(asker: Asker, asked: Battery, found: Recording, limits: Requ
         stops=stops,
         image=image,
         parameters=parameters,
+        after_probes=after_probes,
     )
 
 
@@ -273,17 +273,30 @@ def _follow_up_asks(count: int) -> list[AskedOnce]:
     return [(battery.follow_up(i), {"tools": [battery.TOOL]}, battery.tool_name(i)) for i in range(count)]
 
 
-async def _told_again(asker: Asker, asks: Sequence[AskedOnce]) -> list[ToolReply]:
+def _form_asks(count: int) -> list[AskedOnce]:
+    form = {"type": "json_schema", "json_schema": {"name": "described", "schema": battery.FORM_SCHEMA}}
+    few = range(min(battery.FEW, count))
+    return [(battery.form_question(i), {"response_format": form}, battery.tool_name(i)) for i in few]
+
+
+def at_limit(reply: ToolReply) -> bool:
+    """Whether the limit of tokens ended it: half a form is none."""
+    return reply.finish_reason == "length"
+
+
+async def _told_again(
+    asker: Asker, asks: Sequence[AskedOnce], unfinished: Callable[[ToolReply], bool]
+) -> list[ToolReply]:
     """A baseline's replies at another concurrency, with log-probabilities where the server gives them with tools."""
     faster = replace(asker, concurrency=REPEAT * asker.concurrency)
     found: list[ToolReply] = []
     if asker.logprobs:
         told = {"logprobs": True, "top_logprobs": TOP}
         telling = [(messages, {**extra, **told}, name) for messages, extra, name in asks]
-        found = await _with_room(faster, telling, cut_off)
+        found = await _with_room(faster, telling, unfinished)
     if any(not reply.error for reply in found):
         return found
-    return await _with_room(faster, asks, cut_off)
+    return await _with_room(faster, asks, unfinished)
 
 
 AskedOnce = tuple[list[dict[str, Any]], dict[str, Any], str]  # messages, further fields, the question's name

@@ -138,7 +138,7 @@ class ToolReply:
 
 @dataclass(frozen=True)
 class ParameterReply:
-    """What one request parameter did: `honoured`, `no effect`, `refused`, or `not sent` with the reason."""
+    """What one request parameter did: `honoured`, `no effect`, `refused`, `no answer`, or `not sent` with the reason."""
 
     name: str
     outcome: str
@@ -183,7 +183,8 @@ class Recording:
     burst. `long_cold` and `long_warm` ask the long prompts twice; `long_whole` holds a baseline's unstreamed answers to
     them, and each of `repeats` one more. `confirmed` are unstreamed answers to those questions
     whose streamed answer differs; `streamed_tools` and `confirmed_tools` are the same of requests with a tool, and
-    `repeated_tools` those of a baseline asked again, with log-probabilities, as `repeated_follow_ups` are.
+    `repeated_tools` those of a baseline asked again, with log-probabilities, as `repeated_follow_ups` and
+    `repeated_forms` are. `after_probes` is one plain answer behind the probes of parameters, which may end an engine.
     """
 
     url: str
@@ -208,10 +209,12 @@ class Recording:
     follow_ups: list[ToolReply] = field(default_factory=list)
     repeated_follow_ups: list[ToolReply] = field(default_factory=list)
     forms: list[ToolReply] = field(default_factory=list)
+    repeated_forms: list[ToolReply] = field(default_factory=list)
     stops: list[ToolReply] = field(default_factory=list)
     image: ToolReply | None = None
     burst: BurstReply | None = None
     parameters: list[ParameterReply] = field(default_factory=list)
+    after_probes: Transcript | None = None
     tasks: list[TaskReply] = field(default_factory=list)
     stopped: str | None = None
 
@@ -239,7 +242,8 @@ def read_recording(path: Path) -> Recording:
         raw = files.read_object(path)
         read = TypeAdapter(Recording).validate_json(json.dumps(raw, allow_nan=False), strict=True)
         replies = [*([read.tool] if read.tool else []), *read.tools, *read.streamed_tools, *read.follow_ups]
-        replies += [*read.confirmed_tools, *read.repeated_tools]
+        replies += [*read.confirmed_tools, *read.repeated_tools, *read.repeated_follow_ups, *read.forms]
+        replies += [*read.repeated_forms, *read.stops]
         if any({"name", "arguments"} - set(call) for reply in replies for call in reply.calls):
             raise ValueError("a tool call has no name or no arguments")
         asked = [item.messages[-1]["content"] for item in [*read.transcripts, *read.long_cold]]
