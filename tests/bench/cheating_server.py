@@ -121,13 +121,14 @@ WORDS = [
 TEXT_CHEATS = ("text-altered", "text-emptied", "text-truncated", "stream-altered")
 TOKEN_CHEATS = ("sampling", "different-tokens", "loops")
 TOOL_CHEATS = ("tool-dropped", "tool-malformed", "tool-stream-altered", "tool-stream-dropped", "tool-unindexed",
-               "tool-arguments", "follow-up-refused", "follow-up-empty")  # fmt: skip
+               "tool-arguments", "follow-up-refused", "follow-up-empty", "follow-up-calls")  # fmt: skip
 ACCEPTANCE_CHEATS = ("forced-constant", "forced-fractional", "claimed", "claimed-against-usage", "inflated-usage",
                      "collapse-burst", "collapse-warm", "collapse-long")  # fmt: skip
 TIME_CHEATS = ("slow-later", "slower", "buffering", "pieces", "hang")
 TRANSPORT_CHEATS = ("http-429", "http-503", "reset", "html", "cut-stream")
 LONG_CHEATS = ("long-altered", "long-errors", "warm-truncated")
-FORM_CHEATS = ("form-broken", "stop-ignored", "not-utf8", "other-context", "system-refused")
+FORM_CHEATS = ("form-broken", "form-altered", "stop-ignored", "stop-altered", "not-utf8", "other-context",
+               "system-refused", "finish-wrong", "features-error", "probe-kills")  # fmt: skip
 CHEATS = (
     *TEXT_CHEATS, *TOKEN_CHEATS, *TOOL_CHEATS, *ACCEPTANCE_CHEATS, *TIME_CHEATS, *TRANSPORT_CHEATS, *LONG_CHEATS,
     *FORM_CHEATS,
@@ -157,6 +158,7 @@ class Played:
     answers: int = 0
     busy: int = 0
     crowded: bool = False
+    dead: bool = False
     seen: set[str] = field(default_factory=set)
     drafts: int = 0
     accepted: int = 0  # as vLLM counts them: also behind the end of an answer
@@ -225,11 +227,17 @@ def make(played: Played, body: dict[str, Any]) -> Made:
         words = len(text.split())
     if any(message["role"] == "system" for message in messages) and played.cheats("system-refused"):
         raise error(400, "this template has no system messages")
+    special = any(body.get(field) for field in ("tools", "response_format", "stop"))
+    if special and played.cheats("features-error"):
+        raise error(500, "CUDA error: an illegal memory access was encountered")
     if any(isinstance(message.get("content"), list) for message in messages):
         raise error(400, "this model reads text only")
     changing = {k: body[k] for k in ("frequency_penalty", "presence_penalty", "repetition_penalty", "bad") if k in body}
     if body.get("temperature"):
         changing["seed"] = body.get("seed")
+    if changing and played.cheats("probe-kills"):
+        played.dead = True
+        raise ConnectionResetError
     key = text + json.dumps(body.get("chat_template_kwargs", {}), sort_keys=True)
     key += json.dumps(changing, sort_keys=True) if changing else ""
     if played.cheats("sampling"):
@@ -256,10 +264,15 @@ def make(played: Played, body: dict[str, Any]) -> Made:
     made.finish = "length" if len(made.tokens) >= limit else "stop"
     if body.get("response_format"):
         form = '{"name": "x", "count": 7}' if not played.cheats("form-broken") else '{"name": "x", "count'
+        form = '{"name": "y", "count": 9}' if played.cheats("form-altered") else form
         made.tokens, made.reasoned, made.finish = [(form, WORDS[0], 3.0)], 0, "stop"
     elif body.get("tools"):
         answer_tools(played, messages, made)
     stop(played, body.get("stop") or [], made)
+    if body.get("stop") and played.cheats("stop-altered"):
+        made.tokens = [("bananas ", second, gap) for _, second, gap in made.tokens]
+    if made.finish == "stop" and played.cheats("finish-wrong"):
+        made.finish = "length"
     made.tokens = noisy(made.tokens, played)
     return made
 
@@ -278,12 +291,13 @@ def answer_tools(played: Played, messages: list[dict[str, Any]], made: Made) -> 
             raise error(400, "messages of the role tool are not supported")
         if played.cheats("follow-up-empty") or "silent" in played.options:
             made.tokens = made.tokens[: made.reasoned + 1]
-        return
+        if not played.cheats("follow-up-calls"):
+            return
     if "no-tools" in played.options:
         raise error(400, "tools need a parser")
     if "no-calls" in played.options:
         return
-    name = messages[-1]["content"].split("`")[1]
+    name = messages[0]["content"].split("`")[1]
     arguments = json.dumps({"name": name})
     call = ("functions.lookup:0", "<|tool_call_argument_begin|>", '{"name": "', *spelled(name), '"}')
     made.tokens = [(text, WORDS[0], 3.0) for text in ("<|tool_calls_section_begin|>", *call)]
@@ -470,6 +484,8 @@ def call_pieces(played: Played, made: Made) -> list[dict[str, Any]]:
 
 
 def transport(played: Played) -> None:
+    if played.dead:
+        raise ConnectionResetError
     if played.cheats("http-429"):
         raise error(429, "too many requests")
     if played.cheats("http-503"):

@@ -19,16 +19,18 @@ from trtspec.bench.asking import Asker
 from trtspec.bench.battery import stop_word
 from trtspec.bench.check import check_degenerate
 from trtspec.bench.drafting import check_acceptance
+from trtspec.bench.endings import check_finish, check_stops
 from trtspec.bench.features import (
     check_follow_ups,
     check_forms,
     check_image,
-    check_stops,
     check_tool_calls,
     check_tool_streams,
 )
 from trtspec.bench.lossless import compare_transcripts, first_divergence, tokens_show
-from trtspec.bench.transcript import Recording, Token, ToolReply, Transcript, visible_text
+from trtspec.bench.parameters import NO_ANSWER, check_parameters
+from trtspec.bench.parameters import REFUSED as DECLINED
+from trtspec.bench.transcript import ParameterReply, Recording, Token, ToolReply, Transcript, visible_text
 from trtspec.bench.visible import check_stream
 
 FEW = 6
@@ -49,6 +51,7 @@ CAUGHT_BY = {
     "tool-unindexed": {"TOOL-STREAM"},
     "follow-up-refused": {"TOOL-FOLLOW-UP"},
     "follow-up-empty": {"TOOL-FOLLOW-UP"},
+    "follow-up-calls": {"TOOL-FOLLOW-UP"},
     "forced-constant": {"FORCED-ACCEPTANCE"},
     "forced-fractional": {"FORCED-ACCEPTANCE"},
     "claimed": {"CLAIM"},
@@ -68,7 +71,12 @@ CAUGHT_BY = {
     "html": {"ANSWERS"},
     "cut-stream": {"ANSWERS"},
     "form-broken": {"STRUCTURED"},
+    "form-altered": {"STRUCTURED"},
     "stop-ignored": {"STOP"},
+    "stop-altered": {"STOP"},
+    "finish-wrong": {"FINISH-REASON"},
+    "features-error": {"TOOL-CALL", "TOOL-FOLLOW-UP"},
+    "probe-kills": {"ANSWERS"},
     "not-utf8": {"DEGENERATE", "NOT-LOSSLESS"},
     "other-context": {"CONTEXT"},
     "long-altered": {"NOT-LOSSLESS"},
@@ -77,7 +85,7 @@ CAUGHT_BY = {
     "system-refused": {"ANSWERS"},
 }
 # looked for in few answers only, so a fault in 5 % of them is not promised to show: the verdict's power says so
-FEW_ASKED = {"form-broken", "stop-ignored", "system-refused"}
+FEW_ASKED = {"form-broken", "form-altered", "stop-ignored", "stop-altered", "probe-kills", "system-refused"}
 OF_A_PASS = {"slower"}  # a single answer takes three times as long wherever another process works beside it
 QUICK = [("reference", "text-altered"), ("trtllm", "stream-altered"), ("trtllm", "tool-malformed"),
          ("trtllm", "tool-stream-altered"),
@@ -275,6 +283,7 @@ def test_a_tool_call_is_judged_beside_the_plain_server(got: ToolReply, plain: To
 
 
 REFUSED = ToolReply(error="HTTP 400: no", question="q")
+BROKEN = ToolReply(error="HTTP 500: broken", question="q")
 CUT = ToolReply(reasoning="The user wants", finish_reason="length", question="q")
 EMPTY = ToolReply(reasoning="The user wants this.", finish_reason="stop", question="q")
 
@@ -293,6 +302,8 @@ EMPTY = ToolReply(reasoning="The user wants this.", finish_reason="stop", questi
         ([WRITES, REFUSED, WRITES], [WRITES] * 3, "fail", None),
         ([WRITES, REFUSED, WRITES], None, "fail", None),
         ([REFUSED], [REFUSED], "skipped", None),
+        ([BROKEN], None, "fail", None),  # no refusal
+        ([BROKEN], [BROKEN], "skipped", None),
     ],
 )
 def test_follow_ups_are_judged_one_by_one(got: list[Any], plain: list[Any] | None, wanted: str, seen: int) -> None:
@@ -301,7 +312,7 @@ def test_follow_ups_are_judged_one_by_one(got: list[Any], plain: list[Any] | Non
     assert (found.status, found.seen) == (wanted, seen), found.message
     tools = [replace(reply, calls=replied(CALL).calls) if reply.content else reply for reply in numbered(got)]
     beside = None if plain is None else Recording("u", {}, 8, [], tools=numbered(plain))
-    if REFUSED in got:
+    if REFUSED in got or BROKEN in got:
         assert check_tool_calls(Recording("u", {}, 8, [], tools=tools), beside, 0.5).status == wanted
 
 
@@ -322,11 +333,13 @@ def numbered(replies: list[Any]) -> list[ToolReply]:
         ([FORM] * 7 + [REFUSED], [FORM] * 7 + [REFUSED], "pass", 7),
         ([FORM] * 7 + [REFUSED], [FORM] * 8, "fail", None),
         ([REFUSED], None, "skipped", None),
+        ([BROKEN], None, "fail", None),  # no refusal
+        ([BROKEN], [BROKEN], "skipped", None),
     ],
 )
 def test_forms_are_judged_one_by_one(got: list[Any], plain: list[Any] | None, wanted: str, seen: int) -> None:
     sides = [None if one is None else Recording("u", {}, 8, [], forms=numbered(one)) for one in (got, plain)]
-    found = check_forms(*sides)  # type: ignore[arg-type]
+    found = check_forms(*sides, limit=0.5)  # type: ignore[arg-type]
     assert (found.status, found.seen) == (wanted, seen), found.message
 
 
@@ -336,13 +349,12 @@ def test_answers_that_think_long_are_given_room(cheating: str) -> None:
         cheats.recorded(cheats.at(cheating, "unknown", cheat, 1, "thinks-long"), FEW)
         for cheat in ("honest", "follow-up-empty")
     )
-    found = [check_follow_ups(got, None, 0.5), check_forms(got, None), check_tool_calls(got, None, 0.5)]
+    found = [check_follow_ups(got, None, 0.5), check_forms(got, None, 0.5), check_tool_calls(got, None, 0.5)]
     found.append(check_tool_streams(got, None))
     assert [(row.status, row.seen) for row in found] == [("pass", FEW)] * 4, found
     assert check_follow_ups(empty, got, 0.5).status == "fail"
 
 
-BROKEN = ToolReply(error="HTTP 500: broken", question="q")
 TIMEOUT = ToolReply(error="no answer within 120 s (--timeout)", question="q")
 
 
@@ -384,8 +396,62 @@ CUTS = "It reads all of the"  # `files that the` is the stop string
 def test_stop_strings_are_judged_beside_the_plain_server(got: list[Any], plain: list[Any] | None, wanted: str) -> None:
     whole = [replace(transcript(None, LONGER), question=str(index)) for index in range(2)]
     sides = [None if one is None else Recording("u", {}, 8, whole, stops=numbered(one)) for one in (got, plain)]
-    found = check_stops(*sides)  # type: ignore[arg-type]
+    found = check_stops(*sides, limit=0.5)  # type: ignore[arg-type]
     assert found.status == wanted, found.message
+
+
+def test_another_text_before_the_stop_string_is_judged_as_other_answers_are() -> None:
+    spelled: list[tuple[str, str | None, float]] = [(f"{word} ", "and", 2.0) for word in LONGER.split()]
+    whole = [replace(transcript(spelled), question=str(index)) for index in range(8)]
+    untold = [replace(item, tokens=None) for item in whole]
+
+    def judged(stops: list[Any], answers: list[Transcript] = untold, plain: list[Any] | None = None) -> str:
+        sides = [Recording("u", {}, 8, answers, stops=numbered(each)) for each in (stops, plain or [CUTS] * 8)]
+        return check_stops(*sides, limit=0.5).status
+
+    garbage, honest = "Bananas are yellow", [CUTS] * 7
+    assert judged([CUTS] * 8) == "pass"
+    assert judged([CUTS, *[garbage] * 7]) == "fail", "the plain server never takes another way"
+    assert judged([garbage, *honest]) == "skipped", "no log-probabilities tell why"
+    assert judged([garbage, *honest], whole) == "fail", "the target is sure of itself"
+    assert judged([garbage, *honest], plain=[garbage, *honest]) == "pass", "it is the plain server's own"
+    tied = [replace(item, tokens=[Token("It ", "Bananas", 1e-5), *(item.tokens or [])[1:]]) for item in whole]
+    assert judged([garbage, *honest], tied) == "pass"
+
+
+def test_equal_texts_end_alike() -> None:
+    def judged(reasons: tuple[str | None, str | None], plain: str | None, **more: Any) -> str:
+        one = transcript(None, LONGER)
+        mine, streamed = (replace(one, finish_reason=reason, **more) for reason in reasons)
+        got, told = Recording("u", {}, 9, [mine], streamed=[streamed]), replace(one, finish_reason=plain)
+        return check_finish(got, Recording("u", {}, 9, [told], streamed=[told])).status
+
+    assert judged(("stop", "stop"), "stop") == judged((None, None), None) == "pass"
+    for wrong in ((None, "stop"), ("stop", "length"), ("length", "stop"), ("stop", None)):
+        assert judged(wrong, "stop") == "fail", wrong
+    assert judged(("length", "length"), "stop", completion_tokens=9) == "pass", "its end has the last place there is"
+    assert judged(("stop", "stop"), "length", completion_tokens=9) == "fail"
+    calls = [Recording("u", {}, 9, [], tools=[replace(replied(CALL), finish_reason=reason)],
+                       streamed_tools=[replied(CALL)]) for reason in ("stop", "tool_calls")]  # fmt: skip
+    assert check_finish(calls[0], calls[0]).status == "pass", "streams and whole calls are compared with their like"
+    assert check_finish(calls[0], calls[1]).status == "fail"
+    alone = Recording(
+        "u", {}, 9, [transcript(None, LONGER)], streamed=[replace(transcript(None, LONGER), finish_reason="length")]
+    )
+    assert (
+        check_finish(alone, None).status == "fail"
+        and check_finish(replace(alone, streamed=[]), None).status == "skipped"
+    )
+
+
+def test_a_probe_that_fails_is_no_refusal() -> None:
+    words = "All connection attempts failed"
+    for outcome in (DECLINED, NO_ANSWER):  # older recordings call both a refusal
+        got = Recording("u", {}, 9, [], parameters=[ParameterReply("seed", outcome, words)])
+        assert check_parameters(got, None).status == "skipped"
+    got = replace(got, parameters=[*got.parameters, ParameterReply("bad", DECLINED, "HTTP 400: unknown")])
+    found = check_parameters(got, None)
+    assert found.status == "pass" and found.message == f"refused: bad; no answer to: seed ({words})"
 
 
 def test_a_stop_string_stands_in_no_reasoning() -> None:
@@ -442,6 +508,57 @@ def test_texts_behind_a_tools_result_are_compared() -> None:
         tokens = [Token(text, second, gap) for text, second in (("It ", "no"), ("reads ", "sorts "), ("a file.", "no"))]
         told = [replace(same[0], tokens=tokens)]
         assert judged([*other[:1], *same[1:]], same, told) == wanted
+
+
+def told_answer(reply: ToolReply, *tokens: tuple[str, str, float]) -> ToolReply:
+    return replace(reply, tokens=[Token(*token) for token in tokens])
+
+
+def test_whether_an_answer_calls_is_judged_beside_all_passes_of_the_plain_server() -> None:
+    """What a pass did is accepted; else its tokens tell whether the decision was a near-tie, or frequency does."""
+
+    def judged(got: list[ToolReply], plain: list[ToolReply], again: list[ToolReply]) -> list[str]:
+        mine = Recording("u", {}, 8, [], tools=got, follow_ups=got)
+        tools = Recording("u", {}, 8, [], tools=plain, repeated_tools=again)
+        texts = Recording("u", {}, 8, [], follow_ups=plain, repeated_follow_ups=again)
+        return [check_tool_calls(mine, tools, 0.5).status, check_follow_ups(mine, texts, 0.5).status]
+
+    calls, text = named(*"abcdefghijkl"), numbered([WRITES] * 12)
+    flipped, both = [text[0], *calls[1:]], [replace(calls[0], calls=calls[0].calls * 2), *calls[1:]]
+    assert judged(flipped, calls, flipped) == judged(both, calls, both) == ["pass", "pass"]
+    assert judged(flipped, calls, calls) == judged(both, calls, calls) == ["skipped", "skipped"]
+    assert judged([*text[:8], *calls[8:]], calls, calls) == judged(text, calls, []) == ["fail", "fail"]
+    assert judged(calls, text, text) == ["pass", "fail"], "where the plain server never calls, calls are judged by form"
+    assert judged([calls[0], *text[1:]], text, text)[1] == "skipped"
+    for gap, wanted in ((1e-5, "pass"), (2.0, "fail")):
+        opens, first = ("<|call|>", "It", gap), ("It ", "<|call|>", gap)
+        behind = ('{"name": "a"}', "no", 3.0)
+        told = [told_answer(calls[0], ("</think>", "no", 3.0), opens, behind), *calls[1:]]
+        assert judged(flipped, calls, told) == [wanted, wanted]
+        ends = [told_answer(calls[0], opens, behind, ("<|end|>", "<|call|>", gap)), *calls[1:]]
+        assert judged(both, calls, ends) == [wanted, wanted]
+        told = [told_answer(text[0], first, ("reads a file.", "no", 3.0)), *text[1:]]
+        assert judged([calls[0], *text[1:]], text, told)[1] == wanted
+        told = [told_answer(text[0], ("</think>", "no", 3.0), first, ("reads a file.", "no", 3.0)), *text[1:]]
+        quiet = [replied([], SILENT, reasoning=""), *text[1:]]
+        assert judged([replace(quiet[0], question="0"), *text[1:]], text, told)[1] == wanted
+
+
+def test_what_forms_hold_is_compared() -> None:
+    def judged(got: list[Any], plain: list[Any], again: list[Any]) -> str:
+        expected = Recording("u", {}, 8, [], forms=numbered(plain), repeated_forms=numbered(again))
+        return check_forms(Recording("u", {}, 8, [], forms=numbered(got)), expected, 0.5).status
+
+    other, spaced = '{"name": "b", "count": 2}', '{"name":"a","count":1}'
+    assert judged([FORM] * 8, [FORM] * 8, [FORM] * 8) == judged([spaced] * 8, [FORM] * 8, [FORM] * 8) == "pass"
+    assert judged([other] * 8, [FORM] * 8, [FORM] * 8) == "fail"
+    assert judged([other] * 8, [FORM] * 8, [other] * 8) == "pass", "it is the plain server's own"
+    assert judged([other] * 8, [FORM] * 8, []) == "skipped", "an older recording"
+    assert judged(["nonsense", *[FORM] * 7], [FORM] * 8, ["nonsense", *[FORM] * 7]) == "pass"
+    for gap, wanted in ((1e-5, "pass"), (2.0, "fail")):
+        tokens = ('{"name": "', "no", 3.0), ("a", "b", gap), ('", "count": 1}', "no", 3.0)
+        told = [told_answer(replied([], FORM), *tokens), *[FORM] * 7]
+        assert judged(['{"name": "b", "count": 1}', *[FORM] * 7], [FORM] * 8, told) == wanted
 
 
 def test_a_streamed_call_is_put_together_and_compared() -> None:

@@ -1,8 +1,8 @@
 """Are calls and their arguments, the texts behind their results, and forms those of the plain server, up to near-ties?
 
-First whether an answer calls or writes, then what. Arguments and forms are compared as JSON. Where they differ from those of every pass of the plain server, its tokens tell how sure
-it was: they hold the whole answer with the markers of its calls, in which other arguments are put in the place of its
-own. Where it told no tokens, or its parser rewrites the arguments, only the number of differences can be judged.
+First whether an answer calls or writes, then what. Arguments and forms are compared as JSON. Where they differ from
+those of every pass of the plain server, its tokens tell how sure it was: they hold the whole answer with the markers of
+its calls, in which other arguments are put in the place of its own. Where it told no tokens, or its parser rewrites the arguments, only the number of differences can be judged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from trtspec.bench.gate import UNLIKELY, more_often
 from trtspec.bench.lossless import AnswerDivergence, RoundingBound, first_divergence, is_marker, judge
 from trtspec.bench.transcript import Recording, ToolReply, Transcript
 from trtspec.bench.visible import VERDICTS, by_question, own_rounding, parted
-
 
 CONTENT = 1  # among the parts of an answer
 

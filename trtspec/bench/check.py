@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from trtspec.bench import drafting, features, pace, visible
+from trtspec.bench import drafting, endings, features, pace, parameters, visible
 from trtspec.bench.gate import SHOWN, CheckResult, mcnemar, pairs_needed, pass_or_fail, required, result
 from trtspec.bench.lossless import QualityLimits, check_distribution, compare_transcripts
 from trtspec.bench.quality import paired
@@ -68,8 +68,9 @@ def run_checks(got: Recording, expected: Recording | None, limits: GateLimits) -
         features.check_tool_calls(got, expected, same_text),
         features.check_tool_streams(got, expected),
         features.check_follow_ups(got, expected, same_text),
-        features.check_forms(got, expected),
-        features.check_stops(got, expected),
+        features.check_forms(got, expected, same_text),
+        endings.check_stops(got, expected, limits.near_tie, limits.quality is None),
+        endings.check_finish(got, expected),
         features.check_image(got, expected),
         drafting.check_acceptance(got, limits.min_acceptance),
         drafting.check_claims(got),
@@ -78,7 +79,7 @@ def run_checks(got: Recording, expected: Recording | None, limits: GateLimits) -
         drafting.check_long(got),
         pace.check_speed(got, expected),
         pace.check_streaming(got, expected),
-        features.check_parameters(got, expected),
+        parameters.check_parameters(got, expected),
         check_tasks(got, expected, limits.task_fall),
     ]
     return GateVerdict(

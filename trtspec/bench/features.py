@@ -177,9 +177,10 @@ def _tool_faults(
         yield f"malformed: {faults[0]}"
     elif reply.question in turns.wrong:
         yield _other_turn(reply, known)
-    elif silent(reply) and not (known and (any(map(silent, known)) or reply.question in turns.near_ties)):
-        if not (plain and (plain.error or cut_off(plain))):
-            yield "neither a call nor text came"
+    elif silent(reply) and not (
+        any(map(silent, known)) or reply.question in turns.near_ties or (plain and (plain.error or cut_off(plain)))
+    ):
+        yield "neither a call nor text came"
 
 
 def _other_turn(reply: ToolReply, known: Sequence[ToolReply]) -> str:
@@ -308,7 +309,9 @@ def check_forms(got: Recording, expected: Recording | None, limit: float | None)
         if reply.error:
             alone = refused_alone(reply, plain, mine)
             faults += [f"{reply.question}: {_failed(reply)}: {reply.error}"] if alone else []
-        elif reply.finish_reason == "length" or (fault and any(r and r.finish_reason == "length" for r in [plain, *passes])):
+        elif reply.finish_reason == "length" or (
+            fault and any(r and r.finish_reason == "length" for r in [plain, *passes])
+        ):
             cut += 1
         elif fault and any(form_fault(other) for other in passes):
             both += 1
@@ -334,6 +337,10 @@ def check_forms(got: Recording, expected: Recording | None, limit: float | None)
     if compared and compared.unjudged:
         return result(name, "skipped", message, **detail)
     return result(name, "pass", message, seen=len(good), **detail)
+
+
+def _long(reply: ToolReply | None) -> bool:
+    return reply is not None and reply.finish_reason == "length"
 
 
 def form_fault(reply: ToolReply) -> str | None:

@@ -138,7 +138,7 @@ class ToolReply:
 
 @dataclass(frozen=True)
 class ParameterReply:
-    """What one request parameter did: `honoured`, `no effect`, `refused`, `no answer`, or `not sent` with the reason."""
+    """What one request parameter did: `honoured`, `no effect`, `refused`, `no answer`, or `not sent` with its reason."""
 
     name: str
     outcome: str
