@@ -2,7 +2,8 @@
 
 First whether an answer calls or writes, then what. Arguments and forms are compared as JSON. Where they differ from
 those of every pass of the plain server, its tokens tell how sure it was: they hold the whole answer with the markers of
-its calls, in which other arguments are put in the place of its own. Where it told no tokens, or its parser rewrites the arguments, only the number of differences can be judged.
+its calls, in which other arguments are put in the place of its own. Where it told no
+tokens, or its parser rewrites the arguments, only the number of differences can be judged.
 """
 
 from __future__ import annotations

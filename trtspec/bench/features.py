@@ -330,7 +330,7 @@ def check_forms(got: Recording, expected: Recording | None, limit: float | None)
         return result(name, "skipped", f"not shown: {message if cut or both else refused}")
     sound = {q: [r for r in one if parsed(r.content) is not None and not form_fault(r)] for q, one in known.items()}
     compared = compare_texts(good, sound, own_rounding(expected), limit) if limit is not None else None
-    detail = {"texts": asdict(compared) if compared else None}
+    detail: dict[str, Any] = {"texts": asdict(compared) if compared else None}
     message += compared.message if compared else ""
     if compared and compared.wrong:
         return result(name, "fail", message, code, "compare the texts of both servers in their recordings", **detail)

@@ -138,7 +138,7 @@ class ToolReply:
 
 @dataclass(frozen=True)
 class ParameterReply:
-    """What one request parameter did: `honoured`, `no effect`, `refused`, `no answer`, or `not sent` with its reason."""
+    """What one request parameter did: `honoured`, `no effect`, `refused`, `no answer`, or `not sent`, and why."""
 
     name: str
     outcome: str
