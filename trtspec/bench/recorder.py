@@ -228,10 +228,10 @@ async def _features(asker: Asker, asked: Battery, found: Recording, limits: Requ
     ][: min(battery.FEW, asked.each)], asker.concurrency)  # fmt: skip
     image = await asker.tool(battery.image_question(), {"max_tokens": BURST_TOKENS}, "image")
     parameters: list[ParameterReply] = []
-    after_probes = None
+    after_probes: list[Transcript] = []
     if found.answered and not asker.stopped:
         parameters = await probe_parameters(asker, found.answered, limits)
-        after_probes = await asker.ask(found.answered[0].prompt)
+        after_probes.append(await asker.ask(found.answered[0].prompt))
     return replace(
         found,
         tools=tools,

@@ -214,7 +214,7 @@ class Recording:
     image: ToolReply | None = None
     burst: BurstReply | None = None
     parameters: list[ParameterReply] = field(default_factory=list)
-    after_probes: Transcript | None = None
+    after_probes: list[Transcript] = field(default_factory=list)
     tasks: list[TaskReply] = field(default_factory=list)
     stopped: str | None = None
 

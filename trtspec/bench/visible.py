@@ -17,7 +17,7 @@ COUNT_SLACK = 1  # tokens: some servers count the end of the answer, some do not
 HIDDEN_TOKENS = 8  # markers that stand in no text
 VERDICTS = ("near-tie", "real", "unjudged")  # the kindest first
 FIRST = ("transcripts", "long_cold")  # passes of a recording that ask a question for the first time
-PASSES = (*FIRST, "confirmed", "streamed", "later", "long_warm")
+PASSES = (*FIRST, "confirmed", "streamed", "later", "long_warm", "after_probes")
 
 
 def check_answers(got: Recording, expected: Recording | None) -> CheckResult:
