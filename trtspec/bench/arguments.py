@@ -205,7 +205,7 @@ def _where_it_ends(plain: ToolReply, at: int, rest: str | None = None) -> Answer
                 break
     said = "(a call, or the end of the answer)" if rest is None else rest[:12]
     if not places:
-        return AnswerDivergence(plain.question, len(plain.tokens or []), "(not told)", said, None, None, False)
+        return AnswerDivergence(plain.question, len(plain.tokens or []), "(unknown)", said, None, None, False)
     taken = [(index, token) for index, token in places if token.second is not None and _goes_on(token.second, rest)]
     index, token = min(taken or places[:1], key=lambda each: each[1].gap or 0.0)
     return AnswerDivergence(plain.question, index, token.text, said, token.gap, None, bool(taken))
