@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtspec.bench.asking import HONOURED, NOT_SENT
+from trtspec.bench.parameters import HONOURED, NOT_SENT
 from trtspec.bench.prove import PLAIN, ProveLine, degenerate, long_parts, mode_words, plan_findings, reused
 from trtspec.bench.prove_redaction import Redactor
 from trtspec.bench.tables import BLANK, DEFINITION, number
