@@ -212,7 +212,9 @@ def test_every_option_has_transformers_distribution(
 
 def fits(counts: Counter, probabilities: dict[tuple[int, ...], float]) -> bool:
     """Chi-square goodness of fit; outcomes expected fewer than 5 times are counted together."""
-    total = sum(counts.values())
+    total, whole = sum(counts.values()), sum(probabilities.values())
+    assert whole == pytest.approx(1, abs=1e-5)  # a softmax in float32
+    probabilities = {outcome: probability / whole for outcome, probability in probabilities.items()}
     common = [outcome for outcome, probability in probabilities.items() if probability * total >= 5]
     seen = [counts[outcome] for outcome in common]
     want = [probabilities[outcome] * total for outcome in common]
