@@ -5,8 +5,8 @@
 One process plays every server: the path says which one, `/KIND,CHEAT,SHARE[,OPTION...]/v1/...`. KIND says which fields
 a client sees: `reference` (spec_decode and an average on each choice, log-probabilities), `trtllm` (trtllm-serve's:
 the average, usage in every chunk where it is asked for, no log-probabilities under speculation), `vllm` (counters in
-/metrics), `plain` (no speculation), `unknown` (plain text alone). Answers are a fixed function of the conversation:
-what an honest target would write. The port is written to PORT_FILE once the socket listens.
+/metrics), `plain` (no speculation), `unknown` (plain text alone: no usage either). Answers are a fixed function of the
+conversation: what an honest target would write. The port is written to PORT_FILE once the socket listens.
 """
 
 from __future__ import annotations
@@ -162,6 +162,7 @@ class Played:
     seen: set[str] = field(default_factory=set)
     drafts: int = 0
     accepted: int = 0  # as vLLM counts them: also behind the end of an answer
+    full: int = 0  # steps that accepted every draft
 
     def cheats(self, *names: str) -> bool:
         """Whether this answer is one of those."""
@@ -354,6 +355,7 @@ def step_sizes(played: Played, key: str, made: Made, words: int) -> list[int]:
         found.append(min(accepted + 1, left))
         left -= found[-1]
         played.accepted += accepted
+        played.full += accepted == DRAFT
     return found
 
 
@@ -417,7 +419,7 @@ async def respond(played: Played, body: dict[str, Any]) -> AsyncIterator[bytes]:
     if played.cheat in ("buffering", "pieces", "slower") or "unhurried" in played.options:
         slow = 30 if played.cheat == "slower" and played.answers > later else 10
     tokens = len(made.tokens) * (3 if played.cheats("inflated-usage") else 1)
-    usage = {"prompt_tokens": made.prompt_tokens, "completion_tokens": tokens}
+    usage = {} if played.kind == "unknown" else {"prompt_tokens": made.prompt_tokens, "completion_tokens": tokens}
     extra = claims(played, made, tokens)
     if body.get("stream"):
         async for piece in stream(played, body, made, usage, extra, slow):
@@ -442,7 +444,7 @@ async def stream(
     reasoning, content = alter(played, made, streamed=True)
     each = (body.get("stream_options") or {}).get("continuous_usage_stats")
     buffered, cut, clumped = played.cheats("buffering"), played.cheats("cut-stream"), played.cheats("pieces")
-    sizes, held, done, factor = [1, *made.steps], b"", 0, usage["completion_tokens"] // max(1, len(made.tokens))
+    sizes, held, done, factor = [1, *made.steps], b"", 0, usage.get("completion_tokens", 0) // max(1, len(made.tokens))
     for index, size in enumerate(sizes):
         await asyncio.sleep(STEP * slow)
         if cut and index == len(sizes) // 2:
@@ -458,7 +460,7 @@ async def stream(
             choice |= {"finish_reason": made.finish, **extra}
             held += b"".join(f"data: {sent(played, piece)}\n\n".encode() for piece in call_pieces(played, made))
         chunk: dict[str, Any] = {"choices": [choice]}
-        if each:
+        if each and usage:
             chunk["usage"] = {**usage, "completion_tokens": done * factor}
         held += f"data: {sent(played, chunk)}\n\n".encode()
         if not buffered and not (clumped and (index + 1) % -(-len(sizes) // PIECES)):
@@ -526,6 +528,16 @@ def sent(played: Played, value: Any) -> str:
     return text if played.luck.random() < 0.8 else text[: played.luck.randrange(len(text))] + "\x00"
 
 
+def counters(played: Played) -> tuple[int, int]:
+    """Steps and accepted drafts as vLLM's counters tell them. `claimed`: half of the steps, with every draft accepted;
+    `claimed-against-usage`: only those steps that accepted every draft. Of all answers, whatever the share."""
+    if played.cheat == "claimed":
+        return played.drafts // 2, DRAFT * (played.drafts // 2)
+    if played.cheat == "claimed-against-usage":
+        return played.full, DRAFT * played.full
+    return played.drafts, played.accepted
+
+
 def get(played: Played, path: str) -> bytes:
     if path == "/v1/models":
         entry = {"id": "cheat", "object": "model", "owned_by": OWNERS[played.kind]}
@@ -534,7 +546,8 @@ def get(played: Played, path: str) -> bytes:
         named = [word.removeprefix("version=") for word in played.options if word.startswith("version=")]
         return plain(200, json.dumps({"version": named[0] if named else "1.4.0rc1"}))
     if path == "/metrics" and played.kind == "vllm":
-        names = {"drafts": played.drafts, "draft_tokens": DRAFT * played.drafts, "accepted_tokens": played.accepted}
+        drafts, accepted = counters(played)
+        names = {"drafts": drafts, "draft_tokens": DRAFT * drafts, "accepted_tokens": accepted}
         return plain(
             200, "".join(f"vllm:spec_decode_num_{k}_total {float(v)}\n" for k, v in names.items()), "text/plain"
         )

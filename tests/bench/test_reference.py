@@ -184,20 +184,29 @@ def test_tables_of_cards_from_held_out_prompts(reference: Callable[..., str]) ->
     assert [row[0] for row in by_condition.rows] == [condition.label for condition in conditions]
 
 
+# rows of an honest server that are not measured: nothing was asked that they need, or the model reads no images
+NOT_MEASURED = {"distribution", "image", "task-accuracy"}
+BY_SPECULATION = {"forced-acceptance", "acceptance-warm", "acceptance-after-burst", "acceptance-long-context"}
+
+
 def test_honest_servers_pass_every_check(reference: Callable[..., str], tmp_path: Path) -> None:
-    """A gate that cries wolf is switched off: each check asks the server anew, with and without the shipped head."""
+    """A gate that cries wolf is switched off, and one that skips looks at nothing: each check asks the server anew,
+    with and without the shipped head, and skips these rows alone. 12 prompts where `check` asks 60: it takes minutes.
+    `acceptance` has no floor here."""
     plain, drafting = reference(), reference("--head", HEAD, "--draft-len", "3")
     recording, wanted = tmp_path / "plain.json", int(os.environ.get("TRTSPEC_HONEST_CHECKS", "20"))
     words = ("--samples", 12, "--max-tokens", 48, "--contexts", "512", "--context-samples", 2)
     assert trtspec("check", plain, "--record", recording, *words).status == 0
     alarms = []
     for turn in range(wanted):
-        for name, url in (("plain", plain), ("head", drafting)):
+        for name, url, untold in (("plain", plain, BY_SPECULATION), ("head", drafting, set())):
             done = trtspec("check", url, "--against", recording, "--json")
-            found = [row for row in json.loads(done.stdout)["results"] if row["status"] == "fail"]
-            if done.status or found:
-                alarms.append((turn, name, done.status, found))
-            print(f"\n{name}, check {turn + 1} of {wanted}: status {done.status}", found)
+            rows = json.loads(done.stdout)["results"]
+            found = [row for row in rows if row["status"] == "fail"]
+            skipped = {row["name"]: row["message"] for row in rows if row["status"] == "skipped"}
+            if done.status or found or set(skipped) != NOT_MEASURED | {"acceptance"} | untold:
+                alarms.append((turn, name, done.status, found, skipped))
+            print(f"\n{name}, check {turn + 1} of {wanted}: status {done.status}", found, skipped)
     assert not alarms, alarms
 
 

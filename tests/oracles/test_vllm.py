@@ -244,12 +244,19 @@ def test_plain_answers_are_the_same(
     assert worst < LOGPROBS
 
 
+# rows that are not measured: nothing was asked that they need, the model reads no images, `acceptance` has no floor
+NOT_MEASURED = {"distribution", "image", "task-accuracy", "acceptance"}
+BY_SPECULATION = {"acceptance-claims", "forced-acceptance", "acceptance-warm", "acceptance-after-burst",
+                  "acceptance-long-context"}  # fmt: skip
+
+
 def test_honest_servers_pass_every_check(environment: dict[str, str], tmp_path: Path) -> None:
-    """Checks of vLLM itself, with and without the head: TRTSPEC_HONEST_CHECKS of each, 20."""
+    """Checks of vLLM itself, with and without the head: TRTSPEC_HONEST_CHECKS of each, 20. They skip these rows alone.
+    12 prompts of 32 tokens where `check` asks 60 of 128: it takes minutes."""
     recording, head = tmp_path / "plain.json", tmp_path / "head"
     wanted, alarms = int(os.environ.get("TRTSPEC_HONEST_CHECKS", "20")), []
     assert command(environment, "convert", HEAD, "-o", head, "--to", "vllm", "--target", NANO).returncode == 0
-    for name, drafts in (("plain", None), ("head", head)):
+    for name, drafts, untold in (("plain", None, BY_SPECULATION), ("head", head, set())):
         with serving(environment, NANO, drafts) as url:
             if not drafts:
                 made = command(environment, "check", url, *CHECK, "--contexts", "300", "--record", recording, "--json")
@@ -258,8 +265,9 @@ def test_honest_servers_pass_every_check(environment: dict[str, str], tmp_path: 
                 done = command(environment, "check", url, "--against", recording, "--json")
                 rows = json.loads(done.stdout)["results"]
                 found = [row for row in rows if row["status"] == "fail"]
-                print(f"\n{name}, check {turn + 1} of {wanted}: status {done.returncode}", found)
-                if done.returncode or found:
+                skipped = {row["name"]: row["message"] for row in rows if row["status"] == "skipped"}
+                print(f"\n{name}, check {turn + 1} of {wanted}: status {done.returncode}", found, skipped)
+                if done.returncode or found or set(skipped) != NOT_MEASURED | untold:
                     alarms.append((turn, name, done.stdout))
     assert not alarms, alarms
 

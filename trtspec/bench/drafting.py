@@ -6,17 +6,21 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trtspec.bench.acceptance import summarize
-from trtspec.bench.adapters import is_count
+from trtspec.bench.acceptance import AcceptanceSummary, summarize
+from trtspec.bench.adapters import FROM_COUNTERS, FROM_SGLANG, is_count
 from trtspec.bench.gate import SHOWN, CheckResult, Status, pass_or_fail, result
 from trtspec.bench.steps import (
+    AGREE,
     ENOUGH_ANSWERS,
     ENOUGH_STEPS,
     LONGEST_DRAFT,
     can_tell_forced,
     claimed_steps,
     compare_passes,
+    counters_fault,
+    counts_of_streams,
     fell_from,
+    fewer_than_chance,
     forced,
     hopeless,
     increments,
@@ -30,12 +34,14 @@ from trtspec.bench.transcript import Recording, Transcript
 LITTLE = 0.1  # accepted drafts per step; below it there is nothing that could collapse
 LONG_SHARE = 0.25  # a length that accepts less than this share of what short prompts do
 UNTOLD = "neither the answers nor their streams tell how many steps they took"
+CLAIMS = "acceptance-claims"
+BELIEVE_NONE = "believe no acceptance figure of this server; measure its speed against the plain one with trtspec bench"
 FEW_DECIMALS = 3  # an average printed with fewer digits does not show whether it belongs to a whole number of steps
 
 
 def check_acceptance(got: Recording, floor: float | None) -> CheckResult:
     """Acceptance length at or above the floor; always with a word on the output it was measured on."""
-    found = summarize(got.counts)
+    found, claimed = _measured(got)
     length = found.acceptance_length
     looping = judge_run([transcript.text for transcript in got.answered]).degenerate
     told = ("acceptance_length", "steps", "drafted", "accepted", "histogram", "source")
@@ -47,10 +53,27 @@ def check_acceptance(got: Recording, floor: float | None) -> CheckResult:
         status = "skipped" if floor is None else "pass" if length >= floor else "fail"
         against = "no floor given (--min-acceptance)" if floor is None else f"floor {floor:g}"
         message = f"acceptance length {length:.3f} over {found.turns} greedy answers, {against}"
+        if claimed is not None:
+            message += f"; by the {found.source}, where {claimed.source} says {claimed.acceptance_length:.3f}"
+            detail["claimed"] = claimed.acceptance_length
         if looping:
             message += "; the output is degenerate (see above), which flatters acceptance"
     remedy = "trtspec bench URL for acceptance by category; trtspec inspect HEAD --against TARGET"
     return result("acceptance", status, message, "TS-CHECK-ACCEPTANCE", remedy, **detail)
+
+
+def _measured(got: Recording) -> tuple[AcceptanceSummary, AcceptanceSummary | None]:
+    """Acceptance as it is judged, and what the server said where its streams are believed instead: they show fewer
+    tokens per step than that, or it keeps a mean since its start alone."""
+    told, shown = summarize(got.counts), summarize(counts_of_streams(got.streamed))
+    if shown.acceptance_length is None:
+        return told, None
+    if told.acceptance_length is None:
+        return shown, None
+    own = all(counts.source != FROM_SGLANG for counts in got.counts)
+    if own and told.acceptance_length <= AGREE * shown.acceptance_length:
+        return told, None
+    return shown, told
 
 
 def check_claims(got: Recording) -> CheckResult:
@@ -61,7 +84,7 @@ def check_claims(got: Recording) -> CheckResult:
         if i.error is None and (i.average is not None or i.spec_decode is not None)
     ]
     if not told:
-        return result("acceptance-claims", "skipped", "the answers claim nothing about speculation")
+        return _counters_row(got)
     faults = claim_faults(told)
     shown = [f"{question}: {fault}" for question, fault in faults]
     streamed = sum(bool(item.counted) for item in told)
@@ -70,8 +93,24 @@ def check_claims(got: Recording) -> CheckResult:
     )
     if faults:
         message = f"{len(faults)} of {len(told)} answers claim what cannot be: {shown[0]}"
-    remedy = "believe no acceptance figure of this server; measure its speed against the plain one with trtspec bench"
-    return pass_or_fail("acceptance-claims", faults, message, "TS-CHECK-CLAIM", remedy, len(told), faults=shown[:SHOWN])
+    return pass_or_fail(CLAIMS, faults, message, "TS-CHECK-CLAIM", BELIEVE_NONE, len(told), faults=shown[:SHOWN])
+
+
+def _counters_row(got: Recording) -> CheckResult:
+    """The counters of a server whose answers say nothing, against the streams around which they were read."""
+    pooled = got.streamed_counts or [counts for counts in got.counts if counts.source == FROM_COUNTERS]
+    if not pooled:
+        return result(CLAIMS, "skipped", "neither the answers nor counters claim anything about speculation")
+    shown = mean_rate(got.streamed)
+    if shown is None:
+        return result(CLAIMS, "skipped", "the streams do not tell how many steps they took, to hold the counters to")
+    if shown[1] < ENOUGH_STEPS or any(item.error for item in got.streamed):
+        few = f"{shown[1]} steps of streams, and those of failed ones, are no measure of the counters"
+        return result(CLAIMS, "skipped", few)
+    fault = counters_fault(pooled[0], got.streamed)
+    message = f"the counters agree with the {1 + shown[0]:.3f} tokens per step that {len(got.streamed)} streams brought"
+    remedy = f"{BELIEVE_NONE}; counters hold everybody's requests: ask alone"
+    return result(CLAIMS, "fail" if fault else "pass", fault or message, "TS-CHECK-CLAIM", remedy)
 
 
 def claim_faults(transcripts: Sequence[Transcript]) -> list[tuple[str, str]]:
@@ -239,7 +278,9 @@ def check_long(got: Recording) -> CheckResult:
     if not lengths:
         return result(name, "skipped", "no long prompt was asked (--contexts)")
     refused = [i for i in got.long_cold if i.error]
-    usual = mean_rate(got.streamed) or mean_rate(got.answered)
+    short = got.streamed if mean_rate(got.streamed) else got.answered
+    usual = mean_rate(short)
+    judged = sum(steps_of(item) is not None for item in got.long)
     table, bad, count = [], [], 0
     for length in lengths:
         here = [item for item in [*got.long_cold, *got.long_warm] if item.group == length and item.error is None]
@@ -247,13 +288,13 @@ def check_long(got: Recording) -> CheckResult:
         if rate is None or usual is None:
             continue
         count += len(here)
-        lost = hopeless(here, usual[0]) if usual[0] >= LITTLE else []
+        lost = hopeless(here, usual[0], short, judged) if usual[0] >= LITTLE else []
         read = max((item.prompt_tokens or 0) for item in here)
         table.append(
             {"asked_for": int(length), "prompt_tokens": read, "accepted_per_step": round(rate[0], 4), "steps": rate[1]}
         )
         few = rate[1] >= ENOUGH_STEPS and rate[0] < LONG_SHARE * usual[0]
-        if lost or (few and usual[0] >= LITTLE):
+        if lost or (few and usual[0] >= LITTLE and fewer_than_chance(here, short, len(lengths))):
             bad.append(
                 f"{length} tokens: {rate[0]:.3f} drafts accepted per step" + (f", none for {lost[0]}" if lost else "")
             )

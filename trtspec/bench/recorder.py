@@ -19,6 +19,7 @@ from trtspec.bench.battery import Battery
 from trtspec.bench.client import Answer, Endpoint, new_client
 from trtspec.bench.features import stream_fault
 from trtspec.bench.findings import RequestLimits
+from trtspec.bench.metrics import Counters
 from trtspec.bench.parameters import probe_parameters
 from trtspec.bench.quality import TaskSet, ask_tasks
 from trtspec.bench.transcript import (
@@ -81,10 +82,8 @@ async def _record(asker: Asker, server: adapters.DetectedServer, asked: Battery,
     cold = await _cold(asker, asked)
     after = await adapters.read_counters(client, server)
     counts = counts_of_transcripts(cold)
-    if before and after and not counts:
-        told = [item for item in cold if item.error is None and item.completion_tokens]
-        pooled = adapters.counts_between(before, after, "all", sum(item.completion_tokens or 0 for item in told))
-        counts = [without_surplus(pooled, len(told), len(told))] if pooled else []
+    counts = counts or _pooled(before, after, cold)
+    counts = counts or await adapters.running_mean(client, server, sum(item.completion_tokens or 0 for item in cold))
     if withheld is None and not any(transcript.tokens for transcript in cold):
         withheld = "the server gives none"
     found = Recording(asker.endpoint.base_url, server.to_dict(), asked.max_tokens, cold, counts=counts,
@@ -92,7 +91,7 @@ async def _record(asker: Asker, server: adapters.DetectedServer, asked: Battery,
     if options.baseline:
         repeated = await asker.all(asked.prompts, False, REPEAT * options.concurrency)
         found = replace(found, repeats=[RecordedPass(REPEAT * options.concurrency, repeated)])
-    found = await _streams(asker, asked, found)
+    found = await _streams(asker, server, asked, found)
     found = await _features(asker, asked, found, limits)
     if options.baseline:
         found = await _long_whole(asker, found)
@@ -140,6 +139,15 @@ def counts_of_transcripts(transcripts: Sequence[Transcript]) -> list[TurnCounts]
     return found
 
 
+def _pooled(before: Counters | None, after: Counters | None, answers: Sequence[Transcript]) -> list[TurnCounts]:
+    """A server's counters around these answers as one entry, or nothing."""
+    told = [item for item in answers if item.error is None and item.completion_tokens]
+    if before is None or after is None:
+        return []
+    pooled = adapters.counts_between(before, after, "all", sum(item.completion_tokens or 0 for item in told))
+    return [without_surplus(pooled, len(told), len(told))] if pooled else []
+
+
 async def _cold(asker: Asker, asked: Battery) -> list[Transcript]:
     """The first pass. A server that refuses log-probabilities with a plain error is asked without them."""
     first = await asker.ask(asked.prompts[0])
@@ -152,20 +160,29 @@ async def _cold(asker: Asker, asked: Battery) -> list[Transcript]:
     return [first, *rest]
 
 
-async def _streams(asker: Asker, asked: Battery, found: Recording) -> Recording:
+async def _streams(asker: Asker, server: adapters.DetectedServer, asked: Battery, found: Recording) -> Recording:
     """The prompts as streams, the long ones twice, and the prompts again behind a burst."""
     prompts = [transcript.prompt for transcript in found.answered]
     if prompts:
         first = await asker.stream(prompts[0])
         if first.error:  # some servers refuse options of streams that they do not know
             asker.per_chunk = False
+    before = await adapters.read_counters(asker.client, server)
     streamed = await asker.all(prompts, streamed=True)
+    counts = _pooled(before, await adapters.read_counters(asker.client, server), streamed)
     confirmed = await asker.all(differing(found.answered, streamed), streamed=False)
     cold, warm = await _long(asker, asked.long)
     burst = await _burst(asker, prompts)
     later = await asker.all([prompt for prompt in prompts if prompt.group == "prompts"], streamed=True)
     return replace(
-        found, streamed=streamed, confirmed=confirmed, long_cold=cold, long_warm=warm, burst=burst, later=later
+        found,
+        streamed=streamed,
+        streamed_counts=counts,
+        confirmed=confirmed,
+        long_cold=cold,
+        long_warm=warm,
+        burst=burst,
+        later=later,
     )
 
 

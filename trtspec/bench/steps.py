@@ -9,7 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trtspec.bench.adapters import is_count
+import numpy as np
+
+from trtspec.bench.acceptance import TurnCounts
+from trtspec.bench.adapters import FROM_STREAMS, is_count
+from trtspec.bench.gate import UNLIKELY
 from trtspec.bench.text_quality import degeneration
 from trtspec.bench.transcript import Transcript
 
@@ -21,6 +25,12 @@ LONGEST_DRAFT = 64
 IMPOSSIBLE = 1e-6
 COLLAPSED = 0.5  # an answer that accepts less than this share of what it accepted before
 COLLAPSE_STEPS = 8  # ... and takes this many steps more
+NEXT_TO_NOTHING = 0.05  # an answer that accepts less than this share of what others do
+MOST_DRAFTS = 8  # that one step accepts, where a server tells averages alone
+DRAWS = 10_000
+AGREE = 1.1  # tokens per step of two sources that mean the same
+SINGLE = 0.05  # share of tokens without a counted step from which these must be seen in the stream
+MERGED = 0.8  # ... where pieces that a busy server sends together leave at least this share of them
 FALL = 0.8  # a pass that accepts less than this share of what the other pass did over the same answers
 
 
@@ -36,9 +46,14 @@ class AnswerSteps:
     text: str = ""
 
     @property
+    def drafts(self) -> int:
+        """Accepted ones: the tokens that neither the prefill nor a step itself made."""
+        return max(0, self.tokens - 1 - self.steps)
+
+    @property
     def rate(self) -> float:
         """Accepted drafts per step."""
-        return max(0, self.tokens - 1 - self.steps) / self.steps if self.steps else 0.0
+        return self.drafts / self.steps if self.steps else 0.0
 
 
 def steps_of(transcript: Transcript) -> AnswerSteps | None:
@@ -182,8 +197,8 @@ def compare_passes(before: Sequence[Transcript], after: Sequence[Transcript]) ->
         return None
     fallen = [new.question for old, new in pairs if old.text == new.text and fell_from(old, new)]
     old_steps, new_steps = sum(old.steps for old, _ in pairs), sum(new.steps for _, new in pairs)
-    old_rate = sum(max(0, old.tokens - 1 - old.steps) for old, _ in pairs) / old_steps
-    new_rate = sum(max(0, new.tokens - 1 - new.steps) for _, new in pairs) / new_steps
+    old_rate = sum(old.drafts for old, _ in pairs) / old_steps
+    new_rate = sum(new.drafts for _, new in pairs) / new_steps
     return PassComparison(len(pairs), old_rate, new_rate, fallen, new_steps)
 
 
@@ -192,14 +207,82 @@ def fell_from(old: AnswerSteps, new: AnswerSteps) -> bool:
     return new.steps - old.steps >= COLLAPSE_STEPS and new.rate < COLLAPSED * old.rate
 
 
-def hopeless(transcripts: Sequence[Transcript], usual: float) -> list[str]:
-    """Answers that accept next to nothing, where `usual` drafts per step are accepted elsewhere."""
+def hopeless(transcripts: Sequence[Transcript], usual: float, short: Sequence[Transcript], judged: int) -> list[str]:
+    """Answers that accept next to nothing, where `usual` drafts per step are accepted elsewhere, and where none of
+    `judged` answers would do so by chance if it drafted as one of `short`."""
     found = [steps for item in transcripts if (steps := steps_of(item)) is not None]
-    return [s.question for s in found if s.steps >= LONG_ANSWER and s.rate < 0.05 * usual]
+    few = [s for s in found if s.steps >= LONG_ANSWER and s.rate < NEXT_TO_NOTHING * usual]
+    return [s.question for s in few if chance_of_fewer(short, [s.steps], s.drafts) * judged < UNLIKELY]
+
+
+def fewer_than_chance(transcripts: Sequence[Transcript], short: Sequence[Transcript], judged: int) -> bool:
+    """Whether these answers together accept fewer drafts than those of one of `judged` groups would by chance. The
+    passes over one question have the same steps, so they count once."""
+    found: dict[str, list[AnswerSteps]] = {}
+    for item in transcripts:
+        if (steps := steps_of(item)) is not None:
+            found.setdefault(item.question, []).append(steps)
+    steps = [round(sum(s.steps for s in passes) / len(passes)) for passes in found.values()]
+    accepted = sum(sum(s.drafts for s in passes) / len(passes) for passes in found.values())
+    return chance_of_fewer(short, steps, accepted) * judged < UNLIKELY
+
+
+def chance_of_fewer(short: Sequence[Transcript], steps: Sequence[int], accepted: float) -> float:
+    """Chance that answers of so many steps accept `accepted` drafts or fewer together, if each drafts as one of `short`
+    does: one of these is drawn for each, and then as many of its steps (a bootstrap in two stages). 1 where `short`
+    tells no steps. Answers of few steps are put together, so that none of them speaks for a whole answer."""
+    known = {id(item): sizes for item, sizes in step_sizes(short)}
+    each = [known.get(id(item)) or _from_average(s) for item in short if (s := steps_of(item)) is not None]
+    small = list(itertools.chain(*(sizes for sizes in each if len(sizes) < LONG_ANSWER)))
+    units = [np.bincount(sizes) / len(sizes) for sizes in [*each, small] if len(sizes) >= LONG_ANSWER]
+    if not units:
+        return 1.0
+    dice, total = np.random.default_rng(0), np.zeros(DRAWS)
+    for count in steps:
+        drawn = dice.integers(0, len(units), DRAWS)
+        for place, shares in enumerate(units):
+            here = np.flatnonzero(drawn == place)
+            total[here] += dice.multinomial(count, shares, size=len(here)) @ np.arange(len(shares))
+    return float(np.mean(total <= accepted))
+
+
+def _from_average(steps: AnswerSteps) -> list[int]:
+    """Accepted drafts of each step where only their mean is known: as unevenly as may be."""
+    full = round(steps.drafts / MOST_DRAFTS)
+    return [MOST_DRAFTS] * full + [0] * (steps.steps - full)
+
+
+def counts_of_streams(transcripts: Sequence[Transcript]) -> list[TurnCounts]:
+    """What users saw: each answer that tells its steps, the accepted drafts being the tokens that no step explains."""
+    told = [(item, s) for item in transcripts if (s := steps_of(item)) is not None]
+    return [
+        TurnCounts(item.question, item.category, s.tokens, s.steps, s.drafts, None, None, FROM_STREAMS)
+        for item, s in told
+    ]
+
+
+def counters_fault(counts: TurnCounts, streams: Sequence[Transcript]) -> str | None:
+    """Why counters around a run cannot be those of its streams, or None. Counted are steps with drafts: a token that
+    they do not explain came alone in a step without, so that it is seen in the stream. Pieces sent together hide steps
+    and look like accepted drafts, one for each piece that is missing; nothing shows more steps than there were."""
+    sizes = [size for item in streams for size in increments(item)[1:]]
+    tokens = counts.tokens - counts.answers
+    scale = tokens / max(1, sum(sizes))  # the counters may be of the same answers unstreamed
+    pieces, several = scale * len(sizes), scale * sum(size > 1 for size in sizes)
+    single = max(0, tokens - counts.steps - counts.accepted)
+    steps = counts.steps + single
+    said = f"{counts.steps} steps with {counts.accepted} accepted drafts are counted for {counts.tokens} tokens"
+    if pieces > AGREE * steps:
+        return f"{said}, and the streams brought them in {pieces:.0f} steps"
+    if several > AGREE * (counts.steps + max(0.0, steps - pieces)):
+        return f"{said}, and {several:.0f} steps of the streams brought more than one"
+    if single > SINGLE * tokens and pieces < MERGED * steps:
+        return f"{said}, which leaves {single} that came alone, and the streams brought them in {pieces:.0f} steps"
+    return None
 
 
 def mean_rate(transcripts: Sequence[Transcript]) -> tuple[float, int] | None:
     """Accepted drafts per step, and over how many steps; None where nothing tells."""
     found = [steps for item in transcripts if (steps := steps_of(item)) is not None]
     total = sum(steps.steps for steps in found)
-    return (sum(max(0, s.tokens - 1 - s.steps) for s in found) / total, total) if total else None
+    return (sum(s.drafts for s in found) / total, total) if total else None

@@ -179,6 +179,7 @@ class Recording:
     """All answers of one server at temperature 0; written by --record, read by --against. `withheld` says why no
     log-probabilities were asked for.
 
+    `counts` are of the first pass; `streamed_counts` are the server's counters around `streamed`, where it has any.
     `repeats` are further passes of a baseline, `streamed` the same prompts as streams, `later` as streams after a
     burst. `long_cold` and `long_warm` ask the long prompts twice; `long_whole` holds a baseline's unstreamed answers to
     them, and each of `repeats` one more. `confirmed` are unstreamed answers to those questions
@@ -217,6 +218,7 @@ class Recording:
     after_probes: list[Transcript] = field(default_factory=list)
     tasks: list[TaskReply] = field(default_factory=list)
     stopped: str | None = None
+    streamed_counts: list[TurnCounts] = field(default_factory=list)
 
     @property
     def answered(self) -> list[Transcript]:
