@@ -265,7 +265,7 @@ def counters_fault(counts: TurnCounts, streams: Sequence[Transcript]) -> str | N
     """Why counters around a run cannot be those of its streams, or None. Counted are steps with drafts: a token that
     they do not explain came alone in a step without, so that it is seen in the stream. Pieces sent together hide steps
     and look like accepted drafts, one for each piece that is missing; nothing shows more steps than there were."""
-    sizes = [size for item in streams for size in increments(item)[1:]]
+    sizes = [size for item in streams for size in increments(item.counted)[1:]]
     tokens = counts.tokens - counts.answers
     scale = tokens / max(1, sum(sizes))  # the counters may be of the same answers unstreamed
     pieces, several = scale * len(sizes), scale * sum(size > 1 for size in sizes)
