@@ -222,9 +222,9 @@ def fewer_than_chance(transcripts: Sequence[Transcript], short: Sequence[Transcr
     for item in transcripts:
         if (steps := steps_of(item)) is not None:
             found.setdefault(item.question, []).append(steps)
-    steps = [round(sum(s.steps for s in passes) / len(passes)) for passes in found.values()]
+    counts = [round(sum(s.steps for s in passes) / len(passes)) for passes in found.values()]
     accepted = sum(sum(s.drafts for s in passes) / len(passes) for passes in found.values())
-    return chance_of_fewer(short, steps, accepted) * judged < UNLIKELY
+    return chance_of_fewer(short, counts, accepted) * judged < UNLIKELY
 
 
 def chance_of_fewer(short: Sequence[Transcript], steps: Sequence[int], accepted: float) -> float:
