@@ -325,6 +325,8 @@ REFUSED = ToolReply(error="HTTP 400: no", question="q")
 BROKEN = ToolReply(error="HTTP 500: broken", question="q")
 CUT = ToolReply(reasoning="The user wants", finish_reason="length", question="q")
 EMPTY = ToolReply(reasoning="The user wants this.", finish_reason="stop", question="q")
+TAGGED = "<think>The user wants this.</think>"  # where no parser takes the reasoning out
+OPEN = replace(CUT, reasoning="", content="<think>The user wants")
 
 
 @pytest.mark.parametrize(
@@ -332,6 +334,9 @@ EMPTY = ToolReply(reasoning="The user wants this.", finish_reason="stop", questi
     [
         ([CUT] * 8, None, "skipped", None),
         ([CUT, WRITES], None, "pass", 1),
+        ([OPEN] * 8, None, "skipped", None),
+        ([f"{TAGGED}\n\n", WRITES], [WRITES] * 2, "fail", None),
+        ([f"{TAGGED}{WRITES}"] * 2, None, "pass", 2),
         ([EMPTY, WRITES], None, "fail", None),
         ([EMPTY, WRITES], [WRITES] * 2, "fail", None),
         ([EMPTY, WRITES], [EMPTY, WRITES], "pass", 2),

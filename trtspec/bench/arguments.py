@@ -131,13 +131,14 @@ def writes(reply: ToolReply) -> bool:
 
 
 def silent(reply: ToolReply) -> bool:
-    """No text and no further call."""
-    return not reply.content.strip() and not reply.calls
+    """No text that is meant for a user, and no further call."""
+    return not reply.visible.strip() and not reply.calls
 
 
 def cut_off(reply: ToolReply) -> bool:
     """Whether the limit of tokens came while the model still reasoned: nothing is known of the answer behind."""
-    return not reply.error and silent(reply) and bool(reply.reasoning.strip()) and reply.finish_reason == "length"
+    reasoned = (reply.reasoning + reply.content).strip()
+    return not reply.error and silent(reply) and bool(reasoned) and reply.finish_reason == "length"
 
 
 def _comparison(what: str, found: dict[str, list[str]], again: Sequence[set[str]]) -> ReplyComparison:

@@ -231,7 +231,7 @@ def check_follow_ups(got: Recording, expected: Recording | None, limit: float | 
         elif silent(reply) and (any(map(silent, passes)) or reply.question in turns.near_ties):
             kinds["silent"] += 1
         elif silent(reply):
-            where = "behind the reasoning" if reply.reasoning.strip() else "altogether"
+            where = "behind the reasoning" if (reply.reasoning + reply.content).strip() else "altogether"
             faults.append((reply, f"the answer is empty {where}"))
         elif reply.question in turns.wrong:
             faults.append((reply, _other_turn(reply, passes)))
