@@ -227,6 +227,7 @@ def test_near_ties_pass_and_are_listed(cheating: str) -> None:
     assert all(entry["gap_expected"] <= entry["bound"] < 0.01 for entry in found.detail["divergences"])
 
 
+@pytest.mark.slow
 def test_wild_rounding_excuses_nothing(cheating: str) -> None:
     """Log-probabilities that move by 3 nats are no rounding, whoever moves them: every divergence counts."""
 
@@ -242,6 +243,7 @@ def test_wild_rounding_excuses_nothing(cheating: str) -> None:
     assert cheats.statuses(same)["lossless"] == "pass", "equal answers need no excuse"
 
 
+@pytest.mark.slow
 def test_a_server_that_log_probabilities_end_lives_through_check_and_bench(prompts: Path, tmp_path: Path) -> None:
     """Before the release candidates of April 2026 one such request under speculation ended the engine. This process
     really exits; recorded as the baseline by mistake, a few answers show its drafts."""
@@ -264,6 +266,7 @@ def test_a_server_that_log_probabilities_end_lives_through_check_and_bench(promp
             httpx.post(f"{old}/v1/chat/completions", json={"messages": [], "logprobs": True}, trust_env=False)
 
 
+@pytest.mark.slow
 def test_without_any_log_probabilities_nobody_can_judge(cheating: str) -> None:
     plain = cheats.recorded(cheats.at(cheating, "plain", "honest", 1, "no-logprobs"), FEW, baseline=True)
     verdict = cheats.judged(cheats.recorded(cheats.at(cheating, "trtllm", "honest", 1, "swapped"), FEW), plain)
@@ -279,6 +282,7 @@ def test_what_the_plain_server_refused_does_not_fail_the_other_one(cheating: str
         assert cheats.statuses(verdict)["tool-call"] == ("skipped" if options else "pass")
 
 
+@pytest.mark.slow
 def test_a_server_that_is_silent_as_the_plain_one_is_passes(cheating: str) -> None:
     plain = cheats.recorded(cheats.at(cheating, "plain", "honest", 1, "silent", "looping", "no-calls"), FEW, True)
     got = cheats.recorded(cheats.at(cheating, "reference", "honest", 1, "silent", "looping", "no-calls"), FEW)
@@ -387,6 +391,7 @@ def test_forms_are_judged_one_by_one(got: list[Any], plain: list[Any] | None, wa
     assert (found.status, found.seen) == (wanted, seen), found.message
 
 
+@pytest.mark.slow
 def test_answers_that_think_long_are_given_room(cheating: str) -> None:
     """With 128 tokens, none of these answers would get behind its reasoning, where the empty ones are."""
     got, empty = (

@@ -59,6 +59,7 @@ def test_a_question_gives_its_first_request_whole(sets: dict[str, str]) -> None:
         assert battery.prompts[0].messages == messages[name] and "base64" not in str(battery.long)
 
 
+@pytest.mark.slow
 def test_check_says_what_it_does_not_ask(sets: dict[str, str], cheating: str, tmp_path: Path) -> None:
     for name, says in (("swe-smith", "the requests after the first of 2 of 2"), ("bfcl", "the tools of 2 of 2")):
         out = tmp_path / f"{name}.json"

@@ -72,6 +72,7 @@ def codes(results: BenchResults) -> set[str]:
     return {problem.code for problem in results.problems}
 
 
+@pytest.mark.slow
 def test_times_are_those_at_which_the_server_wrote(paced: Callable[..., str], dataset: Path) -> None:
     """Within 15 %, because the default suite runs on machines that do other things; 3 % is for the slow test."""
     url = paced()
