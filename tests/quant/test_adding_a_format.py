@@ -99,6 +99,7 @@ def run(root: Path, *words: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_mxfp4_is_two_files(copied: tuple[Path, list[str]], tmp_path: Path) -> None:
     """Then it is detected, inspected, converted to the values that ModelOpt's rule gives, and decoded for reference."""
     root, changed = copied
