@@ -184,6 +184,15 @@ def test_every_cheat_is_caught(cheating: str, kind: str, cheat: str) -> None:
     assert found & {f"TS-CHECK-{code}" for code in wanted}, f"{cheat}: {found}"
 
 
+def test_counters_of_a_server_that_answers_nothing_are_no_measure(cheating: str) -> None:
+    """vLLM's counters can be read while every answer fails: neither command may divide by the answers."""
+    url = cheats.at(cheating, "vllm", "http-503")
+    checked = trtspec("check", url, "--samples", 2, "--max-tokens", 8, "--contexts", 0)
+    benched = trtspec("bench", url, "--samples", 2, "--max-tokens", 8, "--concurrency", 1, "--warmup", 0)
+    assert checked.status in (1, 3) and benched.status == 1, (checked.stderr, benched.stderr)
+    assert not [done for done in (checked, benched) if "unexpected" in done.stderr or "Traceback" in done.stderr]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["reference", "trtllm"])
 @pytest.mark.parametrize("cheat", [cheat for cheat in CHEATS if cheat not in FEW_ASKED | OF_A_PASS])

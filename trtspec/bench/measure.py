@@ -331,8 +331,8 @@ async def ask(
         run = await open_loop(load, asked, level.rate, workload.sampling.seed, name.number)
     after = await adapters.read_counters(target.client, target.server, target.unmeasured)
     counts, from_counters = adapters.all_counts(run.answers), []
-    if before and after and not counts:
-        good = [answer for answer in run.answers if not answer.error]
+    good = [answer for answer in run.answers if not answer.error]
+    if before and after and good and not counts:
         tokens = sum(answer.completion_tokens for answer in run.answers)
         label = name.level if name.level in {question.category for _, question in asked} else "all"
         pooled = adapters.counts_between(before, after, label, tokens, target.unmeasured)
