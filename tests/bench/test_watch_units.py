@@ -134,7 +134,7 @@ def test_a_category_of_degenerate_output_is_no_norm(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     path.write_text(json.dumps(run | {"quality": quality}))
     base, _ = _baseline(path)
-    assert base is not None and base.per_step == {"code": pytest.approx(1.2)}
+    assert base is not None and base.steps.mean == {"code": pytest.approx(1.2)}
     path.write_text(json.dumps(run | {"quality": dict.fromkeys(groups, {"degenerate": True})}))
     with pytest.raises(UsageError, match="not degenerate"):
         _baseline(path)

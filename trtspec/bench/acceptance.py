@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 RESAMPLES = 1000
+LEAST_RUNS = 4  # earlier runs from which the next one is predicted: t is within 2 % of Student's for so many
 CONFIDENCE = 0.95
 POWER = 0.8  # chance of finding a change with the number of questions that is proposed for it
 NORMAL = NormalDist()
@@ -285,8 +286,8 @@ def independent_ratio(new: ArrayLike, old: ArrayLike, confidence: float = CONFID
 
 def next_ratio(new: float, old: Sequence[float], confidence: float = CONFIDENCE) -> RatioTest | None:
     """Of one more run over the geometric mean of earlier ones, by Student's prediction interval for their logarithms:
-    what runs of the same setup differ by is in it. None below four earlier runs, for which t is exact enough."""
-    if len(old) < 4 or min(new, *old) <= 0:
+    what runs of the same setup differ by is in it. None below LEAST_RUNS earlier ones."""
+    if len(old) < LEAST_RUNS or min(new, *old) <= 0:
         return None
     logs = np.log(np.asarray(old, dtype=np.float64))
     error = float(logs.std(ddof=1)) * math.sqrt(1 + 1 / len(old))

@@ -23,7 +23,6 @@ from trtspec.files import parse_json
 
 FROM_CHOICE = "spec_decode of each choice"
 FROM_AVERAGE = "avg_decoded_tokens_per_iter of each choice (prefill counted as a step)"
-FROM_STREAM = "pieces of the stream"
 FROM_COUNTERS = "vllm:spec_decode_num_* counters around the run"
 FROM_STREAMS = "usage in the chunks of streams"
 FROM_SGLANG = "avg_spec_accept_length of /server_info (mean since the server's start)"

@@ -3,7 +3,8 @@
 A regression is called only where the whole interval lies below 1 - `max_regression`. What is judged is judged together:
 each interval is widened (Bonferroni) so that two equal runs raise an alarm in at most 5 % of comparisons. Acceptance
 over all questions is judged always. Speed differs from run to run of one server, for reasons that all answers of a run
-share, so it is judged only where RUNS earlier runs show by how much. Categories and times to the first token are shown.
+share, so it is judged only where LEAST_RUNS earlier runs show by how much. Categories and times to the first token are
+shown.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trtspec.bench.acceptance import (
+    LEAST_RUNS,
     RatioTest,
     TurnCounts,
     acceptance_length,
@@ -35,7 +37,6 @@ SAME = ("dataset_sha256", "temperature", "max_tokens", "api", "thinking", "isl",
 ALARMS = 0.05  # share of comparisons of equal runs that may raise one
 SOUGHT = 0.05
 ROUNDS = 3  # from which rounds are compared instead of questions: they hold a machine's moods within a run
-RUNS = 4  # earlier runs from which the speed of the next one is predicted
 REGRESSION, IMPROVEMENT, NONE, UNJUDGED = "regression", "improvement", "no change found", "not judged"
 LOWER = "lower, not judged"
 ACCEPTANCE, SPEED = "acceptance, ", "tokens/s at "
@@ -47,15 +48,15 @@ def compare(
 ) -> Comparison:
     """Ratios new / old with intervals, and the workload keys that differ.
 
-    `others` are further earlier runs of the same setup: with RUNS in all, speed is judged against their mean. With
-    `max_regression` (0.05: 5 %) the comparison is a gate: acceptance that cannot be judged is an error too."""
+    `others` are further earlier runs of the same setup: with LEAST_RUNS in all, speed is judged against their mean.
+    With `max_regression` (0.05: 5 %) the comparison is a gate: acceptance that cannot be judged is an error too."""
     earlier = [old, *others]
     differing = [key for key in SAME if any(new.workload.get(key) != run.workload.get(key) for run in earlier)]
     if new.workload.get("temperature") and any(_drafts_otherwise(new, run) for run in earlier):
         differing.append("draft_sampling")
     everywhere = set.intersection(*({level.label for level in run.concurrency} for run in earlier))
     levels = [level.label for level in new.concurrency if level.label in everywhere]
-    enough = len(earlier) >= RUNS
+    enough = len(earlier) >= LEAST_RUNS
     confidence = 1 - ALARMS / (1 + enough * len(levels))
     allowed = max_regression or 0.0
     speeds = [
@@ -129,7 +130,7 @@ def comparison_problems(
         shares = ", ".join(f"{figure.figure} {100 * (figure.ratio - 1):+.1f} %" for figure in lower)
         message = (
             f"lower than in the earlier run, and not judged: {shares}; two runs of one server differ too, and how much "
-            f"{RUNS} earlier runs show"
+            f"{LEAST_RUNS} earlier runs show"
         )
         remedy = (
             "repeat --compare for more earlier runs, or measure both servers in turns in one run: bench A=URL B=URL"

@@ -115,10 +115,8 @@ def check_finish(got: Recording, expected: Recording | None) -> CheckResult:
     pairs = [(end, known.get((end.kind, end.question, end.said), [])) for end in _ends(got)]
     pairs = [(end, plain) for end, plain in pairs if plain and (expected or end.kind == "streams")]
     if not pairs:
-        where = (
-            "no answer has the same text on both servers" if expected else "no streamed answer is the unstreamed one"
-        )
-        return result(name, "skipped", f"no answer {where}")
+        why = "no answer has the same text on both servers" if expected else "no streamed answer is the unstreamed one"
+        return result(name, "skipped", why)
     faults = [
         f"{end.question} ({end.kind}): {end.reason!r} in place of {plain[0].reason!r}"
         for end, plain in pairs

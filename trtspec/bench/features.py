@@ -339,10 +339,6 @@ def check_forms(got: Recording, expected: Recording | None, limit: float | None)
     return result(name, "pass", message, seen=len(good), **detail)
 
 
-def _long(reply: ToolReply | None) -> bool:
-    return reply is not None and reply.finish_reason == "length"
-
-
 def form_fault(reply: ToolReply) -> str | None:
     """Why a text is no object of FORM_SCHEMA; an answer that was cut off is judged by nothing."""
     schema: Any = FORM_SCHEMA

@@ -19,11 +19,18 @@ MORE = 8  # tokens that min_tokens asks for beyond the answer's own end
 
 @dataclass(frozen=True)
 class ParameterProbe:
-    """`fields` are sent with a prompt whose greedy answer is known. `limit`: what release notes call the parameter."""
+    """`fields` are sent with a prompt whose greedy answer is known."""
 
     name: str
     fields: dict[str, Any]
-    limit: str = ""
+
+
+NOTED = {"bad": "bad_words", "min_tokens": "min_length"}
+
+
+def noted(parameter: str) -> str:
+    """What release notes call a request parameter."""
+    return NOTED.get(parameter, parameter)
 
 
 CHANGES = (
@@ -59,7 +66,7 @@ async def _bad_word(asker: Asker, base: Transcript, limits: RequestLimits) -> Pa
     words = [word for word in base.content.split() if word.isalpha() and len(word) > 2]
     if not words:
         return ParameterReply("bad", NOT_SENT, "no answer holds a word")
-    return await _changed(asker, ParameterProbe("bad", {"bad": f" {words[-1]}"}, "bad_words"), base, limits)
+    return await _changed(asker, ParameterProbe("bad", {"bad": f" {words[-1]}"}), base, limits)
 
 
 async def _min_tokens(asker: Asker, answered: Sequence[Transcript], limits: RequestLimits) -> ParameterReply:
@@ -68,7 +75,7 @@ async def _min_tokens(asker: Asker, answered: Sequence[Transcript], limits: Requ
         return ParameterReply("min_tokens", NOT_SENT, "no answer ends by itself within --max-tokens")
     base = min(ended, key=lambda transcript: transcript.completion_tokens or 0)
     least = min(asker.max_tokens, (base.completion_tokens or 0) + MORE)
-    probe = ParameterProbe("min_tokens", {"min_tokens": least}, "min_length")
+    probe = ParameterProbe("min_tokens", {"min_tokens": least})
     if (deadly := _deadly(probe, limits)) is not None:
         return deadly
     got = await _ask(asker, base, probe.fields)
@@ -106,7 +113,7 @@ async def _ask(asker: Asker, base: Transcript, fields: dict[str, Any]) -> Transc
 
 def _deadly(probe: ParameterProbe, limits: RequestLimits) -> ParameterReply | None:
     deadly = limits.get("end_engine", ())
-    if probe.name not in deadly and (probe.limit or probe.name) not in deadly:
+    if not {probe.name, noted(probe.name)} & set(deadly):
         return None
     return ParameterReply(probe.name, NOT_SENT, "it ends a speculating engine of this release")
 

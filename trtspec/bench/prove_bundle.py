@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtspec.bench.parameters import HONOURED, NOT_SENT
+from trtspec.bench.parameters import HONOURED, NOT_SENT, noted
 from trtspec.bench.prove import PLAIN, ProveLine, degenerate, long_parts, mode_words, plan_findings, reused
 from trtspec.bench.prove_redaction import Redactor
 from trtspec.bench.tables import BLANK, DEFINITION, number
@@ -151,9 +151,6 @@ def _plan(evidence: Mapping[str, Any]) -> Table:
     return Table("Against the plan", ["figure", "planned", "measured", "ratio", ""], rows)
 
 
-NOTED = {"bad": "bad_words", "min_tokens": "min_length"}  # what release notes call parameters that check sends
-
-
 def request_outcomes(evidence: Mapping[str, Any]) -> dict[str, str]:
     """What a release of TensorRT-LLM did under speculation with request parameters that it honoured without, as check
     saw it; {} of another engine."""
@@ -162,7 +159,7 @@ def request_outcomes(evidence: Mapping[str, Any]) -> dict[str, str]:
         return {}
     rows = [row for found in results if found["name"] == "parameters" for row in found["detail"].get("table", ())]
     shown = [row for row in rows if row["without_speculation"] == HONOURED and row["outcome"] != NOT_SENT]
-    return {NOTED.get(row["parameter"], row["parameter"]): row["outcome"] for row in shown}
+    return {noted(row["parameter"]): row["outcome"] for row in shown}
 
 
 def write_bundle(path: Path, files: Mapping[str, str], redact: Redactor) -> str:

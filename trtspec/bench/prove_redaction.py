@@ -282,7 +282,8 @@ class Redactor:
 
     def _under(self, name: str, value: Any) -> Any:
         if isinstance(value, str):
-            return hidden(name, self.text(value)) or self.text(value)
+            text = self.text(value)
+            return hidden(name, text) or text
         if isinstance(value, (list, tuple)) and hidden(name, "value of it") == SECRET:
             return [self._under(name, item) for item in value]
         return self.value(value)

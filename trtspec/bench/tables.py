@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trtspec.bench.acceptance import AcceptanceSummary
-from trtspec.bench.compare import RUNS
+from trtspec.bench.acceptance import LEAST_RUNS, AcceptanceSummary
 from trtspec.bench.results import BenchResults, Comparison, EndpointResult, LevelResult
 from trtspec.data_files import load_yaml
 from trtspec.report import Table
@@ -242,7 +241,7 @@ def comparison_table(results: BenchResults, comparison: Comparison) -> Table:
     note = (
         f"Intervals of {100 * comparison.confidence:.1f} % each, so that all judged figures together raise an alarm in "
         f"at most 5 % of equal runs; a regression lies wholly below {1 - comparison.max_regression:g}. Speed is judged "
-        f"with {RUNS} earlier runs or more, against their mean; here {comparison.runs}."
+        f"with {LEAST_RUNS} earlier runs or more, against their mean; here {comparison.runs}."
     )
     columns = ["figure", "new / old", "interval", "over", "verdict"]
     title = f"This run over {comparison.old['name']}, {condition(results)}"

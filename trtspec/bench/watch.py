@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trtspec.bench.acceptance import TurnCounts
-from trtspec.bench.adapters import FROM_STREAM
+from trtspec.bench.adapters import FROM_STREAMS
 from trtspec.bench.sequential import EventTest, SeriesReference, WatchedSeries, event_test
 from trtspec.bench.watch_baseline import WatchBaseline
 from trtspec.bench.watch_sources import Increment, MetricsMemory
@@ -256,7 +256,7 @@ class Watch:
             group = context_group(answer.prompt_tokens)
             steps, accepted = state.contexts.get(group, (0.0, 0.0))
             state.contexts[group] = (steps + counts.steps, accepted + counts.accepted)
-            expected = (self.baseline.per_step if self.baseline else {}).get(answer.category)
+            expected = (self.baseline.steps.mean if self.baseline else {}).get(answer.category)
             if expected is not None:
                 batch.expected += expected * counts.steps
                 batch.probe_steps += counts.steps
@@ -274,7 +274,7 @@ class Watch:
         """Whether the pieces of a stream, where counts come from them, are single steps. Some are joined under load;
         with a stream interval above 1, most hold more tokens than a step of the baseline can give."""
         most = self.baseline.draft_length if self.baseline is not None else None
-        if counts is None or counts.source != FROM_STREAM or counts.histogram is None or most is None:
+        if counts is None or counts.source != FROM_STREAMS or counts.histogram is None or most is None:
             return True
         return sum(counts.histogram[math.ceil(most) + 1 :]) <= MOST_JOINED * counts.steps
 

@@ -33,14 +33,11 @@ class BaselineRatios:
 
 @dataclass(frozen=True)
 class WatchBaseline:
-    """What a results.json says about each category: accepted drafts per step with its standard error, and how much one
-    step adds to the variance of a sum of steps. `drafts`: the same per draft token, None where the results do not say
-    how many were drafted."""
+    """What a results.json says, per verification step and per draft token; `drafts` is None where the results do not
+    say how many were drafted."""
 
     name: str
-    per_step: dict[str, float]
-    errors: dict[str, float]
-    step_variance: float
+    steps: BaselineRatios
     drafts: BaselineRatios | None = None
 
     @property
@@ -49,23 +46,23 @@ class WatchBaseline:
         drafts = self.drafts
         if drafts is None:
             return None
-        return max((self.per_step[c] / share for c, share in drafts.mean.items() if share), default=None)
+        return max((self.steps.mean[c] / share for c, share in drafts.mean.items() if share), default=None)
 
     def floor(self, per: str, units: float) -> SeriesReference | None:
         """What traffic should accept at least, in a server's unit (`Increment.per`) and for batches of this many."""
-        steps = BaselineRatios(self.per_step, self.errors, self.step_variance)
-        ratios = steps if per == "step" else self.drafts
+        ratios = self.steps if per == "step" else self.drafts
         return ratios.lowest(units) if ratios is not None else None
 
     def probes(self, steps: float) -> SeriesReference | None:
         """Of accepted drafts over those that each answer's own category gives, for batches of this many steps; 1 is
         what the baseline had, so the mix does not matter. None where nothing was accepted."""
-        relative = {c: (self.errors[c] / r) ** 2 for c, r in self.per_step.items() if r}
-        mean = sum(self.per_step.values()) / len(self.per_step)
+        ratios = self.steps
+        relative = {c: (ratios.errors[c] / r) ** 2 for c, r in ratios.mean.items() if r}
+        mean = sum(ratios.mean.values()) / len(ratios.mean)
         if not relative:
             return None
         error = math.sqrt(sum(relative.values())) / len(relative)
-        return SeriesReference(1.0, error, self.step_variance / mean**2 / steps)
+        return SeriesReference(1.0, error, ratios.variance / mean**2 / steps)
 
 
 def baseline_of(name: str, categories: Mapping[str, Any], turns: Sequence[TurnCounts]) -> WatchBaseline | None:
@@ -84,7 +81,7 @@ def baseline_of(name: str, categories: Mapping[str, Any], turns: Sequence[TurnCo
     steps = _ratios(enough, groups, "steps")
     drafted = all(found.get("drafted") for found in enough.values())
     drafts = _ratios(enough, groups, "drafted") if drafted else None
-    return WatchBaseline(name, steps.mean, steps.errors, steps.variance, drafts)
+    return WatchBaseline(name, steps, drafts)
 
 
 def _ratios(categories: Mapping[str, Any], groups: Mapping[str, Sequence[TurnCounts]], unit: str) -> BaselineRatios:

@@ -237,7 +237,7 @@ def _streamed_counts(answer: Answer) -> TurnCounts | None:
     histogram = tuple(accepted.count(size) for size in range(max(accepted) + 1))
     return TurnCounts(
         answer.question, answer.category, answer.completion_tokens, len(sizes), sum(accepted), None, histogram,
-        adapters.FROM_STREAM,
+        adapters.FROM_STREAMS,
     )  # fmt: skip
 
 

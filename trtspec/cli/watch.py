@@ -155,7 +155,7 @@ def _probes(options: WatchOptions, baseline: WatchBaseline | None, work: dict[st
             mode = work.get("thinking") or "the server's default"
             what = f"--thinking {options.thinking} contradicts {options.baseline}, whose thinking was {mode}"
             raise UsageError(what, "leave --thinking out, or measure a baseline in this mode")
-        if not {question.category for question in questions} & baseline.per_step.keys():
+        if not {question.category for question in questions} & baseline.steps.mean.keys():
             what = f"no category of --dataset {options.dataset} is one of {options.baseline}"
             raise UsageError(what, f"pass the data set of the baseline: --dataset {work.get('dataset', 'NAME')}")
     sampling = RequestSampling(int(work.get("max_tokens", PROBE_TOKENS)), float(work.get("temperature", 0.0)))
