@@ -126,8 +126,10 @@ def test_the_stand_in_as_a_release_killed_at_ten_points_in_all(
         capture_output=True, text=True, env=env, timeout=300,
     )  # fmt: skip
     assert imported.returncode == 0, imported.stderr
-    weights = [finding["weight"] for finding in json.loads(imported.stdout)["schemas"]]
+    told = json.loads(imported.stdout)
+    weights = [finding["weight"] for finding in told["schemas"]]
     assert weights.count("refuted") == 0 and len(weights) > 50
+    assert {finding["weight"] for finding in told["gates"]} <= {"supported", "narrowed"}
 
 
 def killed(
@@ -196,3 +198,7 @@ def test_a_real_engine(backend: str, tmp_path: Path) -> None:
     done = proved(pair, out, env, "--backend", backend, "--draft-len", "2", "--gpus", "1", *passed)
     assert_whole(done, out, STEPS | {"bench-k1", "bench-k2"})
     assert_nothing_private(bundle_of(out), pair, out)
+    told = json.loads(trtspec("prove", "--import", out / "proof.tar.gz", "--json").stdout)
+    gates = {finding["entry"]: finding["weight"] for finding in told["gates"]}
+    borne_out = {"vllm": ("gates.kimi_k25", "gates.kimi_eagle3"), "reference": ()}[backend]
+    assert gates == dict.fromkeys(borne_out, "supported")

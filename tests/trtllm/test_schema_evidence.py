@@ -49,7 +49,15 @@ PLANTED = {
 
 
 def test_a_planted_difference_from_the_schema_is_found_with_a_patch(tmp_path: Path) -> None:
-    evidence = {"backend": "trtllm", "engine": "1.3.0rc20", "gpus": [], "outputs": {}, "speed": {}, "memory": {}}
+    evidence = {
+        "backend": "trtllm",
+        "engine": "1.3.0rc20",
+        "gpus": [],
+        "outputs": {},
+        "speed": {},
+        "memory": {},
+        "setup": {},
+    }
     files = {"evidence.json": json.dumps(evidence), "verdict.json": json.dumps({"ok": True, "results": []}),
              "schema.yaml": installed("1.3.0rc20", PLANTED, OPTIONS)}  # fmt: skip
     write_bundle(tmp_path / "proof.tar.gz", files, Redactor({}))
@@ -58,9 +66,9 @@ def test_a_planted_difference_from_the_schema_is_found_with_a_patch(tmp_path: Pa
     refuted = {finding["entry"]: finding["message"] for finding in told["schemas"] if finding["weight"] == "refuted"}
     assert set(refuted) == {*PLANTED, *OPTIONS}, refuted
     assert "removed after 1.2" in refuted["enable_sleep"] and "absent in" in refuted["enable_attention_dp"]
-    assert told["not_weighed"] == {"behaviours": 26, "changes of a field": 8, "entries of vllm_flags.yaml": 12}
+    assert told["not_weighed"] == {"behaviours": 26, "gates": 4}
     shown = trtspec("prove", "--import", tmp_path / "proof.tar.gz").stdout
-    assert f"{told['weighed']} inferred or unknown entries were weighed; not weighed: 26 behaviours" in shown
+    assert f"{told['weighed']} gates and inferred or unknown entries were weighed; not weighed: 26 behaviours" in shown
     assert "absent in 1.3.0rc20" in refuted["sleep_config"] and "is 7" in refuted["stream_interval"]
     assert "unknown to the schema" in refuted["moe_config.use_magic"]
     copy = tmp_path / "trtspec" / "trtllm" / "schemas"
@@ -108,6 +116,19 @@ def test_what_a_release_does_with_requests_is_weighed_by_the_probes_of_check() -
     assert not weigh([], [asked("1.3.0rc20", seed="honoured"), asked("1.4.0rc1", frequency_penalty="honoured")][:1])
 
 
+def test_a_field_that_became_something_else_is_weighed_by_the_releases_around_it() -> None:
+    path, kept = "torch_compile_config.max_num_streams", {"type": "int", "default": 1}
+    was, now = (yaml.safe_dump({"versions": {"seen": version}, "fields": {path: {**kept, "default": default}}})
+                for version, default in (("1.3.0rc20", 1), ("1.4.0rc1", 3)))  # fmt: skip
+    found = {f.entry: f for f in weigh([observation(was, "was"), observation(now, "now")])}[path]
+    assert found.weight == "verified" and "changed: {after: 1.3.0rc23" in (found.replacement or "")
+    early = was.replace("default: 1", "default: 3")
+    wrong = [f for f in weigh([observation(early, "early")]) if f.entry == path]
+    assert {f.weight for f in wrong} == {"refuted"} and any(
+        "where the schema has it before" in f.message for f in wrong
+    )
+
+
 @pytest.mark.slow
 def test_three_honest_releases_refute_nothing_and_verify_what_was_inferred(capsys: pytest.CaptureFixture[str]) -> None:
     releases = ("1.2.1", "1.3.0rc20", "1.4.0rc1")
@@ -117,5 +138,6 @@ def test_three_honest_releases_refute_nothing_and_verify_what_was_inferred(capsy
         print(f"\n{', '.join(f'{weights.count(w)} {w}' for w in ('verified', 'narrowed', 'supported', 'refuted'))}")  # type: ignore[arg-type]
     assert weights.count("refuted") == 0 and weights.count("verified") > 90
     assert {f.part for f in findings if f.weight == "verified"} == {"fields", "options", "removed"}
+    assert sum("changed in 1.4.0rc1" in finding.message for finding in findings) >= 6
     changed = [row for row in patch(findings).splitlines() if row.startswith("+") and not row.startswith("+++")]
     assert len(changed) == sum(finding.replacement is not None for finding in findings)

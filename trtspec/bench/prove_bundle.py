@@ -208,8 +208,11 @@ def read_bundle(path: Path) -> ProofBundle:
             if hashlib.sha256(files[name].encode()).hexdigest() != digest:
                 raise UsageError(f"{path}: {name} was changed after the proof", "ask for the bundle again")
         evidence, verdict = (parse_json(files[name]) for name in ("evidence.json", "verdict.json"))
-        for key in ("backend", "engine", "gpus", "outputs", "speed", "memory"):
+        for key in ("backend", "engine", "gpus", "outputs", "setup", "speed", "memory"):
             evidence[key]
+        verdict["ok"]
+        for line in verdict["results"]:
+            line["name"], line["status"]
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist", "pass the proof.tar.gz that `trtspec prove` wrote") from None
     except (tarfile.TarError, EOFError, OSError, ValueError, KeyError, TypeError) as error:

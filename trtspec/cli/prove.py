@@ -16,6 +16,8 @@ from trtspec.records import Mode, narrow, without
 
 if TYPE_CHECKING:
     from trtspec.bench.prove import ProveSetup
+    from trtspec.bench.prove_bundle import ProofBundle
+    from trtspec.bench.prove_gates import GateFinding, ServedRelease
     from trtspec.cli.prove_run import Proof
 
 MARKS = {"pass": "pass   ", "fail": "FAIL   ", "skipped": "skipped"}
@@ -169,15 +171,33 @@ def _show(proof: Proof, json_output: bool) -> None:
 
 
 def _import(options: ProveImport) -> None:
+    from trtspec.bench.prove_bundle import read_bundle
+
+    bundles = [read_bundle(path) for path in options.import_]
+    try:
+        told = _weighed(bundles)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # whole by its manifest, of another form inside
+        names = ", ".join(bundle.name for bundle in bundles)
+        message = f"what {names} holds is not that of a proof: {type(error).__name__}: {error}"
+        raise UsageError(message, "pass the proof.tar.gz that `trtspec prove` wrote") from error
+    if options.output is not None:
+        report.write_json(options.output / "findings.json", told)
+        report.write_atomic(options.output / "schemas.patch", told["patch"])
+    if options.json_:
+        report.print_json(told)
+        return
+    _show_import(told)
+
+
+def _weighed(bundles: list[ProofBundle]) -> dict[str, Any]:
+    """findings.json: what the bundles say about schemas, gates and plan."""
     from dataclasses import asdict
 
     from trtspec.bench.prove import plan_findings
-    from trtspec.bench.prove_bundle import read_bundle, request_outcomes
+    from trtspec.bench.prove_bundle import request_outcomes
     from trtspec.bench.prove_constants import host_patch, refuted_host_us
-    from trtspec.data_files import load_yaml
-    from trtspec.trtllm.schema_evidence import RequestObservation, count_doubtful, doubtful, observation, patch, weigh
+    from trtspec.trtllm.schema_evidence import RequestObservation, doubtful, observation, patch, weigh
 
-    bundles = [read_bundle(path) for path in options.import_]
     seen = [observation(b.schema, f"{b.name} {b.sha256[:12]}") for b in bundles if b.schema]
     told_of = [(b.evidence["engine"], request_outcomes(b.evidence), f"{b.name} {b.sha256[:12]}") for b in bundles]
     schemas = weigh(seen, [RequestObservation(*found) for found in told_of if found[1]])
@@ -188,25 +208,40 @@ def _import(options: ProveImport) -> None:
             diff += host_patch(host_us, bundle.sha256[:12])
             break
     plans = [(bundle, finding) for bundle in bundles for finding in plan_findings(bundle.evidence)]
-    left = doubtful()
-    weighed = left.pop("weighed")
-    left["entries of vllm_flags.yaml"] = count_doubtful(load_yaml("vllm_flags.yaml"))
-    told = {
+    gates, gates_weighed, gates_left = _weigh_gates(bundles)
+    left = doubtful() | {"gates": gates_left}
+    weighed = left.pop("weighed") + gates_weighed
+    return {
         "weighed": weighed,
         "not_weighed": {what: count for what, count in left.items() if count},
         "bundles": [{"name": b.name, "sha256": b.sha256, "backend": b.evidence["backend"],
                      "engine": b.evidence["engine"], "verdict": b.verdict} for b in bundles],
         "schemas": [asdict(finding) for finding in schemas],
+        "gates": [asdict(finding) for found, _ in gates for finding in found],
         "plan": [{"bundle": b.name, **asdict(f), "ratio": round(f.ratio, 4)} for b, f in plans],
-        "patch": diff,
+        "patch": diff + "".join(text for _, text in gates),
     }  # fmt: skip
-    if options.output is not None:
-        report.write_json(options.output / "findings.json", told)
-        report.write_atomic(options.output / "schemas.patch", diff)
-    if options.json_:
-        report.print_json(told)
-        return
-    _show_import(told)
+
+
+def _weigh_gates(bundles: list[ProofBundle]) -> tuple[list[tuple[list[GateFinding], str]], int, int]:
+    """Findings and patch of each engine's file of gates; how many entries were weighed in all, and how many not."""
+    from functools import partial
+
+    from trtspec.bench.prove_gates import GateFile, gate_patch, served_release, weigh_gates
+    from trtspec.data_files import DATA
+    from trtspec.trtllm.deployment import RELEASES, gates
+    from trtspec.vllm import options_passed, vllm_gates
+
+    def served(bundle: ProofBundle) -> ServedRelease | None:
+        return served_release(bundle, partial(options_passed, bundle.evidence["setup"].get("serve_words", ())))
+
+    files = GateFile.read("trtllm", RELEASES, gates()), GateFile.read("vllm", DATA / "vllm_flags.yaml", vllm_gates())
+    made = []
+    for file in files:
+        shown = [served(bundle) for bundle in bundles if bundle.evidence["backend"] == file.backend]
+        found = weigh_gates(file, [one for one in shown if one is not None])
+        made.append((found, gate_patch(file, found)))
+    return made, sum(file.weighed() for file in files), sum(file.not_weighed() for file in files)
 
 
 def _show_import(told: dict[str, Any]) -> None:
@@ -215,9 +250,11 @@ def _show_import(told: dict[str, Any]) -> None:
         print(f"{bundle['name']} {bundle['sha256'][:12]}: {bundle['backend']} {bundle['engine'] or ''}, {verdict}")
     for finding in told["schemas"]:
         print(f"{finding['weight']:9} {finding['line']}.yaml {finding['entry']}: {finding['message']}")
+    for finding in told["gates"]:
+        print(f"{finding['weight']:9} {finding['file'].rpartition('/')[2]} {finding['entry']}: {finding['message']}")
     for finding in told["plan"]:
         print(f"{finding['status']:9} plan {finding['what']}: planned {finding['planned']:.4g}, "
               f"measured {finding['measured']:.4g}")  # fmt: skip
     left = ", ".join(f"{count} {what}" for what, count in told["not_weighed"].items())
-    print(f"{told['weighed']} inferred or unknown entries were weighed; not weighed: {left}")
+    print(f"{told['weighed']} gates and inferred or unknown entries were weighed; not weighed: {left}")
     sys.stdout.write(told["patch"])

@@ -27,6 +27,11 @@ TOLD = {
     "fields": ("type", "min", "max", "above", "below", "default"),
     "options": ("flags", "type", "choices", "default"),
 }
+CHANGES = ("allowed", "default", "min")  # attributes that became something else between two releases
+WORDS = {
+    "since": ("absent", "present"),
+    "changed": ("as it was", "changed"),
+}  # an entry before its interval and past it
 PLACES = {"fields": 0, "options": 2}  # among the Entries of a schema
 REQUESTS = ("requests_refused", "requests_ignored", "penalties_need_a_key")  # behaviours that check's probes show
 DOUBTFUL = ("inferred", "unknown")
@@ -101,7 +106,7 @@ def observation(text: str, bundle: str) -> Observation:
 def weigh(seen: Sequence[Observation], asked: Sequence[RequestObservation] = ()) -> list[SchemaFinding]:
     """Findings on every dated entry whose evidence is inferred or unknown, on what releases do with requests, and on
     every attribute that a release shows to be otherwise. Refuted ones first."""
-    found = [*_dated(seen), *_gone(seen), *_requests(asked)]
+    found = [*_dated(seen), *_changed(seen), *_gone(seen), *_requests(asked)]
     for part in ("fields", "options"):
         found += [*_attributes(seen, part), *_unknown_keys(seen, part)]
     order = ("refuted", "narrowed", "verified", "supported")
@@ -145,6 +150,32 @@ def _weigh_since(
     return _begun(line, part, path, entry, looked)
 
 
+def _changed(seen: Sequence[Observation]) -> Iterator[SchemaFinding]:
+    """Fields that became what a line says between two releases: which of the two a release of the line, or of the one
+    before, has."""
+    for line, earlier in zip(LINES[1:], LINES, strict=False):
+        near = [one for one in seen if LINES.index(line_of(one.version)) >= LINES.index(earlier)]
+        for path, entry in (_raw(line).get("fields") or {}).items():
+            if entry.get("changed", {}).get("evidence") not in DOUBTFUL:
+                continue
+            before, after = _field(earlier, path), _field(line, path)
+            differ = [key for key in CHANGES if before.get(key) != after.get(key) and key in after]
+            looked: list[tuple[Seen, bool]] = []
+            for one in near:
+                told = one.told("fields").get(path, {})
+                has = [[told[key] == was.get(key) for key in differ if key in told] for was in (before, after)]
+                if has[0] and all(has[0]) != all(has[1]):
+                    looked.append((one, all(has[1])))
+            finding = _begun(line, "fields", path, entry, looked, "changed")
+            if finding is not None:
+                yield finding
+
+
+def _field(line: str, path: str) -> dict[str, Any]:
+    """What a field is in the end in a line; {} where it is not there."""
+    return merged({"inherits": line, "fields": {}})[0].get(path, {})
+
+
 def _requests(asked: Sequence[RequestObservation]) -> Iterator[SchemaFinding]:
     for line in LINES:
         for name in REQUESTS:
@@ -170,10 +201,10 @@ def _parameters(line: str, behaviour: str) -> tuple[list[str], bool]:
 
 
 def _begun(
-    line: str, part: Part, path: str, entry: dict[str, Any], looked: Sequence[tuple[Seen, bool]]
+    line: str, part: Part, path: str, entry: dict[str, Any], looked: Sequence[tuple[Seen, bool]], key: str = "since"
 ) -> SchemaFinding | None:
-    """What releases with and without an entry say of the interval in which it began."""
-    since, ends = Since(**entry["since"]), {"before": "", "past": ""}
+    """What releases say of the interval in which an entry began, or became what it is ("changed")."""
+    since, ends, words = Since(**entry[key]), {"before": "", "past": ""}, WORDS[key]
     inside: list[tuple[Seen, bool]] = []
     for one, present in looked:
         where = _place(since, one.version)
@@ -181,19 +212,20 @@ def _begun(
             inside.append((one, present))
             continue
         if present != (where == "past"):
-            message = f"{'present' if present else 'absent'} in {one.version}, where the schema has it {where} " \
+            message = f"{words[present]} in {one.version}, where the schema has it {where} " \
                       f"{since.interval} ({one.bundle})"  # fmt: skip
-            gone = where == "past" and part != "behaviours"  # what a release does is not taken back with its line
+            # what a release does, or changed, is not taken back with its line
+            gone = where == "past" and part != "behaviours" and key == "since"
             return SchemaFinding(line, path, "refuted", message, "" if gone else None, part)
         ends[where] = f"{one.version} ({one.bundle})"
     if inside:
         present_in, absent_in = _sorted_versions(inside)
         moved = {"by": present_in[0]} if present_in else {}
         moved |= {"after": absent_in[-1]} if absent_in else {}
-        changed = {**entry, "since": {**entry["since"], **moved}}
-        return _narrowed(SchemaFinding(line, path, "narrowed", since.interval, part=part), changed, inside)
-    changed = {**entry, "since": {**entry["since"], "evidence": "verified"}}
-    return _borne_out(SchemaFinding(line, path, "supported", "", part=part), changed, ends, ("absent", "present"))
+        changed = {**entry, key: {**entry[key], **moved}}
+        return _narrowed(SchemaFinding(line, path, "narrowed", since.interval, part=part), changed, inside, words)
+    changed = {**entry, key: {**entry[key], "evidence": "verified"}}
+    return _borne_out(SchemaFinding(line, path, "supported", "", part=part), changed, ends, words)
 
 
 def _gone(seen: Sequence[Observation]) -> Iterator[SchemaFinding]:
@@ -231,9 +263,10 @@ def _weigh_removed(line: str, path: str, entry: dict[str, Any], seen: Sequence[O
         moved = {"last": present_in[-1]} if present_in else {}
         moved |= {"by": absent_in[0]} if absent_in else {}
         finding = SchemaFinding(line, path, "narrowed", dates.interval, part="removed")
-        return _narrowed(finding, {**entry, **moved}, inside)
+        return _narrowed(finding, {**entry, **moved}, inside, WORDS["since"])
     changed = {**entry, "evidence": "verified"}
-    return _borne_out(SchemaFinding(line, path, "supported", "", part="removed"), changed, ends, ("present", "absent"))
+    words = WORDS["since"][::-1]
+    return _borne_out(SchemaFinding(line, path, "supported", "", part="removed"), changed, ends, words)
 
 
 def _sorted_versions(inside: Sequence[tuple[Seen, bool]]) -> tuple[list[str], list[str]]:
@@ -242,10 +275,14 @@ def _sorted_versions(inside: Sequence[tuple[Seen, bool]]) -> tuple[list[str], li
     return found[0], found[1]
 
 
-def _narrowed(finding: SchemaFinding, changed: dict[str, Any], inside: Sequence[tuple[Seen, bool]]) -> SchemaFinding:
+def _narrowed(
+    finding: SchemaFinding, changed: dict[str, Any], inside: Sequence[tuple[Seen, bool]], words: tuple[str, str]
+) -> SchemaFinding:
     """Releases between the two ends of an interval (the finding's message) move them."""
     present, absent = _sorted_versions(inside)
-    said = [f"present in {version}" for version in present] + [f"absent in {version}" for version in absent]
+    said = [f"{words[True]} in {version}" for version in present] + [
+        f"{words[False]} in {version}" for version in absent
+    ]
     message = f"{', '.join(said)}, inside {finding.message} ({inside[0][0].bundle})"
     return replace(finding, message=message, replacement=f"  {finding.entry}: {flow(changed)}")
 
@@ -325,29 +362,27 @@ def _owner(line: str, part: Part, path: str) -> str | None:
 def doubtful() -> dict[str, int]:
     """How many statements of the schema files are inferred or unknown, by what becomes of them here: those that are
     compared with releases (`weighed`), and those that classes and options do not show."""
-    found = {"weighed": 0, "behaviours": 0, "changes of a field": 0, "removed, without a release": 0}
+    found = {"weighed": 0, "behaviours": 0, "removed, without a release": 0}
     for line in LINES:
         data = _raw(line)
         dated = [entry.get("since") for part in PLACES for entry in (data.get(part) or {}).values()]
         removed = [entry for entry in (data.get("removed") or {}).values() if entry["evidence"] in DOUBTFUL]
         ends = sum(_is_end(entry["last"]) for entry in removed)
-        found["weighed"] += count_doubtful(dated) + ends
+        found["weighed"] += _count_doubtful(dated) + ends
         found["removed, without a release"] += len(removed) - ends
         told = data.get("behaviours") or {}
-        requests = count_doubtful([(told.get(name) or {}).get("since") for name in REQUESTS])
-        found["behaviours"] += count_doubtful(told) - requests
+        requests = _count_doubtful([(told.get(name) or {}).get("since") for name in REQUESTS])
+        found["behaviours"] += _count_doubtful(told) - requests
         found["weighed"] += requests
-        found["changes of a field"] += count_doubtful(
-            [entry.get("changed") for entry in (data.get("fields") or {}).values()]
-        )
+        found["weighed"] += _count_doubtful([entry.get("changed") for entry in (data.get("fields") or {}).values()])
     return found
 
 
-def count_doubtful(value: Any) -> int:
+def _count_doubtful(value: Any) -> int:
     """Objects of a data file, at any depth, whose `evidence` is inferred or unknown."""
     if isinstance(value, dict):
-        return (value.get("evidence") in DOUBTFUL) + sum(map(count_doubtful, value.values()))
-    return sum(map(count_doubtful, value)) if isinstance(value, list) else 0
+        return (value.get("evidence") in DOUBTFUL) + sum(map(_count_doubtful, value.values()))
+    return sum(map(_count_doubtful, value)) if isinstance(value, list) else 0
 
 
 def patch(findings: Sequence[SchemaFinding]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Annotated, Any, Optional, Union
+from typing import Annotated, Any, Literal, Optional, Union
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
@@ -35,6 +35,9 @@ def annotation(path: str, entry: dict[str, Any]) -> Any:
     kinds = []
     for word in entry["type"].split("|"):
         if word == "null":
+            continue
+        if word == "str" and entry.get("allowed") and not entry.get("case_insensitive"):
+            kinds.append(Literal[tuple(entry["allowed"])])
             continue
         if word == "object":
             nested = children(path) or entry.get("default") == "object"
