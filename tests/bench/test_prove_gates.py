@@ -20,12 +20,22 @@ HEAD = {"kind": "head", "attention": "mla", "dialect": "modelopt", "eagle": "3",
 NOT_STARTED = [{"name": "serve-plain", "status": "fail", "message": "ended with status 1"}]
 
 
-def proof(path: Path, backend: str, engine: str, *words: str, started: bool = True, gpus: int = 4, **more: Any) -> Path:
+def proof(
+    path: Path,
+    backend: str,
+    engine: str | None,
+    *words: str,
+    started: bool = True,
+    gpus: int = 4,
+    accepts: float = 2.0,
+    **more: Any,
+) -> Path:
     """A bundle of a Kimi-K2.5 in NVFP4 with an MLA head."""
+    benches = {"bench-plain": {"acceptance_length": None}, "bench-k1": {"acceptance_length": accepts}}
     evidence: dict[str, Any] = {
         "backend": backend, "engine": engine, "gpus": [{"name": "NVIDIA B200"}] * gpus, "memory": {},
         "speed": {"plain": {}, "k1": {}} if started else {}, "setup": {"serve_words": list(words), "concurrency": [1]},
-        "outputs": {"inspect-target": TARGET, "inspect-head": HEAD, **more},
+        "outputs": {"inspect-target": TARGET, "inspect-head": HEAD, **(benches if started else {}), **more},
     }  # fmt: skip
     verdict = {"ok": started, "results": [] if started else NOT_STARTED}
     write_bundle(path, {"evidence.json": json.dumps(evidence), "verdict.json": json.dumps(verdict)}, Redactor({}))
@@ -63,13 +73,34 @@ def test_a_release_that_served_bears_out_refutes_or_moves_its_gates(tmp_path: Pa
 
 
 def test_a_server_that_did_not_start_is_doubted_and_changes_nothing(tmp_path: Path) -> None:
-    failed = proof(tmp_path / "failed.tar.gz", "trtllm", "1.3.0rc20", started=False)
-    found, added = imported(failed)
+    found, added = imported(proof(tmp_path / "failed.tar.gz", "trtllm", "1.3.0rc20", started=False))
     assert found["gates.kimi_k25"][0] == found["gates.kimi_nvfp4"][0] == "doubted" and added == []
     assert "gates.mla_head" not in found, "the plain server failed, and no server with the head was tried"
+    inside = proof(tmp_path / "inside.tar.gz", "trtllm", "1.3.0rc6", started=False)
+    assert "gates.kimi_k25" not in imported(inside)[0]
+
+
+def test_a_launch_that_failed_verifies_nothing(tmp_path: Path) -> None:
+    """Our own refusal of an old release ends its launch, and so does memory: that would be a circle."""
     old = proof(tmp_path / "old.tar.gz", "trtllm", "1.3.0rc5", started=False)
-    found, _ = imported(old, proof(tmp_path / "new.tar.gz", "trtllm", "1.3.0rc20"))
-    assert found["gates.kimi_k25"][0] == "verified" and "no server started in 1.3.0rc5" in found["gates.kimi_k25"][1]
+    found, added = imported(old, proof(tmp_path / "new.tar.gz", "trtllm", "1.3.0rc20"))
+    assert found["gates.kimi_k25"][0] == "supported" and "1.3.0rc5" not in found["gates.kimi_k25"][1] and not added
+
+
+def test_a_head_whose_drafts_are_not_accepted_did_not_load(tmp_path: Path) -> None:
+    """An engine that skips tensors that it does not know serves, too; and loops say nothing of drafts."""
+    idle = proof(tmp_path / "idle.tar.gz", "trtllm", "1.3.0rc5", accepts=1.0)
+    assert not {entry for entry in imported(idle)[0] if "head" in entry}
+    loops = {"acceptance_length": 3.0, "degeneration": {"degenerate": True}}
+    bench = {"bench-k1": loops, "bench-plain": loops}
+    looping = proof(tmp_path / "loops.tar.gz", "vllm", "0.32.0", **bench)
+    found, added = imported(looping)
+    assert set(found) == {"gates.kimi_k25"} and added == []
+
+
+@pytest.mark.parametrize("engine", ["1.3.0rc6.dev20260101", "1.3.0.dev0"])
+def test_a_build_between_releases_is_no_end_of_an_interval(engine: str, tmp_path: Path) -> None:
+    assert imported(proof(tmp_path / "a.tar.gz", "trtllm", engine)) == ({}, [])
 
 
 def test_forms_that_were_kept_to_show_guided_decoding(tmp_path: Path) -> None:
@@ -89,9 +120,6 @@ def test_of_vllm_gates_formats_and_kinds_of_options_are_weighed(tmp_path: Path) 
     }  # fmt: skip
     assert len(added) == 2 and all("evidence: verified" in row for row in added)
     assert imported(proof(tmp_path / "cpu.tar.gz", "vllm", "0.32.0+cpu", gpus=0))[1] == []
-    ends = [proof(tmp_path / "before.tar.gz", "vllm", "0.14.1", started=False, gpus=0)]
-    found, added = imported(*ends, proof(tmp_path / "after.tar.gz", "vllm", "0.32.0", gpus=0))
-    assert found["gates.kimi_k25"][0] == "verified" and added == ["    evidence: verified"]
     shown = trtspec("prove", "--import", tmp_path / "a.tar.gz").stdout
     assert "vllm_flags.yaml formats.nvfp4: a server of 0.27.1 was started with it" in shown
 

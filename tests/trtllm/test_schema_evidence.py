@@ -3,6 +3,7 @@ found, with a patch that applies."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -16,8 +17,10 @@ import yaml
 from tests.command_line import trtspec
 from trtspec.bench.prove_bundle import write_bundle
 from trtspec.bench.prove_redaction import Redactor
+from trtspec.errors import UsageError
 from trtspec.trtllm.schema import SCHEMAS
-from trtspec.trtllm.schema_evidence import RequestObservation, observation, patch, weigh
+from trtspec.trtllm.schema_evidence import expected, patch, weigh
+from trtspec.trtllm.schema_observed import Observation, RequestObservation, observation
 
 ROOT = Path(__file__).parents[2]
 RELEASES = Path(__file__).parent / "standin_releases"
@@ -127,6 +130,82 @@ def test_a_field_that_became_something_else_is_weighed_by_the_releases_around_it
     assert {f.weight for f in wrong} == {"refuted"} and any(
         "where the schema has it before" in f.message for f in wrong
     )
+
+
+def releases_with(path: str, part: str = "fields", **there: dict[str, Any] | None) -> list[Observation]:
+    """Releases (as r1_3_0rc24) with this entry, or without it where it is None."""
+    found = []
+    for name, entry in there.items():
+        version = name.removeprefix("r").replace("_", ".")
+        entries = copy.deepcopy(expected(version))
+        told = entries[0 if part == "fields" else 2]
+        told.pop(path, None)
+        if entry is not None:
+            told[path] = entry
+        found.append(Observation(version, entries, version))
+    return found
+
+
+def test_releases_that_contradict_each_other_move_no_end() -> None:
+    """Present before it is absent: no interval has that. The same of a change."""
+    path, kind = "checkpoint_io_policy", {"type": "str"}
+    since = yaml.safe_load((SCHEMAS / "1.4.yaml").read_text())["fields"][path]["since"]
+    assert since["after"] == "1.3.0rc23" and since["evidence"] == "inferred"
+    found = [f for f in weigh(releases_with(path, r1_3_0rc24=kind, r1_3_0rc26=None)) if f.entry == path]
+    assert [(f.weight, f.replacement) for f in found] == [("refuted", None)] and "no interval has" in found[0].message
+    backend = "moe_config.backend"
+    old, new = (expected(version)[0][backend] for version in ("1.3.0rc20", "1.4.0rc1"))
+    found = [f for f in weigh(releases_with(backend, r1_3_0rc21=new, r1_3_0rc23=old)) if f.entry == backend]
+    assert [(f.weight, f.replacement) for f in found] == [("refuted", None)]
+
+
+def test_choices_are_compared_without_their_order_and_others_refuted() -> None:
+    path = "moe_config.backend"
+    entry = expected("1.4.0rc1")[0][path]
+    for allowed, weight in ((entry["allowed"][::-1], "supported"), ([*entry["allowed"], "NEW"], "refuted"),
+                            (entry["allowed"][:-1], "refuted")):  # fmt: skip
+        told = entry | {"allowed": allowed}
+        assert {f.weight for f in weigh(releases_with(path, r1_4_0rc1=told)) if f.entry == path} == {weight}, allowed
+
+
+def test_all_findings_of_an_entry_are_in_its_line_of_the_patch() -> None:
+    path = "checkpoint_io_policy"
+    findings = weigh(releases_with(path, r1_3_0rc26={"type": "bool"}))
+    assert {f.weight for f in findings if f.entry == path} == {"refuted", "narrowed"}
+    rows = [row for row in patch(findings).splitlines() if row.startswith(f"+  {path}:")]
+    made = yaml.safe_load(rows[0][1:])[path]
+    assert len(rows) == 1 and made["type"] == "bool" and made["since"]["by"] == "1.3.0rc26"
+
+
+SMUGGLED = """zz: {type: int}
+ removed:
+--- a/pyproject.toml
++++ b/pyproject.toml
+@@ -1,2 +1,3 @@
+ [build-system]
++# smuggled"""
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"fields": {SMUGGLED: {"type": "int"}}},
+        {"fields": {"zz": {"type": SMUGGLED}}},
+        {"fields": {"zz": {"type": "str", "allowed": ["a", SMUGGLED]}}},
+        {"options": {"zz\x1b[2J": {"type": "int"}}},
+        {"fields": {7: {"type": "int"}}},
+    ],
+)
+def test_words_that_would_become_lines_of_a_patch_are_refused(part: dict[str, Any]) -> None:
+    text = yaml.safe_dump({"versions": {"seen": "1.3.0rc20"}, **part})
+    with pytest.raises(UsageError, match="is not one"):
+        observation(text, "forged")
+
+
+def test_a_schema_of_another_release_than_the_servers_is_refused() -> None:
+    text = yaml.safe_dump({"versions": {"seen": "1.4.0rc1"}, "fields": {}})
+    with pytest.raises(UsageError, match=r"of 1\.4\.0rc1, and the servers were 1\.3\.0rc20"):
+        observation(text, "b", "1.3.0rc20")
 
 
 @pytest.mark.slow

@@ -1,13 +1,15 @@
 """What the servers of proofs say about gates, by which a release can do something from then on, and about the weight
 formats and options of an engine whose evidence is inferred: as findings, and as a patch of the file that has them.
 
-A server that answered shows that its release can do what it was asked for. One that did not start shows nothing for
-certain, since memory and files fail too: such a finding is doubted, and changes nothing.
+A server that answered shows that its release can do what it was asked for. One that did not start shows nothing, since
+memory, files and our own refusals end launches too: where a gate says that it can, the finding is doubted; an interval
+is never moved by it, and nothing is verified by it.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any, Literal
 from packaging.version import InvalidVersion, Version
 
 import trtspec
-from trtspec.bench.prove import PLAIN
+from trtspec.bench.prove import MIN_ACCEPTANCE, PLAIN, degenerate
 from trtspec.bench.prove_bundle import ProofBundle
 from trtspec.data_files import Gate
 from trtspec.formats import WeightFormat
@@ -92,25 +94,39 @@ def served_release(
 ) -> ServedRelease | None:
     """What a bundle shows; `options` names the engine's own options that its servers were started with. None where the
     release is not known."""
-    evidence = bundle.evidence
+    evidence, outputs = bundle.evidence, bundle.evidence["outputs"]
     try:
         version = Version(Version(evidence["engine"] or "").public)
     except InvalidVersion:
         return None
-    failed = [row["name"] for row in bundle.verdict["results"] if row["status"] == "fail"]
-    failed = [name.removeprefix("serve-") for name in failed if name.startswith("serve-")]
-    answered = list(evidence["speed"])
+    if version.is_devrelease:  # between two releases, and no end of an interval
+        return None
+    plain, failed = outputs.get(f"bench-{PLAIN}"), _not_started(bundle)
     worked = {}
     for gate, by_target in _needs(evidence).items():
-        for servers, works in ((failed, False), (answered, True)):
-            if any(by_target or name != PLAIN for name in servers):
-                worked[gate] = works
+        if plain if by_target else _drafted(evidence):
+            worked[gate] = True
+        elif PLAIN in failed if by_target else plain and failed:
+            worked[gate] = False
     if _guided(evidence):
         worked[GUIDED] = True
-    used = [("options", name) for name in options(version)] if answered else []
-    if PLAIN in answered and evidence["gpus"]:  # a CPU emulates kernels that it has not
-        used.append(("formats", str((evidence["outputs"].get("inspect-target") or {}).get("format"))))
+    used = [("options", name) for name in options(version)] if plain else []
+    if plain and evidence["gpus"] and not degenerate(plain):  # a CPU emulates kernels that it has not
+        used.append(("formats", str((outputs.get("inspect-target") or {}).get("format"))))
     return ServedRelease(version, f"{bundle.name} {bundle.sha256[:12]}", worked, used)
+
+
+def _not_started(bundle: ProofBundle) -> list[str]:
+    """Launches that failed."""
+    rows = [row["name"] for row in bundle.verdict["results"] if row["status"] == "fail"]
+    return [name.removeprefix("serve-") for name in rows if name.startswith("serve-")]
+
+
+def _drafted(evidence: Mapping[str, Any]) -> bool:
+    """Whether drafts of the head were accepted, on output that is neither noise nor loops: an engine that skips tensors
+    that it does not know serves, too."""
+    benches = [found for name, found in evidence["outputs"].items() if re.fullmatch(r"bench-(k\d+|sampled)", name)]
+    return any((one["acceptance_length"] or 0) >= MIN_ACCEPTANCE and not degenerate(one) for one in benches)
 
 
 def _needs(evidence: Mapping[str, Any]) -> dict[str, bool]:
@@ -146,19 +162,18 @@ def weigh_gates(file: GateFile, served: Sequence[ServedRelease]) -> list[GateFin
 
 
 def _weigh_gate(file: GateFile, gate: Gate, served: Sequence[ServedRelease]) -> Iterator[GateFinding]:
-    entry, looked = f"gates.{gate.name}", [one for one in served if gate.name in one.worked]
+    entry, past = f"gates.{gate.name}", ""
     inside: list[ServedRelease] = []
-    ends: dict[str, str] = {}
-    for one in looked:
-        state, works = gate.state(one.version), one.worked[gate.name]
+    for one in served:
+        state, works = gate.state(one.version), one.worked.get(gate.name)
         shown = f"{one.version} ({one.bundle})"
         if works and state == "no":
             yield GateFinding(file.path, entry, "refuted", f"works in {shown}, where the file has it {gate.interval}")
         elif works and state == "unknown":
             inside.append(one)
-        elif works or state == "no":
-            ends[state] = f"{'works' if works else 'no server started'} in {shown}"
-        else:
+        elif works:
+            past = f"works in {shown}"
+        elif works is False and state == "yes":
             message = f"no server started in {shown}, where the file has it {gate.interval}; the verdict says why"
             yield GateFinding(file.path, entry, "doubted", message)
     if inside:
@@ -166,11 +181,8 @@ def _weigh_gate(file: GateFile, gate: Gate, served: Sequence[ServedRelease]) -> 
         message = f"works in {first.version}, inside {gate.interval} ({first.bundle})"
         moved = (f"    by: {gate.by}", f"    by: {first.version}")
         yield GateFinding(file.path, entry, "narrowed", message, moved)
-    elif "yes" in ends:
-        weight: GateWeight = "verified" if "no" in ends else "supported"
-        inferred = weight == "verified" and gate.source.startswith("inferred")
-        verified = (f"    {INFERRED}", f"    {VERIFIED}") if inferred else None
-        yield GateFinding(file.path, entry, weight, ", ".join(ends[end] for end in sorted(ends)), verified)
+    elif past:
+        yield GateFinding(file.path, entry, "supported", past)
 
 
 def _weigh_rows(file: GateFile, served: Sequence[ServedRelease]) -> Iterator[GateFinding]:

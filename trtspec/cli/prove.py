@@ -196,9 +196,10 @@ def _weighed(bundles: list[ProofBundle]) -> dict[str, Any]:
     from trtspec.bench.prove import plan_findings
     from trtspec.bench.prove_bundle import request_outcomes
     from trtspec.bench.prove_constants import host_patch, refuted_host_us
-    from trtspec.trtllm.schema_evidence import RequestObservation, doubtful, observation, patch, weigh
+    from trtspec.trtllm.schema_evidence import doubtful, patch, weigh
+    from trtspec.trtllm.schema_observed import RequestObservation, observation
 
-    seen = [observation(b.schema, f"{b.name} {b.sha256[:12]}") for b in bundles if b.schema]
+    seen = [observation(b.schema, f"{b.name} {b.sha256[:12]}", b.evidence["engine"]) for b in bundles if b.schema]
     told_of = [(b.evidence["engine"], request_outcomes(b.evidence), f"{b.name} {b.sha256[:12]}") for b in bundles]
     schemas = weigh(seen, [RequestObservation(*found) for found in told_of if found[1]])
     diff = patch(schemas)

@@ -9,15 +9,15 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import yaml
 from packaging.version import Version
 
-from trtspec.errors import UsageError
 from trtspec.trtllm.schema import LINES, RELEASE, SCHEMAS, Entries, Since, line_of, merged
+from trtspec.trtllm.schema_observed import PLACES, Observation, RequestObservation, Seen, line_data
 from trtspec.trtllm.schema_tools import changes, flow
 
 Weight = Literal["verified", "supported", "narrowed", "refuted"]
@@ -32,53 +32,8 @@ WORDS = {
     "since": ("absent", "present"),
     "changed": ("as it was", "changed"),
 }  # an entry before its interval and past it
-PLACES = {"fields": 0, "options": 2}  # among the Entries of a schema
 REQUESTS = ("requests_refused", "requests_ignored", "penalties_need_a_key")  # behaviours that check's probes show
 DOUBTFUL = ("inferred", "unknown")
-
-
-@dataclass(frozen=True)
-class Observation:
-    """One release as it is: `version`, its entries, and the bundle that shows it."""
-
-    version: str
-    entries: Entries
-    bundle: str
-
-    def told(self, part: str) -> dict[str, dict[str, Any]]:
-        """The fields or options of the release; removed entries are fields that it no longer has."""
-        return self.entries[PLACES["options" if part == "options" else "fields"]]
-
-    def tells(self, part: str, path: str) -> bool:
-        """Whether the presence of an entry means anything: the object that holds it was read."""
-        parent = path.rpartition(".")[0]
-        return bool(self.told(part)) and (part == "options" or not parent or parent in self.told(part))
-
-
-@dataclass(frozen=True)
-class RequestObservation:
-    """What one speculating release did with request parameters that it honours without speculation: "honoured", "no
-    effect" or "refused", by the names of release notes."""
-
-    version: str
-    outcomes: Mapping[str, str]
-    bundle: str
-
-    def shows(self, line: str, behaviour: str) -> bool | None:
-        """Whether the behaviour of a line is in force; None where its parameters were not sent, or tell nothing, as
-        penalties that are honoured, which may have their key."""
-        names, listed = _parameters(line, behaviour)
-        known = {self.outcomes[name] for name in names if name in self.outcomes}
-        if behaviour == "penalties_need_a_key":
-            known.discard("honoured")
-        if not known:
-            return None
-        if behaviour == "requests_ignored":
-            return ("no effect" in known) == listed
-        return "refused" in known
-
-
-Seen = Observation | RequestObservation
 
 
 @dataclass(frozen=True)
@@ -92,15 +47,6 @@ class SchemaFinding:
     message: str
     replacement: str | None = None
     part: Part = "fields"
-
-
-def observation(text: str, bundle: str) -> Observation:
-    """Raises UsageError for a text that is no schema file."""
-    try:
-        data = yaml.safe_load(text)
-        return Observation(str(data["versions"]["seen"]), merged(data), bundle)
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"the schema of {bundle} is not one: {error}", "ask for the bundle again") from None
 
 
 def weigh(seen: Sequence[Observation], asked: Sequence[RequestObservation] = ()) -> list[SchemaFinding]:
@@ -119,15 +65,10 @@ def expected(version: str) -> Entries:
     return merged({"inherits": line_of(version), "fields": {}}, Version(version))
 
 
-@functools.cache
-def _raw(line: str) -> dict[str, Any]:
-    return yaml.safe_load((SCHEMAS / f"{line}.yaml").read_text(encoding="utf-8"))
-
-
 def _dated(seen: Sequence[Observation]) -> Iterator[SchemaFinding]:
     for part in ("fields", "options"):
         for line in LINES:
-            for path, entry in (_raw(line).get(part) or {}).items():
+            for path, entry in (line_data(line).get(part) or {}).items():
                 since = entry.get("since")
                 if since is None or since["evidence"] not in DOUBTFUL:
                     continue
@@ -155,7 +96,7 @@ def _changed(seen: Sequence[Observation]) -> Iterator[SchemaFinding]:
     before, has."""
     for line, earlier in zip(LINES[1:], LINES, strict=False):
         near = [one for one in seen if LINES.index(line_of(one.version)) >= LINES.index(earlier)]
-        for path, entry in (_raw(line).get("fields") or {}).items():
+        for path, entry in (line_data(line).get("fields") or {}).items():
             if entry.get("changed", {}).get("evidence") not in DOUBTFUL:
                 continue
             before, after = _field(earlier, path), _field(line, path)
@@ -163,9 +104,14 @@ def _changed(seen: Sequence[Observation]) -> Iterator[SchemaFinding]:
             looked: list[tuple[Seen, bool]] = []
             for one in near:
                 told = one.told("fields").get(path, {})
-                has = [[told[key] == was.get(key) for key in differ if key in told] for was in (before, after)]
-                if has[0] and all(has[0]) != all(has[1]):
-                    looked.append((one, all(has[1])))
+                known = {key for key in differ if key in told}
+                is_was, is_now = (not known & set(changes(value, told)) for value in (before, after))
+                if is_was != is_now:
+                    looked.append((one, is_now))
+                elif known and not is_now:
+                    listed = ", ".join(f"{key} {told[key]!r}" for key in sorted(known))
+                    message = f"{listed} in {one.version}, neither as before nor as after the change ({one.bundle})"
+                    yield SchemaFinding(line, path, "refuted", message)
             finding = _begun(line, "fields", path, entry, looked, "changed")
             if finding is not None:
                 yield finding
@@ -179,25 +125,13 @@ def _field(line: str, path: str) -> dict[str, Any]:
 def _requests(asked: Sequence[RequestObservation]) -> Iterator[SchemaFinding]:
     for line in LINES:
         for name in REQUESTS:
-            entry = (_raw(line).get("behaviours") or {}).get(name)
+            entry = (line_data(line).get("behaviours") or {}).get(name)
             if entry and entry.get("since", {}).get("evidence") in DOUBTFUL:
                 shown = [(one, one.shows(line, name)) for one in asked]
                 looked: list[tuple[Seen, bool]] = [(one, there) for one, there in shown if there is not None]
                 finding = _begun(line, "behaviours", name, entry, looked)
                 if finding is not None:
                     yield finding
-
-
-def _parameters(line: str, behaviour: str) -> tuple[list[str], bool]:
-    """Request parameters that the behaviour is about, and whether the line lists them: one with an empty list says that
-    it ends for those of the line before."""
-    name: str | None = line
-    while name is not None:
-        found = ((_raw(name).get("behaviours") or {}).get(behaviour) or {}).get("parameters")
-        if found:
-            return found, name == line
-        name = _raw(name).get("inherits")
-    return [], False
 
 
 def _begun(
@@ -220,6 +154,8 @@ def _begun(
         ends[where] = f"{one.version} ({one.bundle})"
     if inside:
         present_in, absent_in = _sorted_versions(inside)
+        if present_in and absent_in and Version(absent_in[-1]) > Version(present_in[0]):
+            return _contradicted(SchemaFinding(line, path, "refuted", "", part=part), inside, words)
         moved = {"by": present_in[0]} if present_in else {}
         moved |= {"after": absent_in[-1]} if absent_in else {}
         changed = {**entry, key: {**entry[key], **moved}}
@@ -231,7 +167,7 @@ def _begun(
 def _gone(seen: Sequence[Observation]) -> Iterator[SchemaFinding]:
     """Removed keys: present up to `last`, absent from `by` on, or from the line that says so."""
     for line in LINES:
-        for path, entry in (_raw(line).get("removed") or {}).items():
+        for path, entry in (line_data(line).get("removed") or {}).items():
             if entry["evidence"] in DOUBTFUL and _is_end(entry["last"]):
                 finding = _weigh_removed(line, path, entry, seen)
                 if finding is not None:
@@ -260,6 +196,8 @@ def _weigh_removed(line: str, path: str, entry: dict[str, Any], seen: Sequence[O
         ends[where] = f"{one.version} ({one.bundle})"
     if inside:
         present_in, absent_in = _sorted_versions(inside)
+        if present_in and absent_in and Version(present_in[-1]) > Version(absent_in[0]):
+            return _contradicted(SchemaFinding(line, path, "refuted", "", part="removed"), inside, WORDS["since"])
         moved = {"last": present_in[-1]} if present_in else {}
         moved |= {"by": absent_in[0]} if absent_in else {}
         finding = SchemaFinding(line, path, "narrowed", dates.interval, part="removed")
@@ -279,12 +217,21 @@ def _narrowed(
     finding: SchemaFinding, changed: dict[str, Any], inside: Sequence[tuple[Seen, bool]], words: tuple[str, str]
 ) -> SchemaFinding:
     """Releases between the two ends of an interval (the finding's message) move them."""
-    present, absent = _sorted_versions(inside)
-    said = [f"{words[True]} in {version}" for version in present] + [
-        f"{words[False]} in {version}" for version in absent
-    ]
-    message = f"{', '.join(said)}, inside {finding.message} ({inside[0][0].bundle})"
+    message = f"{_said(inside, words)}, inside {finding.message} ({inside[0][0].bundle})"
     return replace(finding, message=message, replacement=f"  {finding.entry}: {flow(changed)}")
+
+
+def _contradicted(finding: SchemaFinding, inside: Sequence[tuple[Seen, bool]], words: tuple[str, str]) -> SchemaFinding:
+    """Releases that have the entry, and have it not, in an order that no interval has: it came and went, or a bundle is
+    wrong."""
+    bundles = ", ".join(sorted({one.bundle for one, _ in inside}))
+    return replace(finding, message=f"{_said(inside, words)}, which no interval has ({bundles})")
+
+
+def _said(inside: Sequence[tuple[Seen, bool]], words: tuple[str, str]) -> str:
+    present, absent = _sorted_versions(inside)
+    there, not_there = words[True], words[False]
+    return ", ".join([f"{there} in {one}" for one in present] + [f"{not_there} in {one}" for one in absent])
 
 
 def _borne_out(
@@ -326,7 +273,7 @@ def _attributes(seen: Sequence[Observation], part: Part) -> Iterator[SchemaFindi
             if differ:
                 listed = ", ".join(f"{key} {was.get(key)!r} is {value!r}" for key, value in differ.items())
                 owner = _owner(line_of(one.version), part, path)
-                new = {**(_raw(owner).get(part) or {}).get(path, {}), **differ} if owner else {}
+                new = {**(line_data(owner).get(part) or {}).get(path, {}), **differ} if owner else {}
                 replacement = f"  {path}: {flow(new)}" if owner else None
                 message = f"{listed} in {one.version} ({one.bundle})"
                 yield SchemaFinding(owner or line_of(one.version), path, "refuted", message, replacement, part)
@@ -337,7 +284,7 @@ def _unknown_keys(seen: Sequence[Observation], part: Part) -> Iterator[SchemaFin
     for one in seen:
         line = line_of(one.version)
         known, removed = expected(one.version)[PLACES[part]], expected(one.version)[1] if part == "fields" else {}
-        dated = {path for name in LINES for path in (_raw(name).get(part) or {})}
+        dated = {path for name in LINES for path in (line_data(name).get(part) or {})}
         for path, entry in one.told(part).items():
             if path in known or path in dated and path not in removed:
                 continue  # the latter is judged with its interval
@@ -352,7 +299,7 @@ def _owner(line: str, part: Part, path: str) -> str | None:
     """The file of the line, or the nearest that it inherits, which has the entry."""
     name: str | None = line
     while name is not None:
-        data = _raw(name)
+        data = line_data(name)
         if path in (data.get(part) or {}):
             return name
         name = data.get("inherits")
@@ -364,7 +311,7 @@ def doubtful() -> dict[str, int]:
     compared with releases (`weighed`), and those that classes and options do not show."""
     found = {"weighed": 0, "behaviours": 0, "removed, without a release": 0}
     for line in LINES:
-        data = _raw(line)
+        data = line_data(line)
         dated = [entry.get("since") for part in PLACES for entry in (data.get(part) or {}).values()]
         removed = [entry for entry in (data.get("removed") or {}).values() if entry["evidence"] in DOUBTFUL]
         ends = sum(_is_end(entry["last"]) for entry in removed)
@@ -391,13 +338,29 @@ def patch(findings: Sequence[SchemaFinding]) -> str:
     for line in LINES:
         before = (SCHEMAS / f"{line}.yaml").read_text(encoding="utf-8").splitlines()
         after = list(before)
-        for finding in findings:
-            if finding.line == line and finding.replacement is not None:
-                _apply(after, finding)
+        for finding in _together([one for one in findings if one.line == line and one.replacement is not None]):
+            _apply(after, finding)
         name = f"trtspec/trtllm/schemas/{line}.yaml"
         made = list(difflib.unified_diff(before, after, f"a/{name}", f"b/{name}", lineterm="", n=1))
         parts += [f"{row}\n" for row in made]
     return "".join(parts)
+
+
+def _together(findings: Sequence[SchemaFinding]) -> list[SchemaFinding]:
+    """One finding for each entry of a line, with what all of them change; a removal wins."""
+    found: dict[tuple[str, str], SchemaFinding] = {}
+    for finding in findings:
+        key, made = (finding.part, finding.entry), finding.replacement or ""
+        earlier = found.get(key)
+        if earlier is not None and made and earlier.replacement:
+            was = (line_data(finding.line).get(finding.part) or {}).get(finding.entry, {})
+            parts = [yaml.safe_load(text)[finding.entry] for text in (earlier.replacement, made)]
+            changed = [{name: value for name, value in part.items() if was.get(name) != value} for part in parts]
+            made = f"  {finding.entry}: {flow(was | changed[0] | changed[1])}"
+        elif earlier is not None:
+            made = ""
+        found[key] = replace(finding, replacement=made)
+    return list(found.values())
 
 
 def _apply(lines: list[str], finding: SchemaFinding) -> None:
