@@ -137,7 +137,7 @@ def test_what_is_no_proof_inside_is_refused(tmp_path: Path) -> None:
         {"setup": []},
         {"gpus": 7},
         {"outputs": {"check": [1]}},
-        {"speed": 1},
+        {"outputs": {"inspect-head": HEAD, "bench-k1": 1}},
     ]
     for number, change in enumerate(wrong):
         files = {
