@@ -13,7 +13,7 @@ import pytest
 from trtspec.bench import assembly, measure, report, tables
 from trtspec.bench.client import RequestSampling
 from trtspec.bench.datasets import load_dataset
-from trtspec.bench.results import BenchResults, Comparison
+from trtspec.bench.results import BenchResults, Comparison, EndpointResult
 from trtspec.report import Table
 
 LENGTHS = {"concurrency": 1, "draft_len": 3, "tokens_per_step": 2.0, "step_s": 0.01, "tokens_per_s": 200.0}
@@ -69,6 +69,33 @@ def test_a_degenerate_run_shows_no_acceptance_at_all(whole: BenchResults) -> Non
     assert row(tables.data_sets_table([found, whole]), whole.workload["dataset"])[2] == ""
     assert report.category_plot({"a": found}) == report.position_plot({"a": found}) == ""
     assert f">{whole.acceptance_length:.2f}<" in report.category_plot({"a": whole})
+
+
+def test_no_speed_up_and_no_headline_on_degenerate_output(whole: BenchResults) -> None:
+    """A drafter is right on every loop, so speed on loops is no figure for a comparison."""
+    found = broken(whole, *whole.categories, all_of_it=True)
+    sound, bad = tables.ratio_table(whole, "prompt-lookup"), tables.ratio_table(found, "prompt-lookup")
+    assert all(row(sound, "eagle3")) and row(sound, "eagle3")[4].endswith("x")
+    assert row(bad, "eagle3") == ["eagle3", "1", row(sound, "eagle3")[2], "", "", "", "1"]
+    assert row(bad, "plain") == row(sound, "plain"), "neither side of this ratio loops"
+    beside = replace(found, name="other", endpoints={**found.endpoints, "eagle3": found})
+    over_it = tables.ratio_table(beside, "eagle3")
+    assert row(over_it, "plain")[2:6] == ["", row(sound, "plain")[3], "", ""], "nor a ratio over loops"
+    speed = [key for key in report.key_figures(found) if key["label"].startswith("tokens/s")]
+    assert [key["value"] for key in speed] == ["\u2014"] and "not shown" in speed[0]["label"]
+    shown = next(key for key in report.key_figures(whole) if key["label"].startswith("tokens/s"))
+    assert float(shown["value"].replace(",", "")) > 0
+    assert report.speed_plot(found, [found]) == "" != report.speed_plot(found, [found], degenerate=True)
+    assert ">plain<" in report.speed_plot(found, found.all) and ">eagle3<" not in report.speed_plot(found, found.all)
+    users = tables.per_user_table(replace(whole, endpoints=with_loops(whole, "plain")))
+    assert users is not None and set(users.rows[0][2:]) & {"\u2014"} and not any("x" in cell for cell in users.rows[0])
+
+
+def with_loops(whole: BenchResults, name: str) -> dict[str, EndpointResult]:
+    """The endpoints beside the first, one of them with degenerate output at every load."""
+    bad = replace(whole.degeneration, degenerate=True)
+    levels = [replace(level, degeneration=bad) for level in whole.endpoints[name].concurrency]
+    return {**whole.endpoints, name: replace(whole.endpoints[name], concurrency=levels)}
 
 
 def test_data_sets_stand_beside_each_other_with_n(whole: BenchResults) -> None:

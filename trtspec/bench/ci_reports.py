@@ -12,16 +12,18 @@ import re
 import xml.etree.ElementTree as xml
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from trtspec.bench import tables
 from trtspec.bench.check import GateVerdict
 from trtspec.bench.gate import Status
 from trtspec.bench.results import BenchResults
-from trtspec.errors import Problem
+from trtspec.errors import Problem, TrtspecError
 from trtspec.report import Table, write_stderr
 
 # what XML 1.0 cannot hold at all, even escaped
 UNPRINTABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+BENCH, UNMEASURED = "trtspec bench", "measurement"  # a suite, and its only case where nothing could be measured
 LEVELS = {"error": "error", "warning": "warning", "info": "notice"}
 
 
@@ -84,7 +86,21 @@ def bench_xml(results: BenchResults) -> str:
         JunitCase(f"{p.code} {p.where}", "fail" if p.severity == "error" else "pass", p.message, p.code, p.remedy)
         for p in results.problems
     ]
-    return junit_xml("trtspec bench", measured + found)
+    return junit_xml(BENCH, measured + found)
+
+
+def failed_xml(error: TrtspecError) -> str:
+    """A run of `bench` that measured nothing, as one failed case that says why."""
+    return junit_xml(BENCH, [JunitCase(UNMEASURED, "fail", error.message, error.code, error.remedy)])
+
+
+def nothing_measured(path: Path) -> bool:
+    """Whether a file is one that `failed_xml` wrote, which a later run may replace."""
+    try:
+        cases = list(xml.parse(path).iter("testcase"))
+    except (OSError, xml.ParseError):
+        return False
+    return [(case.get("classname"), case.get("name")) for case in cases] == [(BENCH, UNMEASURED)]
 
 
 def annotate(lines: Iterable[str]) -> None:

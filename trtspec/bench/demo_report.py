@@ -50,7 +50,7 @@ def demo_html(data: dict[str, Any]) -> str:
             position_table=position_table(data),
             quality=[(TITLES[name], tables.quality_line(found)) for name, found in data["bench"].items()],
             speed_tables=speed_tables(data),
-            speed_plot=report.speed_plot(greedy, endpoints) if drawn and greedy else "",
+            speed_plot=report.speed_plot(greedy, endpoints, degenerate=True) if drawn and greedy else "",
             honesty_table=honesty_table(data),
             checks=data["checks"],
             baseline=BASELINE,

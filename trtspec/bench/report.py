@@ -76,8 +76,12 @@ def key_figures(results: BenchResults) -> list[dict[str, str]]:
     found = [acceptance_key(results, "acceptance length")]
     levels = results.concurrency
     for level in dict.fromkeys((0, len(levels) - 1)):
+        at = levels[level].label
+        if tables.is_degenerate_at(results, at):
+            found.append({"value": "\u2014", "label": f"tokens/s at {at}: not shown, the output was degenerate"})
+            continue
         speed = tables.mean(tables.speed_of(results, results, levels[level]))
-        found.append({"value": tables.number(speed, 1), "label": f"tokens/s at {levels[level].label}"})
+        found.append({"value": tables.number(speed, 1), "label": f"tokens/s at {at}"})
     first = levels[0].throughput.ttft_s
     label = f"median ms to the first token at {levels[0].label}"
     return [*found, {"value": tables.milliseconds(first.p50 if first else None), "label": label}]
@@ -120,17 +124,21 @@ def position_plot(groups: Mapping[str, EndpointResult], degenerate: bool = False
     return bar_plot(series, "share of steps") if series else ""
 
 
-def speed_plot(results: BenchResults, endpoints: Sequence[EndpointResult]) -> str:
-    """Tokens/s by load, the figures of the tables; one colour per endpoint, and a bar's line spans its rounds."""
+def speed_plot(results: BenchResults, endpoints: Sequence[EndpointResult], degenerate: bool = False) -> str:
+    """Tokens/s by load, the figures of the tables; one colour per endpoint, and a bar's line spans its rounds; "" where
+    none is left to show. `degenerate` as above."""
     series = []
     for color, endpoint in enumerate(endpoints):
         values: dict[str, tuple[float, float | None, float | None]] = {}
         for level in endpoint.concurrency:
+            if tables.is_degenerate_at(endpoint, level.label) and not degenerate:
+                continue
             rounds = tables.speed_of(results, endpoint, level)
             ends = (min(rounds), max(rounds)) if len(rounds) > 1 else (None, None)
             values[level.label] = (tables.mean(rounds) or 0.0, *ends)
-        series.append(PlotSeries(endpoint.name, values, color))
-    return bar_plot(series, "output tokens/s", digits=0)
+        if values:
+            series.append(PlotSeries(endpoint.name, values, color))
+    return bar_plot(series, "output tokens/s", digits=0) if series else ""
 
 
 @dataclass(frozen=True)

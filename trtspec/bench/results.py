@@ -393,8 +393,11 @@ class RawResults:
             raise TrtspecError(f"{path} cannot be written: {error.strerror or error}", remedy) from None
 
     def close(self) -> None:
+        """Ends the run. A journal without a single answer is removed: there is nothing to continue."""
         self._thread.shutdown(wait=True)
         if self.journal:
+            if not any("answer" in entry for entry in self.journal.done.values()):
+                self.journal.path.unlink(missing_ok=True)
             self.journal.close()
 
     def __enter__(self) -> RawResults:

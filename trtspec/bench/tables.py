@@ -8,7 +8,8 @@ names:
 - output per user with and without speculation by concurrency: EAGLE 3.1's announcement;
 - two heads side by side by condition (context length, template, system prompt): EAGLE 3.1 against 3.
 
-What was measured on degenerate output is left blank. Figures that others published stand in tables of their own.
+What was measured on degenerate output is left blank, but for the timings in the table of speeds, of which no ratio is
+made then. Figures that others published stand in tables of their own.
 """
 
 from __future__ import annotations
@@ -106,6 +107,12 @@ def is_degenerate(endpoint: EndpointResult, category: str) -> bool:
     return quality is not None and quality.degenerate
 
 
+def is_degenerate_at(endpoint: EndpointResult, label: str) -> bool:
+    """Whether the output at one level is such that no speed-up and no headline is made of its speed."""
+    level = next((level for level in endpoint.concurrency if level.label == label), None)
+    return level is not None and level.degeneration is not None and level.degeneration.degenerate
+
+
 def acceptance_note(results: BenchResults, endpoint: EndpointResult) -> str:
     """What the acceptance figures are of, and by which definition."""
     work = results.workload
@@ -173,7 +180,7 @@ def throughput_table(results: BenchResults) -> Table:
                 milliseconds(first.p99 if first else None),
                 milliseconds(gap.p50 if gap else None),
                 milliseconds(chunk.p50 if chunk else None),
-                BLANK if level.degeneration and level.degeneration.degenerate else number(level.acceptance_length),
+                BLANK if is_degenerate_at(endpoint, level.label) else number(level.acceptance_length),
                 f"{speed.requests} / {speed.errors}",
             ]
             good = speed.goodput
@@ -188,6 +195,8 @@ def throughput_table(results: BenchResults) -> Table:
         "time from request to end; TPOT = between tokens after the first; ITL = between chunks, of several tokens each "
         "under speculation."
     )
+    if any(is_degenerate_at(endpoint, level.label) for endpoint in results.all for level in endpoint.concurrency):
+        note += " Blank acceptance: the output was degenerate, and its timings do not show a speed-up."
     if promised:
         note += f" goodput: answers per second with {promise_of(results)}."
     columns += ["requests / errors", *(["goodput/s"] if promised else [])]
@@ -203,24 +212,20 @@ def promise_of(results: BenchResults) -> str:
 
 def ratio_table(results: BenchResults, over: str) -> Table | None:
     """Ratios over one endpoint of an interleaved run, median and range over rounds."""
-    rows = [
-        [
-            pair.of,
-            str(level.concurrency) if level.rate is None else f"{level.rate:g}/s",
-            number(mean(level.tokens_per_s[over]), 1),
-            number(mean(level.tokens_per_s[pair.of]), 1),
-            number(pair.median, 2, "x"),
-            f"{number(pair.low)} \u2013 {number(pair.high)}",
-            str(len(pair.per_round)),
-        ]
-        for level in results.interleaved or []
-        for pair in level.ratios
-        if pair.over == over
-    ]
+    named = {endpoint.name: endpoint for endpoint in results.all}
+    rows = []
+    for level in results.interleaved or []:
+        for pair in (pair for pair in level.ratios if pair.over == over):
+            loops = {name for name in (over, pair.of) if is_degenerate_at(named[name], level.label)}
+            speeds = [BLANK if name in loops else number(mean(level.tokens_per_s[name]), 1) for name in (over, pair.of)]
+            ratio = [number(pair.median, 2, "x"), f"{number(pair.low)} \u2013 {number(pair.high)}"]
+            load = str(level.concurrency) if level.rate is None else f"{level.rate:g}/s"
+            rows.append([pair.of, load, *speeds, *([BLANK] * 2 if loops else ratio), str(len(pair.per_round))])
     if not rows:
         return None
     note = (
-        "Rounds alternate between endpoints, one loaded at a time, same questions in each; median and range of ratios."
+        "Rounds alternate between endpoints, one loaded at a time, same questions in each; median and range of ratios. "
+        "Blank: the output was degenerate."
     )
     columns = ["endpoint", "load", f"{over} tokens/s", "its tokens/s", "ratio", "range", "rounds"]
     return Table(f"Speed over {over}, {condition(results)}", columns, rows, note)
@@ -356,12 +361,13 @@ def per_user_table(results: BenchResults) -> Table | None:
     rows = []
     for level in plain.concurrency:
         base = level.throughput.tokens_per_s_per_user
-        row = [level.label.removeprefix("concurrency "), number(base.mean if base else None, 1)]
+        plain_sound = not is_degenerate_at(plain, level.label)
+        row = [level.label.removeprefix("concurrency "), number(base.mean if base and plain_sound else None, 1)]
         for endpoint in endpoints:
             same = next((other for other in endpoint.concurrency if other.label == level.label), None)
             user = same.throughput.tokens_per_s_per_user if same else None
-            sound = same is not None and not (same.degeneration and same.degeneration.degenerate)
-            ratio = user.mean / base.mean if user and base and base.mean and sound else None
+            sound = not is_degenerate_at(endpoint, level.label)
+            ratio = user.mean / base.mean if user and base and base.mean and sound and plain_sound else None
             row += [number(user.mean if user and sound else None, 1), number(ratio, 2, "x")]
         rows.append(row)
     columns = ["concurrency", f"{plain.name} tokens/s per user"]
