@@ -15,7 +15,7 @@ Intervals and tests are over questions, the unit that is drawn independently: tu
 vectorised over questions and resamples. Sources: percentile bootstrap with quantiles widened for small samples
 ("expanded percentile", Hesterberg, The American Statistician 69, 2015); ratio estimator with linearised variance
 (Cochran, Sampling Techniques, 3rd ed., chapter 6); quantiles of Student's t by the expansion 26.7.5 of Abramowitz and
-Stegun.
+Stegun, and the fall that a test finds by 26.7.10, the noncentral t.
 """
 
 from __future__ import annotations
@@ -309,8 +309,11 @@ def _ratio_test(ratio: float, influence: NDArray[np.float64], confidence: float)
 
 
 def _bounds(ratio: float, error: float, freedom: float, pairs: int, confidence: float) -> RatioTest:
-    t = t_quantile((1 + confidence) / 2, max(freedom, 2))
-    finds = 1 - math.exp(-(t + NORMAL.inv_cdf(POWER)) * error)
+    freedom = max(freedom, 2)
+    t = t_quantile((1 + confidence) / 2, freedom)
+    shift = t * (1 - 1 / (4 * freedom)) + NORMAL.inv_cdf(POWER) * math.sqrt(1 + t**2 / (2 * freedom))
+    typical = (1 - 2 / (9 * freedom)) ** 1.5  # the median of an estimated deviation over the true one
+    finds = 1 - math.exp(-shift * error / typical)
     return RatioTest(ratio, ratio * math.exp(-t * error), ratio * math.exp(t * error), pairs, finds)
 
 
