@@ -98,10 +98,11 @@ def drift_test(
     """The test that finds a fall by `change` (in the series' unit) and alarms for nothing at most as often as stated.
 
     Both levels are taken where they are least favourable within the error of the reference. None where that leaves less
-    than a third of the distance: the reference is not known well enough yet.
+    than a third of the distance: the reference is not known well enough yet. None, too, for a change of 0: what is 0
+    cannot fall.
     """
     half_gap = (change - 2 * UPPER * reference.error) / 2
-    if half_gap < change / 6:
+    if half_gap <= 0 or half_gap < change / 6:
         return None
     variance = max(reference.variance, 1e-12)
     theta = 2 * half_gap / variance

@@ -23,8 +23,11 @@ CONTEXTS = (1024, 4096, 16384, 65536)  # upper ends of the groups of prompt leng
 LOOPS = (0.02, 0.25)  # share of degenerate answers that is tolerated, and that is to be found
 FAILURES = (0.02, 0.25)
 GONE_AFTER = 3  # scrapes in a row
+UNACCEPTED = 1000.0  # steps in ended batches without one accepted draft: the head does not fit
 IDLE_TOKENS = 200.0  # generated without one verification step: the server does not speculate
 MOST_JOINED = 0.1  # of the pieces of a stream
+FALLEN = ("TS-WATCH-ACCEPTANCE", "TS-WATCH-BASELINE")
+FALL_REMEDY = "trtspec check URL --against RECORDING, and trtspec inspect HEAD --against TARGET"
 PROBES_LATE = 36  # ended batches without enough steps of probes, from which the series is told as not measured
 
 
@@ -112,6 +115,7 @@ class WatchState:
     missed_in_row: int = 0
     last_failure: str = ""
     not_speculating: str = ""
+    unaccepted: float = 0.0  # steps of the ended batches since one had an accepted draft
     per: str = "step"
     memory: MetricsMemory = field(default_factory=MetricsMemory)
     batch: OpenBatch | None = None
@@ -291,6 +295,7 @@ class Watch:
         state.totals.batches += 1
         state.totals.steps += batch.steps
         state.totals.accepted += batch.accepted
+        self._count_unaccepted(now, batch)
         means = {"acceptance": batch.accepted / batch.steps}
         if self._judges_baseline():
             means["baseline"] = means["acceptance"]
@@ -311,6 +316,17 @@ class Watch:
         state.batch = OpenBatch(
             now, expected=kept.expected, probe_steps=kept.probe_steps, probe_accepted=kept.probe_accepted
         )
+
+    def _count_unaccepted(self, now: float, batch: OpenBatch) -> None:
+        """Batches in which nothing was accepted are no norm: what follows them is learned from its own first batch."""
+        state = self.state
+        if not batch.accepted:
+            state.unaccepted += batch.steps
+            return
+        if state.unaccepted >= UNACCEPTED and state.series["acceptance"].test is None:
+            state.series["acceptance"] = self._series(self.settings.fall)
+            self._note(now, "drafts are accepted again: what is normal is learned from now on")
+        state.unaccepted = 0.0
 
     def _note(self, now: float, text: str) -> None:
         self.state.events = [*self.state.events[-199:], (round(now, 3), text)]
@@ -341,9 +357,11 @@ class Watch:
                 "probes": f"as a share of the baseline's, category by category; 1 is normal, last {last:.3f}",
             }[name]
             shown = "accepted drafts fell: " if name == "probes" else here
-            code = "TS-WATCH-ACCEPTANCE" if name == "acceptance" else "TS-WATCH-BASELINE"
-            remedy = "trtspec check URL --against RECORDING, and trtspec inspect HEAD --against TARGET"
-            found.append(_problem(code, url, shown + where, remedy))
+            code = FALLEN[name != "acceptance"]
+            found.append(_problem(code, url, shown + where, FALL_REMEDY))
+        if self.state.unaccepted >= UNACCEPTED and not any(problem.code in FALLEN for problem in found):
+            message = f"no draft was accepted in the last {self.state.unaccepted:.0f} {self.state.per}s"
+            found.append(_problem("TS-WATCH-NOTHING-ACCEPTED", url, message, FALL_REMEDY))
         return found
 
     def _probe_alerts(self) -> list[Problem]:
@@ -395,6 +413,10 @@ class Watch:
             if name == "baseline" and not self._judges_baseline():
                 why = "the server counts draft tokens and names no draft length, and the baseline does not say how "
                 yield f"{name}: {why}many were drafted; iteration statistics (enable_iter_perf_stats) count steps"
+            elif name == "baseline" and series.test is None:
+                yield f"{name}: too few answers, or a category that accepted nothing: no fall can be told from it"
+            elif name == "acceptance" and self.state.unaccepted >= UNACCEPTED and series.test is None:
+                yield f"{name}: nothing is accepted, so there is no normal range to fall out of"
             elif series.missing < late:
                 continue
             elif name == "latency":

@@ -48,6 +48,11 @@ class WatchBaseline:
             return None
         return max((self.steps.mean[c] / share for c, share in drafts.mean.items() if share), default=None)
 
+    @property
+    def nothing_accepted(self) -> list[str]:
+        """Categories without an accepted draft. No mix of the traffic can fall below them."""
+        return [category for category, mean in self.steps.mean.items() if not mean]
+
     def floor(self, per: str, units: float) -> SeriesReference | None:
         """What traffic should accept at least, in a server's unit (`Increment.per`) and for batches of this many."""
         ratios = self.steps if per == "step" else self.drafts

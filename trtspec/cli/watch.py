@@ -186,6 +186,11 @@ def _baseline(path: Path | None) -> tuple[WatchBaseline | None, dict[str, Any]]:
             f"{path} has no category with {ENOUGH_STEPS} verification steps on output that is not degenerate",
             "measure more: trtspec bench URL --samples 80 --max-tokens 256 -o DIR, on a server that tells acceptance",
         )
+    if nothing := found.nothing_accepted:
+        raise UsageError(
+            f"{path} has no accepted draft in {', '.join(nothing)}: no traffic can fall below that",
+            "trtspec inspect HEAD --against TARGET, then measure again; or measure a data set without these categories",
+        )
     return found, read.workload
 
 
