@@ -414,7 +414,7 @@ class Watch:
                 why = "the server counts draft tokens and names no draft length, and the baseline does not say how "
                 yield f"{name}: {why}many were drafted; iteration statistics (enable_iter_perf_stats) count steps"
             elif name == "baseline" and series.test is None:
-                yield f"{name}: too few answers, or a category that accepted nothing: no fall can be told from it"
+                yield f"{name}: too few answers, or a category that accepted nothing: there is no fall to look for"
             elif name == "acceptance" and self.state.unaccepted >= UNACCEPTED and series.test is None:
                 yield f"{name}: nothing is accepted, so there is no normal range to fall out of"
             elif series.missing < late:
