@@ -137,6 +137,39 @@ def test_question_and_answer_sets(tmp_path: Path, name: str, suffix: str) -> Non
         load_dataset(f"{name}={write(tmp_path / f'broken{suffix}', [broken])}")
 
 
+MADE_OF = {
+    "gsm8k": ("question",), "humaneval": ("prompt",), "math500": ("problem",), "aime": ("problem",),
+    "ceval": ("question", "A", "D"), "livecodebench": ("question_content",), "mmstar": ("question",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MADE_OF)
+def test_a_question_is_made_of_words_alone(tmp_path: Path, name: str) -> None:
+    """Null, blank, a list, an object, a truth value: no Python text of it is ever asked, the row is named instead."""
+    good = hub_rows_of(name)[0]
+    row = {**good, "image": "https://x/a.png"} if name == "mmstar" else good
+    for column in MADE_OF[name]:
+        for bad in (None, "", " \n", ["a", "b"], {"a": 1}, True, 1.5):
+            file = write(tmp_path / "rows.jsonl", [row, {**row, column: bad}])
+            with pytest.raises(UsageError, match=f":2 has (no {column},|a {column} that is not)") as failed:
+                load_dataset(f"{name}={file}")
+            assert failed.value.code == "TS-DATA-ROW" and failed.value.remedy
+        numbered = load_dataset(f"{name}={write(tmp_path / 'rows.jsonl', [{**row, column: 42}])}")
+        assert "42" in numbered.questions[0].turns[0], "an option of C-Eval that a table keeps as a number"
+    if name in ("gsm8k", "humaneval"):
+        with pytest.raises(UsageError, match=f"has no {MADE_OF[name][0]}, which rows"):
+            load_dataset(f"{name}={write(tmp_path / 'rows.parquet', [row, {**row, MADE_OF[name][0]: None}])}")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_livecodebench_without_code_to_start_from(tmp_path: Path, suffix: str) -> None:
+    """Problems that read from stdin have an empty starter_code; tables made of them may have null."""
+    row = QA["livecodebench"][0]
+    rows = [{**row, "starter_code": code} for code in ("", None, "class S:")]
+    found = load_dataset(f"livecodebench={write(tmp_path / f'rows{suffix}', rows)}").questions
+    assert [q.turns[0] for q in found] == ["Print the sum.", "Print the sum.", "Print the sum.\n\nclass S:"]
+
+
 def test_bfcl_sends_its_functions_in_openais_form(tmp_path: Path) -> None:
     area = {
         "name": "area",
@@ -218,6 +251,24 @@ def test_a_picture_is_passed_through(tmp_path: Path) -> None:
     assert question.opening[0]["content"] == parts and question.turns == ("And?",) and question.has_pictures
     with pytest.raises(UsageError, match="neither a URL nor PNG"):
         load_dataset(f"mmstar={write(tmp_path / 'bad.jsonl', [{'question': 'x', 'image': 'zzz'}])}")
+
+
+def test_a_question_about_a_picture_is_not_asked_without_it(tmp_path: Path) -> None:
+    row = {"index": 0, "question": "What is it?", "image": {"bytes": PNG, "path": "0.png"}, "category": "x"}
+    without = {key: value for key, value in row.items() if key != "image"}
+    for suffix, bad in ((".parquet", {**row, "image": None}), (".jsonl", {**without, "image": None}),
+                        (".jsonl", {**without, "image": []}), (".jsonl", without)):  # fmt: skip
+        rows = [row, bad] if suffix == ".parquet" else [bad]
+        with pytest.raises(UsageError, match=f":{len(rows)} has no image, which rows of MMStar have"):
+            load_dataset(f"mmstar={write(tmp_path / f'rows{suffix}', rows)}")
+    address = "https://x/a.png"
+    parts = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": address}}]
+    for own in ({"prompt": "What is it?", "images": [address]}, {"prompt": "What is it?", "image": address},
+                {"messages": json.dumps([{"role": "user", "content": parts}])}):  # fmt: skip
+        asked = load_dataset(f"mmstar={write(tmp_path / 'own.jsonl', [own])}").questions[0].request(0, [])
+        assert asked[0]["content"] == parts, own
+    with pytest.raises(UsageError, match="has no image"):
+        load_dataset(f"mmstar={write(tmp_path / 'own.jsonl', [{'prompt': 'What is it?'}])}")
 
 
 def hub_rows_of(name: str) -> tuple[dict[str, Any], str, str]:

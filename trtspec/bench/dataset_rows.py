@@ -43,6 +43,7 @@ class NamedSet:
     configs: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     fields: dict[str, str] = field(default_factory=dict)
     category: str = ""
     replay: bool = False
@@ -67,7 +68,7 @@ class DatasetSource:
 def catalogue() -> dict[str, NamedSet]:
     found = {}
     for name, entry in data_files.load_yaml("datasets.yaml")["datasets"].items():
-        lists = {key: tuple(entry[key]) for key in ("configs", "others", "files") if key in entry}
+        lists = {key: tuple(entry[key]) for key in ("configs", "others", "files", "optional") if key in entry}
         found[name] = NamedSet(name=name, **{**entry, **lists})
     return found
 
@@ -150,8 +151,8 @@ def hub_file(known: NamedSet, name: str) -> str:
 
 
 def row_in_words(row: DataRow, known: NamedSet | None) -> DataRow:
-    """One row with the fields that `conversations` reads, its `pictures` beside them. Raises UsageError for a text that
-    is only a placeholder."""
+    """One row with the fields that `conversations` reads, its `pictures` beside them. Raises UsageError for a row of a
+    known set without one of the fields that make its question, and for a text that is only a placeholder."""
     if not isinstance(row.value, dict):
         return row
     value = dict(row.value)
@@ -166,6 +167,8 @@ def row_in_words(row: DataRow, known: NamedSet | None) -> DataRow:
     found = {key: item for key, item in value.items() if item is not None}
     if known and known.placeholder and known.placeholder in json.dumps(found, default=str):
         raise UsageError(f"{CODE} {row.where} holds a placeholder instead of the text", known.prepare)
+    if known and "images" in known.fields and not _has_picture(found):
+        raise _no_field(row, known.fields["images"], known)
     return replace(row, value=found)
 
 
@@ -176,18 +179,16 @@ def _renamed(row: DataRow, value: dict[str, Any], known: NamedSet) -> dict[str, 
     wanted = [name for _, name, _, _ in string.Formatter().parse(template) if name] or [
         fields[key] for key in ("turns", "messages") if key in fields
     ]
-    missing = [name for name in wanted if name not in value]
+    missing = [name for name in wanted if name not in value and name not in known.optional]
     about = {key: value[fields[key]] for key in ("id", "category") if value.get(fields.get(key, "")) not in (None, "")}
     if missing and not any(key in value for key in LISTS):
-        raise UsageError(
-            f"{CODE} {row.where} has no {' and no '.join(missing)}, which rows of {known.title} have",
-            f"the fields are listed at {known.source}",
-        )
+        raise _no_field(row, " and no ".join(missing), known)
     made: dict[str, Any] = {}
     if missing or not wanted:
-        made = {key: value[key] for key in (*LISTS, "tools", "extras", "system") if key in value}
+        made = {key: value[key] for key in (*LISTS, "tools", "extras", "system", "images") if key in value}
     elif template:
-        made["prompt"] = template.format(**{name: value[name] for name in wanted}).strip()
+        words = {name: _words_in(row, value.get(name), name, known) for name in wanted}
+        made["prompt"] = template.format(**words).strip()
     else:
         made = {key: value[fields[key]] for key in ("turns", "messages", "tools") if fields.get(key) in value}
     if fields.get("images") in value:
@@ -196,6 +197,24 @@ def _renamed(row: DataRow, value: dict[str, Any], known: NamedSet) -> dict[str, 
         about.setdefault("id", next((value[key] for key in IDS if key in value), None))
     about.setdefault("category", value.get("category") or known.category)
     return made | about
+
+
+def _words_in(row: DataRow, item: Any, name: str, known: NamedSet) -> str:
+    """The words of one field of a question. Raises UsageError for a field without any, or of another kind."""
+    if item is None or (isinstance(item, str) and not item.strip()):
+        if name in known.optional:
+            return ""
+        raise _no_field(row, name, known)
+    if not isinstance(item, (str, int)) or isinstance(item, bool):
+        raise UsageError(f"{CODE} {row.where} has a {name} that is not text", f"write {name} as a string")
+    return str(item)
+
+
+def _no_field(row: DataRow, names: str, known: NamedSet) -> UsageError:
+    return UsageError(
+        f"{CODE} {row.where} has no {names}, which rows of {known.title} have",
+        f"the fields are listed at {known.source}",
+    )
 
 
 def _from_json(row: DataRow, value: Any, key: str) -> Any:
@@ -282,6 +301,12 @@ def without_pictures(row: DataRow) -> tuple[DataRow, dict[int, list[dict[str, An
             {"type": "image_url", "image_url": {"url": url_of(row, one)}} for one in single
         )
     return replace(row, value=value), found
+
+
+def _has_picture(value: dict[str, Any]) -> bool:
+    """Whether a row in the reader's words asks about a picture."""
+    said = [message for key in LISTS if isinstance(value.get(key), list) for message in value[key]]
+    return value.get("images", []) != [] or any(_picture_parts(message) for message in said)
 
 
 def _picture_parts(message: Any) -> list[dict[str, Any]]:
