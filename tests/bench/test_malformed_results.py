@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trtspec.bench.results import read_results
+from tests.command_line import trtspec
+from trtspec.bench.results import read_results, read_whole
 from trtspec.bench.transcript import read_recording
 from trtspec.errors import UsageError
 
@@ -59,3 +61,35 @@ def test_a_recording_with_other_kinds_of_values_is_refused(tmp_path: Path, chang
 def test_results_with_other_kinds_of_values_are_refused(tmp_path: Path, key: str) -> None:
     with pytest.raises(UsageError, match=key):
         read_results(write(tmp_path / "b.json", {**RESULTS, key: 3}))
+
+
+@pytest.mark.parametrize("value", [-3, 2**53, 10**30, 10**400])
+@pytest.mark.parametrize("key", ["steps", "accepted", "tokens", "histogram"])
+def test_counts_that_are_none_are_refused(tmp_path: Path, key: str, value: int) -> None:
+    changed = {**COUNTS, key: [1, value] if key == "histogram" else value}
+    with pytest.raises(UsageError, match=f"turns_detail.0.{key}"):
+        read_results(write(tmp_path / "b.json", {**RESULTS, "turns_detail": [changed]}))
+    with pytest.raises(UsageError, match=f"counts.0.{key}"):
+        read_recording(write(tmp_path / "a.json", {**RECORDING, "counts": [changed]}))
+
+
+def test_another_schema_and_a_workload_that_tables_cannot_state_are_refused(tmp_path: Path, whole: Path) -> None:
+    """Before anything is measured: they ended in a KeyError when the report was made."""
+    found = json.loads((whole / "results.json").read_text())
+    assert read_whole(whole).workload == found["workload"]
+    for read in (read_results, read_whole):
+        with pytest.raises(UsageError, match="its schema is '99', and this release reads 1"):
+            read(write(tmp_path / "b.json", {**found, "schema": 99}))
+    for key in ("dataset", "dataset_sha256", "questions", "rates", "concurrency", "temperature", "template", "seed"):
+        for workload in ({k: v for k, v in found["workload"].items() if k != key}, found["workload"] | {key: None}):
+            with pytest.raises(UsageError, match=f"workload.{key}"):
+                read_whole(write(tmp_path / "b.json", {**found, "workload": workload}))
+
+
+@pytest.fixture(scope="module")
+def whole(stand_in: Callable[..., str], dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a real run wrote."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    done = trtspec("bench", stand_in(), "--dataset", dataset, "--samples", 3, "--concurrency", 1, "-o", out)
+    assert done.status == 0, done.stderr
+    return out

@@ -24,15 +24,18 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import Field
 
 RESAMPLES = 1000
 LEAST_RUNS = 4  # earlier runs from which the next one is predicted: t is within 2 % of Student's for so many
 CONFIDENCE = 0.95
 POWER = 0.8  # chance of finding a change with the number of questions that is proposed for it
 NORMAL = NormalDist()
+Count = Annotated[int, Field(ge=0, lt=2**53)]  # held where files are read: a float has it exactly
 
 
 @dataclass(frozen=True)
@@ -46,16 +49,16 @@ class TurnCounts:
 
     question: str
     category: str
-    tokens: int
-    steps: int
-    accepted: int
-    drafted: int | None
-    histogram: tuple[int, ...] | None
+    tokens: Count
+    steps: Count
+    accepted: Count
+    drafted: Count | None
+    histogram: tuple[Count, ...] | None
     source: str
     prefill_in_steps: bool = False
-    answers: int = 1
-    questions: int = 1
-    surplus: int = 0
+    answers: Count = 1
+    questions: Count = 1
+    surplus: Count = 0
 
     @property
     def verifications(self) -> int:
@@ -81,13 +84,13 @@ class AcceptanceSummary:
     of all answers together.
     """
 
-    turns: int
-    questions: int
-    tokens: int
-    steps: int | None
-    drafted: int | None
-    accepted: int | None
-    histogram: list[int] | None
+    turns: Count
+    questions: Count
+    tokens: Count
+    steps: Count | None
+    drafted: Count | None
+    accepted: Count | None
+    histogram: list[Count] | None
     source: str
     acceptance_length: float | None
     acceptance_length_interval: list[float] | None

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import httpx
 
 from trtspec import files
+from trtspec.addresses import bearer, server_url
 from trtspec.errors import TrtspecError
 
 Api = Literal["chat", "completions"]
@@ -89,17 +90,21 @@ class Answer:
         return self.reasoning + self.text + "".join(call["name"] + call["arguments"] for call in self.tool_calls)
 
 
-def base_url(url: str) -> str:
-    """Accepts host:port, http://host:port, with or without a trailing /v1."""
-    text = url if "://" in url else f"http://{url}"
-    return text.rstrip("/").removesuffix("/v1").rstrip("/")
+def base_url(url: str, option: str = "the URL") -> str:
+    """Accepts host:port, http://host:port, with or without a trailing /v1. Raises UsageError, which begins with
+    `option`, for what is no address of a server or may hold a password."""
+    return server_url(url, option).removesuffix("/v1").rstrip("/")
+
+
+def key_header() -> dict[str, str]:
+    """The key of OPENAI_API_KEY as a header. Raises UsageError for one that no header can carry."""
+    return bearer(os.environ.get("OPENAI_API_KEY"))
 
 
 def new_client(url: str, concurrency: int = 64, timeout: float | None = None) -> httpx.AsyncClient:
     """A client bound to one server; the key comes from OPENAI_API_KEY and the proxy variables are not used. `timeout`:
-    seconds that a server may stay silent."""
-    key = os.environ.get("OPENAI_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    seconds that a server may stay silent. Raises UsageError for a key that no header can carry."""
+    headers = key_header()
     most = concurrency + 4
     limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEPT_S)
     times = httpx.Timeout(connect=min(10, timeout), read=timeout, write=timeout, pool=None) if timeout else TIMEOUT

@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from trtspec import files
-from trtspec.bench.acceptance import AcceptanceSummary, TurnCounts
+from trtspec.bench.acceptance import AcceptanceSummary, Count, TurnCounts
 from trtspec.bench.adapters import DetectedServer
 from trtspec.bench.client import Answer
 from trtspec.bench.text_quality import OutputQuality
@@ -31,7 +31,9 @@ from trtspec.checkpoint.writer import Journal
 from trtspec.errors import Problem, TrtspecError, UsageError
 
 Read = TypeVar("Read")
+NotNegative = Annotated[float, Field(ge=0)]
 RAW_FILE = "raw.jsonl"
+SCHEMA = 1  # of results.json
 RESUME_REMEDY = "give the options that it was started with, or start over with --force"
 
 
@@ -88,12 +90,12 @@ class QuestionSpeed:
     level: str
     question: str
     category: str
-    tokens: int
-    seconds: float
-    ttft_s: float | None = None
-    decoded: int = 0
-    decode_s: float = 0.0
-    round: int = 0
+    tokens: Count
+    seconds: NotNegative
+    ttft_s: NotNegative | None = None
+    decoded: Count = 0
+    decode_s: NotNegative = 0.0
+    round: Count = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +223,7 @@ class Comparison:
 class BenchResults(EndpointResult):
     """results.json: the first endpoint's own figures, the others under `endpoints`, ratios under `interleaved`."""
 
-    schema: int = 1
+    schema: int = SCHEMA
     workload: dict[str, Any]
     endpoints: dict[str, EndpointResult]
     interleaved: list[InterleavedLevel] | None
@@ -239,6 +241,28 @@ class BenchResults(EndpointResult):
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class StatedWorkload:
+    """What tables and titles say of every workload; BenchWorkload.describe writes it, and more."""
+
+    dataset: str
+    dataset_sha256: str
+    questions: list[Count]
+    concurrency: list[Count]
+    rates: list[float]
+    max_tokens: Count
+    temperature: float
+    template: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class WholeResults:
+    """What a report of several runs needs of results.json beside its records."""
+
+    workload: StatedWorkload
+
+
 def from_dict(found: dict[str, Any]) -> BenchResults:
     """The records of what `to_dict` made. Raises pydantic's ValidationError for anything else."""
     return _adapter(BenchResults).validate_python(found)
@@ -246,8 +270,8 @@ def from_dict(found: dict[str, Any]) -> BenchResults:
 
 @dataclass(frozen=True)
 class ComparedLevel:
-    concurrency: int
-    rounds: list[float | None]
+    concurrency: Count
+    rounds: list[NotNegative | None]
     rate: float | None = None
 
     @property
@@ -287,14 +311,23 @@ def read_results(path: Path) -> ComparedRun:
 
 
 def read_whole(path: Path) -> BenchResults:
-    """All of results.json of a directory or a file, of this release. Raises UsageError when it is not one."""
-    return _read(path, from_dict)
+    """All of results.json of a directory or a file, of this release, with all that tables say of its workload. Raises
+    UsageError when it is not one."""
+    return _read(path, _whole)
+
+
+def _whole(found: dict[str, Any]) -> BenchResults:
+    _adapter(WholeResults).validate_python(found)
+    return from_dict(found)
 
 
 def _read(path: Path, records: Callable[[dict[str, Any]], Read]) -> Read:
     file = path / "results.json" if path.is_dir() else path
     try:
-        return records(files.read_object(file))
+        found = files.read_object(file)
+        if found.get("schema", SCHEMA) != SCHEMA:
+            raise ValueError(f"its schema is {str(found['schema'])[:40]!r}, and this release reads {SCHEMA}")
+        return records(found)
     except ValidationError as error:
         raise _no_result(file, files.first_fault(error)) from None
     except (OSError, TrtspecError, ValueError) as error:

@@ -27,6 +27,7 @@ PACKED = (".gz", ".zst")
 MOST_LINE = 256 * 2**20  # bytes of one row; a conversation of a million tokens has about 5 MB
 MOST_ARRAY = 4 * 2**30  # bytes of a JSON array, which is read whole
 EXTRA = "pip install 'trtspec[modelopt]'"
+BATCH = 1024  # rows of a parquet file read at a time
 CODE = "TS-DATA-ROW"
 
 
@@ -213,14 +214,19 @@ def _parquet_rows(path: Path) -> Iterator[DataRow]:
     pyarrow = _pyarrow(path)
     from pyarrow import parquet
 
+    number = 0
     try:
-        number = 0
         with files.open_regular(path, "pass a parquet file") as raw:
-            for batch in parquet.ParquetFile(raw).iter_batches(batch_size=1024):
+            for batch in parquet.ParquetFile(raw).iter_batches(batch_size=BATCH):
                 for value in batch.to_pylist():
                     number += 1
                     yield DataRow(str(path), number, _without_nulls(value))
-    except (OSError, pyarrow.ArrowException) as error:
+    except UnicodeDecodeError as error:
+        rows = f"rows {number + 1} to {number + BATCH}"
+        raise UsageError(
+            f"{CODE} {path}: one of {rows} holds text that is not UTF-8 ({error.reason})", "write the text as UTF-8"
+        ) from None
+    except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
         raise UsageError(f"cannot read {path}: {error}", "pass a parquet file") from None
 
 

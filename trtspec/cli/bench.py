@@ -252,9 +252,11 @@ def run(urls: dict[str, str], work: BenchWorkload, options: BenchOptions) -> tup
     import asyncio
 
     from trtspec.bench import assembly, measure
+    from trtspec.bench.client import key_header
     from trtspec.bench.results import RAW_FILE, RawResults
     from trtspec.report import progress_bar
 
+    key_header()  # a key that cannot be sent is refused before anything is written
     if options.wait_ready:
         for url in urls.values():
             asyncio.run(measure.wait_ready(url, options.wait_ready))
@@ -309,6 +311,7 @@ def interrupted_by_sigterm() -> Iterator[None]:
 
 def served_at(entries: Sequence[str]) -> tuple[dict[str, tuple[int, str]], dict[int, EndpointResult]]:
     """`--at`: endpoints to measure by name (with their draft length and URL), and stored results by draft length."""
+    from trtspec.addresses import shown
     from trtspec.bench.results import read_whole
 
     named: dict[str, tuple[int, str]] = {}
@@ -316,9 +319,9 @@ def served_at(entries: Sequence[str]) -> tuple[dict[str, tuple[int, str]], dict[
     for entry in entries:
         length, _, place = entry.partition("=")
         if not length.isdigit() or not place:
-            raise UsageError(f"--at {entry} is not K=URL or K=RESULTS", "write --at 3=http://127.0.0.1:8003")
+            raise UsageError(f"--at {shown(entry)} is not K=URL or K=RESULTS", "write --at 3=http://127.0.0.1:8003")
         if int(length) in {*stored, *(drafts for drafts, _ in named.values())}:
-            raise UsageError(f"--at {entry}: {length} drafts are given twice", "name each length once")
+            raise UsageError(f"--at {shown(entry)}: {length} drafts are given twice", "name each length once")
         if Path(place).exists():
             stored[int(length)] = read_whole(Path(place))
         else:
@@ -335,12 +338,13 @@ def measured(urls: dict[str, str], named: dict[str, tuple[int, str]]) -> tuple[d
     found = dict(urls)
     lengths: dict[str, int] = {}
     for name, (length, url) in named.items():
-        known = next((other for other, place in found.items() if place == base_url(url)), None)
+        address = base_url(url, f"--at {length}:")
+        known = next((other for other, place in found.items() if place == address), None)
         if known in lengths:
             raise UsageError(f"--at {length}={url}: it is also given {lengths[known]} drafts", "name what it serves")
         if known is None and name in found:
             raise UsageError(f"the name {name} is given twice", "give each endpoint its own name")
-        found.setdefault(known or name, base_url(url))
+        found.setdefault(known or name, address)
         lengths[known or name] = length
     return found, lengths
 
@@ -444,6 +448,7 @@ def promise_of(text: str) -> ServiceLevel:
 
 def endpoints(url: str, others: Sequence[str]) -> dict[str, str]:
     """NAME -> base URL; the first is the one the results are about."""
+    from trtspec.addresses import shown
     from trtspec.bench.client import base_url
 
     found: dict[str, str] = {}
@@ -451,12 +456,12 @@ def endpoints(url: str, others: Sequence[str]) -> dict[str, str]:
         match = re.match(r"^([A-Za-z][\w.-]*)=(.+)$", text)
         if position and not match:
             raise UsageError(
-                f"--against-url {text} has no name", "write NAME=URL, for example plain=http://127.0.0.1:8001"
+                f"--against-url {shown(text)} has no name", "write NAME=URL, for example plain=http://127.0.0.1:8001"
             )
         name, address = (match[1], match[2]) if match else ("endpoint", text)
         if name in found:
             raise UsageError(f"the name {name} is given twice", "give each endpoint its own name")
-        found[name] = base_url(address)
+        found[name] = base_url(address, f"--against-url {name}:" if position else "the URL")
     return found
 
 

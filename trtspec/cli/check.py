@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trtspec import report
+from trtspec.addresses import shown
 from trtspec.cli.options import ForceOption, JsonOption, numbers, request_limits_of
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.records import Mode, narrow, refuse_unused
@@ -204,7 +205,7 @@ def _mode(options: CheckOptions) -> Mode:
         return SERVER
     if not Path(options.against).is_file():
         raise UsageError(
-            f"--against {options.against} is neither a file nor a URL",
+            f"--against {shown(options.against)} is neither a file nor a URL",
             "pass a file written by --record, or http://HOST:PORT",
         )
     return RECORDING
@@ -223,6 +224,8 @@ def collect(options: CheckAlone | CheckAgainstServer | CheckAgainstRecording) ->
     from trtspec.bench.recorder import record as ask_server
     from trtspec.bench.transcript import read_recording
 
+    url = base_url(options.url)
+    other = base_url(options.against, "--against") if isinstance(options, CheckAgainstServer) else ""
     expected = read_recording(Path(options.against)) if isinstance(options, CheckAgainstRecording) else None
     asked = battery_of(expected) if expected else _battery(options)
     # a server that is recorded as the baseline, or named as it, should run without speculation
@@ -238,13 +241,13 @@ def collect(options: CheckAlone | CheckAgainstServer | CheckAgainstRecording) ->
         top=MOST_TOLD if options.quality_gate else TOP,
     )
     report.say(f"asking {options.url} {len(asked.prompts)} prompts at temperature 0")
-    got = asyncio.run(ask_server(base_url(options.url), asked, settings))
+    got = asyncio.run(ask_server(url, asked, settings))
     if got.withheld:
         report.say(f"log-probabilities are not asked for: {got.withheld}")
     if isinstance(options, CheckAgainstServer):
         report.say(f"asking {options.against} the same")
         plain = replace(settings, baseline=True, model=None)
-        expected = asyncio.run(ask_server(base_url(options.against), asked, plain))
+        expected = asyncio.run(ask_server(other, asked, plain))
     return got, expected
 
 

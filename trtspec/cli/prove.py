@@ -91,8 +91,10 @@ def prove(options: ProveOptions) -> None:
         return
     if options.output is None:
         raise UsageError("a proof needs a directory for its outputs", "pass -o DIR")
+    from trtspec.bench.client import key_header
     from trtspec.cli.prove_run import prove_all
 
+    key_header()  # a key that bench cannot send is refused before hours of work
     proof = prove_all(setup, options.output, options.startup_timeout, options.restart)
     _show(proof, options.json_)
     if proof.failed:

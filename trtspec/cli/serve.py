@@ -241,6 +241,9 @@ SHARED = ("backend", "dry_run", "json_")  # what chooses the mode, and what all 
 
 def serve(options: ServeOptions) -> None:
     """Run all preflight checks, then serve TARGET. Signals and the exit status are passed on; nothing is restarted."""
+    from trtspec.addresses import bearer
+
+    bearer(options.api_key, "the key of --api-key or TRTSPEC_SERVE_API_KEY")
     servers = {"trtllm": _serve_trtllm, "vllm": _serve_vllm, "reference": _serve_reference}
     servers[options.backend](options)
 

@@ -130,8 +130,9 @@ def _source(options: WatchOptions, baseline: WatchBaseline | None, work: dict[st
     from trtspec.bench.watch_run import WatchSource
 
     url = base_url(options.url)
+    metrics_url = base_url(options.metrics_url, "--metrics-url") if options.metrics_url else url
     probe = _probes(options, baseline, work) if options.probe else None
-    return WatchSource(url, base_url(options.metrics_url) if options.metrics_url else url, probe)
+    return WatchSource(url, metrics_url, probe)
 
 
 def _probes(options: WatchOptions, baseline: WatchBaseline | None, work: dict[str, Any]) -> ProbePlan:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import httpx
 
+from trtspec.addresses import bearer, server_url
 from trtspec.checkpoint.conversations import Conversation, read_conversations
 from trtspec.checkpoint.writer import Journal
 from trtspec.errors import TrtspecError, UsageError
@@ -123,14 +124,18 @@ class AnswerSampling:
 
 @dataclass(frozen=True)
 class TargetEndpoint:
-    """`base_url` ends in /v1. `retries` are of one request, with exponential backoff and jitter."""
+    """`base_url` ends in /v1; UsageError for one that is no URL, or a key that no header can carry. `retries` are of one request, with exponential backoff and jitter."""
 
     base_url: str
-    api_key: str = "none"
+    api_key: str = field(default="none", repr=False)
     concurrency: int = 16
     timeout: float = 600.0
     retries: int = 6
     first_delay: float = 0.5
+
+    def __post_init__(self) -> None:
+        server_url(self.base_url, "--base-url")
+        bearer(self.api_key, "the key of --api-key or OPENAI_API_KEY")
 
 
 @dataclass
@@ -182,8 +187,8 @@ async def _answer_all(
     queue = iter(todo)
     in_a_row = 0
     limits = httpx.Limits(max_connections=endpoint.concurrency, max_keepalive_connections=endpoint.concurrency)
-    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-    base = endpoint.base_url.rstrip("/") + "/"
+    headers = bearer(endpoint.api_key)
+    base = server_url(endpoint.base_url) + "/"
     async with httpx.AsyncClient(base_url=base, headers=headers, timeout=endpoint.timeout, limits=limits) as client:
         if todo and sampling.model is None:
             sampling = AnswerSampling(**{**asdict(sampling), "model": await _first_model(client, endpoint)})

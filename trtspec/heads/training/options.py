@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
+from trtspec.addresses import server_url
 from trtspec.checkpoint.heads.dialects import DEFAULT
 from trtspec.errors import MissingDependency, UsageError
 from trtspec.files import load_file
@@ -173,11 +174,12 @@ FeatureSource = InMemory | Dumped | Streamed | Served
 
 
 def feature_source(text: str) -> FeatureSource:
-    """What `--features` names: auto, memory, a directory, `stream`, `stream:DIR`, or URLs with commas between."""
+    """What `--features` names: auto, memory, a directory, `stream`, `stream:DIR`, or URLs with commas between; UsageError
+    for one that is none."""
     if text in ("auto", "memory"):
         return InMemory(bounded=text == "auto")
     if text.startswith(("http://", "https://")):
-        return Served(tuple(url.strip().rstrip("/") for url in text.split(",")))
+        return Served(tuple(server_url(url.strip(), "--features") for url in text.split(",")))
     way, _, place = text.partition(":")
     if way == STREAM:
         return Streamed(Path(place) if place else None)

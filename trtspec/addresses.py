@@ -1,0 +1,75 @@
+"""Addresses and keys of OpenAI-compatible servers, as a user gives them: checked before anything is sent or written.
+
+Neither a password in an address nor a key appears in a message, a result or a record: an address that may hold one is
+refused unseen, and of a key only its fault is told.
+"""
+
+from __future__ import annotations
+
+import re
+
+from trtspec.errors import UsageError
+
+EXAMPLE = "http://127.0.0.1:8000"
+SENDABLE = re.compile(r"[!-~](?:[ -~]*[!-~])?")  # what every HTTP client and server takes in a header
+
+
+def shown(text: str) -> str:
+    """An address for a message; one that may hold a password or a key is left out."""
+    return "(not shown)" if re.search(r"[@?#]", text) else text
+
+
+def server_url(text: str, option: str = "the URL") -> str:
+    """`text` with its scheme, http where it names none, and without a slash at its end.
+
+    Raises UsageError, which begins with `option`, for what no request can be sent to, and for a user name, a password,
+    a query or a fragment: they would stand in every result."""
+    import httpx
+
+    whole = text if "://" in text else f"http://{text}"
+    remedy = f"write it as {EXAMPLE}"
+    if "@" in text:
+        raise UsageError(
+            f"{option} (not shown) holds an @, as one with a user name or password does",
+            f"{remedy}, without them; a key belongs in the variable OPENAI_API_KEY",
+        )
+    if "?" in text or "#" in text:
+        raise UsageError(
+            f"{option} (not shown) holds a query or a fragment (? or #), which no server's address has",
+            f"{remedy}; a key belongs in the variable OPENAI_API_KEY",
+        )
+    fault = None
+    try:
+        url = httpx.URL(whole)
+        host = url.host and url.raw_host.decode("ascii").encode("idna")  # as looking its name up does
+    except httpx.InvalidURL as error:
+        fault = str(error)
+    except UnicodeError:
+        fault = "its host is no name that can be looked up"
+    else:
+        if url.scheme not in ("http", "https"):
+            fault = "its scheme is neither http nor https"
+        elif not host or re.search(r"\s", text):
+            fault = "it holds white space" if host else "it names no host"
+        elif url.port is not None and not 0 < url.port < 2**16:
+            fault = f"{url.port} is no port (1 to 65535)"
+    if fault:
+        raise UsageError(f"{option} {text!r} is not the URL of a server: {fault}", remedy)
+    return whole.rstrip("/")
+
+
+def bearer(key: str | None, option: str = "OPENAI_API_KEY") -> dict[str, str]:
+    """The header that carries a key; none for an empty one. Raises UsageError, which tells the fault and not the key,
+    for one that no header can carry."""
+    if not key:
+        return {}
+    if not SENDABLE.fullmatch(key):
+        if key != key.strip():
+            fault = "it begins or ends with a line break or other white space"
+        else:
+            fault = f"its character {len(re.match('[ -~]*', key)[0]) + 1} is not printable ASCII"  # type: ignore[index]
+        raise UsageError(
+            f"{option} (not shown) cannot be sent in a header: {fault}",
+            'set it without, for example OPENAI_API_KEY="$(tr -d "[:space:]" < KEYFILE)"',
+        )
+    return {"Authorization": f"Bearer {key}"}
