@@ -124,7 +124,8 @@ class AnswerSampling:
 
 @dataclass(frozen=True)
 class TargetEndpoint:
-    """`base_url` ends in /v1; UsageError for one that is no URL, or a key that no header can carry. `retries` are of one request, with exponential backoff and jitter."""
+    """`base_url` ends in /v1; UsageError for one that is no URL, or a key that no header can carry. `retries` are of
+    one request, with exponential backoff and jitter."""
 
     base_url: str
     api_key: str = field(default="none", repr=False)

@@ -174,8 +174,9 @@ FeatureSource = InMemory | Dumped | Streamed | Served
 
 
 def feature_source(text: str) -> FeatureSource:
-    """What `--features` names: auto, memory, a directory, `stream`, `stream:DIR`, or URLs with commas between; UsageError
-    for one that is none."""
+    """What `--features` names: auto, memory, a directory, `stream`, `stream:DIR`, or URLs with commas between.
+
+    Raises UsageError for one that is none."""
     if text in ("auto", "memory"):
         return InMemory(bounded=text == "auto")
     if text.startswith(("http://", "https://")):
