@@ -225,7 +225,7 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("_look_once", "_look_on"):  # one goes on until a signal; times in the state are the clock's
         monkeypatch.setattr(
             f"trtspec.cli.watch.{name}",
-            lambda found, *more: stage.handed.append(repr((found.settings, found.baseline, more))) or [],
+            lambda found, *more: stage.handed.append(repr((found.settings, found.baseline, more))) or ([], None),
         )
 
     def prove_all(*given: Any) -> Proof:

@@ -52,6 +52,10 @@ class DriftTest:
     detect_mean: float
     detect_within: float
 
+    def __post_init__(self) -> None:
+        if self.half_gap <= 0 or self.threshold <= 0:  # of a file that was edited
+            raise ValueError("half_gap and threshold are positive")
+
     def step(self, statistic: float, value: float) -> float:
         """The statistic after one more batch. Capped at twice the threshold, so that an alarm ends soon after a
         recovery."""

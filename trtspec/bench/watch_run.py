@@ -1,4 +1,4 @@
-"""Runs a watch: scrapes, probes, keeps the state file, serves the watch's own metrics. One look with `--once`, else
+"""Runs a watch: scrapes, probes, serves the watch's own metrics. One look with `--once`, else
 until somebody ends it. docker/monitoring has alert rules and a dashboard for the metrics.
 """
 
@@ -6,21 +6,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from pydantic import TypeAdapter, ValidationError
 
-from trtspec import files, report
 from trtspec.bench import adapters, text_quality
 from trtspec.bench.acceptance import TurnCounts
 from trtspec.bench.asking import declined
@@ -28,14 +24,12 @@ from trtspec.bench.client import Answer, Api, Endpoint, RequestSampling, new_cli
 from trtspec.bench.datasets import Question
 from trtspec.bench.load import inter_token
 from trtspec.bench.steps import increments
-from trtspec.bench.watch import ProbeAnswer, Watch, WatchSettings, WatchState
-from trtspec.bench.watch_baseline import WatchBaseline
+from trtspec.bench.watch import ProbeAnswer, Watch
 from trtspec.bench.watch_sources import NoMetrics, SpeculationGone, look
 from trtspec.errors import Problem, TrtspecError, UsageError
 
 MOST_PROBES = 8  # of one --once
 PROBE_LIMIT = 120.0  # seconds
-RESTART = "pass --restart to start over, or another --state"
 CODES = (
     "TS-WATCH-ACCEPTANCE", "TS-WATCH-BASELINE", "TS-WATCH-NOTHING-ACCEPTED", "TS-WATCH-SLOW", "TS-WATCH-LOOPS",
     "TS-WATCH-ERRORS", "TS-WATCH-GONE", "TS-WATCH-NOT-SPECULATING",
@@ -69,39 +63,6 @@ class WatchSource:
     url: str
     metrics_url: str
     probe: ProbePlan | None
-
-
-@functools.cache
-def _adapter() -> TypeAdapter[WatchState]:
-    return TypeAdapter(WatchState)
-
-
-def read_state(
-    path: Path, url: str, settings: WatchSettings, baseline: WatchBaseline | None, restart: bool = False
-) -> WatchState:
-    """The state in `path`, or a new one. Raises UsageError for a file that is none, or is of another endpoint, other
-    settings or another baseline."""
-    name = baseline.name if baseline else ""
-    fresh = WatchState(url, time.time(), settings, name)
-    if restart:
-        return fresh
-    try:
-        found = _adapter().validate_python(files.read_object(path))
-    except FileNotFoundError:
-        return fresh
-    except ValidationError as error:
-        raise UsageError(f"{path} is not the state of a watch: {files.first_fault(error)}", RESTART) from None
-    except TrtspecError as error:
-        raise UsageError(f"{path} is not the state of a watch: {error.message}", RESTART) from None
-    if found.url != url:
-        raise UsageError(f"{path} is the state of a watch of {found.url}, not of {url}", RESTART)
-    if (found.settings, found.baseline) != (settings, name):
-        raise UsageError(f"{path} was made with other settings or another baseline", RESTART)
-    return found
-
-
-def write_state(path: Path, state: WatchState) -> None:
-    report.write_json(path, asdict(state))
 
 
 async def look_once(watch: Watch, source: WatchSource) -> None:

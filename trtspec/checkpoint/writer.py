@@ -226,28 +226,13 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            self._lock()
+            self._holder = lock_file(self._file, path)
             if restart:
                 os.ftruncate(self._file, 0)
             self._load(json.loads(json.dumps(header)))
         except BaseException:
             self.close()
             raise
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(
-                f"another run is writing {self.path.parent} (it holds {self.path.name})",
-                "wait for it to end, or choose another output",
-            ) from None
-        except OSError as error:
-            if error.errno not in NO_FLOCK:
-                text = f"{self.path} cannot be locked: {error.strerror}"
-                raise TrtspecError(text, "choose an output on another file system") from None
-            self._holder = take_directory(self.path)
-            announce(f"{self.path.parent} lies on a file system without flock; {self._holder.name} is the lock instead")
 
     def _load(self, header: dict[str, Any]) -> None:
         data = self.path.read_bytes()
@@ -329,6 +314,26 @@ def _differences(old: Any, new: Any, where: str) -> list[str]:
         parts = [_differences(old.get(key), new.get(key), f"{where}.{key}" if where else key) for key in keys]
         return [line for part in parts for line in part]
     return [] if old == new else [f"{where} was {_short(old)}, now {_short(new)}"]
+
+
+def lock_file(file: int, path: Path) -> Path | None:
+    """Locks `path`, open as `file`, until it is closed; the directory that is the lock where there is no flock, which
+    the caller removes. Raises UsageError while another process holds it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        raise UsageError(
+            f"another run is writing {path.parent} (it holds {path.name})",
+            "wait for it to end, or choose another output",
+        ) from None
+    except OSError as error:
+        if error.errno not in NO_FLOCK:
+            text = f"{path} cannot be locked: {error.strerror}"
+            raise TrtspecError(text, "choose an output on another file system") from None
+    holder = take_directory(path)
+    announce(f"{path.parent} lies on a file system without flock; {holder.name} is the lock instead")
+    return holder
 
 
 def take_directory(path: Path) -> Path:

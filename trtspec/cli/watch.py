@@ -15,9 +15,10 @@ from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError
 from trtspec.records import Mode, narrow, refuse_unused, without
 
 if TYPE_CHECKING:
-    from trtspec.bench.watch import Watch, WatchSettings
+    from trtspec.bench.watch import Watch
     from trtspec.bench.watch_baseline import WatchBaseline
     from trtspec.bench.watch_run import ProbePlan, WatchSource
+    from trtspec.bench.watch_state import WatchSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,36 +89,48 @@ def watch(options: WatchOptions) -> None:
     Reads Prometheus metrics or TensorRT-LLM's iteration statistics; with --probe also asks prompts of its own. With
     --json prints one object per reading.
     """
-    from trtspec.bench.watch import Watch
-    from trtspec.bench.watch_run import read_state
+    import time
+
+    from trtspec.bench.watch_file import default_state, locked, open_watch
+    from trtspec.bench.watch_state import WatchState
 
     narrow(options, ONCE if options.once else ON, MODES, selecting=("once",))
     if not options.probe:
         refuse_unused(options, ["dataset", "model", "thinking", "timeout"], "without --probe")
     baseline, work = _baseline(options.baseline)
     source, settings = _source(options, baseline, work), _settings(options, work)
-    path = options.state or default_state(source.url)
-    state = read_state(path, source.url, settings, baseline, options.restart)
-    found = Watch(state, settings, baseline)
-    if baseline is not None and found.state.series["baseline"].test is None:
-        raise UsageError(
-            f"{options.baseline} holds too few answers to judge by", "trtspec bench URL --samples 80 -o DIR"
-        )
-    if options.once:
-        alerts = _look_once(found, source, path)
-        if found.never_read and not alerts:
-            raise TrtspecError(
-                f"nothing could be read: {found.state.last_failure}", "start the server, or correct the URL"
+    path = options.state or default_state(source.url, source.metrics_url)
+    elsewhere = source.metrics_url if source.metrics_url != source.url else ""
+    fresh = WatchState(source.url, time.time(), settings, baseline.name if baseline else "", metrics_url=elsewhere)
+    with locked(path):
+        found = open_watch(path, fresh, baseline, options.restart)
+        if baseline is not None and found.state.series["baseline"].test is None:
+            raise UsageError(
+                f"{options.baseline} holds too few answers to judge by", "trtspec bench URL --samples 80 -o DIR"
             )
-        _show(found, alerts, options.json_)
-        if alerts:
-            raise CheckFailed(f"{options.url}: {', '.join(sorted({a.code for a in alerts}))}", "see the alerts above")
-    else:
-        _look_on(found, source, path, options)
+        if options.once:
+            _once(found, source, path, options.json_)
+        else:
+            _look_on(found, source, path, options)
+
+
+def _once(found: Watch, source: WatchSource, path: Path, json_output: bool) -> None:
+    """Raises CheckFailed where there are alerts; a state that could not be written fails a run without alerts."""
+    alerts, unwritten = _look_once(found, source, path)
+    if found.never_read and not alerts:
+        raise TrtspecError(f"nothing could be read: {found.state.last_failure}", "start the server, or correct the URL")
+    _show(found, alerts, json_output)
+    if alerts:
+        if unwritten is not None:
+            report.announce(f"trtspec: {unwritten.message}")
+        codes = ", ".join(sorted({alert.code for alert in alerts}))
+        raise CheckFailed(f"{found.state.url}: {codes}", "see the alerts above")
+    if unwritten is not None:
+        raise unwritten
 
 
 def _settings(options: WatchOptions, work: dict[str, Any]) -> WatchSettings:
-    from trtspec.bench.watch import WatchSettings
+    from trtspec.bench.watch_state import WatchSettings
 
     return WatchSettings(
         options.batch, options.min_steps, options.learn, options.fall, options.slower, options.false_alarms,
@@ -195,49 +208,69 @@ def _baseline(path: Path | None) -> tuple[WatchBaseline | None, dict[str, Any]]:
     return found, read.workload
 
 
-def default_state(url: str) -> Path:
-    """One file per endpoint below the user's state directory."""
-    import hashlib
-    import os
-
-    place = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(place) / "trtspec" / f"watch-{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
-
-
-def _look_once(found: Watch, source: WatchSource, path: Path) -> list[Problem]:
+def _look_once(found: Watch, source: WatchSource, path: Path) -> tuple[list[Problem], TrtspecError | None]:
+    """The alerts, and why the state could not be written."""
     import asyncio
     import time
 
-    from trtspec.bench.watch_run import look_once, write_state
+    from trtspec.bench.watch_file import write_state
+    from trtspec.bench.watch_run import look_once
 
     asyncio.run(look_once(found, source))
     alerts = found.alerts(time.time())
-    write_state(path, found.state)
-    return alerts
+    try:
+        write_state(path, found.state)
+    except TrtspecError as error:
+        return alerts, error
+    return alerts, None
+
+
+@dataclass
+class StateKeeper:
+    """Writes the state after every look that ended a batch, and every minute. A failure is announced, once while its
+    reason stays the same, and the watch goes on."""
+
+    path: Path
+    batches: int = -1
+    at: float = 0.0
+    failure: str = ""
+
+    def keep(self, found: Watch, always: bool = False) -> None:
+        import time
+
+        from trtspec.bench.watch_file import write_state
+
+        now = time.monotonic()
+        if not always and found.state.totals.batches == self.batches and now - self.at <= 60:
+            return
+        self.batches, self.at = found.state.totals.batches, now
+        try:
+            write_state(self.path, found.state)
+            self.failure = ""
+        except TrtspecError as error:
+            if error.message != self.failure:
+                report.announce(f"trtspec: {error.message}; the watch goes on")
+            self.failure = error.message
 
 
 def _look_on(found: Watch, source: WatchSource, path: Path, options: WatchOptions) -> None:
-    """Until SIGINT or SIGTERM; the state is written after every look that ended a batch, every minute, and at the
-    end."""
+    """Until SIGINT or SIGTERM; the state is also written at the end. Raises TrtspecError where that last time fails."""
     import asyncio
     import signal
     import time
 
-    from trtspec.bench.watch_run import WatchCollector, look_on, start_exporter, write_state
+    from trtspec.bench.watch_file import write_state
+    from trtspec.bench.watch_run import WatchCollector, look_on, start_exporter
 
-    collector = WatchCollector()
+    collector, keeper = WatchCollector(), StateKeeper(path)
     collector.update(found, [])
     address, end = start_exporter(options.listen, collector) if options.listen else ("", None)
     if address:
         report.announce(f"trtspec: metrics on {address}")
-    kept = {"batches": -1, "at": 0.0}
 
     def looked() -> None:
         alerts = found.alerts(time.time())
         collector.update(found, alerts)
-        if found.state.totals.batches != kept["batches"] or time.monotonic() - kept["at"] > 60:
-            write_state(path, found.state)
-            kept.update(batches=found.state.totals.batches, at=time.monotonic())
         if options.json_:
             _print_line(found, alerts)
         for alert in alerts:
@@ -245,6 +278,7 @@ def _look_on(found: Watch, source: WatchSource, path: Path, options: WatchOption
                 report.announce("\n".join(report.problem_lines([alert])))
         shown.clear()
         shown.update(alert.code for alert in alerts)
+        keeper.keep(found)
 
     async def run() -> None:
         ended = asyncio.Event()
@@ -256,10 +290,13 @@ def _look_on(found: Watch, source: WatchSource, path: Path, options: WatchOption
     shown: set[str] = set()
     try:
         asyncio.run(run())
+    except BaseException:
+        keeper.keep(found, always=True)
+        raise
     finally:
-        write_state(path, found.state)
         if end:
             end()
+    write_state(path, found.state)
 
 
 def _object(found: Watch, alerts: list[Problem]) -> dict[str, Any]:
