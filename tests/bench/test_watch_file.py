@@ -14,17 +14,19 @@ from typing import Any
 
 import pytest
 
-from tests.bench.test_watch import MetricsServer, look, sample, server, waited  # noqa: F401 (fixtures)
+from tests.bench import test_watch
+from tests.bench.test_watch import MetricsServer, sample, waited
 from tests.command_line import Done, trtspec
 from trtspec.bench.watch_file import default_state
 
 Look = Callable[..., Done]
+server, look = test_watch.server, test_watch.look  # fixtures
 
 
 def test_two_workers_behind_one_endpoint_have_states_of_their_own(
     server: MetricsServer,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     other = MetricsServer()
@@ -45,7 +47,7 @@ def test_two_workers_behind_one_endpoint_have_states_of_their_own(
     assert default_state("http://x", "http://x") != default_state("http://x", "http://y")
 
 
-def test_a_second_watch_of_one_state_is_refused(server: MetricsServer, look: Look, tmp_path: Path) -> None:  # noqa: F811
+def test_a_second_watch_of_one_state_is_refused(server: MetricsServer, look: Look, tmp_path: Path) -> None:
     server.count(10, 15)
     words = [sys.executable, "-m", "trtspec", "watch", server.url, "--state", str(tmp_path / "state.json"), "--json"]
     process = subprocess.Popen([*words, "--batch", "0.05", "--min-steps", "100"], stdout=subprocess.PIPE)
@@ -64,7 +66,7 @@ def test_a_second_watch_of_one_state_is_refused(server: MetricsServer, look: Loo
 def test_a_state_that_was_edited_or_is_of_another_release_is_refused(
     server: MetricsServer,
     look: Look,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     server.count(10, 15)
     assert look().status == 0
@@ -110,7 +112,7 @@ run_name='__main__', alter_sys=True)"
 def test_a_full_disk_costs_neither_the_alerts_nor_the_watch(
     server: MetricsServer,
     look: Look,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     state = tmp_path / "state.json"
     server.count(100, 150)
@@ -141,5 +143,5 @@ def test_a_full_disk_costs_neither_the_alerts_nor_the_watch(
     finally:
         process.kill()
         process.wait()
-    assert told.count("the watch goes on") == 1 and process.returncode == 1, told
+    assert told.count("the watch continues") == 1 and process.returncode == 1, told
     assert state.read_bytes() == before and not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]

@@ -228,7 +228,7 @@ def _look_once(found: Watch, source: WatchSource, path: Path) -> tuple[list[Prob
 @dataclass
 class StateKeeper:
     """Writes the state after every look that ended a batch, and every minute. A failure is announced, once while its
-    reason stays the same, and the watch goes on."""
+    reason stays the same, and the watch continues."""
 
     path: Path
     batches: int = -1
@@ -249,7 +249,7 @@ class StateKeeper:
             self.failure = ""
         except TrtspecError as error:
             if error.message != self.failure:
-                report.announce(f"trtspec: {error.message}; the watch goes on")
+                report.announce(f"trtspec: {error.message}; the watch continues")
             self.failure = error.message
 
 
