@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,8 @@ FROM_AVERAGE = "avg_decoded_tokens_per_iter of each choice (prefill counted as a
 FROM_COUNTERS = "vllm:spec_decode_num_* counters around the run"
 FROM_STREAMS = "usage in the chunks of streams"
 FROM_SGLANG = "avg_spec_accept_length of /server_info (mean since the server's start)"
+SETTLED_S = 1.0  # between two readings of counters that no longer change; a step of an engine takes less
+RESTLESS_S = 30.0  # after which somebody else is on the server
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,21 @@ async def read_counters(
     except ValueError as error:
         _note(faults, f"its /metrics {error}")
         return None
+
+
+async def settled_counters(
+    client: httpx.AsyncClient, server: DetectedServer, faults: list[str] | None = None
+) -> metrics.Counters | None:
+    """`read_counters` once they no longer change: a server goes on for a while with requests that a client gave up."""
+    deadline = time.monotonic() + RESTLESS_S
+    found = await read_counters(client, server, faults)
+    while found is not None and time.monotonic() < deadline:
+        await asyncio.sleep(SETTLED_S)
+        again = await read_counters(client, server, faults)
+        if again == found:
+            break
+        found = again
+    return found
 
 
 def counts_between(

@@ -49,7 +49,7 @@ def find_problems(name: str, target: MeasuredEndpoint, workload: BenchWorkload) 
     found = [
         *findings.failed_requests(name, answers),
         *findings.degenerate_output(name, answers),
-        *findings.no_acceptance(name, target.server.kind, told, target.unmeasured),
+        *findings.no_acceptance(name, target.server.kind, told, target.unmeasured, target.uncounted),
         *findings.nothing_accepted(name, counts),
         *findings.forced_acceptance(name, counts, answers),
         *findings.limited_parameters(name, target.limits, body),

@@ -88,14 +88,26 @@ def degenerate_output(name: str, answers: Sequence[Answer]) -> list[Problem]:
     ]
 
 
-def no_acceptance(name: str, kind: str, counts: Sequence[TurnCounts], unmeasured: Sequence[str] = ()) -> list[Problem]:
-    """That acceptance is not measured, in whole or in part: `unmeasured` is what the server said that is no figure."""
+def no_acceptance(
+    name: str, kind: str, counts: Sequence[TurnCounts], unmeasured: Sequence[str] = (), uncounted: Sequence[str] = ()
+) -> list[Problem]:
+    """That acceptance is not measured, in whole or in part: `unmeasured` is what the server said that is no figure,
+    `uncounted` which answers its counters cannot be held to."""
     code, remedy = "TS-BENCH-NO-ACCEPTANCE", "only throughput and latency are shown"
+    found, start = [], f"acceptance is {'' if counts else 'not '}measured{' in part' if counts else ''}"
     if unmeasured:
-        message = f"acceptance is {'' if counts else 'not '}measured{' in part' if counts else ''}: {unmeasured[0]}"
-        return [Problem(code, "warning", name, message, "read the server's metrics by hand; ask it, not a proxy")]
-    if counts:
-        return []
+        by_hand = "read the server's metrics by hand; ask it, not a proxy"
+        found.append(Problem(code, "warning", name, f"{start}: {unmeasured[0]}", by_hand))
+    if uncounted:
+        more = f", and {len(uncounted) - SHOWN} more" if len(uncounted) > SHOWN else ""
+        message = (
+            f"{start}: the server's counters hold all requests together, and {'; '.join(uncounted[:SHOWN])}{more}. "
+            "What else was answered there is not in acceptance"
+        )
+        again = "give the same command with --resume, which asks parts with failed answers again, or with --force"
+        found.append(Problem(code, "warning", name, message, again))
+    if found or counts:
+        return found
     message = f"the server ({kind}) tells nothing about speculation: acceptance is not measured"
     return [Problem(code, "info", name, message, remedy)]
 

@@ -137,6 +137,8 @@ class MeasuredEndpoint:
     counts: dict[LoadLevel, list[TurnCounts]] = field(default_factory=dict)
     category_counts: list[TurnCounts] = field(default_factory=list)
     unmeasured: list[str] = field(default_factory=list)  # what it said of its speculation that is not understood
+    uncounted: list[str] = field(default_factory=list)  # answers whose steps are in counters that tell nothing
+    restless: bool = False  # it may still be at work for requests that were given up
 
     def answers(self) -> list[Answer]:
         return [answer for runs in self.rounds.values() for run in runs for answer in run.answers]
@@ -172,17 +174,22 @@ async def measure(
             server = await adapters.detect_server(client, model)
             endpoint = Endpoint(url, server.model, workload.api, workload.body(), workload.limit_s)  # type: ignore[arg-type]
             found = MeasuredEndpoint(name, client, endpoint, server, limits=limits(server))
+            found.restless = progress.raw.segment > 0
             findings.refuse_what_ends_engines(name, found.limits, workload.body())
             targets.append(found)
         workload, problems = await prepare(targets, workload)
         for target in targets:
             await warm_up(target, workload)
-        for number, level in enumerate(workload.levels):
-            asked = await in_context(targets[0], workload.questions(number), workload.conditions)
-            await run_level(targets, replace(workload, rounds=min(workload.rounds, len(asked))), asked, level, progress)
+        asked = [
+            await in_context(targets[0], workload.questions(number), workload.conditions)
+            for number in range(len(workload.levels))
+        ]
+        for level, questions in zip(workload.levels, asked, strict=True):
+            part = replace(workload, rounds=min(workload.rounds, len(questions)))
+            await run_level(targets, part, questions, level, progress)
         for target in targets:
             findings.refuse_all_failed(target.name, target.answers())
-            await count_outside(target, workload, progress)
+            await count_outside(target, workload, asked[0], progress)
     return targets, workload, problems
 
 
@@ -240,7 +247,8 @@ async def warm_up(target: MeasuredEndpoint, workload: BenchWorkload) -> None:
     ]
     short = replace(workload.sampling, max_tokens=min(WARMUP_TOKENS, workload.sampling.max_tokens))
     body = {key: value for key, value in target.endpoint.extra_body.items() if key != "min_tokens"}
-    await closed_loop(Load(target.client, replace(target.endpoint, extra_body=body), short), asked, workload.most)
+    run = await closed_loop(Load(target.client, replace(target.endpoint, extra_body=body), short), asked, workload.most)
+    target.restless |= any(answer.error for answer in run.answers)
 
 
 async def in_context(
@@ -287,15 +295,21 @@ async def run_part(
     part: Sequence[Ask],
     progress: Progress,
 ) -> tuple[list[Round], list[TurnCounts]]:
-    """One round of one endpoint: what earlier processes recorded of it, and what is still to be asked."""
+    """One round of one endpoint: what earlier processes recorded of it, and what is still to be asked. All of a part is
+    asked again where its answers were counted together and some of them failed or are lost."""
     requests = {question.id: question.requests for _, question in part}
     runs, counts, done = [], [], set()
     for stored in progress.raw.parts(name):
         answers = whole_conversations(stored.answers, requests)
-        if answers:
+        if stored.counts and sum(count.answers for count in stored.counts) != len(stored.answers):
+            progress.say(f"{_where(name)}: asked again, because answers failed there and all are counted together")
+        elif answers:
             ends = stored.seconds or max(answer.finished for answer in answers)
             runs.append(Round(level.concurrency, answers, 0.0, ends, 0.0, 0.0, name.number, level.rate))
-            counts += stored.counts or adapters.all_counts(answers)
+            own = stored.counts or adapters.all_counts(answers)
+            if not own and stored.seconds is None and await adapters.read_counters(target.client, target.server):
+                target.uncounted.append(f"{len(answers)} answers of {_where(name)} were read before an interruption")
+            counts += own
             done |= {answer.question for answer in answers}
             for answer in answers if progress.on_answer else ():
                 progress.on_answer(answer)  # type: ignore[misc]
@@ -307,6 +321,10 @@ async def run_part(
     return runs, counts
 
 
+def _where(name: PartName) -> str:
+    return f"{name.level}, round {name.number + 1}"
+
+
 async def ask(
     target: MeasuredEndpoint,
     workload: BenchWorkload,
@@ -316,7 +334,8 @@ async def ask(
     progress: Progress,
 ) -> tuple[Round, list[TurnCounts]]:
     """The load itself, with the server's counters around it where answers say nothing of speculation."""
-    before = await adapters.read_counters(target.client, target.server, target.unmeasured)
+    read = adapters.settled_counters if target.restless else adapters.read_counters
+    before = await read(target.client, target.server, target.unmeasured)
     origin = time.perf_counter()
 
     def heard(answer: Answer) -> None:
@@ -332,28 +351,37 @@ async def ask(
     after = await adapters.read_counters(target.client, target.server, target.unmeasured)
     counts, from_counters = adapters.all_counts(run.answers), []
     good = [answer for answer in run.answers if not answer.error]
+    failed = len(run.answers) - len(good)
+    target.restless = failed > 0
     if before and after and good and not counts:
         tokens = sum(answer.completion_tokens for answer in run.answers)
         label = name.level if name.level in {question.category for _, question in asked} else "all"
         pooled = adapters.counts_between(before, after, label, tokens, target.unmeasured)
         if pooled is not None:
-            counts = from_counters = [without_surplus(pooled, len(good), len({answer.question for answer in good}))]
+            from_counters = [without_surplus(pooled, len(good), len({answer.question for answer in good}))]
+        if failed:  # what it did for them is in its counters, and nobody knows how much that was
+            target.uncounted.append(f"{failed} of {len(run.answers)} answers of {_where(name)} failed")
+        else:
+            counts = from_counters
     progress.raw.end(name, run.finished - run.started, from_counters)
     return run, counts
 
 
-async def count_outside(target: MeasuredEndpoint, workload: BenchWorkload, progress: Progress) -> None:
-    """Categories for servers that only keep totals: vLLM once more, category by category; SGLang's running mean."""
+async def count_outside(
+    target: MeasuredEndpoint, workload: BenchWorkload, questions: Sequence[Question], progress: Progress
+) -> None:
+    """Categories for servers that only keep totals: vLLM once more, the `questions` of the first load category by
+    category; SGLang's running mean."""
     good = [answer for answer in target.answers() if not answer.error]
     if not any(target.counts.values()):
         tokens = sum(answer.completion_tokens for answer in good)
         mean = await adapters.running_mean(target.client, target.server, tokens, target.unmeasured)
-        questions = len({answer.question for answer in good})
-        target.category_counts += [replace(count, answers=len(good), questions=questions) for count in mean]
+        different = len({answer.question for answer in good})
+        target.category_counts += [replace(count, answers=len(good), questions=different) for count in mean]
     if not any(c.source == adapters.FROM_COUNTERS for counts in target.counts.values() for c in counts):
         return
     quiet = replace(progress, on_answer=None)
-    asked = list(enumerate(workload.questions(0)))
+    asked = list(enumerate(questions))
     for category in dict.fromkeys(question.category for _, question in asked):
         part = [(place, question) for place, question in asked if question.category == category]
         name = PartName(target.name, category, 0)

@@ -140,9 +140,9 @@ def counts_of_transcripts(transcripts: Sequence[Transcript]) -> list[TurnCounts]
 
 
 def _pooled(before: Counters | None, after: Counters | None, answers: Sequence[Transcript]) -> list[TurnCounts]:
-    """A server's counters around these answers as one entry, or nothing."""
-    told = [item for item in answers if item.error is None and item.completion_tokens]
-    if before is None or after is None or not told:
+    """A server's counters around these answers as one entry, or nothing where one failed, whose steps are in them."""
+    told = [item for item in answers if item.completion_tokens]
+    if before is None or after is None or not told or any(item.error for item in answers):
         return []
     pooled = adapters.counts_between(before, after, "all", sum(item.completion_tokens or 0 for item in told))
     return [without_surplus(pooled, len(told), len(told))] if pooled else []

@@ -1,0 +1,230 @@
+"""Acceptance from counters of a server that answers several clients together, as vLLM's: of the prompts that were
+asked, and never of requests whose answers nobody got."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.cheating_server import WORDS
+from trtspec.bench import adapters, assembly
+from trtspec.bench.client import RequestSampling
+from trtspec.bench.conditions import parse
+from trtspec.bench.datasets import Dataset, Question
+from trtspec.bench.measure import BenchWorkload, Progress, measure
+from trtspec.bench.metrics import Counters
+from trtspec.bench.recorder import _pooled
+from trtspec.bench.results import BenchResults, RawResults
+from trtspec.bench.transcript import Transcript
+
+TOKENS = 30
+DRAFTS = 3
+QUESTIONS = tuple(Question(f"q{n}", "code" if n % 2 else "prose", (f"Question {n}?",)) for n in range(8))
+WORKLOAD = BenchWorkload(
+    dataset=Dataset("eight", "0" * 64, QUESTIONS), sampling=RequestSampling(max_tokens=64), concurrency=(2,),
+    samples=(None,), warmup=0,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This server makes a step every 0.01 s."""
+    monkeypatch.setattr(adapters, "SETTLED_S", 0.1)
+
+
+@dataclass
+class CountingServer:
+    """Drafts three tokens in each step and counts as vLLM does: every step when it is made, and drafts accepted
+    past the end of an answer too. Answers to prompts with a word of `cut` end without their last event, and their
+    steps go on for a while. `received`: (steps, accepted) of each answer by its prompt, as a client that counts itself
+    would have them."""
+
+    cut: set[str] = field(default_factory=set)
+    extra_tokens: int = 0
+    asked: list[str] = field(default_factory=list)
+    received: dict[str, tuple[int, int]] = field(default_factory=dict)
+    steps: int = 0
+    reached: list[int] = field(default_factory=lambda: [0] * DRAFTS)
+    left_over: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def step(self, dice: random.Random) -> int:
+        """Tokens of one verification step."""
+        accepted = next((place for place in range(DRAFTS) if dice.random() < 0.4), DRAFTS)
+        self.steps += 1
+        for place in range(accepted):
+            self.reached[place] += 1
+        return accepted + 1
+
+    def events(self, prompt: str, tokens: int) -> Iterator[dict[str, Any]]:
+        dice = random.Random(prompt)
+        words = [dice.choice(WORDS) for _ in range(tokens)]
+        sizes = [1]
+        while sum(sizes) < tokens:
+            sizes.append(self.step(dice))
+        sizes[-1] -= sum(sizes) - tokens
+        self.received[prompt] = (len(sizes) - 1, tokens - len(sizes))
+        for place, size in enumerate(sizes):
+            text = " ".join(words[sum(sizes[:place]) :][:size]) + " "
+            yield {"choices": [{"index": 0, "delta": {"content": text}}]}
+        yield {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+        usage = {"prompt_tokens": len(prompt.split()) + self.extra_tokens, "completion_tokens": tokens}
+        yield {"choices": [], "usage": usage}
+
+    def metrics(self) -> str:
+        name = "vllm:spec_decode_num"
+        lines = [f"{name}_drafts_total {self.steps}", f"{name}_draft_tokens_total {DRAFTS * self.steps}",
+                 f"{name}_accepted_tokens_total {sum(self.reached)}"]  # fmt: skip
+        lines += [f'{name}_accepted_tokens_per_pos_total{{position="{p}"}} {n}' for p, n in enumerate(self.reached)]
+        return "\n".join(lines) + "\n"
+
+    async def go_on(self) -> None:
+        for _ in range(50):
+            await asyncio.sleep(0.01)
+            self.step(random.Random(0))
+
+    def answer(self, body: dict[str, Any]) -> bytes:
+        prompt = body["messages"][-1]["content"]
+        events = list(self.events(prompt, min(TOKENS, body["max_tokens"])))
+        if body["max_tokens"] > 1:
+            self.asked.append(prompt)
+        if self.cut.intersection(prompt.split()):
+            self.left_over.append(asyncio.create_task(self.go_on()))
+            events = events[:3]
+        return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                path, data = head.split(b" ", 2)[1].decode(), b""
+                if head.startswith(b"POST"):
+                    size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                    data = self.answer(json.loads(await reader.readexactly(size)))
+                elif path == "/v1/models":
+                    data = b'{"data": [{"id": "m", "owned_by": "vllm"}]}'
+                elif path == "/metrics":
+                    data = self.metrics().encode()
+                writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (200 if data else 404, len(data)) + data)
+                await writer.drain()
+        writer.close()
+
+    def run(self, then: Callable[[str], Awaitable[Any]]) -> Any:
+        """What `then(url)` returns while this answers."""
+
+        async def inside() -> Any:
+            server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+            async with server:
+                found = await then(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            await asyncio.gather(*self.left_over)
+            return found
+
+        return asyncio.run(inside())
+
+    def truth(self, prompts: list[str]) -> float:
+        """Acceptance length over these answers."""
+        steps, accepted = (sum(self.received[prompt][place] for prompt in prompts) for place in (0, 1))
+        return round(1 + accepted / steps, 4)
+
+
+def bench(url: str, raw: RawResults | None = None, **changes: Any) -> Awaitable[BenchResults]:
+    async def measured() -> BenchResults:
+        progress = Progress(raw=raw) if raw else None
+        return assembly.assemble(*await measure({"e": url}, replace(WORKLOAD, **changes), progress=progress))
+
+    return measured()
+
+
+def codes(results: BenchResults) -> set[str]:
+    return {problem.code for problem in results.problems} - {"TS-BENCH-FEW-STEPS"}
+
+
+def prompts(category: str | None = None) -> list[str]:
+    return [question.turns[0] for question in QUESTIONS if category in (None, question.category)]
+
+
+def test_counters_give_the_truth_for_all_and_by_category() -> None:
+    server = CountingServer()
+    results = server.run(bench)
+    assert results.acceptance_length == server.truth(prompts()) and results.surplus and not codes(results)
+    told = {name: found.acceptance_length for name, found in results.categories.items()}
+    assert told == {name: server.truth(prompts(name)) for name in ("code", "prose")}
+
+
+def test_a_condition_is_measured_with_the_prompts_that_the_load_asked() -> None:
+    """Acceptance by category is counted in a pass of its own, which asked for the short questions."""
+    server = CountingServer()
+    results = server.run(lambda url: bench(url, conditions=tuple(parse(["context=200"]))))
+    long = [prompt for prompt in dict.fromkeys(server.asked) if len(prompt.split()) > 100]
+    short = [prompt for prompt in dict.fromkeys(server.asked) if prompt not in long]
+    assert len(long) == len(short) == 8 and all(server.asked.count(prompt) == 2 for prompt in long + short)
+    told = {name: found.acceptance_length for name, found in results.categories.items()}
+    assert told == {"as they are": server.truth(short), "context of 200": server.truth(long)}
+
+
+def test_a_part_with_a_failed_answer_has_no_acceptance_until_it_is_asked_again(tmp_path: Path) -> None:
+    """The steps of the answer that failed are in the counters and its tokens are not; neither that part nor the one
+    behind it, during which the server still works for it, may have wrong figures."""
+    server, path = CountingServer(cut={"3?"}), tmp_path / "raw.jsonl"
+
+    async def twice(url: str) -> list[BenchResults]:
+        found = []
+        for _ in range(2):
+            with RawResults(path, {}) as raw:
+                found.append(await bench(url, raw, concurrency=(2, 1), samples=(None, 3)))
+            server.cut.clear()
+        return found
+
+    failed, whole = server.run(twice)
+    first, second = failed.concurrency
+    assert first.acceptance_length is None and first.throughput.errors == 1
+    few = [question.turns[0] for question in spread_over(3)]
+    assert failed.acceptance_length == second.acceptance_length == server.truth(few), "its questions do not fail"
+    assert codes(failed) == {"TS-BENCH-ERRORS", "TS-BENCH-NO-ACCEPTANCE"}
+    said = next(problem for problem in failed.problems if problem.code == "TS-BENCH-NO-ACCEPTANCE")
+    assert "1 of 8 answers of concurrency 2, round 1 failed" in said.message and "--resume" in said.remedy
+    assert "1 of 4 answers of code, round 1 failed" in said.message
+    told = {name: found.acceptance_length for name, found in failed.categories.items()}
+    assert told == {"prose": server.truth(prompts("prose"))}
+    assert whole.concurrency[0].acceptance_length == server.truth(prompts()) and not codes(whole)
+    told = {name: found.acceptance_length for name, found in whole.categories.items()}
+    assert told == {name: server.truth(prompts(name)) for name in ("code", "prose")}
+    assert whole.concurrency[0].throughput.requests == 8
+
+
+def spread_over(count: int) -> list[Question]:
+    return replace(WORKLOAD, samples=(count,)).questions(0)
+
+
+def test_answers_before_an_interruption_are_said_to_be_uncounted(tmp_path: Path) -> None:
+    """Their counters were never read to the end; the answers are kept and the others counted."""
+    server, path = CountingServer(), tmp_path / "raw.jsonl"
+
+    async def stopped_and_resumed(url: str) -> BenchResults:
+        with RawResults(path, {}) as raw:
+            await bench(url, raw)
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(lines[:5]))
+        with RawResults(path, {}) as raw:
+            return await bench(url, raw)
+
+    results = server.run(stopped_and_resumed)
+    kept = [json.loads(line)["answer"]["question"] for line in path.read_text().splitlines()[:5] if "answer" in line]
+    rest = [question.turns[0] for question in QUESTIONS if question.id not in kept]
+    assert 0 < len(kept) < 8 and results.acceptance_length == server.truth(rest)
+    assert codes(results) == {"TS-BENCH-NO-ACCEPTANCE"} and results.concurrency[0].throughput.requests == 8
+    assert f"{len(kept)} answers of concurrency 2, round 1 were read before" in results.problems[0].message
+
+
+def test_check_takes_no_counters_around_failed_answers() -> None:
+    told = [Transcript(str(n), "c", [], "text", "stop", None, completion_tokens=30) for n in range(3)]
+    after = Counters(30, 90, 57, {})
+    assert _pooled(Counters(), after, told)[0].answers == 3
+    assert _pooled(Counters(), after, [*told[:2], replace(told[2], error="it broke", completion_tokens=None)]) == []
