@@ -2,26 +2,25 @@
 
 A regression is called only where the whole interval lies below 1 - `max_regression`. What is judged is judged together:
 each interval is widened (Bonferroni) so that two equal runs raise an alarm in at most 5 % of comparisons. Acceptance
-over all questions is judged always. Speed differs from run to run of one server, for reasons that all answers of a run
-share, so it is judged only where LEAST_RUNS earlier runs show by how much. Categories and times to the first token are
-shown.
+over all questions is judged wherever there is an interval for it; where not, that is said. Speed differs from run to
+run of one server, for reasons that all answers of a run share, so it is judged only where LEAST_RUNS earlier runs show
+by how much. Categories and times to the first token are shown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from trtspec.bench.acceptance import (
     LEAST_RUNS,
     RatioTest,
-    TurnCounts,
-    acceptance_length,
     independent_ratio,
     next_ratio,
     paired_ratio,
     pairs_needed,
-    per_question,
 )
+from trtspec.bench.acceptance_ratio import GROUP, RUN, AcceptanceRatio, Either, category_ratio, overall_ratio
 from trtspec.bench.results import (
     BenchResults,
     ComparedFigure,
@@ -31,6 +30,7 @@ from trtspec.bench.results import (
     RatioSpread,
     SpeedRatio,
 )
+from trtspec.bench.text_quality import OutputQuality
 from trtspec.errors import Problem
 
 SAME = ("dataset_sha256", "temperature", "max_tokens", "api", "thinking", "isl", "osl", "extra_body")
@@ -40,7 +40,7 @@ ROUNDS = 3  # from which rounds are compared instead of questions: they hold a m
 REGRESSION, IMPROVEMENT, NONE, UNJUDGED = "regression", "improvement", "no change found", "not judged"
 LOWER = "lower, not judged"
 ACCEPTANCE, SPEED = "acceptance, ", "tokens/s at "
-Either = BenchResults | ComparedRun
+ALL = "all"
 
 
 def compare(
@@ -49,38 +49,36 @@ def compare(
     """Ratios new / old with intervals, and the workload keys that differ.
 
     `others` are further earlier runs of the same setup: with LEAST_RUNS in all, speed is judged against their mean.
-    With `max_regression` (0.05: 5 %) the comparison is a gate: acceptance that cannot be judged is an error too."""
+    With `max_regression` (0.05: 5 %) the comparison is a gate: acceptance that cannot be judged is an error too.
+    Nothing is judged of degenerate output, which says nothing of a drafter."""
     earlier = [old, *others]
     differing = [key for key in SAME if any(new.workload.get(key) != run.workload.get(key) for run in earlier)]
     if new.workload.get("temperature") and any(_drafts_otherwise(new, run) for run in earlier):
         differing.append("draft_sampling")
     everywhere = set.intersection(*({level.label for level in run.concurrency} for run in earlier))
     levels = [level.label for level in new.concurrency if level.label in everywhere]
-    enough = len(earlier) >= LEAST_RUNS
-    confidence = 1 - ALARMS / (1 + enough * len(levels))
-    allowed = max_regression or 0.0
-    speeds = [
-        predicted_speed_figure(new, earlier, label, confidence, allowed)
-        if enough
-        else speed_figure(new, old, label, confidence, allowed)
-        for label in levels
+    confidence = 1 - ALARMS / (1 + (len(earlier) >= LEAST_RUNS) * len(levels))
+    allowed, gate = max_regression or 0.0, max_regression is not None
+    overall = overall_ratio(new, earlier, confidence)
+    runs: list[Either] = [new, *earlier]
+    bad = [degenerate_parts(run) for run in runs]
+    unsound = set.union(*bad)
+    found = [
+        unjudged(figure) if differing or {part, ALL} & unsound else figure
+        for part, figure in compared_figures(new, earlier, overall, levels, (confidence, allowed))
     ]
-    figures = [
-        acceptance_figure(new, old, None, confidence, allowed),
-        *speeds,
-        *(first_token_figure(new, old, label, confidence) for label in levels),
-        *(acceptance_figure(new, old, name, confidence, allowed) for name in new.categories if name in old.categories),
-    ]
-    found = [figure for figure in figures if figure]
-    if differing:
-        found = [unjudged(figure) for figure in found]
+    problems = comparison_problems(found, differing, allowed, gate)
+    if not differing:
+        wrong = ["this run"] if bad[0] & {ALL, *levels} else []
+        wrong += ["an earlier run"] if set.union(*bad[1:]) & {ALL, *levels} else []
+        problems += not_judged(overall, wrong, gate) or nothing_judged(found, gate)
     return Comparison(
         old={"name": old.name, "url": old.url, "server": old.server},
         differs=differing,
         max_regression=allowed,
         confidence=round(confidence, 5),
         figures=found,
-        problems=comparison_problems(found, differing, allowed, gate=max_regression is not None),
+        problems=problems,
         runs=len(earlier),
         acceptance={
             figure.figure.removeprefix(ACCEPTANCE): RatioSpread(figure.ratio, figure.low, figure.high)
@@ -89,6 +87,29 @@ def compare(
         },
         speed=speed_ratios(new, old),
     )
+
+
+def compared_figures(
+    new: BenchResults,
+    earlier: Sequence[ComparedRun],
+    overall: AcceptanceRatio | None,
+    levels: Sequence[str],
+    limits: tuple[float, float],
+) -> list[tuple[str, ComparedFigure]]:
+    """Every figure that both runs have, with what it is over: ALL, a level or a category. `limits`: the confidence of
+    each interval, and the fall that is allowed."""
+    old, (confidence, allowed) = earlier[0], limits
+    found = [(ALL, acceptance_figure(ALL, overall, allowed))]
+    for label in levels:
+        if len(earlier) >= LEAST_RUNS:
+            found.append((label, predicted_speed_figure(new, earlier, label, confidence, allowed)))
+        else:
+            found.append((label, speed_figure(new, old, label, confidence, allowed)))
+    found += [(label, first_token_figure(new, old, label, confidence)) for label in levels]
+    for name in new.categories:
+        if name in old.categories and name != ALL:
+            found.append((name, acceptance_figure(name, category_ratio(new, old, name, confidence), allowed)))
+    return [(part, figure) for part, figure in found if figure]
 
 
 def speed_ratios(new: BenchResults, old: ComparedRun) -> list[SpeedRatio]:
@@ -120,11 +141,6 @@ def comparison_problems(
         severity = "error" if gate else "warning"
         remedy = "run both with the same dataset and options"
         found.append(Problem("TS-BENCH-DIFFERENT-WORKLOAD", severity, "--compare", message, remedy))  # type: ignore[arg-type]
-    elif not any(figure.judged for figure in figures) and gate:
-        message = "nothing of the two runs could be judged: fewer than three common questions, or no figures"
-        found.append(
-            Problem("TS-BENCH-NOT-COMPARED", "error", "--compare", message, "ask the same questions in both runs")
-        )
     lower = [figure for figure in figures if figure.verdict == LOWER and figure.figure.startswith(SPEED)]
     if lower and not differing:
         shares = ", ".join(f"{figure.figure} {100 * (figure.ratio - 1):+.1f} %" for figure in lower)
@@ -154,6 +170,46 @@ def comparison_problems(
         remedy = "ask more questions; for speed, longer runs on a quieter machine"
         found.append(Problem("TS-BENCH-WEAK-COMPARISON", "info", "--compare", message, remedy))
     return found
+
+
+def not_judged(overall: AcceptanceRatio | None, degenerate: Sequence[str], gate: bool) -> list[Problem]:
+    """That acceptance, or anything of the runs that `degenerate` names, is not judged: never silently."""
+    if degenerate:
+        severity = "error" if gate else "warning"
+        message = (
+            f"figures of degenerate output are not judged ({' and '.join(degenerate)}): loops flatter every drafter"
+        )
+        remedy = "read answers.jsonl; measure at the temperature that users have, with the right chat template"
+    elif overall is None or overall.test:
+        return []
+    else:
+        lower = overall.plain is None or overall.plain < 1
+        severity = "error" if gate else "warning" if lower else "info"
+        shown = "" if overall.plain is None else f", {overall.plain:.3f} times the earlier run's,"
+        message, remedy = f"acceptance{shown} is not judged: {overall.reason}", overall.remedy
+    return [Problem("TS-BENCH-NOT-COMPARED", severity, "--compare", message, remedy)]  # type: ignore[arg-type]
+
+
+def nothing_judged(figures: Sequence[ComparedFigure], gate: bool) -> list[Problem]:
+    """An error where a gate has nothing to go by."""
+    if not gate or any(figure.judged for figure in figures):
+        return []
+    message = f"no run tells of acceptance, and speed takes {LEAST_RUNS} earlier runs that asked at the same loads"
+    remedy = f"repeat --compare for {LEAST_RUNS} earlier runs, or compare a server that tells of its speculation"
+    return [Problem("TS-BENCH-NOT-COMPARED", "error", "--compare", message, remedy)]
+
+
+def degenerate_parts(run: Either) -> set[str]:
+    """The categories and levels of a run whose output is noise or loops, and ALL; results of earlier releases may not
+    say so."""
+
+    def bad(quality: OutputQuality | dict[str, Any] | None) -> bool:
+        told = quality.get("degenerate") if isinstance(quality, dict) else quality and quality.degenerate
+        return bool(told)
+
+    found = {name for name, quality in run.quality.items() if bad(quality)}
+    found |= {level.label for level in run.concurrency if bad(level.degeneration)}
+    return found | ({ALL} if bad(run.degeneration) else found & {ALL})
 
 
 def _figure(
@@ -187,8 +243,9 @@ def _figure(
 
 
 def _needed(test: RatioTest, paired_by: str) -> int | None:
-    """More earlier runs do not make the next one less different, so there is no number of them."""
-    if paired_by == "run":
+    """More earlier runs do not make the next one less different, and more groups of the same questions tell no more:
+    there is no number of them."""
+    if paired_by in (RUN, GROUP):
         return None
     return pairs_needed(test, SOUGHT) if test.high > test.ratio else 3
 
@@ -199,27 +256,11 @@ def _drafts_otherwise(new: BenchResults, old: ComparedRun) -> bool:
     return None not in modes and modes[0] != modes[1]
 
 
-def acceptance_figure(
-    new: BenchResults, old: ComparedRun, category: str | None, confidence: float, allowed: float
-) -> ComparedFigure | None:
-    """Acceptance length of the questions that both answered, overall or of one category."""
-    sides = [_of_category(run.turns_detail, category) for run in (new, old)]
-    first, second = (per_question(turns) for turns in sides)
-    common = [question for question in first if question in second]
-    pairs = [
-        ([side[q][0] + side[q][1] for q in common], [side[q][0] for q in common])  # tokens out of steps, steps
-        for side in (first, second)
-    ]
-    test = paired_ratio(pairs[0], pairs[1], confidence) if common else None
-    lengths = [
-        acceptance_length(sum(t.verifications for t in turns), sum(t.accepted for t in turns)) for turns in sides
-    ]
-    plain = lengths[0] / lengths[1] if lengths[0] and lengths[1] else None
-    return _figure(f"{ACCEPTANCE}{category or 'all'}", test, plain, "question", category is None, allowed)
-
-
-def _of_category(turns: Sequence[TurnCounts], category: str | None) -> list[TurnCounts]:
-    return [turn for turn in turns if category in (None, turn.category)]
+def acceptance_figure(name: str, found: AcceptanceRatio | None, allowed: float) -> ComparedFigure | None:
+    """Of all questions, which is judged where there is an interval, or of one category."""
+    if found is None:
+        return None
+    return _figure(f"{ACCEPTANCE}{name}", found.test, found.plain, found.paired_by, name == ALL, allowed)
 
 
 def speed_figure(
@@ -256,7 +297,7 @@ def predicted_speed_figure(
         if common:
             rates = [sum(side[q].tokens for q in common) / sum(side[q].seconds for q in common) for side in sides]
     test = next_ratio(rates[0], rates[1:], confidence) if rates else None
-    return _figure(f"{SPEED}{label}", test, None, "run", test is not None, allowed)
+    return _figure(f"{SPEED}{label}", test, None, RUN, test is not None, allowed)
 
 
 def _rounds(run: Either, label: str) -> Sequence[float | None]:

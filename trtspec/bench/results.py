@@ -165,7 +165,8 @@ class InterleavedLevel:
 class ComparedFigure:
     """One figure of this run over the same of an earlier one. `low` and `high` hold the interval at the confidence that
     all judged figures together need; `finds` is the smallest fall that this many pairs find in 80 % of runs, and
-    `pairs_for_5_percent` how many find one of 5 %. `verdict`: regression, improvement, no change found, or too few."""
+    `pairs_for_5_percent` how many find one of 5 %. `verdict`: regression, improvement, no change found, or not judged.
+    `paired_by`: question, round, run, or group (of questions that were counted together)."""
 
     figure: str
     ratio: float
@@ -273,6 +274,7 @@ class ComparedLevel:
     concurrency: Count
     rounds: list[NotNegative | None]
     rate: float | None = None
+    degeneration: dict[str, Any] | None = None
 
     @property
     def label(self) -> str:
@@ -292,6 +294,8 @@ class ComparedRun:
     turns_detail: list[TurnCounts] = field(default_factory=list)
     questions_detail: list[QuestionSpeed] = field(default_factory=list)
     quality: dict[str, Any] = field(default_factory=dict)
+    acceptance_length: float | None = None
+    degeneration: dict[str, Any] | None = None
 
     @property
     def sound_categories(self) -> dict[str, Any]:
