@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import subprocess
 import tarfile
 from collections.abc import Callable
@@ -28,15 +29,18 @@ from trtspec.bench.prove import (
     WORK,
     ProveLine,
     ProveSetup,
+    ProveStep,
     judge,
     launches,
     plan_findings,
     prompts_of,
+    refuse_own_options,
     steps_of,
 )
 from trtspec.bench.prove_bundle import prove_html, read_bundle, request_outcomes, tables_of, write_bundle
 from trtspec.bench.prove_redaction import Redactor, redactor
 from trtspec.checkpoint.writer import Journal
+from trtspec.cli.prove_run import ProofRun, prove_all, run_proof, tied
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.planning.points import HOST_US
 from trtspec.report import json_text
@@ -334,6 +338,81 @@ def test_the_verdict_names_what_fails_and_what_was_not_looked_at(evidence: dict[
         "head and pair": "fail", "lint --installed: head": "skipped", "check: lossless": "fail",
         "acceptance: warm": "fail", "acceptance: long": "skipped", "speed at concurrency 4": "fail",
     }  # fmt: skip
+
+
+def test_nothing_is_proved_without_installation_pair_check_and_speed(evidence: dict[str, Any]) -> None:
+    evidence["setup"]["concurrency"] = [1, 4]
+    bare = judge(evidence | {"outputs": {}, "speed": {}})
+    failed = {line.name for line in bare if line.status == "fail"}
+    needed = {"installation", "target", "head and pair", "check", "speed at concurrency 1", "speed at concurrency 4"}
+    assert failed == needed and not [line for line in bare if line.status == "pass"], bare
+    evidence["outputs"]["check"]["results"].clear()
+    evidence["outputs"]["doctor"] = {"error": {"message": "no doctor"}}
+    evidence["speed"]["plain"]["4"]["tokens_per_s"] = None
+    failed = {line.name for line in judge(evidence) if line.status == "fail"}
+    assert failed == {"installation", "check", "speed at concurrency 4"}
+
+
+def test_a_step_whose_output_cannot_be_read_is_run_again_and_not_proved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One real, quick command (json.tool, whose --json-lines may be cut short) in place of `doctor`; no servers. After a
+    power loss the journal may know of more than the disk: an empty output, or none at all."""
+    begun: list[str] = []
+    (tmp_path / "given.json").write_text('{"problems": []}')
+    step = ProveStep("doctor", ("--json", str(tmp_path / "given.json")), module="json.tool")
+    monkeypatch.setattr("trtspec.cli.prove_run.steps_of", lambda setup: [step])
+
+    def run(self: ProofRun, step: ProveStep, url: str = "", run: Callable[..., None] = ProofRun.run) -> None:
+        begun.append(step.name)
+        run(self, step, url)
+
+    monkeypatch.setattr(ProofRun, "run", run)
+    monkeypatch.setattr(ProofRun, "serve", lambda self, launch: None)
+    setup = replace(SETUP, backend="reference", gpu=None)
+    proof, out = tmp_path / "proof", tmp_path / "proof" / "work" / "doctor.out"
+    assert run_proof(setup, proof, 1.0, False).done("doctor") and "doctor" in begun
+    for lose in (out.unlink, lambda: out.write_bytes(b"")):
+        lose()
+        begun.clear()
+        again = run_proof(setup, proof, 1.0, False)
+        assert "doctor" in begun and again.done("doctor") and "problems" in json.loads(out.read_text())
+    begun.clear()
+    shutil.rmtree(proof / "work")
+    monkeypatch.setattr(ProofRun, "run", lambda self, step, url="": begun.append(step.name))
+    made = prove_all(setup, proof, 1.0, False)
+    assert "doctor" in begun and {"installation", "check", "speed at concurrency 1"} <= set(made.failed)
+    assert not json.loads((proof / "verdict.json").read_text())["ok"]
+
+
+def test_a_step_that_leaves_nothing_is_not_done(tmp_path: Path) -> None:
+    """Status 0 alone says nothing of its output."""
+    work = tmp_path / "work"
+    work.mkdir()
+    with Journal(tmp_path / "journal.jsonl", {}) as journal:
+        run = ProofRun(SETUP, tmp_path, 1.0, journal)
+        run.run(ProveStep("zen", ("--json",), module="this"))
+        run.run(ProveStep("file", ("-o", f"{WORK}/file.yml"), module="this"))
+        assert (
+            not journal.done and "not valid JSON" in run.broken["zen"] and "file.yml is missing" in run.broken["file"]
+        )
+
+
+def test_words_for_serve_do_not_change_what_is_proved() -> None:
+    given = ("prove", PAIR[0], "--head", PAIR[1], "--dry-run", "--json", "--", "--max-seq-len", "512")
+    done = trtspec(*given, "--draft-len", "7")
+    assert done.status == 2 and "--draft-len is set by the proof itself" in done.stderr, done.stderr
+    assert trtspec(*given, "--", "--draft-len", "7").status == 0  # the engine's own
+    for flag in ("--head", "--draft-len", "--backend", "--tp-size", "--host", "--port"):
+        for words in ((flag, "7"), (f"{flag}=7",)):
+            with pytest.raises(UsageError, match=f"{flag} is set by the proof itself"):
+                refuse_own_options(words)
+
+
+def test_variables_of_serve_do_not_give_the_plain_server_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTSPEC_SERVE_HEAD", PAIR[1])
+    monkeypatch.setenv("TRTSPEC_SERVE_API_KEY", "kept")
+    assert "TRTSPEC_SERVE_HEAD" not in tied()["env"] and tied()["env"]["TRTSPEC_SERVE_API_KEY"] == "kept"
 
 
 def test_the_page_has_nvidias_definition_beside_ours_under_its_own_name(evidence: dict[str, Any]) -> None:

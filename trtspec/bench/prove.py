@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from trtspec.bench.gate import Status
 from trtspec.bench.tables import thinking_words
+from trtspec.errors import UsageError
 
 PLAIN = "plain"
 URL = "{url}"  # in a step's words: where its server answers
@@ -32,6 +33,15 @@ MIN_ACCEPTANCE = 1.05  # of check
 CHECKED = 40  # questions of check at most
 DEGENERATE = "degenerate output"
 FEWEST_STEPS = 50  # of a part that is compared with another
+OWN_OPTIONS = {  # of serve, which each launch of a proof sets; and how a proof is told
+    "--head": "pass --head before it",
+    "--draft-len": "pass --draft-len before it",
+    "--backend": "pass --backend before it",
+    "--tp-size": "pass --gpus before it",
+    "--speculation": "the plain server drafts nothing, the others with the head",
+    "--host": "servers of a proof listen on 127.0.0.1",
+    "--port": "servers of a proof take a free port",
+}
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,17 @@ class ProveStep:
 def launches(setup: ProveSetup) -> list[str]:
     """Names of the servers in their order: plain, the longest draft, then the shorter ones."""
     return [PLAIN, *(f"k{length}" for length in range(setup.draft_len, 0, -1))]
+
+
+def refuse_own_options(words: Sequence[str]) -> None:
+    """Raises UsageError for the first of a user's words for `serve` that would change what is proved: the last of two
+    options counts. What follows a `--` among them is the engine's."""
+    own = words[: words.index("--")] if "--" in words else words
+    for word in own:
+        flag = word.partition("=")[0]
+        if flag in OWN_OPTIONS:
+            remedy = f"leave it out after `--`; {OWN_OPTIONS[flag]}"
+            raise UsageError(f"{flag} is set by the proof itself, for each of its servers", remedy)
 
 
 def serve_words(setup: ProveSetup, launch: str, port: int | None = None) -> tuple[str, ...]:
@@ -272,7 +293,8 @@ def speed_of(results: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
 
 
 def judge(evidence: Mapping[str, Any]) -> list[ProveLine]:
-    """The verdict, from the outputs of the steps. What was not measured is skipped, and says so."""
+    """The verdict, from the outputs of the steps. Without installation, pair, check or speed nothing is proved: these
+    fail where they are missing. Anything else that was not measured is skipped, and says so."""
     outputs = evidence["outputs"]
     lines = [
         _problems("installation", outputs.get("doctor")),
@@ -281,8 +303,10 @@ def judge(evidence: Mapping[str, Any]) -> list[ProveLine]:
     ]
     if evidence["backend"] == "trtllm":
         lines += [_lint(name, outputs.get(f"lint-{name}")) for name in ("plain", "head")]
-    checked = outputs.get("check") or {"results": []}
-    lines += [ProveLine(f"check: {r['name']}", r["status"], r["message"]) for r in checked["results"]]
+    checked = (outputs.get("check") or {}).get("results", ())
+    lines += [ProveLine(f"check: {r['name']}", r["status"], r["message"]) for r in checked]
+    if not checked:
+        lines.append(ProveLine("check", "fail", "no output: whether the answers are the same was not looked at"))
     mode = mode_words(evidence)
     lines += [replace(line, name=f"{line.name}{mode}") for line in (*_acceptance(evidence), *_speed(evidence))]
     plan = plan_findings(evidence)
@@ -296,9 +320,10 @@ def judge(evidence: Mapping[str, Any]) -> list[ProveLine]:
 
 
 def _problems(name: str, output: Mapping[str, Any] | None) -> ProveLine:
-    if output is None:
-        return ProveLine(name, "skipped", "no output")
-    errors = [p for p in output.get("problems", ()) if p["severity"] == "error"]
+    if output is None or "problems" not in output:
+        why = (output or {}).get("error", {}).get("message", "no output")
+        return ProveLine(name, "fail", why)
+    errors = [p for p in output["problems"] if p["severity"] == "error"]
     first = f"{errors[0]['code']}: {errors[0]['message']}" if errors else "no errors"
     return ProveLine(name, "fail" if errors else "pass", first)
 
@@ -392,13 +417,16 @@ def reused(results: Mapping[str, Any]) -> float | None:
 def _speed(evidence: Mapping[str, Any]) -> Iterator[ProveLine]:
     plain = evidence["speed"].get(PLAIN, {})
     heads = {launch: levels for launch, levels in evidence["speed"].items() if launch != PLAIN}
-    for level, base in plain.items():
+    asked = map(str, evidence["setup"].get("concurrency", ()))
+    for level in dict.fromkeys([*asked, *plain]):
+        base = (plain.get(level) or {}).get("tokens_per_s")
         rates = {launch: (levels.get(level) or {}).get("tokens_per_s") for launch, levels in heads.items()}
         known = {launch: rate for launch, rate in rates.items() if rate}
-        if not known or not base["tokens_per_s"]:
-            yield ProveLine(f"speed at concurrency {level}", "skipped", "not measured")
+        if not known or not base:
+            missing = "with the head" if base else "of the plain server"
+            yield ProveLine(f"speed at concurrency {level}", "fail", f"the speed {missing} was not measured")
             continue
         best = max(known, key=lambda launch: known[launch])
-        gain = known[best] / base["tokens_per_s"]
-        shown = f"{base['tokens_per_s']:.1f} tokens/s plain, {known[best]:.1f} with {best} (x {gain:.2f})"
+        gain = known[best] / base
+        shown = f"{base:.1f} tokens/s plain, {known[best]:.1f} with {best} (x {gain:.2f})"
         yield ProveLine(f"speed at concurrency {level}", "pass" if gain > 1 else "fail", shown)

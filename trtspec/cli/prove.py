@@ -104,11 +104,12 @@ def prove(options: ProveOptions) -> None:
 def _setup(options: ProveOptions) -> ProveSetup:
     """What the options ask for. Raises UsageError for the first that cannot be."""
     from trtspec.bench.datasets import load_dataset
-    from trtspec.bench.prove import ProveSetup
+    from trtspec.bench.prove import ProveSetup, refuse_own_options
 
     if options.target is None or options.head is None:
         missing = "a target" if options.target is None else "a head"
         raise UsageError(f"a proof needs {missing}", "trtspec prove TARGET --head HEAD -o DIR")
+    refuse_own_options(options.passed)
     load_dataset(options.dataset, 2)
     return ProveSetup(
         target=options.target,

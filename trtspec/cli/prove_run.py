@@ -21,6 +21,7 @@ from typing import Any
 
 from trtspec import files, report
 from trtspec.bench.prove import (
+    OWN_OPTIONS,
     URL,
     WORK,
     ProveLine,
@@ -40,6 +41,7 @@ from trtspec.cli.demo_process import child, duration, noted_signals, stop, tail,
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.launch.preflight import used_memory
 from trtspec.launch.server import generation_failure, is_healthy
+from trtspec.records import variable
 
 POLL = 0.1
 LEFT_OVER = 180.0  # seconds that the server of a killed run gets to end
@@ -85,7 +87,16 @@ class ProofRun:
         return self.directory / "work"
 
     def done(self, name: str) -> bool:
-        return name in self.journal.done
+        return name in self.journal.done and not self.journal.done[name].get("lost")
+
+    def note_lost(self) -> None:
+        """Steps that the journal has as done, and whose output cannot be read any more, are to be run again."""
+        for step in steps_of(self.setup):
+            if self.done(step.name) and (
+                missing := unreadable(self.work, step, self.journal.done[step.name]["status"])
+            ):
+                report.announce(f"{step.name} runs again: {missing}")
+                self.journal.record(step.name, lost=True)
 
     def run(self, step: ProveStep, url: str = "") -> None:
         """One step. A status that does not count as done is noted and left for the next run."""
@@ -99,7 +110,13 @@ class ProofRun:
             child([sys.executable, "-m", step.module, *words], stdout=out, stderr=err, **tied()) as process,
         ):
             wait(process)
-        if process.returncode in step.statuses:
+            os.fsync(out.fileno())
+        missing = unreadable(self.work, step, process.returncode)
+        if process.returncode in step.statuses and missing:
+            self.broken[step.name] = f"status {process.returncode}, but {missing}"
+            report.say(f"{step.name} failed: {self.broken[step.name]}")
+        elif process.returncode in step.statuses:
+            report.fsync_directory(self.work)
             self.journal.record(step.name, status=process.returncode, seconds=round(time.monotonic() - began, 3))
         else:
             self.broken[step.name] = f"status {process.returncode}: {tail(errors.read_bytes())[-600:]}"
@@ -133,6 +150,7 @@ def run_proof(setup: ProveSetup, directory: Path, startup: float, restart: bool)
     with Journal(journal, header, restart=restart) as kept:
         run = ProofRun(setup, directory, startup, kept)
         prepare(run, restart)
+        run.note_lost()
         for step in steps_of(setup):
             if not step.launch and not run.done(step.name):
                 run.run(step)
@@ -205,8 +223,11 @@ def die_with_parent() -> None:
 
 
 def tied() -> dict[str, Any]:
-    """Popen's options of every child; unlike the demo's commands, these may fetch a target from the hub."""
-    found: dict[str, Any] = {"env": {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}}
+    """Popen's options of every child; unlike the demo's commands, these may fetch a target from the hub. Variables that
+    stand for an option of `serve` which a launch sets, such as a head, would reach the plain server too."""
+    own = {variable("serve", flag) for flag in OWN_OPTIONS}
+    kept = {name: value for name, value in os.environ.items() if name not in own}
+    found: dict[str, Any] = {"env": {**kept, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}}
     return found | ({"preexec_fn": die_with_parent} if sys.platform == "linux" else {})
 
 
@@ -267,7 +288,7 @@ def finish(run: ProofRun) -> Proof:
     evidence = redact.value(evidence_of(run))
     lines = [
         *(ProveLine(name, "fail", redact.text(why)) for name, why in run.broken.items()),
-        *judge(evidence),
+        *(line for line in judge(evidence) if line.name not in run.broken),
     ]
     verdict = {"ok": not any(line.status == "fail" for line in lines), "results": [asdict(line) for line in lines]}
     page = prove_html(evidence, lines)
@@ -299,19 +320,43 @@ def evidence_of(run: ProofRun) -> dict[str, Any]:
         "gpus": (outputs.get("doctor") or {}).get("gpus", []),
         "speed": {launch: speed_of(benches[launch]) for launch in served if launch in benches},
         "memory": {name: run.journal.done[f"serve-{name}"] for name in served if run.done(f"serve-{name}")},
-        "journal": list(run.journal.done.values()),
+        "journal": [entry for name, entry in run.journal.done.items() if run.done(name)],
         "outputs": outputs,
         "versions": report.package_versions(),
     }
 
 
 def _output(run: ProofRun, step: ProveStep) -> Any:
-    """What a step that is done left: its results.json, else the object on its stdout."""
-    if not run.done(step.name):
+    """The object that a step that is done left, if it leaves one."""
+    path = result_file(run.work, step)
+    if path is None or not run.done(step.name):
         return None
-    results = run.work / step.name / "results.json"
-    path = results if results.exists() else run.work / f"{step.name}.out"
     try:
         return files.read_object(path)
     except (TrtspecError, OSError):
         return None
+
+
+def result_file(work: Path, step: ProveStep) -> Path | None:
+    """Where the JSON object of a step lies: the results.json of a directory, or what it wrote to its stdout."""
+    if f"{WORK}/{step.name}" in step.words:
+        return work / step.name / "results.json"
+    return work / f"{step.name}.out" if "--json" in step.words else None
+
+
+def unreadable(work: Path, step: ProveStep, status: int) -> str:
+    """Which output of a step that ended with this status is missing or cannot be read, and why; "" where none is."""
+    path = result_file(work, step)
+    try:
+        if path is not None:
+            files.read_object(path)
+        made = {a: b for a, b in zip(step.words, step.words[1:], strict=False)} if status == 0 else {}
+        for flag in ("-o", "--record"):
+            written = Path(made.get(flag, "").replace(WORK, str(work)))
+            if flag in made and not written.is_dir() and not written.read_bytes():
+                return f"{written.name} is empty"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (TrtspecError, OSError) as error:
+        return str(error)
+    return ""
