@@ -356,8 +356,8 @@ def test_nothing_is_proved_without_installation_pair_check_and_speed(evidence: d
 def test_a_step_whose_output_cannot_be_read_is_run_again_and_not_proved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One real, quick command (json.tool, whose --json-lines may be cut short) in place of `doctor`; no servers. After a
-    power loss the journal may know of more than the disk: an empty output, or none at all."""
+    """One real, quick command (json.tool, whose --json-lines may be cut short) in place of `doctor`; no servers. After
+    a power loss the journal may know of more than the disk: an empty output, or none at all."""
     begun: list[str] = []
     (tmp_path / "given.json").write_text('{"problems": []}')
     step = ProveStep("doctor", ("--json", str(tmp_path / "given.json")), module="json.tool")
