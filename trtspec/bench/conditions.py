@@ -15,6 +15,7 @@ import httpx
 
 from trtspec.bench.client import Endpoint, RequestSampling, request_body, stream_answer
 from trtspec.bench.datasets import Question
+from trtspec.bench.raw_prompts import beyond_text
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.files import read_text
 
@@ -68,8 +69,13 @@ def parse(texts: Sequence[str]) -> list[Condition]:
 
 
 def under(questions: Sequence[Question], conditions: Sequence[Condition]) -> list[Question]:
-    """Every question under every condition, condition by condition."""
-    return [condition.applied(question) for condition in conditions for question in questions] or list(questions)
+    """Every question under every condition that it can be asked under, condition by condition."""
+    return [
+        condition.applied(question)
+        for condition in conditions
+        for question in questions
+        if not (condition.raw and beyond_text(question))
+    ] or list(questions)
 
 
 async def fitted(

@@ -13,6 +13,7 @@ import numpy as np
 
 from trtspec.bench.client import Answer, Endpoint, RequestSampling, request_body, stream_answer
 from trtspec.bench.datasets import Question
+from trtspec.bench.raw_prompts import text_alone
 from trtspec.bench.results import Goodput, LatencySpread, Throughput
 
 Ask = tuple[int, Question]  # a question with its place in the workload, of which its seed is made
@@ -120,15 +121,18 @@ async def converse(
     client: httpx.AsyncClient, endpoint: Endpoint, question: Question, sampling: RequestSampling, place: int
 ) -> AsyncIterator[Answer]:
     """The answers to all requests of one question as they come, each asked with the model's own earlier answers, or of
-    a trace with the recorded ones; stops at the first error."""
+    a trace with the recorded ones; stops at the first error. Raises UsageError for a question that the endpoint's kind
+    of prompt cannot hold."""
     messages: list[dict] = []
     if question.raw:
         body = {key: value for key, value in endpoint.extra_body.items() if key != "chat_template_kwargs"}
         endpoint = replace(endpoint, api="completions", extra_body=body)
+    if endpoint.api == "completions":
+        text_alone([question], "a raw prompt")
     for turn in range(question.requests):
         messages += question.request(turn, messages)
         body = request_body(endpoint, messages, sampling, place)
-        if question.tools and endpoint.api == "chat":
+        if question.tools:
             body["tools"] = list(question.tools)
         answer = await stream_answer(client, endpoint, body, question.id, question.category, turn)
         yield answer

@@ -21,6 +21,7 @@ from trtspec.bench.client import Answer, Endpoint, RequestSampling, first_model,
 from trtspec.bench.conditions import Condition, fitted, under
 from trtspec.bench.datasets import Dataset, Question, spread
 from trtspec.bench.load import Ask, Load, Round, ServiceLevel, closed_loop, open_loop, total_rate
+from trtspec.bench.raw_prompts import text_alone
 from trtspec.bench.results import PartName, RawResults, level_label, whole_conversations
 from trtspec.errors import Problem, TrtspecError, UsageError
 
@@ -210,8 +211,13 @@ async def wait_ready(url: str, seconds: float) -> None:
 
 async def prepare(targets: Sequence[MeasuredEndpoint], workload: BenchWorkload) -> tuple[BenchWorkload, list[Problem]]:
     """The workload that all endpoints can be asked: prompts of the length that is wanted, pictures only where taken."""
-    questions, problems = list(workload.dataset.questions), []
-    if any(question.has_pictures for question in questions):
+    questions, problems = list(workload.dataset.questions), list[Problem]()
+    if not workload.isl:  # prompts of a length are made of text alone
+        if workload.api == "completions":
+            questions, problems = text_alone(questions, "--api completions")
+        elif any(condition.raw for condition in workload.conditions):
+            problems = text_alone(questions, "--under template=none")[1]
+    if not workload.isl and any(question.has_pictures for question in questions):
         for target in targets:
             refused = await _refuses_pictures(target, next(q for q in questions if q.has_pictures))
             if not refused:
