@@ -182,6 +182,15 @@ def refuse_unused(options: Any, names: Iterable[str], where: str, remedy: str = 
             raise UsageError(f"{flag} is not used {where}", remedy)
 
 
+def refuse_empty(options: Any) -> None:
+    """Raises UsageError for the first field that is an empty text, as the variable of a script is that is not set: it
+    would be taken for one that was not given."""
+    for name, value in vars(options).items():
+        if value == "" or (isinstance(value, tuple) and "" in value):
+            flag = flag_of(type(options), name)
+            raise UsageError(f"{flag} is empty, as with a variable that is not set", "give it a value, or leave it out")
+
+
 def note(text: str) -> None:
     """A line on stderr, also where no person is there; not with -q."""
     if os.environ.get("TRTSPEC_QUIET") != "1":

@@ -25,6 +25,21 @@ from trtspec.addresses import bearer, server_url
 from trtspec.errors import TrtspecError
 
 Api = Literal["chat", "completions"]
+# keys of a request that options of `bench` set and every figure states, and what to do in place of giving them
+OWNED = {
+    "model": "give --model",
+    "messages": "give --dataset",
+    "prompt": "give --dataset",
+    "tools": "give a --dataset whose questions have tools",
+    "max_tokens": "give --max-tokens",
+    "max_completion_tokens": "give --max-tokens",
+    "temperature": "give --temperature",
+    "seed": "give --seed",
+    "n": "leave it out: one answer is measured for each request",
+    "best_of": "leave it out: one answer is measured for each request",
+    "stream": "leave it out: answers are always streamed",
+    "stream_options": "leave it out: usage is always asked for",
+}
 MOST_CALLS = 127  # an index above it is no count of calls
 MOST_LINE = 64 * 2**20  # bytes of one event
 TIMEOUT = httpx.Timeout(connect=10, read=600, write=60, pool=None)

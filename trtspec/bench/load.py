@@ -4,6 +4,7 @@ ones per second, whatever the server does with them)."""
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,13 +43,32 @@ class ServiceLevel:
     tpot: float | None = None
     e2el: float | None = None
 
+    @classmethod
+    def parse(cls, text: str) -> ServiceLevel:
+        """`ttft:500,tpot:20` in ms, as `vllm bench serve --goodput` has it. Raises ValueError with the first fault."""
+        limits: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, value = part.strip().partition(":")
+            try:
+                limit = float(value)
+            except ValueError:
+                limit = math.nan
+            if name not in cls.__dataclass_fields__:
+                raise ValueError(f"{name!r} is none of {', '.join(cls.__dataclass_fields__)}")
+            if name in limits:
+                raise ValueError(f"{name} is given twice")
+            if not 0 < limit < math.inf:
+                raise ValueError(f"{value!r} is not a number of milliseconds above 0")
+            limits[name] = limit / 1000
+        return cls(**limits)
+
     def met(self, answer: Answer) -> bool:
         """Whether one answer keeps every promise; a failed one keeps none."""
         if answer.error or answer.first_token is None:
             return False
         found = {
             "ttft": answer.first_token - answer.started,
-            "tpot": inter_token(answer) or 0.0,
+            "tpot": slowest_tpot(answer),
             "e2el": answer.finished - answer.started,
         }
         return all(found[name] <= limit for name, limit in vars(self).items() if limit is not None)
@@ -205,6 +225,15 @@ def inter_token(answer: Answer) -> float | None:
     if answer.completion_tokens < 2 or len(answer.chunks) < 2:
         return None
     return (answer.chunks[-1][0] - answer.chunks[0][0]) / (answer.completion_tokens - 1)
+
+
+def slowest_tpot(answer: Answer) -> float:
+    """TPOT, or the most that it can have been: an answer in one piece does not show when its tokens were written, so
+    that all its time counts. Infinite where nobody counted the tokens."""
+    found = inter_token(answer)
+    if found is not None or answer.completion_tokens == 1:
+        return found or 0.0
+    return (answer.finished - answer.started) / (answer.completion_tokens - 1) if answer.completion_tokens else math.inf
 
 
 def chunk_gaps(answer: Answer) -> list[float]:

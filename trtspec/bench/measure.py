@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -17,7 +17,7 @@ import httpx
 
 from trtspec.bench import adapters, findings
 from trtspec.bench.acceptance import TurnCounts, without_surplus
-from trtspec.bench.client import Answer, Endpoint, RequestSampling, first_model, new_client
+from trtspec.bench.client import OWNED, Answer, Endpoint, RequestSampling, first_model, new_client
 from trtspec.bench.conditions import Condition, fitted, under
 from trtspec.bench.datasets import Dataset, Question, spread
 from trtspec.bench.load import Ask, Load, Round, ServiceLevel, closed_loop, open_loop, total_rate
@@ -26,6 +26,7 @@ from trtspec.bench.results import PartName, RawResults, level_label, whole_conve
 from trtspec.errors import Problem, TrtspecError, UsageError
 
 WARMUP_TOKENS = 16
+THINKING_VARIABLES = ("thinking", "enable_thinking", "reasoning_effort")  # of the chat templates of model families
 OPEN_CONNECTIONS = 4096  # at a given rate the server decides how many are in flight
 
 
@@ -61,6 +62,9 @@ class BenchWorkload:
     isl: int | None = None
     osl: int | None = None
     conditions: tuple[Condition, ...] = ()
+
+    def __post_init__(self) -> None:
+        refuse_owned(self.extra_body, self.thinking, self.osl)
 
     @property
     def levels(self) -> list[LoadLevel]:
@@ -114,6 +118,21 @@ class BenchWorkload:
             "promise": self.promise.words() if self.promise else None,
             "extra_body": self.body(),
         }
+
+
+def refuse_owned(extra_body: Mapping[str, Any], thinking: str | None, osl: int | None) -> None:
+    """Raises UsageError for the first key that an option sets: figures would be named for what was not asked."""
+    owned = dict(OWNED)
+    if osl is not None:
+        owned |= dict.fromkeys(("ignore_eos", "min_tokens"), "leave one of the two out: --osl sets it")
+    if thinking is not None:
+        owned["reasoning_effort"] = "leave one of the two out: --thinking sets how the model reasons"
+        variables = extra_body.get("chat_template_kwargs", {})
+        if not isinstance(variables, dict) or not variables.keys().isdisjoint(THINKING_VARIABLES):
+            owned["chat_template_kwargs"] = owned["reasoning_effort"]
+    for key in extra_body:
+        if key in owned:
+            raise UsageError(f"--extra-body sets {key}, which is not its to set", owned[key])
 
 
 def thinking_body(mode: str | None) -> dict[str, Any]:

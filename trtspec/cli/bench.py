@@ -17,7 +17,7 @@ import typer
 from trtspec import report
 from trtspec.cli.options import ForceOption, JsonOption, ThinkingOption, json_object, numbers, request_limits_of
 from trtspec.errors import CheckFailed, Interrupted, TrtspecError, UsageError, has_errors
-from trtspec.records import refuse_unused
+from trtspec.records import refuse_empty, refuse_unused
 
 if TYPE_CHECKING:
     from trtspec.bench.load import ServiceLevel
@@ -127,7 +127,9 @@ class BenchOptions:
         Literal["chat", "completions"], typer.Option(help="completions sends raw prompts, without a chat template.")
     ] = "chat"
     model: Annotated[str | None, typer.Option(help="Model name.", show_default="the first one the server lists")] = None
-    extra_body: Annotated[str, typer.Option(help="JSON object merged into every request.")] = "{}"
+    extra_body: Annotated[
+        str, typer.Option(help="JSON object merged into every request; not what other options set.")
+    ] = "{}"
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds allowed for one answer; a slower one has failed.")
     ] = 600.0
@@ -154,9 +156,10 @@ def bench(options: BenchOptions) -> None:
     from trtspec.bench.compare import compare
     from trtspec.bench.results import read_results, read_whole
 
+    refuse_empty(options)
     _refuse_unused(options)
     earlier = [read_results(path) for path in options.compare]
-    allowed = fraction(options.max_regression, "--max-regression") if options.max_regression else None
+    allowed = None if options.max_regression is None else fraction(options.max_regression, "--max-regression")
     others = [read_whole(path) for path in options.beside]
     named, stored = served_at(options.at)
     meaning = schedule_meaning(options.trtllm_version)
@@ -223,7 +226,7 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
     from trtspec.bench.measure import BenchWorkload
 
     levels = numbers(options.concurrency, "--concurrency")
-    rates = rates_of(options.rate) if options.rate else []
+    rates = [] if options.rate is None else rates_of(options.rate)
     choice = DatasetChoice(split=options.split, limit=options.limit, turns=options.turns, replay=options.replay)
     dataset = load_dataset(options.dataset, choice=choice)
     if dataset.licence:
@@ -240,7 +243,7 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
         thinking=options.thinking,
         warmup=options.warmup,
         limit_s=options.timeout,
-        promise=promise_of(options.goodput) if options.goodput else None,
+        promise=None if options.goodput is None else promise_of(options.goodput),
         isl=options.isl,
         osl=options.osl,
         conditions=tuple(conditions.parse(options.under)),
@@ -433,17 +436,13 @@ def rates_of(text: str) -> list[float]:
 
 
 def promise_of(text: str) -> ServiceLevel:
-    """`ttft:500,tpot:20` in ms, as `vllm bench serve --goodput` has it."""
     from trtspec.bench.load import ServiceLevel
 
     try:
-        parts = dict(part.strip().split(":") for part in text.split(","))
-        limits = {name: float(value) / 1000 for name, value in parts.items()}
-        return ServiceLevel(**limits)
-    except (ValueError, TypeError):
-        raise UsageError(
-            f"--goodput {text} is not a service level", "write --goodput ttft:500,tpot:20,e2el:5000"
-        ) from None
+        return ServiceLevel.parse(text)
+    except ValueError as error:
+        remedy = "write --goodput ttft:500,tpot:20,e2el:5000"
+        raise UsageError(f"--goodput {text} is not a service level: {error}", remedy) from None
 
 
 def endpoints(url: str, others: Sequence[str]) -> dict[str, str]:
