@@ -128,7 +128,7 @@ class BenchOptions:
     ] = "chat"
     model: Annotated[str | None, typer.Option(help="Model name.", show_default="the first one the server lists")] = None
     extra_body: Annotated[
-        str, typer.Option(help="JSON object merged into every request; not what other options set.")
+        str, typer.Option(help="JSON object merged into every request, of keys that no option sets.")
     ] = "{}"
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds allowed for one answer; a slower one has failed.")
