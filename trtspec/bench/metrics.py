@@ -22,7 +22,8 @@ class MetricNames:
     counted; acceptance is then per draft token, unless the label `draft_length` of the info gauge `config` tells the
     drafts of a step. `first` is the number of the first draft position in the `position` label. `latency`: histogram of
     seconds between tokens, or (seconds, count) counters; with `answer_latency` it has one entry for each answer, not
-    for each token. `mean`: a gauge of tokens per step in place of counters."""
+    for each token. `mean`: a gauge of tokens per step in place of counters. `answers`: a counter or histogram with
+    one entry for each answer."""
 
     kind: str
     prefix: str
@@ -39,6 +40,7 @@ class MetricNames:
     config: str = ""
     draft_length: str = ""
     answer_latency: bool = False
+    answers: str = ""
 
 
 VLLM = MetricNames(
@@ -47,13 +49,14 @@ VLLM = MetricNames(
     tokens="vllm:generation_tokens",
     latency=("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
     running="vllm:num_requests_running", waiting="vllm:num_requests_waiting",
+    answers="vllm:time_to_first_token_seconds",
 )  # fmt: skip
 NAMES = (
     MetricNames(
         "reference", "trtspec_", steps="trtspec_spec_decode_steps", drafted="trtspec_spec_decode_draft_tokens",
         accepted="trtspec_spec_decode_accepted_tokens", first=1,
         position="trtspec_spec_decode_accepted_tokens_per_position", tokens="trtspec_generation_tokens",
-        running="trtspec_requests_running", waiting="trtspec_requests_waiting",
+        running="trtspec_requests_running", waiting="trtspec_requests_waiting", answers="trtspec_requests",
     ),
     VLLM,
     MetricNames(
@@ -61,7 +64,7 @@ NAMES = (
         accepted="trtllm_spec_decode_num_accepted_tokens", tokens="trtllm_generation_tokens",
         latency=("trtllm_time_per_output_token_seconds",), running="trtllm_num_requests_running",
         waiting="trtllm_num_requests_waiting", config="trtllm_speculative_config_info", draft_length="spec_num_tokens",
-        answer_latency=True,
+        answer_latency=True, answers="trtllm_time_to_first_token_seconds",
     ),
     MetricNames(
         "sglang", "sglang:", mean="sglang:spec_accept_length", tokens="sglang:generation_tokens",

@@ -25,6 +25,9 @@ FAILURES = (0.02, 0.25)
 GONE_AFTER = 3  # scrapes in a row
 UNACCEPTED = 1000.0  # steps in ended batches without one accepted draft: the head does not fit
 IDLE_TOKENS = 200.0  # generated without one verification step: the server does not speculate
+UNIT_READINGS = 3  # in a row in another unit, from which the server counts in that
+SWITCHES = 3  # times that counters went back, recently: several servers
+RECENT = (600.0, 12)  # seconds, or readings where these are longer
 MOST_JOINED = 0.1  # of the pieces of a stream
 FALLEN = ("TS-WATCH-ACCEPTANCE", "TS-WATCH-BASELINE")
 FALL_REMEDY = "trtspec check URL --against RECORDING, and trtspec inspect HEAD --against TARGET"
@@ -82,12 +85,23 @@ class Watch:
     def _judges_baseline(self) -> bool:
         return self.baseline is not None and self.baseline.floor(self.state.per, 1) is not None
 
-    def _use_unit(self, now: float, per: str) -> None:
-        """From a reading in another unit than the last one, what is in the old unit begins again."""
+    def _in_unit(self, now: float, found: Increment) -> Increment:
+        """In the unit of what was learned: a reading in another one (a server that left its configuration out) gives
+        no counts, and from the third in a row what is in the old unit begins again."""
         state = self.state
-        if per == state.per:
-            return
-        state.per = per
+        if found.per == state.per:
+            state.other_unit = 0
+            return found
+        state.other_unit += 1
+        begun = state.series["acceptance"].batches or (state.batch is not None and state.batch.steps)
+        if begun and state.other_unit < UNIT_READINGS:
+            return replace(found, per=state.per, steps=0.0, drafted=0.0, accepted=0.0, positions={}, tokens=None)
+        self._use_unit(now, found.per)
+        return found
+
+    def _use_unit(self, now: float, per: str) -> None:
+        state = self.state
+        state.per, state.other_unit = per, 0
         if state.batch is not None:
             state.batch = replace(state.batch, steps=0.0, accepted=0.0, positions={})
         if state.series["acceptance"].batches:
@@ -99,14 +113,58 @@ class Watch:
     def _probe_steps(self) -> int:
         return max(50, self.settings.min_steps // 10)
 
+    def _set_back(self, now: float) -> None:
+        """What lies in the future, because the clock was set back, is taken for now: it would hold the batch up."""
+        state, batch = self.state, self.state.batch
+        times = [state.began, state.last_look or 0.0, batch.began if batch is not None else 0.0]
+        if now >= max(times):
+            return
+        if max(times) - now > 1:
+            self._note(now, f"the clock was set back by {max(times) - now:.0f} s")
+        state.began, state.switches = min(state.began, now), []
+        if state.last_look is not None:
+            state.last_look = min(state.last_look, now)
+        if batch is not None:
+            batch.began = min(batch.began, now)
+        if state.last_batch:
+            state.last_batch["ended"] = min(state.last_batch["ended"], now)
+
+    def _recent(self, now: float) -> int:
+        """How often the counters went back."""
+        seconds, readings = RECENT
+        first = self.state.totals.scrapes - readings
+        return sum(now - when <= seconds or number >= first for when, number in self.state.switches)
+
+    def _is_several(self, now: float, increment: Increment) -> bool:
+        """Whether several servers answer by turns. Their counters make no increments: what the open batch gathered from
+        them is dropped."""
+        state, before = self.state, self.state.several
+        if increment.resets or increment.older:
+            mark = (now, state.totals.scrapes)
+            state.switches = [*state.switches, *[mark] * (SWITCHES if increment.older else 1)][-SWITCHES:]
+        state.several = self._recent(now) >= SWITCHES
+        if state.several != before:
+            what = "several servers answer by turns: nothing is judged" if state.several else "one server answers again"
+            self._note(now, what)
+        if not state.several:
+            return False
+        probed = state.batch or OpenBatch(now)
+        state.batch = OpenBatch(
+            now, expected=probed.expected, probe_steps=probed.probe_steps, probe_accepted=probed.probe_accepted
+        )
+        return True
+
     def scraped(self, now: float, increment: Increment) -> None:
         """One successful look at the server's metrics at `now` (Unix seconds)."""
         state = self.state
+        self._set_back(now)
         state.totals.scrapes += 1
         if state.missed_in_row:
             self._note(now, f"answers again after {state.missed_in_row} missed scrapes")
         state.last_look, state.missed_in_row, state.last_failure = now, 0, ""
-        self._use_unit(now, increment.per)
+        if self._is_several(now, increment):
+            return
+        increment = self._in_unit(now, increment)
         if increment.resets:
             state.totals.resets += 1
             self._note(now, "the server's counters started again: it was restarted")
@@ -115,13 +173,7 @@ class Watch:
             self._note(now, f"{increment.missed} iterations were given to another reader of /metrics")
         batch = state.batch or OpenBatch(now)
         state.batch = batch
-        if increment.steps:
-            state.not_speculating, batch.idle_tokens = "", 0.0
-        elif increment.tokens:
-            batch.idle_tokens += increment.tokens
-            if batch.idle_tokens >= IDLE_TOKENS and self._speculated():
-                told = f"{batch.idle_tokens:.0f} tokens or more were generated"
-                state.not_speculating = f"{told} without a verification step"
+        self._look_for_speculation(batch, increment)
         batch.steps += increment.steps
         batch.accepted += increment.accepted
         batch.slow_s += increment.slow_s
@@ -129,6 +181,17 @@ class Watch:
         for position, count in increment.positions.items():
             batch.positions[position] = batch.positions.get(position, 0.0) + count
         self._close(now)
+
+    def _look_for_speculation(self, batch: OpenBatch, increment: Increment) -> None:
+        """By the tokens since the last verification step, less the first of each answer, which no step makes."""
+        state = self.state
+        if increment.steps:
+            state.not_speculating, batch.idle_tokens = "", 0.0
+        elif increment.tokens:
+            batch.idle_tokens = max(0.0, batch.idle_tokens + increment.tokens - increment.answers)
+            if batch.idle_tokens >= IDLE_TOKENS and self._speculated():
+                told = f"{batch.idle_tokens:.0f} tokens or more were generated"
+                state.not_speculating = f"{told} without a verification step"
 
     def _speculated(self) -> bool:
         batch = self.state.batch
@@ -159,6 +222,7 @@ class Watch:
 
     def probed(self, now: float, answer: ProbeAnswer, alone: bool) -> None:
         """One answer to a prompt of our own; `alone`: there are no metrics, so it also makes the other series."""
+        self._set_back(now)
         state, batch = self.state, self.state.batch or OpenBatch(now)
         state.batch = batch
         state.totals.probes += 1
@@ -166,6 +230,7 @@ class Watch:
         state.failures = failing.step(state.failures, answer.error is not None)
         if answer.error is not None:
             state.totals.probe_failures += 1
+            state.last_probe_error = answer.error
             self._note(now, f"a probe failed: {answer.error}")
             return
         state.loops = looping.step(state.loops, answer.degenerate is not None)
@@ -286,7 +351,8 @@ class Watch:
             message = f"{state.totals.degenerate} of {state.totals.probes} probes came back empty, as noise or as loops"
             found.append(_problem("TS-WATCH-LOOPS", state.url, message, "trtspec check URL shows which"))
         if failing.alarms(state.failures):
-            message = f"{state.totals.probe_failures} of {state.totals.probes} probes failed; {state.events[-1][1]}"
+            share = f"{state.totals.probe_failures} of {state.totals.probes} probes failed"
+            message = f"{share}; the last one: {state.last_probe_error}"
             found.append(_problem("TS-WATCH-ERRORS", state.url, message, "look at the server's log"))
         return found
 
@@ -296,6 +362,11 @@ class Watch:
             since = f"for {now - state.last_look:.0f} s" if state.last_look is not None else "since the watch began"
             message = f"no answer {since}, {state.missed_in_row} scrapes in a row: {state.last_failure}"
             found.append(_problem("TS-WATCH-GONE", state.url, message, "look at the server's log; start it again"))
+        if state.several:
+            told = f"the counters of {state.metrics_url or state.url} go back and forth; nothing is judged"
+            message = f"{told}: several servers answer there by turns, or one is restarted again and again"
+            remedy = "pass --metrics-url with the address of one server, and start one watch for each"
+            found.append(_problem("TS-WATCH-SEVERAL-SERVERS", state.url, message, remedy))
         if state.not_speculating:
             message, remedy = state.not_speculating, "start the server with its head; look for a disabled speculation"
             found.append(_problem("TS-WATCH-NOT-SPECULATING", state.url, message, remedy))
@@ -323,6 +394,8 @@ class Watch:
     def _unmeasured(self) -> Iterator[str]:
         """The series that ended batches, or probes, gave nothing to, each with the reason."""
         state, totals = self.state, self.state.totals
+        if state.several:
+            yield "every series of the metrics: several servers answer by turns (TS-WATCH-SEVERAL-SERVERS)"
         for name, series in state.series.items():
             late = PROBES_LATE if name == "probes" and series.batches else 1
             if name == "baseline" and not self._judges_baseline():

@@ -91,6 +91,8 @@ def _read(path: Path, fresh: WatchState) -> WatchState | None:
         raise _no_state(path, files.first_fault(error)) from None
     except ValueError:
         raise _no_state(path, "it holds NaN or infinity") from None
+    if found.last_batch and not {"ended", "acceptance"} <= found.last_batch.keys():
+        raise _no_state(path, "last_batch has no time or no acceptance")
     if found.url != fresh.url:
         raise UsageError(f"{path} is the state of a watch of {found.url}, not of {fresh.url}", RESTART)
     if found.metrics_url != fresh.metrics_url:

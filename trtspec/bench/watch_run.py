@@ -32,7 +32,7 @@ MOST_PROBES = 8  # of one --once
 PROBE_LIMIT = 120.0  # seconds
 CODES = (
     "TS-WATCH-ACCEPTANCE", "TS-WATCH-BASELINE", "TS-WATCH-NOTHING-ACCEPTED", "TS-WATCH-SLOW", "TS-WATCH-LOOPS",
-    "TS-WATCH-ERRORS", "TS-WATCH-GONE", "TS-WATCH-NOT-SPECULATING",
+    "TS-WATCH-ERRORS", "TS-WATCH-GONE", "TS-WATCH-NOT-SPECULATING", "TS-WATCH-SEVERAL-SERVERS",
 )  # fmt: skip
 
 
@@ -231,6 +231,7 @@ def _counters(watch: Watch) -> Iterator[Metric]:
         ("degenerate_answers", "Probes answered with nothing, noise or a loop.", totals.degenerate),
     ):
         yield CounterMetricFamily(f"trtspec_watch_{name}", text, value=value)
+    yield GaugeMetricFamily("trtspec_watch_started_seconds", "When the watch began.", value=watch.state.began)
     yield GaugeMetricFamily("trtspec_watch_up", "1 while the last look succeeded.", value=not watch.state.missed_in_row)
 
 

@@ -30,6 +30,8 @@ PATHS = ("/prometheus/metrics", "/metrics")
 TIMEOUT = 10.0  # seconds of one scrape, however slowly its bytes come
 MOST_BYTES = 64 * 2**20
 START = "process_start_time_seconds"
+SAME_START = 2.0  # seconds by which a server's own start time moves when its clock is corrected
+MOST_KEPT = 4096  # counters of one endpoint, those that it no longer shows included
 
 
 class NoMetrics(TrtspecError):
@@ -52,7 +54,8 @@ class SpeculationGone(TrtspecError):
 class Increment:
     """What a server did since the last look. `steps` are verification steps, or draft tokens where `per` says so;
     `positions[k]` counts the steps that accepted draft k (from 1). `tokens`: generated, at least; None where nothing
-    tells. `slow_s` over `slow_n` is seconds per token."""
+    tells. `answers`: of these tokens the first ones, which take no verification step, where told. `slow_s` over
+    `slow_n` is seconds per token. `older`: the server began before the one that answered last."""
 
     steps: float = 0.0
     drafted: float = 0.0
@@ -65,6 +68,8 @@ class Increment:
     resets: int = 0
     missed: int = 0  # iterations that another reader took
     first_look: bool = False
+    older: bool = False
+    answers: float = 0.0
 
 
 @dataclass
@@ -139,10 +144,11 @@ def _read_samples(samples: Samples, names: MetricNames, memory: MetricsMemory) -
     if not (counters and counters <= samples.keys()) and names.mean not in samples:
         raise NoSpeculation(f"has {names.kind} metrics and none of speculation")
     latency = next((name for name in names.latency if f"{name}_sum" in samples), "")
-    wanted = [*counters, names.position, names.tokens, f"{latency}_sum", f"{latency}_count"]
+    answers = f"{names.answers}_count" if f"{names.answers}_count" in samples else names.answers
+    wanted = [*counters, names.position, names.tokens, answers, f"{latency}_sum", f"{latency}_count"]
     births = (START, *(f"{name}_created" for name in counters))
     born = max((value for name in births for _, value in samples.get(name, ()) if is_total(value)), default=0.0)
-    known = {} if memory.born and born > memory.born else memory.totals
+    known = {} if memory.born and born > memory.born + SAME_START else memory.totals
     drafts = _draft_length(samples, names)
     found = Increment(per="step" if names.steps or names.mean or drafts else "draft token")
     found.first_look = not memory.totals
@@ -162,13 +168,19 @@ def _read_samples(samples: Samples, names: MetricNames, memory: MetricsMemory) -
             growth = value if value < before else value - before
             where = f"{name}|{place}" if place else name
             grown[where] = grown.get(where, 0.0) + growth
+    kept = {} if found.resets else known  # a series that is missing once begins where it was
     found.resets = int(found.resets > 0 or known is not memory.totals)
     _fill(found, grown, names, latency, drafts)
+    found.answers = grown.get(answers, 0.0) if names.tokens in grown else 0.0
     if names.mean in samples:
         _from_mean(found, samples[names.mean], memory)
     if found.first_look:  # what happened before the first look is not traffic of now
         found = Increment(per=found.per, first_look=True)
-    memory.totals, memory.born, memory.source = totals or {"seen": 1.0}, float(born), f"{names.kind} counters"
+    elif 0 < born < memory.born - SAME_START:
+        found = Increment(per=found.per, older=True)
+    totals = {**kept, **totals} if len(kept) < MOST_KEPT else totals
+    memory.totals, memory.source = totals or {"seen": 1.0}, f"{names.kind} counters"
+    memory.born = float(born) or memory.born
     memory.running, memory.waiting = (_gauge(samples, name) for name in (names.running, names.waiting))
     return found
 
@@ -230,10 +242,11 @@ def read_iterations(records: Any, memory: MetricsMemory) -> Increment:
         found.drafted += _number(spec.get("numDraftTokens"))
         found.accepted += _number(spec.get("numAcceptedTokens"))
         generating = _number(batch.get("numGenRequests"))
-        found.tokens = (found.tokens or 0.0) + generating + _number(spec.get("numAcceptedTokens"))
-        if generating:
-            found.slow_s += _number(record.get("iterLatencyMS")) / 1000
-            found.slow_n += 1
+        tokens = generating + _number(spec.get("numAcceptedTokens"))
+        found.tokens = (found.tokens or 0.0) + tokens
+        if generating:  # each request waits for the whole iteration and gets its share of the tokens
+            found.slow_s += generating * _number(record.get("iterLatencyMS")) / 1000
+            found.slow_n += tokens
         memory.running = _number(record.get("numActiveRequests"))
         memory.waiting = _number(record.get("numQueuedRequests"))
     memory.iteration, memory.source = last, "iteration statistics"

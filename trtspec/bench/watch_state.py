@@ -84,6 +84,10 @@ class WatchState:
     not_speculating: str = ""
     unaccepted: float = 0.0  # steps of the ended batches since one had an accepted draft
     per: str = "step"
+    other_unit: int = 0  # readings in a row in another unit
+    switches: list[tuple[float, int]] = field(default_factory=list)  # when counters went back: time, number of readings
+    several: bool = False  # servers answer by turns
+    last_probe_error: str = ""
     memory: MetricsMemory = field(default_factory=MetricsMemory)
     batch: OpenBatch | None = None
     series: dict[str, WatchedSeries] = field(default_factory=dict)

@@ -263,7 +263,7 @@ def _look_on(found: Watch, source: WatchSource, path: Path, options: WatchOption
     from trtspec.bench.watch_run import WatchCollector, look_on, start_exporter
 
     collector, keeper = WatchCollector(), StateKeeper(path)
-    collector.update(found, [])
+    collector.update(found, found.alerts(time.time()))  # those of an earlier run, until the first look
     address, end = start_exporter(options.listen, collector) if options.listen else ("", None)
     if address:
         report.announce(f"trtspec: metrics on {address}")
