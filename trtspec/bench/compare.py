@@ -34,6 +34,8 @@ from trtspec.bench.text_quality import OutputQuality
 from trtspec.errors import Problem
 
 SAME = ("dataset_sha256", "temperature", "max_tokens", "api", "thinking", "isl", "osl", "extra_body")
+SINCE = ("questions_sha256", "under")  # as SAME; results of earlier releases do not say these
+MODEL = "server.model"
 ALARMS = 0.05  # share of comparisons of equal runs that may raise one
 SOUGHT = 0.05
 ROUNDS = 3  # from which rounds are compared instead of questions: they hold a machine's moods within a run
@@ -52,9 +54,7 @@ def compare(
     With `max_regression` (0.05: 5 %) the comparison is a gate: acceptance that cannot be judged is an error too.
     Nothing is judged of degenerate output, which says nothing of a drafter."""
     earlier = [old, *others]
-    differing = [key for key in SAME if any(new.workload.get(key) != run.workload.get(key) for run in earlier)]
-    if new.workload.get("temperature") and any(_drafts_otherwise(new, run) for run in earlier):
-        differing.append("draft_sampling")
+    differing, unknown = differences(new, earlier)
     everywhere = set.intersection(*({level.label for level in run.concurrency} for run in earlier))
     levels = [level.label for level in new.concurrency if level.label in everywhere]
     confidence = 1 - ALARMS / (1 + (len(earlier) >= LEAST_RUNS) * len(levels))
@@ -72,6 +72,7 @@ def compare(
         wrong = ["this run"] if bad[0] & {ALL, *levels} else []
         wrong += ["an earlier run"] if set.union(*bad[1:]) & {ALL, *levels} else []
         problems += not_judged(overall, wrong, gate) or nothing_judged(found, gate)
+        problems += not_known(unknown)
     return Comparison(
         old={"name": old.name, "url": old.url, "server": old.server},
         differs=differing,
@@ -86,7 +87,35 @@ def compare(
             if figure.figure.startswith(ACCEPTANCE)
         },
         speed=speed_ratios(new, old),
+        unknown=unknown,
     )
+
+
+def differences(new: BenchResults, earlier: Sequence[ComparedRun]) -> tuple[list[str], list[str]]:
+    """(what the runs were not asked alike, what some earlier run does not say)."""
+    differing = [key for key in SAME if any(new.workload.get(key) != run.workload.get(key) for run in earlier)]
+    unknown = [key for key in SINCE if any(key not in run.workload for run in earlier)]
+    for key in SINCE:
+        if any(key in run.workload and new.workload.get(key) != run.workload[key] for run in earlier):
+            differing.append(key)
+    models = [run.server.get("model") for run in earlier]
+    if any(model not in (None, new.server.model) for model in models):
+        differing.append(MODEL)
+    if None in models:
+        unknown.append(MODEL)
+    if new.workload.get("temperature") and any(_drafts_otherwise(new, run) for run in earlier):
+        differing.append("draft_sampling")
+    return differing, unknown
+
+
+def not_known(unknown: Sequence[str]) -> list[Problem]:
+    if not unknown:
+        return []
+    message = (
+        f"an earlier run's results do not say {', '.join(unknown)}: whether both runs were alike in it is not known"
+    )
+    remedy = "measure the earlier setup again with this release"
+    return [Problem("TS-BENCH-UNKNOWN-WORKLOAD", "info", "--compare", message, remedy)]
 
 
 def compared_figures(
@@ -139,7 +168,7 @@ def comparison_problems(
             f"the two runs differ in {', '.join(differing)}: the ratios mix that difference with the change under test"
         )
         severity = "error" if gate else "warning"
-        remedy = "run both with the same dataset and options"
+        remedy = "run both with the same dataset and options, of a model served by the same name"
         found.append(Problem("TS-BENCH-DIFFERENT-WORKLOAD", severity, "--compare", message, remedy))  # type: ignore[arg-type]
     lower = [figure for figure in figures if figure.verdict == LOWER and figure.figure.startswith(SPEED)]
     if lower and not differing:

@@ -7,9 +7,11 @@ routing of experts are those of no user.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 
 import httpx
 
@@ -24,6 +26,7 @@ SMALLEST = 32  # tokens; a chat template alone takes about as many
 TRIALS = 4
 PROBED = 4
 CLOSE = 0.01
+TITLE = 32  # characters of a system prompt that its condition is called by
 FIRST_GUESS = 4.0  # characters per token
 
 
@@ -57,15 +60,18 @@ def parse(texts: Sequence[str]) -> list[Condition]:
             found.append(Condition("no chat template", raw=True))
         elif name == "system" and value:
             path = Path(value)
-            words = read_text(path) if path.is_file() else value
-            found.append(
-                Condition("system prompt" if not path.is_file() else f"system prompt {path.name}", system=words)
-            )
+            words, title = (read_text(path), path.name) if path.is_file() else (value, shorten(value, TITLE))
+            found.append(Condition(f"system prompt {_fingerprint(words)} ({title})", system=words))
         else:
             raise UsageError(f"--under {text} is not a condition", f"it is one of {FORMS}")
     if len({condition.label for condition in found}) < len(found):
         raise UsageError("--under names a condition twice", "name each once")
     return found
+
+
+def _fingerprint(text: str) -> str:
+    """Two texts that begin alike, or lie in files of one name, are two conditions."""
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:8]
 
 
 def under(questions: Sequence[Question], conditions: Sequence[Condition]) -> list[Question]:

@@ -77,7 +77,7 @@ class Question:
 @dataclass(frozen=True)
 class Dataset:
     """A prompt set as read. `sha256` is of the whole file, or of the questions where there is no single file;
-    `questions` may be a sample of it."""
+    `questions` may be a sample of it. `asked_sha256` is of these as they were read, with their turns and recordings."""
 
     name: str
     sha256: str
@@ -85,6 +85,7 @@ class Dataset:
     problems: tuple[Problem, ...] = field(default=())
     licence: str | None = None
     source: str | None = None
+    asked_sha256: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +123,7 @@ def load_dataset(name: str, samples: int | None = None, choice: DatasetChoice | 
         problems=(*random_prompt_problems(chosen, where), *size_problems(questions, source, choice)),
         licence=known.licence if known else None,
         source=known.source if known else None,
+        asked_sha256=questions_sha256(chosen),
     )
 
 
@@ -251,7 +253,7 @@ def unique_ids(questions: list[Question]) -> list[Question]:
 
 
 def questions_sha256(questions: list[Question]) -> str:
-    """Of the questions themselves, for sets that are not one file."""
+    """Of the questions themselves: a file says neither which of its turns are asked nor whether it is replayed."""
     text = json.dumps([asdict(question) for question in questions], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 

@@ -100,6 +100,7 @@ class BenchWorkload:
         return {
             "dataset": self.dataset.name,
             "dataset_sha256": self.dataset.sha256,
+            "questions_sha256": self.dataset.asked_sha256,
             "licence": self.dataset.licence,
             "questions": [len(questions) for questions in asked],
             "turns": sum(q.requests for q in largest),

@@ -203,8 +203,9 @@ class SpeedRatio:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """This run over an earlier one. `differs`: what of the workload is not the same. `confidence`: of each interval.
-    `runs`: how many earlier runs there are; `old` is the first of them.
+    """This run over an earlier one. `differs`: what of the workload is not the same; `unknown`: what of it results of
+    an earlier release do not say. `confidence`: of each interval. `runs`: how many earlier runs there are; `old` is the
+    first of them.
 
     `acceptance` (by category, and "all") and `speed` (by concurrency) repeat, for programs that read the first layout
     of this object, what `figures` says with its verdicts."""
@@ -218,6 +219,7 @@ class Comparison:
     acceptance: dict[str, RatioSpread] = field(default_factory=dict)
     speed: list[SpeedRatio] = field(default_factory=list)
     runs: int = 1
+    unknown: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
