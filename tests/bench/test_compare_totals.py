@@ -47,7 +47,11 @@ def of_counters(run: BenchResults, categories: int, rounds: int) -> BenchResults
 
 def old_of(run: BenchResults) -> ComparedRun:
     groups = {name: vars(group) for name, group in run.categories.items()}
-    return replace(as_old(run), categories=groups, acceptance_length=run.acceptance_length)
+    said = {
+        "workload": {"questions_sha256": None, "under": None, **run.workload},
+        "server": {"model": run.server.model},
+    }
+    return replace(as_old(run), categories=groups, acceptance_length=run.acceptance_length, **said)
 
 
 def alarms(runs: int, fall: float, seed: int, shape: tuple[int, int, int]) -> int:

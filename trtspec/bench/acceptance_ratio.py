@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from trtspec.bench.acceptance import (
     LEAST_RUNS,
+    AcceptanceSummary,
     RatioTest,
     TurnCounts,
     acceptance_length,
@@ -21,7 +22,7 @@ from trtspec.bench.acceptance import (
     paired_ratio,
     per_question,
 )
-from trtspec.bench.adapters import FROM_COUNTERS
+from trtspec.bench.adapters import FROM_COUNTERS, is_count
 from trtspec.bench.results import BenchResults, ComparedRun
 
 LEAST_PAIRS = 3
@@ -124,9 +125,10 @@ def category_counts(run: Either) -> dict[str, Counts]:
     """(steps, accepted) by category, where the server told of a category's own answers."""
     found = {}
     for name, group in run.categories.items():
-        told = group if isinstance(group, dict) else asdict(group)
-        if isinstance(told.get("steps"), int) and isinstance(told.get("accepted"), int) and told["steps"] > 0:
-            found[name] = (told["steps"], told["accepted"])
+        told = vars(group) if isinstance(group, AcceptanceSummary) else group
+        steps, accepted = (told.get("steps"), told.get("accepted")) if isinstance(told, dict) else (None, None)
+        if is_count(steps) and is_count(accepted) and steps:
+            found[name] = (steps, accepted)
     return found
 
 

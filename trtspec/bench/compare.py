@@ -233,8 +233,9 @@ def degenerate_parts(run: Either) -> set[str]:
     say so."""
 
     def bad(quality: OutputQuality | dict[str, Any] | None) -> bool:
-        told = quality.get("degenerate") if isinstance(quality, dict) else quality and quality.degenerate
-        return bool(told)
+        if isinstance(quality, dict):
+            return quality.get("degenerate") is True
+        return isinstance(quality, OutputQuality) and quality.degenerate
 
     found = {name for name, quality in run.quality.items() if bad(quality)}
     found |= {level.label for level in run.concurrency if bad(level.degeneration)}
