@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trtspec.bench.acceptance import (
     LEAST_RUNS,
@@ -123,11 +124,11 @@ def paired(
 
 def category_counts(run: Either) -> dict[str, Counts]:
     """(steps, accepted) by category, where the server told of a category's own answers."""
-    found = {}
+    found: dict[str, Counts] = {}
     for name, group in run.categories.items():
-        told = vars(group) if isinstance(group, AcceptanceSummary) else group
+        told: Any = vars(group) if isinstance(group, AcceptanceSummary) else group
         steps, accepted = (told.get("steps"), told.get("accepted")) if isinstance(told, dict) else (None, None)
-        if is_count(steps) and is_count(accepted) and steps:
+        if steps and accepted is not None and is_count(steps) and is_count(accepted):
             found[name] = (steps, accepted)
     return found
 
