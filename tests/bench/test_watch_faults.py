@@ -158,6 +158,10 @@ def test_a_clock_that_is_set_back_costs_no_batch() -> None:
     assert sum("the clock was set back by 98280 s" in what for _, what in found.state.events) == 1
     found.probed(back, ProbeAnswer("code", 9, None, None, "HTTP 500", None, None), alone=False)
     assert found.state.last_batch["ended"] == back and found.state.last_look == back
+    for look in range(3):
+        found.missed(back - 500 + look, "nothing accepts connections there")
+    gone = found.alerts(back - 498)[-1]
+    assert gone.code == "TS-WATCH-GONE" and gone.message.startswith("no answer for 2 s, 3 scrapes in a row")
 
 
 def test_answers_of_one_token_are_no_sign_that_speculation_stopped() -> None:

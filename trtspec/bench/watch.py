@@ -200,6 +200,7 @@ class Watch:
     def without_speculation(self, now: float, reason: str) -> None:
         """The server answers, and its metrics no longer speak of speculation."""
         state = self.state
+        self._set_back(now)
         state.totals.scrapes += 1
         state.last_look, state.missed_in_row, state.not_speculating = now, 0, reason
 
@@ -214,6 +215,7 @@ class Watch:
     def missed(self, now: float, reason: str) -> None:
         """A look that failed."""
         state = self.state
+        self._set_back(now)
         state.totals.missed_scrapes += 1
         state.missed_in_row += 1
         if reason != state.last_failure:
