@@ -116,6 +116,8 @@ def test_the_watchs_own_metrics_are_all_exported() -> None:
         text = httpx.get(address, trust_env=False).text
     finally:
         end()
+    families = [family.name for family in text_string_to_metric_families(text)]
+    assert len(families) == len(set(families)), "Prometheus refuses a scrape with a metric twice"
     own = {name for name in named() if name.startswith("trtspec_watch_")}
     assert len(own) > 10 and own <= scraped(text), own - scraped(text)
     assert {code for code in CODES if f'code="{code}"' in text} == set(CODES)
