@@ -144,7 +144,7 @@ def test_tensorrt_llms_metrics_are_all_exported() -> None:
     assert len(wanted) >= 6 and wanted <= exported, wanted - exported
     (row,) = (row for row in NAMES if row.kind == "trtllm")
     totals = {f"{name}_total" for name in (row.drafted, row.accepted, row.tokens)}
-    read = totals | {row.running, row.waiting, row.config, *(f"{name}_count" for name in row.latency)}
+    read = totals | {row.running, row.waiting, row.config, *(f"{name}_count" for name in (*row.latency, row.answers))}
     assert read <= exported, read - exported
 
 
@@ -154,15 +154,15 @@ def test_vllms_metrics_are_all_exported() -> None:
     python = os.environ.get("TRTSPEC_VLLM_PYTHON")
     if not python:
         pytest.skip("TRTSPEC_VLLM_PYTHON does not name an interpreter with vLLM")
-    done = subprocess.run(
-        [python, "-c", VLLM_SCRAPE, kimi_nano_dir()], capture_output=True, text=True, timeout=600, env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
-    )
+    quiet = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
+    words = [python, "-c", VLLM_SCRAPE, str(kimi_nano_dir())]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, env=quiet)
     assert done.returncode == 0, done.stderr[-2000:]
     exported = scraped(done.stdout)
     wanted = {name for name in named() if name.startswith("vllm")}
     assert len(wanted) >= 6 and wanted <= exported, wanted - exported
     totals = {f"{name}_total" for name in (VLLM.steps, VLLM.drafted, VLLM.accepted, VLLM.position, VLLM.tokens)}
-    read = totals | {VLLM.running, VLLM.waiting, f"{VLLM.latency[0]}_count"}
+    read = totals | {VLLM.running, VLLM.waiting, f"{VLLM.latency[0]}_count", f"{VLLM.answers}_count"}
     assert read <= exported, read - exported
 
 

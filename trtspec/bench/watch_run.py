@@ -233,7 +233,6 @@ def _counters(watch: Watch) -> Iterator[Metric]:
         yield CounterMetricFamily(f"trtspec_watch_{name}", text, value=value)
     yield GaugeMetricFamily("trtspec_watch_started_seconds", "When the watch began.", value=watch.state.began)
     yield GaugeMetricFamily("trtspec_watch_up", "1 while the last look succeeded.", value=not watch.state.missed_in_row)
-    yield GaugeMetricFamily("trtspec_watch_started_seconds", "When the watch began, Unix time.", value=watch.state.began)
 
 
 def _acceptance(watch: Watch) -> Iterator[Metric]:
