@@ -36,10 +36,12 @@ from trtspec.bench.prove import (
     prompts_of,
     refuse_own_options,
     steps_of,
+    taken,
 )
 from trtspec.bench.prove_bundle import prove_html, read_bundle, request_outcomes, tables_of, write_bundle
 from trtspec.bench.prove_redaction import Redactor, redactor
 from trtspec.checkpoint.writer import Journal
+from trtspec.cli.prove_inputs import absolute_data, proof_header
 from trtspec.cli.prove_run import ProofRun, prove_all, run_proof, tied
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.planning.points import HOST_US
@@ -78,8 +80,9 @@ def evidence() -> dict[str, Any]:
     ok: dict[str, Any] = {"problems": []}
     outputs = {
         "doctor": ok, "inspect-target": ok, "inspect-head": ok, "lint-plain": ok | {"version": "1.3.0rc20"},
-        "lint-head": ok | {"version": "1.3.0rc20"}, "plan": {"gpu": "b200", "points": points, "per_gpu": per_gpu},
+        "lint-head": ok | {"version": "1.3.0rc20"},
         "check": {"results": [{"name": "lossless", "status": "pass", "message": "equal"}]},
+        "plan": {"gpu": "b200", "gpus": 4, "points": points, "per_gpu": per_gpu},
         "bench-plain": results(None), "bench-k1": results(1.5, code=1.6, docs=1.4),
         "bench-k2": results(2.0, code=2.2, docs=1.8), "bench-sampled": results(1.6, code=1.6),
         "bench-cold": results(2.0, cold=2.0), "bench-warm": results(1.98, warm=1.0),
@@ -478,13 +481,127 @@ def test_the_mode_is_part_of_every_figures_name_and_of_every_request(evidence: d
 
 
 def test_a_run_in_another_mode_is_refused(tmp_path: Path) -> None:
-    header = {"proof": json.loads(json.dumps(asdict(SETUP)))}
-    Journal(tmp_path / "proof" / "journal.jsonl", header).close()
+    Journal(tmp_path / "proof" / "journal.jsonl", proof_header(SETUP)).close()
     words = ("prove", PAIR[0], "--head", PAIR[1], "--backend", "trtllm", "--draft-len", "2", "--gpu", "b200",
              "--gpus", "4", "--samples", "8", "--max-tokens", "64", "--concurrency", "1,4", "--contexts",
              "100,300")  # fmt: skip
     done = trtspec(*words, "--thinking", "on", "-o", tmp_path / "proof")
     assert done.status == 2 and "proof.thinking" in done.stderr, done.stderr
+
+
+def test_a_resume_with_another_head_data_set_or_engine_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small files are known by their hash, so that a copy of the same bytes goes on; large ones by size and time."""
+    monkeypatch.setattr("trtspec.cli.prove_inputs.SMALL", 64)
+    monkeypatch.setattr("trtspec.cli.prove_run.steps_of", lambda setup: [])
+    monkeypatch.setattr(ProofRun, "serve", lambda self, launch: None)
+    head, data = tmp_path / "head", tmp_path / "questions.jsonl"
+    head.mkdir()
+    config, weights = head / "config.json", head / "model.safetensors"
+    config.write_text("{}")
+    weights.write_bytes(b"w" * 100)
+    data.write_text('{"prompt": "hello old", "category": "a"}\n')
+    setup = replace(SETUP, target=str(tmp_path), head=str(head), dataset=str(data), backend="reference", gpu=None)
+
+    def go_on(setup: ProveSetup = setup) -> None:
+        run_proof(setup, tmp_path / "proof", 1.0, False)
+
+    go_on()
+    config.unlink()
+    config.write_text("{}")
+    go_on()
+    for file, other in (
+        (config, '{"changed": 1}'),
+        (weights, "v" * 100),
+        (data, '{"prompt": "hi", "category": "b"}\n'),
+    ):
+        about, was = file.stat(), file.read_text()
+        file.write_text(other)
+        os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns + 10**9))
+        with pytest.raises(UsageError, match=file.name.replace(".", r"\.")):
+            go_on()
+        file.write_text(was)
+        os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+        go_on()
+    monkeypatch.setattr("trtspec.cli.prove_inputs.engine_version", lambda backend: "another")
+    with pytest.raises(UsageError, match="engine was .* now 'another'"):
+        go_on()
+
+
+def test_secrets_of_a_command_line_are_not_in_the_journal(tmp_path: Path) -> None:
+    words = (
+        "--max-seq-len",
+        "512",
+        "--api-key",
+        "s3cr3tvalue99",
+        "--",
+        "--hf-token=hf_abcdefghijklmnop",
+        "--seed",
+        "7",
+    )
+    noted = proof_header(replace(SETUP, serve_words=words))["proof"]["serve_words"]
+    assert "s3cr3tvalue99" not in str(noted) and "hf_abc" not in str(noted) and "--hf-token=sha256" in str(noted)
+    assert [noted[n] for n in (0, 1, 2, 4, 6, 7)] == ["--max-seq-len", "512", "--api-key", "--", "--seed", "7"]
+    other = proof_header(replace(SETUP, serve_words=(*words[:3], "another-value", *words[4:])))
+    assert other["proof"]["serve_words"] != noted, "a change is still seen"
+
+
+def test_relative_paths_are_known_as_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for directory in ("models/acme-secret-kimi", "customers"):
+        (tmp_path / directory).mkdir(parents=True)
+    for file in ("customers/bigbank.jsonl", "customers/template.jinja"):
+        (tmp_path / file).write_text('{"prompt": "x"}\n')
+    places = {"models/acme-secret-kimi": "<target>", "customers/bigbank.jsonl": "<dataset>", PAIR[1]: "<head>"}
+    redact = redactor(places, {}, words=("--chat-template", "customers/template.jinja"))
+    text = f"models/acme-secret-kimi/config.json of {PAIR[1]}, customers/bigbank.jsonl, --x=customers/template.jinja"
+    assert redact.text(text) == f"<target>/config.json of {PAIR[1]}, <dataset>, --x=<path>"
+    done = trtspec("prove", "models/acme-secret-kimi", "--head", PAIR[1], "--dataset", "customers/bigbank.jsonl",
+                   "--backend", "reference", "--dry-run", "--json")  # fmt: skip
+    commands = " ".join(row["command"] for row in json.loads(done.stdout)["steps"])
+    assert f" {tmp_path}/models/acme-secret-kimi " in commands and f" {tmp_path}/customers/bigbank.jsonl" in commands
+    assert " models/" not in commands and " customers/" not in commands and f" {PAIR[1]} " in commands
+    assert absolute_data("mt-bench=customers/bigbank.jsonl") == f"mt-bench={tmp_path}/customers/bigbank.jsonl"
+    assert (absolute_data("nano"), absolute_data("mt-bench")) == ("nano", "mt-bench")
+
+
+def test_memory_of_other_jobs_refutes_no_plan(evidence: dict[str, Any]) -> None:
+    """Eight GPUs, four of them another job's, 170 GB each; the launch takes what was planned of the others."""
+    gb, idle = 10**9, [10**9] * 4 + [170 * 10**9] * 4
+    assert taken(idle, [181 * gb] * 4 + [171 * gb] * 4) == [180 * gb] * 4
+    assert taken([gb] * 8, [gb] * 8) is None and taken(None, idle) is None and taken(idle[:4], idle) is None
+    evidence["memory"]["plain"]["per_gpu"] = [100 * gb] * 4 + [170 * gb] * 4  # as bundles were written before
+    found = [finding for finding in plan_findings(evidence) if finding.what.startswith("memory")]
+    assert [(f.what, f.status) for f in found] == [
+        (f"memory of one GPU, {launch} (bytes)", "verified") for launch in ("k1", "k2")
+    ]
+    line = next(line for line in judge(evidence) if line.name == "plan: memory of one GPU, plain (bytes)")
+    assert line.status == "skipped" and "8 GPUs, the plan is for 4" in line.message
+    assert plan_findings(evidence | {"setup": evidence["setup"] | {"gpus": 8}}) == []
+
+
+def test_a_plan_of_nothing_is_refused_by_name(tmp_path: Path, evidence: dict[str, Any]) -> None:
+    evidence["outputs"]["plan"]["points"][0]["step_ms"] = 0
+    done = trtspec("prove", "--import", bundle(tmp_path / "proof.tar.gz", evidence))
+    assert done.status == 2 and "ZeroDivisionError" in done.stderr and "unexpected" not in done.stderr, done.stderr
+
+
+def test_an_edited_review_is_not_overwritten(tmp_path: Path, evidence: dict[str, Any]) -> None:
+    given = ("prove", "--import", bundle(tmp_path / "proof.tar.gz", evidence), "-o")
+    edited = tmp_path / "review" / "schemas.patch"
+    edited.parent.mkdir()
+    edited.write_text("mine")
+    done = trtspec(*given, edited.parent)
+    assert done.status == 2 and "--force" in done.stderr and edited.read_text() == "mine"
+    assert not (edited.parent / "findings.json").exists()
+    for place in (edited, edited / "below"):
+        done = trtspec(*given, place, "--force")
+        assert done.status == 2 and f"{edited} is a file" in done.stderr and edited.read_text() == "mine", done.stderr
+    assert trtspec(*given, edited.parent, "--force").status == 0 and edited.read_text() != "mine"
+    assert trtspec(*given[:3], "--force").status == 2, "without -o there is nothing to replace"
+    proof = trtspec("prove", PAIR[0], "--head", PAIR[1], "-o", edited)
+    assert proof.status == 2 and f"{edited} is a file" in proof.stderr, proof.stderr
 
 
 def test_the_page_has_the_cards_tables(evidence: dict[str, Any]) -> None:

@@ -159,6 +159,12 @@ def a_bundle(out: Path) -> None:
     write_bundle(out.with_suffix(".gz"), files, Redactor({}))
 
 
+def a_review(out: Path) -> None:
+    a_bundle(out)
+    out.mkdir()
+    (out / "schemas.patch").write_text("mine")
+
+
 SERVING: dict[str, dict[str, Situation]] = {
     "prove": {
         "a proof run": Situation(
@@ -184,7 +190,13 @@ SERVING: dict[str, dict[str, Situation]] = {
             ),
         ),
         "--import": Situation(
-            line("prove --import {out}.gz"), effects(output="-o {out}", json_="--json"), before=a_bundle
+            line("prove --import {out}.gz"),
+            effects(
+                output="-o {out}",
+                force=Effect(line("--force"), base=line("prove --import {out}.gz -o {out}"), before=a_review),
+                json_="--json",
+            ),
+            before=a_bundle,
         ),
     },
     "watch": {

@@ -32,6 +32,7 @@ PREFIX = 600  # tokens before each question of cold and warm
 MIN_ACCEPTANCE = 1.05  # of check
 CHECKED = 40  # questions of check at most
 DEGENERATE = "degenerate output"
+USED_SHARE = 0.1  # of the largest rise of memory; ranks of one server take about the same
 FEWEST_STEPS = 50  # of a part that is compared with another
 OWN_OPTIONS = {  # of serve, which each launch of a proof sets; and how a proof is told
     "--head": "pass --head before it",
@@ -244,11 +245,24 @@ class PlanFinding:
         return self.measured / self.planned
 
 
+def taken(before: Sequence[int] | None, after: Sequence[int] | None) -> list[int] | None:
+    """Bytes that a launch took of each GPU that it uses, from those in use on all GPUs before and after its start; None
+    where they are not known. What other jobs hold counts for nothing; a GPU whose memory rose by less than a tenth of
+    the most is not the launch's."""
+    if before is None or after is None or len(before) != len(after):
+        return None
+    rises = [max(0, now - then) for then, now in zip(before, after, strict=True)]
+    return [rise for rise in rises if rise > max(rises) * USED_SHARE] or None
+
+
 def plan_findings(evidence: Mapping[str, Any]) -> list[PlanFinding]:
-    """Step times and memory against the plan; nothing where the measured GPUs are not the planned ones."""
+    """Step times and memory against the plan; nothing where the measured GPUs are not the planned ones, and no memory
+    where it was taken on another number of GPUs than planned. Raises ArithmeticError for a plan of nothing."""
     plan = evidence["outputs"].get("plan") or {}
     names = [gpu["name"].lower() for gpu in evidence["gpus"]]
     if not plan.get("points") or not names or not all(plan["gpu"].lower() in name for name in names):
+        return []
+    if evidence["setup"].get("gpus", plan["gpus"]) != plan["gpus"]:
         return []
     found = []
     for launch, measured in evidence["speed"].items():
@@ -261,7 +275,7 @@ def plan_findings(evidence: Mapping[str, Any]) -> list[PlanFinding]:
     per_gpu = plan["per_gpu"]
     for launch, used in evidence["memory"].items():
         parts = ("weights", "kv") if launch == PLAIN else ("weights", "head", "kv")
-        if used.get("per_gpu"):
+        if len(used.get("per_gpu") or ()) == plan["gpus"]:
             planned = sum(per_gpu[part] for part in parts)
             found.append(
                 _compared(f"memory of one GPU, {launch} (bytes)", planned, max(used["per_gpu"]), MEMORY_TOLERANCE)
@@ -314,9 +328,19 @@ def judge(evidence: Mapping[str, Any]) -> list[ProveLine]:
         status: Status = "pass" if finding.status == "verified" else "fail"
         shown = f"planned {finding.planned:.4g}, measured {finding.measured:.4g} (x {finding.ratio:.2f})"
         lines.append(ProveLine(f"plan: {finding.what}", status, shown))
+    lines += _other_count(evidence) if plan else []
     if not plan:
         lines.append(ProveLine("plan", "skipped", "no plan of the GPUs that were measured"))
     return lines
+
+
+def _other_count(evidence: Mapping[str, Any]) -> Iterator[ProveLine]:
+    """Launches whose memory is not compared with the plan, since the GPUs are not as many."""
+    planned = evidence["outputs"]["plan"]["gpus"]
+    for launch, used in evidence["memory"].items():
+        if (found := len(used.get("per_gpu") or ())) not in (0, planned):
+            why = f"memory rose on {found} GPUs, the plan is for {planned}"
+            yield ProveLine(f"plan: memory of one GPU, {launch} (bytes)", "skipped", why)
 
 
 def _problems(name: str, output: Mapping[str, Any] | None) -> ProveLine:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import hashlib
 import ipaddress
 import os
 import platform
@@ -322,11 +323,32 @@ def redactor(places: Mapping[str, str], environ: Mapping[str, str] = os.environ,
     names |= {value: SECRET for value in secrets if not value.isdigit() and not value.startswith("/")}
     names |= {value: SECRET for value in _secrets_of(words)}
     names |= {str(Path.home()): "<home>", os.getcwd(): PLACE} if len(str(Path.home())) > 3 else {}
-    for place, stand_in in places.items():
-        if place.startswith(("/", "~", ".")):
-            names |= {place: stand_in, str(Path(place).expanduser().resolve()): stand_in}
+    for place, stand_in in [*((file, PLACE) for file in _files_among(words)), *places.items()]:
+        rooted = place.startswith(("/", "~", "."))
+        if rooted or place and Path(place).exists():
+            path = Path(place).expanduser()
+            names |= {str(path.absolute()): stand_in, str(path.resolve()): stand_in}
+            names |= {place: stand_in} if rooted or "/" in place else {}  # a bare name may be any word
     left = {name: stand_in for name, stand_in in names.items() if name.lower() not in COMMON | {"/", "."}}
     return Redactor(left, _neighbours([name for name, stand_in in left.items() if stand_in == HOST]))
+
+
+def _files_among(words: Sequence[str]) -> list[str]:
+    """Relative paths of files that are there, among the words of a command line."""
+    found = [word.partition("=")[2] if word.startswith("-") else word for word in words]
+    return [word for word in found if "/" in word and Path(word).exists()]
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """The words of a command line, each that holds a secret as a short hash: a change is seen, the secret is not."""
+    redacted = Redactor({}).value(list(words))
+    return [_hashed(word) if SECRET in shown and SECRET not in word else word
+            for word, shown in zip(words, redacted, strict=True)]  # fmt: skip
+
+
+def _hashed(word: str) -> str:
+    name = word.partition("=")[0] + "=" if word.startswith("-") and "=" in word else ""
+    return f"{name}sha256 {hashlib.sha256(word.encode()).hexdigest()[:16]}"
 
 
 def _secrets_of(words: Sequence[str]) -> Iterator[str]:

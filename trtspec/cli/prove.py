@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from trtspec import report
-from trtspec.cli.options import DryRunOption, Gpu, HeadOption, JsonOption, RestartOption, ThinkingOption, numbers
+from trtspec.cli.options import (
+    DryRunOption,
+    ForceOption,
+    Gpu,
+    HeadOption,
+    JsonOption,
+    RestartOption,
+    ThinkingOption,
+    numbers,
+)
 from trtspec.errors import CheckFailed, UsageError
-from trtspec.records import Mode, narrow, without
+from trtspec.records import Mode, narrow, refuse_unused, without
 
 if TYPE_CHECKING:
     from trtspec.bench.prove import ProveSetup
@@ -22,6 +31,7 @@ if TYPE_CHECKING:
 
 MARKS = {"pass": "pass   ", "fail": "FAIL   ", "skipped": "skipped"}
 CONTEXTS = "1000,4000,16000"
+FINDINGS, PATCH = "findings.json", "schemas.patch"  # what --import writes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +66,7 @@ class ProveOptions:
         tuple[Path, ...],
         typer.Option("--import", help="Bundle of a proof: show what it verifies or refutes; repeatable."),
     ] = ()
+    force: ForceOption = False
     restart: RestartOption = False
     dry_run: DryRunOption = False
     json_: JsonOption = False
@@ -67,10 +78,11 @@ class ProveImport:
 
     import_: tuple[Path, ...]
     output: Path | None
+    force: bool
     json_: bool
 
 
-RUN = Mode("a proof run", without(ProveOptions, "import_"), "leaving --import out")
+RUN = Mode("a proof run", without(ProveOptions, "import_", "force"), "leaving --import out")
 IMPORT = Mode("--import", ProveImport, "--import BUNDLE")
 MODES = (RUN, IMPORT)
 
@@ -82,6 +94,8 @@ def prove(options: ProveOptions) -> None:
     with the plan. A killed run resumes. With --import, shows what bundles from elsewhere verify or refute.
     """
     if options.import_:
+        if options.output is None:
+            refuse_unused(options, ("force",), "without --output")
         _import(narrow(options, IMPORT, MODES, selecting=("import_",)))
         return
     narrow(options, RUN, MODES, selecting=("import_",))
@@ -105,6 +119,7 @@ def _setup(options: ProveOptions) -> ProveSetup:
     """What the options ask for. Raises UsageError for the first that cannot be."""
     from trtspec.bench.datasets import load_dataset
     from trtspec.bench.prove import ProveSetup, refuse_own_options
+    from trtspec.cli.prove_inputs import absolute, absolute_data
 
     if options.target is None or options.head is None:
         missing = "a target" if options.target is None else "a head"
@@ -112,13 +127,13 @@ def _setup(options: ProveOptions) -> ProveSetup:
     refuse_own_options(options.passed)
     load_dataset(options.dataset, 2)
     return ProveSetup(
-        target=options.target,
-        head=options.head,
+        target=absolute(options.target),
+        head=absolute(options.head),
         backend=options.backend,
         draft_len=options.draft_len,
         gpu=options.gpu or _installed_gpu(),
         gpus=options.gpus,
-        dataset=options.dataset,
+        dataset=absolute_data(options.dataset),
         samples=options.samples,
         max_tokens=options.max_tokens,
         concurrency=tuple(numbers(options.concurrency, "--concurrency")),
@@ -176,20 +191,37 @@ def _show(proof: Proof, json_output: bool) -> None:
 def _import(options: ProveImport) -> None:
     from trtspec.bench.prove_bundle import read_bundle
 
+    if options.output is not None:
+        _refuse_place(options.output, options.force)
     bundles = [read_bundle(path) for path in options.import_]
     try:
         told = _weighed(bundles)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # whole by its manifest, of another form inside
+    except (
+        ArithmeticError,
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ) as error:  # whole by its manifest, of another form inside
         names = ", ".join(bundle.name for bundle in bundles)
         message = f"what {names} holds is not that of a proof: {type(error).__name__}: {error}"
         raise UsageError(message, "pass the proof.tar.gz that `trtspec prove` wrote") from error
     if options.output is not None:
-        report.write_json(options.output / "findings.json", told)
-        report.write_atomic(options.output / "schemas.patch", told["patch"])
+        report.write_json(options.output / FINDINGS, told)
+        report.write_atomic(options.output / PATCH, told["patch"])
     if options.json_:
         report.print_json(told)
         return
     _show_import(told)
+
+
+def _refuse_place(directory: Path, force: bool) -> None:
+    """Raises UsageError where no directory can be, and for files that somebody may have edited."""
+    above = report.existing(directory)
+    if not above.is_dir():
+        raise UsageError(f"{above} is a file", f"-o names the directory of {FINDINGS} and {PATCH}")
+    for name in (FINDINGS, PATCH):
+        report.refuse_overwrite(directory / name, force)
 
 
 def _weighed(bundles: list[ProofBundle]) -> dict[str, Any]:

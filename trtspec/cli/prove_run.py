@@ -33,11 +33,13 @@ from trtspec.bench.prove import (
     serve_words,
     speed_of,
     steps_of,
+    taken,
 )
 from trtspec.bench.prove_bundle import prove_html, write_bundle
 from trtspec.bench.prove_redaction import Redactor, redactor
 from trtspec.checkpoint.writer import Journal
 from trtspec.cli.demo_process import child, duration, noted_signals, stop, tail, wait
+from trtspec.cli.prove_inputs import data_file, proof_header
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.launch.preflight import used_memory
 from trtspec.launch.server import generation_failure, is_healthy
@@ -81,6 +83,7 @@ class ProofRun:
     startup: float
     journal: Journal
     broken: dict[str, str] = field(default_factory=dict)
+    idle: list[int] | None = None  # bytes in use on each GPU before a launch, the least that was seen
 
     @property
     def work(self) -> Path:
@@ -128,10 +131,11 @@ class ProofRun:
         left = [step for step in steps_of(self.setup) if step.launch == launch and not self.done(step.name)]
         if not left and self.done(name):
             return
+        self.idle = least(self.idle, used_memory())
         try:
             with served(self.setup, launch, self.work, self.startup) as (process, url, seconds):
                 if not self.done(name):
-                    self.journal.record(name, seconds=round(seconds, 3), **memory_of(process.pid))
+                    self.journal.record(name, seconds=round(seconds, 3), **memory_of(process.pid, self.idle))
                 for step in left:
                     if process.poll() is not None:
                         raise TrtspecError(f"the server ended with status {process.returncode} while it was measured")
@@ -142,12 +146,15 @@ class ProofRun:
 
 
 def run_proof(setup: ProveSetup, directory: Path, startup: float, restart: bool) -> ProofRun:
-    """Runs the steps that are not done yet. Raises UsageError where `directory` holds anything but this proof."""
+    """Runs the steps that are not done yet. Raises UsageError where `directory` holds anything but this proof,
+    begun with the same options, files and engine."""
+    directory = directory.absolute()
     journal = directory / "journal.jsonl"
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"{directory} is a file", "-o names the directory of the proof")
     if not journal.exists() and directory.exists() and any(directory.iterdir()):
         raise UsageError(f"{directory} holds something else", "choose another -o")
-    header = {"proof": json.loads(json.dumps(asdict(setup)))}
-    with Journal(journal, header, restart=restart) as kept:
+    with Journal(journal, proof_header(setup), restart=restart) as kept:
         run = ProofRun(setup, directory, startup, kept)
         prepare(run, restart)
         run.note_lost()
@@ -265,8 +272,14 @@ def end_left_over(work: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def memory_of(pid: int) -> dict[str, Any]:
-    """Bytes in use: of each GPU where nvidia-smi tells, and of the server's processes in the host's memory."""
+def least(known: list[int] | None, seen: list[int] | None) -> list[int] | None:
+    """Of each GPU the smaller figure: the server before may take a moment to give back what it held."""
+    return [min(pair) for pair in zip(known, seen, strict=True)] if known and seen and len(known) == len(seen) else seen
+
+
+def memory_of(pid: int, idle: list[int] | None) -> dict[str, Any]:
+    """Bytes that a server took: of each GPU that it uses, where nvidia-smi tells, beyond those in use before it, and of
+    its processes in the host's memory."""
     import psutil
 
     try:
@@ -275,16 +288,14 @@ def memory_of(pid: int) -> dict[str, Any]:
         resident = sum(process.memory_info().rss for process in family)
     except psutil.Error:
         resident = 0
-    return {"per_gpu": used_memory(), "resident": resident}
+    return {"per_gpu": taken(idle, used_memory()), "resident": resident}
 
 
 def finish(run: ProofRun) -> Proof:
     """Verdict, page and bundle from what the work directory holds."""
     setup = run.setup
-    redact = redactor(
-        {setup.target: "<target>", setup.head: "<head>", str(run.directory): "<proof>", setup.dataset: "<dataset>"},
-        words=setup.serve_words,
-    )
+    places = {setup.target: "<target>", setup.head: "<head>", str(run.directory): "<proof>"}
+    redact = redactor(places | {data_file(setup.dataset): "<dataset>"}, words=setup.serve_words)
     evidence = redact.value(evidence_of(run))
     lines = [
         *(ProveLine(name, "fail", redact.text(why)) for name, why in run.broken.items()),

@@ -70,16 +70,22 @@ def visible(gpus: Sequence[InstalledGpu], environ: Mapping[str, str]) -> list[In
     return list(gpus[: len(words)])
 
 
-def used_memory() -> list[int] | None:
-    """Bytes in use on each GPU, by all processes; None where nvidia-smi does not tell."""
+def used_memory(environ: Mapping[str, str] = os.environ) -> list[int] | None:
+    """Bytes in use, by all processes, on each GPU that CUDA_VISIBLE_DEVICES leaves, by number or name; None where
+    nvidia-smi does not tell."""
     if shutil.which("nvidia-smi") is None:
         return None
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "--query-gpu=index,uuid,memory.used", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT)
     except (OSError, subprocess.SubprocessError):
         return None
-    return [_bytes(line.strip()) for line in answer.stdout.splitlines() if line.strip()] or None
+    rows = [[part.strip() for part in line.split(",")] for line in answer.stdout.splitlines() if line.strip()]
+    if any(len(row) != 3 for row in rows):
+        return None
+    wanted = [word.strip() for word in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
+    left = [row for row in rows if row[0] in wanted or any(row[1].startswith(word) for word in wanted)]
+    return [_bytes(memory) for _, _, memory in left or rows] or None
 
 
 # what is wrong with this machine rather than with the request: a dry run elsewhere only mentions it
