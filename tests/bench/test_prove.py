@@ -525,7 +525,7 @@ def test_a_resume_with_another_head_data_set_or_engine_is_refused(
         os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
         go_on()
     monkeypatch.setattr("trtspec.cli.prove_inputs.engine_version", lambda backend: "another")
-    with pytest.raises(UsageError, match="engine was .* now 'another'"):
+    with pytest.raises(UsageError, match='engine was .* now "another"'):
         go_on()
 
 

@@ -120,6 +120,7 @@ OPTIONS = ("--{0} {1}", "--{0}={1}", "['--{0}', '{1}']", '"--{0}", "{1}"', "serv
 @given(secrets, st.sampled_from(STRONG_NAMES), st.sampled_from(ASSIGNMENTS + OPTIONS), carriers)
 @example("wJalrXUtnFEMIbPxRfi", "AWS_SECRET_ACCESS_KEY", "{0}={1}", "{}")
 def test_secrets_by_their_names(secret: str, name: str, form: str, carrier: str) -> None:
+    assume(secret[2:-2] not in json.dumps(evidence("")))  # its own words, such as --max-seq-len, may be drawn too
     found = redacted(carrier.format(form.format(name, secret)))
     assert secret not in found and (len(secret) < 14 or secret[2:-2] not in found)
 
