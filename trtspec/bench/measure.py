@@ -193,6 +193,7 @@ async def measure(
             most = OPEN_CONNECTIONS if workload.rates else workload.most
             client = await stack.enter_async_context(new_client(url, most, workload.limit_s))
             server = await adapters.detect_server(client, model)
+            progress.raw.served_by(name, server)
             endpoint = Endpoint(url, server.model, workload.api, workload.body(), workload.limit_s)  # type: ignore[arg-type]
             found = MeasuredEndpoint(name, client, endpoint, server, limits=limits(server))
             found.restless = progress.raw.segment > 0

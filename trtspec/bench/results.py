@@ -27,14 +27,14 @@ from trtspec.bench.acceptance import AcceptanceSummary, Count, TurnCounts
 from trtspec.bench.adapters import DetectedServer
 from trtspec.bench.client import Answer
 from trtspec.bench.text_quality import OutputQuality
-from trtspec.checkpoint.writer import Journal
+from trtspec.checkpoint.writer import Journal, differences
 from trtspec.errors import Problem, TrtspecError, UsageError
 
 Read = TypeVar("Read")
 NotNegative = Annotated[float, Field(ge=0)]
 RAW_FILE = "raw.jsonl"
 SCHEMA = 1  # of results.json
-RESUME_REMEDY = "give the options that it was started with, or start over with --force"
+RESUME_REMEDY = "give the URLs and options that it was started with, or start over with --force"
 
 
 @dataclass(frozen=True)
@@ -375,22 +375,39 @@ class StoredPart:
 
 
 class RawResults:
-    """The journal of a run; without a path nothing is kept. `segment` counts the processes that worked on it."""
+    """The journal of a run; without a path nothing is kept. `segment` counts the processes that worked on it, `servers`
+    holds what answered as each endpoint."""
 
     def __init__(self, path: Path | None, header: Mapping[str, Any], restart: bool = False) -> None:
         self.journal = Journal(path, dict(header), restart=restart, remedy=RESUME_REMEDY) if path else None
         self._thread = ThreadPoolExecutor(1)
         self._written: list[Future[None]] = []
         self.stored: dict[PartName, dict[int, list[dict[str, Any]]]] = {}
+        self.servers: dict[str, dict[str, Any]] = {}
         starts = 0
         for key, entry in (self.journal.done if self.journal else {}).items():
             if key.startswith("begin "):
                 starts += 1
+            elif key.startswith("server "):
+                self.servers[entry["endpoint"]] = entry["server"]
             else:
                 name = PartName(entry["endpoint"], entry["level"], entry["round"])
                 self.stored.setdefault(name, {}).setdefault(entry["segment"], []).append(entry)
         self.segment = starts
         self._write(f"begin {starts}", {})
+
+    def served_by(self, endpoint: str, server: DetectedServer) -> None:
+        """Notes what answers as `endpoint`. Raises UsageError where its recorded answers are another server's."""
+        found, before = server.to_dict(), self.servers.get(endpoint, {})
+        if any(part.endpoint == endpoint for part in self.stored):
+            known = {key: value for key, value in before.items() if None not in (value, found.get(key))}
+            changed = differences(known, {key: found[key] for key in known}, endpoint)
+            if changed:
+                message = f"{self.journal.path if self.journal else ''} holds answers of another server"
+                raise UsageError(f"{message}: {'; '.join(changed)}", RESUME_REMEDY)
+            found = {key: before.get(key) if value is None else value for key, value in found.items()}
+        self.servers[endpoint] = found
+        self._write(f"server {endpoint}", {"endpoint": endpoint, "server": found})
 
     def record(self, part: PartName, answer: Answer, origin: float) -> None:
         """One complete answer; its times are kept from `origin`, the beginning of its part."""

@@ -179,18 +179,19 @@ def bench(options: BenchOptions) -> None:
 
 
 def _refuse_unused(options: BenchOptions) -> None:
-    """Refuses options that this run does not use, and an output that stands."""
+    """Refuses options that this run does not use, and an output that stands and is not the one that it continues."""
+    from trtspec.bench.results import RAW_FILE
+
+    begun = options.output is not None and (options.output / RAW_FILE).is_file()
+    resumed = options.resume and begun
     if options.output is None:
         refuse_unused(options, ["force", "resume"], "without --output")
         if options.markdown is None:
             refuse_unused(options, ["beside"], "without --output or --markdown")
-    elif not options.resume:
+    elif not resumed:
         try:
             report.refuse_overwrite(options.output, options.force)
         except UsageError as error:
-            from trtspec.bench.results import RAW_FILE
-
-            begun = (options.output / RAW_FILE).is_file()
             more = "; --resume continues an interrupted run" if begun else ""
             raise UsageError(error.message, error.remedy + more) from None
     if not options.compare:
@@ -206,7 +207,7 @@ def _refuse_unused(options: BenchOptions) -> None:
         refuse_unused(options, ["thinking"], "by --api completions, which has no chat template")
     for path in (options.markdown, options.junit):
         if path is not None and not _is_failure(path):
-            report.refuse_overwrite(path, options.force or options.resume)
+            report.refuse_overwrite(path, options.force or resumed)
 
 
 def _is_failure(path: Path) -> bool:
@@ -264,7 +265,7 @@ def run(urls: dict[str, str], work: BenchWorkload, options: BenchOptions) -> tup
         for url in urls.values():
             asyncio.run(measure.wait_ready(url, options.wait_ready))
     path = options.output / RAW_FILE if options.output else None
-    header = {"workload": work.describe(), "endpoints": list(urls), "model": options.model}
+    header = {"workload": work.describe(), "endpoints": urls, "model": options.model}
     with (
         progress_bar("asking", len(urls) * work.turns(), "answers") as bar,
         RawResults(path, header, restart=not options.resume) as raw,

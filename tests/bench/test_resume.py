@@ -1,0 +1,65 @@
+"""`--resume` continues what this server was asked, and nothing else: another server is named, other files stand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.bench.test_malformed_metadata import WORKLOAD, pages, served
+from tests.command_line import trtspec
+from trtspec.bench.measure import Progress, measure
+from trtspec.bench.results import RawResults
+from trtspec.errors import UsageError
+
+Start = Callable[..., str]
+
+
+def test_answers_of_another_server_are_not_continued(stand_in: Start, dataset: Path, tmp_path: Path) -> None:
+    """Another URL, another system prompt; and the same command goes on where the journal ends."""
+    url, other, out = stand_in(), stand_in(accept_nothing=True), tmp_path / "out"
+    common = ["--dataset", dataset, "--samples", 2, "--concurrency", 1, "--max-tokens", 8, "-o", out]
+    first = trtspec("bench", url, *common, "--under", "system=Be brief.")
+    assert first.status == 0, first.stderr
+    journal = out / "raw.jsonl"
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:4]))  # as a kill leaves it
+    for place, words in ((other, "system=Be brief."), (url, "system=Be kind.")):
+        refused = trtspec("bench", place, *common, "--under", words, "--resume")
+        assert refused.status == 2 and "begun with something else" in refused.stderr
+        assert (f'now "{other}"' if place == other else "Be kind.") in refused.stderr, refused.stderr
+        assert "--force" in refused.stderr
+    again = trtspec("bench", url, *common, "--under", "system=Be brief.", "--resume")
+    assert again.status == 0, again.stderr
+
+
+def test_another_server_at_the_same_url_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "raw.jsonl"
+
+    def run(kind: str, version: str | None = "1.0") -> None:
+        found = pages(kind) | {"/version": json.dumps({"version": version})}
+        with RawResults(path, {}) as raw:
+            asyncio.run(served(found.get, lambda url: measure({"e": url}, WORKLOAD, progress=Progress(raw=raw))))
+
+    run("sglang")
+    run("sglang", None)  # what it does not say this time is not known to differ
+    for kind, version, says in (("sglang", "2.0", 'e.version was "1.0", now "2.0"'), ("vllm", "1.0", "e.kind was")):
+        with pytest.raises((UsageError, ExceptionGroup)) as refused:
+            run(kind, version)
+        found = refused.value.exceptions[0] if isinstance(refused.value, ExceptionGroup) else refused.value
+        assert isinstance(found, UsageError) and says in found.message and "--force" in found.remedy
+    run("sglang")
+
+
+def test_resume_overwrites_only_what_it_continues(stand_in: Start, dataset: Path, tmp_path: Path) -> None:
+    url, out, page = stand_in(), tmp_path / "out", tmp_path / "notes.md"
+    common = ["--dataset", dataset, "--samples", 2, "--concurrency", 1, "--max-tokens", 16]
+    out.mkdir()
+    (out / "report.html").write_text("mine")
+    page.write_text("mine")
+    for options in (["-o", out], ["-o", tmp_path / "new", "--markdown", page]):
+        refused = trtspec("bench", url, *common, *options, "--resume")
+        assert refused.status == 2 and "would be overwritten" in refused.stderr, refused.stderr
+    assert page.read_text() == (out / "report.html").read_text() == "mine" and not (tmp_path / "new").exists()
