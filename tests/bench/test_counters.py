@@ -45,10 +45,14 @@ class CountingServer:
     """Drafts three tokens in each step and counts as vLLM does: every step when it is made, and drafts accepted
     past the end of an answer too. Answers to prompts with a word of `cut` end without their last event, and their
     steps go on for a while. `received`: (steps, accepted) of each answer by its prompt, as a client that counts itself
-    would have them."""
+    would have them. It says that a prompt has `extra_tokens` more than words, in answers of more than one token
+    `grows_by` more, or always `fixed_prompt`; `longest`: characters of a prompt."""
 
     cut: set[str] = field(default_factory=set)
     extra_tokens: int = 0
+    grows_by: int = 0
+    fixed_prompt: int | None = None
+    longest: int = 0
     asked: list[str] = field(default_factory=list)
     received: dict[str, tuple[int, int]] = field(default_factory=dict)
     steps: int = 0
@@ -75,8 +79,8 @@ class CountingServer:
             text = " ".join(words[sum(sizes[:place]) :][:size]) + " "
             yield {"choices": [{"index": 0, "delta": {"content": text}}]}
         yield {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
-        usage = {"prompt_tokens": len(prompt.split()) + self.extra_tokens, "completion_tokens": tokens}
-        yield {"choices": [], "usage": usage}
+        counted = self.fixed_prompt or len(prompt.split()) + self.extra_tokens + self.grows_by * (tokens > 1)
+        yield {"choices": [], "usage": {"prompt_tokens": counted, "completion_tokens": tokens}}
 
     def metrics(self) -> str:
         name = "vllm:spec_decode_num"
@@ -92,6 +96,7 @@ class CountingServer:
 
     def answer(self, body: dict[str, Any]) -> bytes:
         prompt = body["messages"][-1]["content"]
+        self.longest = max(self.longest, len(prompt))
         events = list(self.events(prompt, min(TOKENS, body["max_tokens"])))
         if body["max_tokens"] > 1:
             self.asked.append(prompt)

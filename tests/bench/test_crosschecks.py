@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from trtspec.bench import ci_reports, findings
+from trtspec.bench import adapters, ci_reports, findings
 from trtspec.bench.acceptance import TurnCounts, summarize, without_surplus
 from trtspec.bench.client import Answer
 from trtspec.bench.load import Round
@@ -61,12 +61,24 @@ def test_honest_answers_pass() -> None:
          "TS-BENCH-CLAIMED-ACCEPTANCE"),
         ({"spec_decode": None, "tokens_per_iteration": 4.0}, "TS-BENCH-CLAIMED-ACCEPTANCE"),
         ({"spec_decode": None, "tokens_per_iteration": 80.0}, "TS-BENCH-CLAIMED-ACCEPTANCE"),
+        ({"spec_decode": None, "tokens_per_iteration": 0.5}, "TS-BENCH-CLAIMED-ACCEPTANCE"),
+        ({"spec_decode": None, "tokens_per_iteration": 1e-9}, "TS-BENCH-CLAIMED-ACCEPTANCE"),
     ],
 )  # fmt: skip
 def test_a_lie_in_5_percent_of_answers_is_named(change: dict[str, Any], code: str) -> None:
     lies = [answer() for _ in range(95)] + [answer(**change) for _ in range(5)]
     found = findings.contradictions("e", lies, 1000)
     assert code in codes(found) and "5 of 100 answers" in found[0].message
+
+
+def test_an_average_below_one_is_no_acceptance() -> None:
+    """0.5 made 152 steps of 76 tokens, and accepted -76; a rounded 1 and a 0, which is no count, are honest."""
+    faults: list[str] = []
+    low = [answer(spec_decode=None, tokens_per_iteration=average) for average in (0.5, 1e-9)]
+    assert adapters.all_counts(low, faults) == [] and "avg_decoded_tokens_per_iter is 0.5" in faults[0]
+    plain, untold = (answer(30, 0, spec_decode=None, tokens_per_iteration=average) for average in (0.999, 0.0))
+    assert [(count.verifications, count.accepted) for count in adapters.all_counts([plain, untold])] == [(30, 0)]
+    assert not findings.contradictions("e", [plain, untold], 1000)
 
 
 def counters(tokens: int, steps: int, accepted: int, answers: int) -> TurnCounts:

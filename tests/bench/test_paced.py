@@ -32,6 +32,7 @@ from trtspec.bench.client import (
 from trtspec.bench.datasets import load_dataset
 from trtspec.bench.load import ServiceLevel
 from trtspec.bench.results import BenchResults
+from trtspec.errors import TrtspecError
 
 PACED = Path(__file__).with_name("paced_server.py")
 TTFT, GAP, TOKENS, PER_CHUNK = 0.2, 0.05, 40, 2
@@ -168,6 +169,25 @@ def test_a_connection_is_not_used_when_the_server_is_about_to_close_it() -> None
 
     asyncio.run(asked_twice())
     assert not resets
+
+
+def test_waiting_for_a_silent_server_ends_in_time() -> None:
+    """It accepts connections and never answers, as some do while they load."""
+
+    async def waited() -> float:
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(silent, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        started = time.monotonic()
+        async with server:
+            with pytest.raises(TrtspecError, match=f"after 0.5 s {url} does not answer /v1/models"):
+                await measure.wait_ready(url, 0.5)
+        return time.monotonic() - started
+
+    assert asyncio.run(waited()) < 20, "a client's own patience is 30 s"
 
 
 def test_a_buffering_proxy_is_named(paced: Callable[..., str], dataset: Path) -> None:

@@ -28,6 +28,7 @@ FROM_AVERAGE = "avg_decoded_tokens_per_iter of each choice (prefill counted as a
 FROM_COUNTERS = "vllm:spec_decode_num_* counters around the run"
 FROM_STREAMS = "usage in the chunks of streams"
 FROM_SGLANG = "avg_spec_accept_length of /server_info (mean since the server's start)"
+LEAST_AVERAGE = 0.99  # tokens per iteration: each brings one, and an average may be rounded
 SETTLED_S = 1.0  # between two readings of counters that no longer change; a step of an engine takes less
 RESTLESS_S = 30.0  # after which somebody else is on the server
 
@@ -171,8 +172,8 @@ def counts_of(answer: Answer) -> TurnCounts | None:
             histogram=tuple(histogram) if known and histogram else None,
             source=FROM_CHOICE,
         )
-    if answer.tokens_per_iteration and answer.completion_tokens:
-        steps = max(1, round(answer.completion_tokens / answer.tokens_per_iteration))
+    if (answer.tokens_per_iteration or 0.0) >= LEAST_AVERAGE and answer.completion_tokens:
+        steps = max(1, min(answer.completion_tokens, round(answer.completion_tokens / answer.tokens_per_iteration)))
         return TurnCounts(
             question=answer.question,
             category=answer.category,
@@ -192,10 +193,20 @@ def is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
-def all_counts(answers: Sequence[Answer]) -> list[TurnCounts]:
-    """`counts_of` for every answer without an error that tells something."""
-    found = (counts_of(answer) for answer in answers if not answer.error)
+def all_counts(answers: Sequence[Answer], faults: list[str] | None = None) -> list[TurnCounts]:
+    """`counts_of` for every answer without an error that tells something. An average that is none has its reason added
+    to `faults`."""
+    good = [answer for answer in answers if not answer.error]
+    low = next((answer.tokens_per_iteration for answer in good if is_too_low(answer.tokens_per_iteration)), None)
+    if low is not None:
+        _note(faults, f"its avg_decoded_tokens_per_iter is {low:g}, and each iteration brings at least one token")
+    found = (counts_of(answer) for answer in good)
     return [counts for counts in found if counts is not None]
+
+
+def is_too_low(average: float | None) -> bool:
+    """Whether so few tokens per iteration cannot be; 0 is told by a server that did not count."""
+    return average is not None and 0 < average < LEAST_AVERAGE
 
 
 async def running_mean(

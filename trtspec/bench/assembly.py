@@ -55,6 +55,7 @@ def find_problems(name: str, target: MeasuredEndpoint, workload: BenchWorkload) 
         *findings.limited_parameters(name, target.limits, body),
         *findings.contradictions(name, answers, workload.sampling.max_tokens),
         *findings.counters_disagree(name, counts, answers),
+        *findings.missed_lengths(name, lengths_asked(workload, answers)),
         *findings.buffered(name, answers),
         *findings.too_few(name, summarize(told), told),
         *findings.overloaded(name, [run for runs in target.rounds.values() for run in runs]),
@@ -70,6 +71,21 @@ def find_problems(name: str, target: MeasuredEndpoint, workload: BenchWorkload) 
                 "measure acceptance without ignore_eos and without --osl",
             )
         )
+    return found
+
+
+def lengths_asked(workload: BenchWorkload, answers: Sequence[Answer]) -> list[tuple[str, int, list[int]]]:
+    """(option, tokens it asks for, tokens that the server counted) of prompts and answers of a given length."""
+    good = [answer for answer in answers if not answer.error]
+    as_asked = {condition.label for condition in workload.conditions[:1]}  # the others change the prompt
+    found = [("--osl", workload.osl, [answer.completion_tokens for answer in good])] if workload.osl else []
+    if workload.isl:
+        prompts = [answer.prompt_tokens for answer in good if not as_asked or answer.category in as_asked]
+        found.append(("--isl", workload.isl, prompts))
+    for condition in workload.conditions:
+        if condition.context:
+            prompts = [answer.prompt_tokens for answer in good if answer.category == condition.label]
+            found.append(("--under context", condition.context, prompts))
     return found
 
 

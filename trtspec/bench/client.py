@@ -240,7 +240,7 @@ async def events(response: httpx.Response) -> AsyncIterator[tuple[float, dict[st
 def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
     """Adds one stream event to an answer: text, usage, finish reason and whatever it says about speculation."""
     if event.get("error") or event.get("object") == "error":
-        answer.error = error_message(int(event.get("code") or 500), json.dumps(event))
+        answer.error = error_message(_status_in(event), json.dumps(event))
         return
     usage = event.get("usage")
     if usage:
@@ -262,6 +262,13 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
         answer.finish_reason = _word(choice.get("finish_reason")) or answer.finish_reason
         answer.tokens_per_iteration = _ratio(choice.get("avg_decoded_tokens_per_iter")) or answer.tokens_per_iteration
         answer.spec_decode = _speculation(choice.get("spec_decode")) or answer.spec_decode
+
+
+def _status_in(event: dict[str, Any]) -> int:
+    """The HTTP status in an error that came as an event, flat or nested; a `code` may also be a word."""
+    nested = event.get("error")
+    codes = [each.get("code") for each in (event, nested) if isinstance(each, dict)]
+    return next((int(code) for code in codes if str(code).isdecimal() and len(str(code)) == 3), 500)
 
 
 def token_count(value: Any) -> int:

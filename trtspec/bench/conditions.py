@@ -27,7 +27,9 @@ TRIALS = 4
 PROBED = 4
 CLOSE = 0.01
 TITLE = 32  # characters of a system prompt that its condition is called by
+FAR = 0.1  # from the wanted length: it cannot be reached
 FIRST_GUESS = 4.0  # characters per token
+MOST_CHARACTERS = 64  # per token, of no text that anybody wrote
 
 
 @dataclass(frozen=True)
@@ -85,34 +87,62 @@ def under(questions: Sequence[Question], conditions: Sequence[Condition]) -> lis
 
 
 async def fitted(
-    client: httpx.AsyncClient, endpoint: Endpoint, questions: Sequence[Question], tokens: int
+    client: httpx.AsyncClient, endpoint: Endpoint, questions: Sequence[Question], tokens: int, option: str
 ) -> list[Question]:
     """Every question with one turn whose prompt has about `tokens` tokens as the server counts them: cut, or behind
     text of the other questions, which begins elsewhere for each so that no two share a prefix.
 
-    The server counts the first PROBED of them; the rest follow their characters per token. Raises UsageError below
-    SMALLEST, TrtspecError where the server does not count prompts."""
+    The server counts the first PROBED of them; the rest follow their characters per token. `option` is how the length
+    was asked for. Raises UsageError below SMALLEST and where the chat template alone is longer, TrtspecError where the
+    server does not count prompts or what it counts does not come near."""
     if tokens < SMALLEST:
-        raise UsageError(f"--isl {tokens} is less than {SMALLEST} tokens", "a chat template alone takes about as many")
+        raise UsageError(f"{option} is less than {SMALLEST} tokens", "a chat template alone takes about as many")
+    empty = replace(questions[0], turns=(".",), opening=(), replay=(), parts=(), tools=())
+    length = _Length(client, endpoint, tokens, option, await prompt_tokens(client, endpoint, empty, option))
+    if length.short >= tokens:
+        message = f"{option}: {endpoint.base_url} counts {length.short} tokens for a prompt without words"
+        raise UsageError(message, f"its chat template takes them: ask for more than {length.short} tokens")
     corpus = "\n\n".join(_words(question) for question in questions)
-    short = await prompt_tokens(client, endpoint, replace(questions[0], turns=(".",), opening=(), replay=(), parts=()))
-    lengths = [round((tokens - short) * FIRST_GUESS)]
+    lengths: list[int] = []
     for place, question in enumerate(questions[:PROBED]):
-        length = lengths[-1]
-        for _ in range(TRIALS):
-            counted = await prompt_tokens(client, endpoint, _sized(question, corpus, (place, len(questions)), length))
-            if abs(counted - tokens) <= max(1, CLOSE * tokens):
-                break
-            length = max(1, round(length * (tokens - short) / max(1, counted - short)))
-        lengths.append(length)
-    typical = round(sum(lengths[1:]) / len(lengths[1:]))
+        first = lengths[-1] if lengths else round((tokens - length.short) * FIRST_GUESS)
+        lengths.append(await length.found(question, corpus, (place, len(questions)), first))
+    lengths += [round(sum(lengths) / len(lengths))] * (len(questions) - len(lengths))
     return [
-        # the number at the beginning keeps what was counted just now out of the server's prefix cache
-        _sized(
-            question, corpus, (place, len(questions)), (lengths[1:] + [typical] * len(questions))[place], f"({place}) "
-        )
+        # the mark at the beginning keeps what was counted just now out of the server's prefix cache
+        _sized(question, corpus, (place, len(questions)), lengths[place], f"({place}) ")
         for place, question in enumerate(questions)
     ]
+
+
+@dataclass(frozen=True)
+class _Length:
+    """A search for the characters of a prompt of `tokens` tokens. `short`: what the server counts for one word."""
+
+    client: httpx.AsyncClient
+    endpoint: Endpoint
+    tokens: int
+    option: str
+    short: int
+
+    async def found(self, question: Question, corpus: str, at: tuple[int, int], length: int) -> int:
+        """Of one question, the closest of TRIALS. Raises TrtspecError where none is within FAR."""
+        tried: list[tuple[int, int, int]] = []  # distance, characters, tokens
+        for _ in range(TRIALS):
+            prompt = _sized(question, corpus, at, length, f"[{at[0]}] ")
+            counted = await prompt_tokens(self.client, self.endpoint, prompt, self.option)
+            tried.append((abs(counted - self.tokens), length, counted))
+            if tried[-1][0] <= max(1, CLOSE * self.tokens):
+                break
+            length = max(1, round(length * (self.tokens - self.short) / max(1, counted - self.short)))
+            length = min(length, MOST_CHARACTERS * self.tokens)
+        distance, length, counted = min(tried)
+        if distance > max(4, FAR * self.tokens):
+            message = (
+                f"{self.option}: {self.endpoint.base_url} counts {counted} tokens in a prompt of {length} characters"
+            )
+            raise TrtspecError(message, f"leave {self.option} out, or ask the server, not a proxy")
+        return length
 
 
 def _words(question: Question) -> str:
@@ -131,12 +161,12 @@ def _sized(question: Question, corpus: str, at: tuple[int, int], length: int, be
     return replace(question, turns=(before + asked,), opening=(), parts=(), replay=(), tools=())
 
 
-async def prompt_tokens(client: httpx.AsyncClient, endpoint: Endpoint, question: Question) -> int:
-    """As the server counts the prompt, from an answer of one token."""
+async def prompt_tokens(client: httpx.AsyncClient, endpoint: Endpoint, question: Question, option: str) -> int:
+    """As the server counts the prompt, from an answer of one token; `option` asks for a length."""
     body = request_body(endpoint, question.request(0, []), RequestSampling(max_tokens=1), 0)
     body.pop("min_tokens", None)
     answer = await stream_answer(client, endpoint, body, question.id, question.category, 0)
     if answer.error or not answer.prompt_tokens:
         reason = answer.error or "it does not say how many tokens a prompt has"
-        raise TrtspecError(f"{endpoint.base_url} cannot be given prompts of a length: {reason}", "leave --isl out")
+        raise TrtspecError(f"{endpoint.base_url} cannot be given prompts of a length: {reason}", f"leave {option} out")
     return answer.prompt_tokens

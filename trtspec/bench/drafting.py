@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trtspec.bench.acceptance import AcceptanceSummary, summarize
-from trtspec.bench.adapters import FROM_COUNTERS, FROM_SGLANG, is_count
+from trtspec.bench.adapters import FROM_COUNTERS, FROM_SGLANG, LEAST_AVERAGE, is_count
 from trtspec.bench.gate import SHOWN, CheckResult, Status, pass_or_fail, result
 from trtspec.bench.steps import (
     AGREE,
@@ -129,7 +129,7 @@ def _faults(transcript: Transcript, decimals: int) -> Iterator[str]:
     tokens, average, spec = transcript.completion_tokens or 0, transcript.average, transcript.spec_decode
     if spec is not None:
         yield from _spec_faults(spec, tokens)
-    if average is not None and average < 0.99:
+    if average is not None and average < LEAST_AVERAGE:
         yield f"{average:g} tokens per iteration are fewer than one"
     if average is not None and tokens and decimals >= FEW_DECIMALS and not _whole(tokens, average, decimals):
         yield f"{average:g} tokens per iteration of {tokens} tokens are no whole number of iterations"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 
 from trtspec.bench.acceptance import AcceptanceSummary, TurnCounts, add_histograms, per_question, units_needed
+from trtspec.bench.adapters import is_too_low
 from trtspec.bench.client import Answer
 from trtspec.bench.load import Round
 from trtspec.bench.text_quality import judge_run
@@ -32,6 +33,7 @@ DRAFTS = 7  # the most that published heads are served with: taken where the ser
 WIDE = 0.1  # half an interval over its value: more is too few steps to judge
 AIM = 0.05
 SHOWN = 3
+LENGTH_OFF = 0.05  # of prompts or answers from what was asked for
 
 
 def refuse_all_failed(name: str, answers: Sequence[Answer]) -> None:
@@ -213,6 +215,22 @@ def underfilled(name: str, runs: Sequence[Round]) -> list[Problem]:
     return [Problem("TS-BENCH-FEW-QUESTIONS", "info", name, message, remedy)]
 
 
+def missed_lengths(name: str, asked: Iterable[tuple[str, int, Sequence[int]]]) -> list[Problem]:
+    """A warning for each (option, tokens, what the server counted) whose median is not the length that was asked for:
+    results name their figures by it."""
+    found = []
+    for option, tokens, counted in asked:
+        known = [count for count in counted if count]
+        if not known or abs(median(known) - tokens) <= max(2, LENGTH_OFF * tokens):
+            continue
+        message = (
+            f"{option} asked for {tokens} tokens, and the server counts {median(known):g} (median of {len(known)})"
+        )
+        remedy = "name figures by what was counted; see whether the server takes min_tokens and so long a prompt"
+        found.append(Problem("TS-BENCH-LENGTH", "warning", name, message, remedy))
+    return found
+
+
 def contradictions(name: str, answers: Sequence[Answer], max_tokens: int) -> list[Problem]:
     """Answers whose own figures cannot all be true, by kind."""
     good = [answer for answer in answers if not answer.error]
@@ -266,6 +284,8 @@ def claim_contradicts(answer: Answer) -> str | None:
         if chunks > steps + 1 + SPLIT + 0.05 * tokens:
             return f"{chunks} chunks out of {steps + 1} iterations"
     claimed = answer.tokens_per_iteration
+    if is_too_low(claimed):
+        return f"{claimed:g} tokens per iteration, and each brings at least one"
     if claimed and tokens >= LONG and chunks > tokens / claimed + SPLIT + 0.05 * tokens:
         return f"{claimed:g} tokens per iteration, and its {tokens} tokens came in {chunks} chunks"
     if claimed and tokens and claimed > tokens:

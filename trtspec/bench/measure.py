@@ -221,12 +221,16 @@ async def wait_ready(url: str, seconds: float) -> None:
     async with new_client(url, 1) as client:
         while True:
             try:
-                await first_model(client)
+                async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
+                    await first_model(client)
                 return
-            except TrtspecError as error:
-                if time.monotonic() > deadline:
-                    message = f"after {seconds:g} s {error.message}"
-                    raise TrtspecError(message, "look at the server's log, or give a longer --wait-ready") from None
+            except TimeoutError:
+                error = f"{url} does not answer /v1/models"
+            except TrtspecError as failure:
+                error = failure.message
+            if time.monotonic() >= deadline:
+                message = f"after {seconds:g} s {error}"
+                raise TrtspecError(message, "look at the server's log, or give a longer --wait-ready")
             await asyncio.sleep(0.2)
 
 
@@ -253,7 +257,9 @@ async def prepare(targets: Sequence[MeasuredEndpoint], workload: BenchWorkload) 
             )
             break
     if workload.isl:
-        questions = await fitted(targets[0].client, targets[0].endpoint, questions, workload.isl)
+        questions = await fitted(
+            targets[0].client, targets[0].endpoint, questions, workload.isl, f"--isl {workload.isl}"
+        )
     return replace(workload, dataset=replace(workload.dataset, questions=tuple(questions))), problems
 
 
@@ -286,7 +292,8 @@ async def in_context(
     found: dict[str, Question] = {}
     for label, tokens in lengths.items():
         part = [question for question in questions if question.category == label]
-        found |= {question.id: question for question in await fitted(target.client, target.endpoint, part, tokens)}
+        filled = await fitted(target.client, target.endpoint, part, tokens, f"--under context={tokens}")
+        found |= {question.id: question for question in filled}
     return [found.get(question.id, question) for question in questions]
 
 
@@ -333,7 +340,7 @@ async def run_part(
         elif answers:
             ends = stored.seconds or max(answer.finished for answer in answers)
             runs.append(Round(level.concurrency, answers, 0.0, ends, 0.0, 0.0, name.number, level.rate))
-            own = stored.counts or adapters.all_counts(answers)
+            own = stored.counts or adapters.all_counts(answers, target.unmeasured)
             if not own and stored.seconds is None and await adapters.read_counters(target.client, target.server):
                 target.uncounted.append(f"{len(answers)} answers of {_where(name)} were read before an interruption")
             counts += own
@@ -376,7 +383,7 @@ async def ask(
     else:
         run = await open_loop(load, asked, level.rate, workload.sampling.seed, name.number)
     after = await adapters.read_counters(target.client, target.server, target.unmeasured)
-    counts, from_counters = adapters.all_counts(run.answers), []
+    counts, from_counters = adapters.all_counts(run.answers, target.unmeasured), []
     good = [answer for answer in run.answers if not answer.error]
     failed = len(run.answers) - len(good)
     target.restless = failed > 0
