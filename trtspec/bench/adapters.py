@@ -172,8 +172,9 @@ def counts_of(answer: Answer) -> TurnCounts | None:
             histogram=tuple(histogram) if known and histogram else None,
             source=FROM_CHOICE,
         )
-    if (answer.tokens_per_iteration or 0.0) >= LEAST_AVERAGE and answer.completion_tokens:
-        steps = max(1, min(answer.completion_tokens, round(answer.completion_tokens / answer.tokens_per_iteration)))
+    average = answer.tokens_per_iteration
+    if average is not None and average >= LEAST_AVERAGE and answer.completion_tokens:
+        steps = max(1, min(answer.completion_tokens, round(answer.completion_tokens / average)))
         return TurnCounts(
             question=answer.question,
             category=answer.category,

@@ -267,8 +267,8 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
 def _status_in(event: dict[str, Any]) -> int:
     """The HTTP status in an error that came as an event, flat or nested; a `code` may also be a word."""
     nested = event.get("error")
-    codes = [each.get("code") for each in (event, nested) if isinstance(each, dict)]
-    return next((int(code) for code in codes if str(code).isdecimal() and len(str(code)) == 3), 500)
+    codes = [str(each.get("code")) for each in (event, nested) if isinstance(each, dict)]
+    return next((int(code) for code in codes if code.isdecimal() and len(code) == 3), 500)
 
 
 def token_count(value: Any) -> int:
