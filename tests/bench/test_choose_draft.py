@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from trtspec.bench import choose_draft
 from trtspec.bench.acceptance import TurnCounts, summarize
 from trtspec.bench.adapters import DetectedServer
 from trtspec.bench.choose_draft import choose, one_length, propose, schedule_of
-from trtspec.bench.results import EndpointResult, LevelResult, QuestionSpeed, Throughput
+from trtspec.bench.results import BenchResults, EndpointResult, LevelResult, QuestionSpeed, Throughput
 from trtspec.bench.text_quality import judge_run
 from trtspec.errors import UsageError
 from trtspec.trtllm.deployment import Deployment
@@ -231,3 +232,84 @@ def test_a_server_that_does_not_tell_its_length_is_given_it(
     assert list(found["endpoints"]) == ["draft-2"], "the first server is measured once"
     twice = trtspec(*command, "--resume", "--at", f"3={url}", "--at", f"4={url}")
     assert twice.status == 2 and "it is also given 3 drafts" in twice.stderr
+
+
+WORK: dict[str, Any] = {
+    "dataset": "d", "dataset_sha256": "0", "questions": [1], "concurrency": list(LOADS), "rates": [], "max_tokens": 9,
+    "temperature": 0.0, "template": "t", "seed": 0, "api": "chat", "thinking": None, "isl": None, "osl": None,
+    "extra_body": {}, "under": [],
+}  # fmt: skip
+
+
+def earlier(drafts: int, **changed: Any) -> BenchResults:
+    """Results of a run against `endpoint(drafts)`; `changed` fields are of its workload."""
+    return BenchResults(**vars(endpoint(drafts)), workload=WORK | changed, endpoints={}, interleaved=None, problems=[])
+
+
+LOOPS = judge_run(["loop " * 60] * 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "results", "says"),
+    [
+        (5, earlier(1), "are of 1 drafts per step"),
+        (0, earlier(1), "are of 1 drafts per step"),
+        (3, earlier(3, dataset_sha256="1", temperature=1.0, thinking="on"), "in dataset_sha256, temperature, thinking"),
+        (3, earlier(3, under=["system=briefly"]), "differ from this run in under"),
+        (3, earlier(3, questions_sha256="2"), "differ from this run in questions_sha256"),
+        (3, replace(earlier(3), degeneration=LOOPS), "100% of its answers are degenerate"),
+        (3, replace(earlier(3), acceptance_length=None, drafted=None), "says nothing of what it accepted"),
+        (3, replace(earlier(3), concurrency=earlier(3).concurrency[:0]), r"in common \(1, 4, 16; none\)"),
+    ],
+)
+def test_results_that_cannot_stand_beside_the_run_are_refused_before_it(
+    given: int, results: BenchResults, says: str
+) -> None:
+    choose_draft.refuse_stored({3: earlier(3), 2: earlier(2)}, WORK)
+    with pytest.raises(UsageError, match=says) as refused:
+        choose_draft.refuse_stored({given: results}, WORK)
+    assert refused.value.remedy
+
+
+def test_output_that_says_nothing_of_drafts_chooses_nothing() -> None:
+    """Of loops every draft is right: they would win."""
+    with pytest.raises(UsageError, match="degenerate"):
+        choose({1: endpoint(1), 3: replace(endpoint(3), degeneration=LOOPS)})
+    silent = replace(endpoint(3), acceptance_length=None)
+    with pytest.raises(UsageError, match="3 drafts, u: it says nothing of what it accepted"):
+        choose({1: endpoint(1), 3: silent})
+    proposal = propose(choose({k: endpoint(k) for k in (1, 3)}), {}, None, osl=200)
+    assert any("forced to 200 tokens" in note for note in proposal.notes)
+
+
+def test_a_server_that_tells_one_mean_of_all_answers_has_steps_of_that_many_tokens() -> None:
+    """SGLang tells nothing by answer or by load; its steps were taken for ones of one token."""
+    told = endpoint(3)
+    mute = [replace(level, acceptance_length=None, acceptance_length_interval=None, cumulative=None, histogram=None)
+            for level in told.concurrency]  # fmt: skip
+    mean = replace(told, concurrency=mute, cumulative=None, histogram=None)
+    for exact, found in zip(choose({3: told}), choose({3: mean}), strict=True):
+        assert found.lengths[0].tokens_per_step == pytest.approx(exact.lengths[0].tokens_per_step)
+        assert found.lengths[0].step_s == pytest.approx(step_s(3, found.concurrency), rel=0.01)
+
+
+def test_one_length_is_compared_with_nothing() -> None:
+    assert "nothing was compared" in propose(choose({3: endpoint(3)}), {}, None).notes[-1]
+    assert not any("nothing was" in note for note in propose(choose({0: endpoint(0), 3: endpoint(3)}), {}, None).notes)
+
+
+def test_a_mistyped_place_of_results_is_no_server(tmp_path: Path) -> None:
+    for place in ("resuls-old", tmp_path / "resuls" / "old", "./old"):
+        done = trtspec("bench", "http://127.0.0.1:9", "--choose-draft", "--at", f"1={place}")
+        assert done.status == 2 and "there is no such file or directory" in done.stderr, done.stderr
+
+
+def test_what_was_measured_is_kept_where_nothing_can_be_chosen(
+    stand_in: Callable[..., str], dataset: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    words = ("--dataset", dataset, "--samples", 4, "--concurrency", 1, "--max-tokens", 48, "--choose-draft", "-o", out)
+    done = trtspec("bench", stand_in(loop=True), *words)
+    assert done.status == 2 and "degenerate" in done.stderr and "answers.jsonl" in done.stderr
+    assert json.loads((out / "results.json").read_text())["draft_choice"] is None
+    assert (out / "answers.jsonl").is_file() and not (out / "build-config.args").exists()

@@ -168,6 +168,8 @@ def drafting(results: dict[str, Any], drafts: int) -> dict[str, Any]:
     told |= {"histogram": [0, 100, *[0] * (drafts - 1)], "acceptance_length": 2.0}
     told |= {"cumulative": [1.0, *[0.0] * (drafts - 1)], "draft_acceptance_rate": 1 / drafts}
     results |= told
+    if drafts != 3:  # results for --at are of the same options as the run beside them
+        results["workload"]["extra_body"] = {"drafts": 3}
     results["categories"] = {"code": dict.fromkeys(NOTHING) | told | {"source": "counters"}}
     for level in results["concurrency"]:
         level |= told

@@ -22,14 +22,16 @@ from typing import Any
 import numpy as np
 
 from trtspec.bench.acceptance import AcceptanceSummary
-from trtspec.bench.results import EndpointResult, LevelResult
-from trtspec.bench.step_cost import ENOUGH_ROUNDS, StepCost, between, ratio_interval, step_costs
+from trtspec.bench.compare import SAME
+from trtspec.bench.results import BenchResults, EndpointResult, LevelResult
+from trtspec.bench.step_cost import ENOUGH_ROUNDS, StepCost, between, ratio_interval, step_costs, tokens_per_step
 from trtspec.errors import UsageError
 from trtspec.report import say
 
 CLOSE = 0.01  # two lengths that differ by less are alike, and the shorter one is proposed
 DOUBT = 0.02  # a length that nobody served must look faster than the best served one by more: its cost is estimated
 ROUNDS = 5  # of several servers: enough for an interval of each ratio
+SINCE = ("questions_sha256", "under")  # as SAME; results of earlier releases do not say these
 SCHEDULE = "speculative_config.draft_len_schedule"
 LARGEST_BATCH = 2048  # what an engine that names no max_batch_size may run, and more than any that does
 REMEDY = "serve other draft lengths too and pass each as --at K=URL or --at K=RESULTS; K=0 is a server without a head"
@@ -88,23 +90,67 @@ def choose(served: Mapping[int, EndpointResult], apart: Collection[int] = ()) ->
     """The best length at every concurrency that all of `served` (by draft length) were measured at; `apart` are the
     lengths that come from another run.
 
-    Raises UsageError where nothing can be chosen between."""
+    Raises UsageError where nothing can be chosen between, and for a server whose figures say nothing."""
     if not any(served):
         raise UsageError("no server with drafts was measured", REMEDY)
-    common = [
-        level.concurrency
-        for level in next(iter(served.values())).concurrency
-        if level.rate is None and all(_level(endpoint, level.concurrency) for endpoint in served.values())
-    ]
-    if not common:
-        raise UsageError(
-            "the measurements have no concurrency in common", "measure all of them at --concurrency 1,4,16"
-        )
+    for drafts, endpoint in served.items():
+        refuse_mute(drafts, endpoint)
+    common = common_loads([[level.concurrency for level in _levels(endpoint)] for endpoint in served.values()])
     return [_choice(served, concurrency, apart) for concurrency in common]
 
 
+def refuse_mute(drafts: int, endpoint: EndpointResult) -> None:
+    """Raises UsageError for a server with drafts that says nothing of acceptance, and for degenerate output, on which
+    every draft is right or none."""
+    if endpoint.degeneration.degenerate:
+        raise UsageError(
+            f"{drafts} drafts, {endpoint.url}: {endpoint.degeneration.share:.0%} of its answers are degenerate, and "
+            "acceptance on them chooses nothing",
+            "look at them in answers.jsonl, repair the server or ask other questions, and measure it again",
+        )
+    if drafts and endpoint.acceptance_length is None:
+        raise UsageError(
+            f"{drafts} drafts, {endpoint.url}: it says nothing of what it accepted ({endpoint.source})",
+            "measure a server that tells, such as a worker itself in place of a frontend before it",
+        )
+
+
+def refuse_stored(stored: Mapping[int, BenchResults], workload: Mapping[str, Any]) -> None:
+    """Raises UsageError for results of `--at` that cannot stand beside a run of `workload` (as its description states
+    it): of another draft length, of other questions or options, at other loads, without acceptance. Before the run."""
+    for given, results in stored.items():
+        name, told = f"--at {given}: the results of {results.url}", served_length(results)
+        if told is not None and told != given:
+            raise UsageError(f"{name} are of {told} drafts per step", f"write --at {told}=RESULTS")
+        refuse_mute(given, results)
+        differing = [key for key in SAME if results.workload.get(key) != workload.get(key)]
+        differing += [k for k in SINCE if k in results.workload and results.workload[k] != workload.get(k)]
+        if differing:
+            raise UsageError(
+                f"{name} differ from this run in {', '.join(differing)}",
+                "measure both with the same data set and options, best in one run: --at K=URL",
+            )
+    if stored:
+        common_loads([workload["concurrency"], *([at.concurrency for at in _levels(one)] for one in stored.values())])
+
+
+def common_loads(loads: Sequence[Sequence[int]]) -> list[int]:
+    """The concurrencies that all measurements have. Raises UsageError where there is none."""
+    found = [concurrency for concurrency in loads[0] if all(concurrency in other for other in loads)]
+    if not found:
+        told = "; ".join(", ".join(map(str, one)) or "none" for one in loads)
+        raise UsageError(
+            f"the measurements have no concurrency in common ({told})", "measure all of them at --concurrency 1,4,16"
+        )
+    return found
+
+
+def _levels(endpoint: EndpointResult) -> list[LevelResult]:
+    return [level for level in endpoint.concurrency if not level.rate]
+
+
 def _level(endpoint: EndpointResult, concurrency: int) -> LevelResult | None:
-    return next((level for level in endpoint.concurrency if level.concurrency == concurrency and not level.rate), None)
+    return next((level for level in _levels(endpoint) if level.concurrency == concurrency), None)
 
 
 def _choice(served: Mapping[int, EndpointResult], concurrency: int, apart: Collection[int]) -> LoadChoice:
@@ -149,7 +195,7 @@ def _lengths(
     served: Mapping[int, EndpointResult], levels: Mapping[int, tuple[EndpointResult, LevelResult]]
 ) -> dict[int, float]:
     """Tokens per step at one load, by draft length."""
-    found = {k: (_answers(*pair).acceptance_length or 1.0) if k else 1.0 for k, pair in levels.items()}
+    found = {k: tokens_per_step(pair[0], _answers(*pair)) if k else 1.0 for k, pair in levels.items()}
     longest = max(served)
     shares = _answers(*levels[longest]).cumulative or served[longest].cumulative
     if shares and not served[longest].surplus:
@@ -198,8 +244,11 @@ def schedule_of(loads: Sequence[LoadChoice], bounds: str) -> dict[int, int] | No
     return dict([a for a, b in pairwise(entries) if a[1] != b[1]] + entries[-1:])
 
 
-def propose(loads: Sequence[LoadChoice], meaning: Mapping[str, Any], version: str | None) -> DraftChoice:
-    """The proposal for a release, whose `meaning` of draft_len_schedule (bounds, first, beyond) its schema states."""
+def propose(
+    loads: Sequence[LoadChoice], meaning: Mapping[str, Any], version: str | None, osl: int | None = None
+) -> DraftChoice:
+    """The proposal for a release, whose `meaning` of draft_len_schedule (bounds, first, beyond) its schema states.
+    `osl`: the length to which answers were forced."""
     notes = []
     bounds = meaning.get("bounds")
     schedule = schedule_of(loads, bounds) if bounds in ("lower", "upper") else None
@@ -219,6 +268,11 @@ def propose(loads: Sequence[LoadChoice], meaning: Mapping[str, Any], version: st
     if off:
         where = ", ".join(map(str, off))
         notes.append(f"at concurrency {where} no drafts at all are fastest; a server that reaches 0 may stay there")
+    if osl:
+        notes.append(
+            f"answers were forced to {osl} tokens (--osl), and what a model writes past its own end is accepted more "
+            "easily than its answers: leave --osl out"
+        )
     notes += how_sure(loads)
     options = ["--draft-len", str(drafts)]
     if schedule:
@@ -234,7 +288,7 @@ def propose(loads: Sequence[LoadChoice], meaning: Mapping[str, Any], version: st
 def how_sure(loads: Sequence[LoadChoice]) -> list[str]:
     """What the rounds cannot tell of the choice."""
     if all(sum(figure.measured for figure in load.lengths) < 2 for load in loads):
-        return []
+        return [f"nothing was compared, because one length was served: {REMEDY}"]
     fewest = min(load.rounds for load in loads)
     if fewest == 0:
         return [

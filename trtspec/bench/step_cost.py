@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trtspec.bench.acceptance import mean_interval
+from trtspec.bench.acceptance import AcceptanceSummary, mean_interval
 from trtspec.bench.results import EndpointResult, LevelResult, QuestionSpeed
 
 ENOUGH_ROUNDS = 3
@@ -50,7 +50,7 @@ def step_costs(
     found: dict[int, StepCost | None] = _paired(rounds) if paired else {}
     for drafts, (endpoint, level) in levels.items():
         if drafts not in found:
-            pooled = _seconds(speeds_of(endpoint, level), level)
+            pooled = _seconds(speeds_of(endpoint, level), tokens_per_step(endpoint, level))
             found[drafts] = StepCost(pooled) if pooled else None
     return found
 
@@ -75,10 +75,15 @@ def speeds_of(endpoint: EndpointResult, level: LevelResult) -> list[QuestionSpee
     return [speed for speed in endpoint.questions_detail if speed.level == level.label]
 
 
-def _seconds(speeds: Collection[QuestionSpeed], level: LevelResult) -> float | None:
-    """From the first to the last chunk of each answer, over the steps that this took."""
+def tokens_per_step(endpoint: AcceptanceSummary, level: AcceptanceSummary) -> float:
+    """Of a level, or where a server tells only of all answers, of these; 1 without drafts."""
+    return level.acceptance_length or endpoint.acceptance_length or 1.0
+
+
+def _seconds(speeds: Collection[QuestionSpeed], length: float) -> float | None:
+    """From the first to the last chunk of each answer, over the steps of so many tokens that this took."""
     waited, decoded = sum(speed.decode_s for speed in speeds), sum(speed.decoded for speed in speeds)
-    return waited * (level.acceptance_length or 1.0) / decoded if waited and decoded else None
+    return waited * length / decoded if waited and decoded else None
 
 
 def _seconds_by_round(endpoint: EndpointResult, level: LevelResult) -> dict[int, float]:
@@ -86,7 +91,8 @@ def _seconds_by_round(endpoint: EndpointResult, level: LevelResult) -> dict[int,
     rounds: dict[int, list[QuestionSpeed]] = {}
     for speed in speeds_of(endpoint, level):
         rounds.setdefault(speed.round, []).append(speed)
-    found = {number: _seconds(speeds, level) for number, speeds in sorted(rounds.items())}
+    length = tokens_per_step(endpoint, level)
+    found = {number: _seconds(speeds, length) for number, speeds in sorted(rounds.items())}
     return {number: seconds for number, seconds in found.items() if seconds} if all(found.values()) else {}
 
 

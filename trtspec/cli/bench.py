@@ -22,7 +22,7 @@ from trtspec.records import refuse_empty, refuse_unused
 if TYPE_CHECKING:
     from trtspec.bench.load import ServiceLevel
     from trtspec.bench.measure import BenchWorkload
-    from trtspec.bench.results import BenchResults, EndpointResult
+    from trtspec.bench.results import BenchResults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +153,7 @@ def bench(options: BenchOptions) -> None:
     Acceptance is available from trtspec's reference backend, trtllm-serve, vLLM and SGLang. Values that a server does
     not report are null.
     """
+    from trtspec.bench import choose_draft
     from trtspec.bench.compare import compare
     from trtspec.bench.results import read_results, read_whole
 
@@ -165,14 +166,23 @@ def bench(options: BenchOptions) -> None:
     meaning = schedule_meaning(options.trtllm_version)
     urls, lengths = measured(endpoints(options.url, options.against_url), named)
     with failure_in(options.junit):
-        results, answers = run(urls, workload(options, urls), options)
+        work = workload(options, urls)
+        choose_draft.refuse_stored(stored, work.describe())
+        results, answers = run(urls, work, options)
     if earlier:
         comparison = compare(results, earlier[0], allowed, earlier[1:])
         results = replace(results, comparison=comparison, problems=[*results.problems, *comparison.problems])
+    unchosen: UsageError | None = None
     if options.choose_draft:
-        results = replace(results, draft_choice=chosen(results, lengths, stored, meaning, options.trtllm_version))
+        try:
+            choice = chosen(results, lengths, stored, meaning, options.trtllm_version)
+            results = replace(results, draft_choice=choice)
+        except UsageError as error:
+            unchosen = error  # what was measured is written and shown before
     write(options, results, answers, others)
     show(results, options.json_)
+    if unchosen:
+        raise unchosen
     if has_errors(results.problems):
         wrong = ", ".join(dict.fromkeys(p.code for p in results.problems if p.severity == "error"))
         raise CheckFailed(f"the measurement is not valid: {wrong}, see above", "fix them and run bench again")
@@ -313,13 +323,13 @@ def interrupted_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def served_at(entries: Sequence[str]) -> tuple[dict[str, tuple[int, str]], dict[int, EndpointResult]]:
+def served_at(entries: Sequence[str]) -> tuple[dict[str, tuple[int, str]], dict[int, BenchResults]]:
     """`--at`: endpoints to measure by name (with their draft length and URL), and stored results by draft length."""
     from trtspec.addresses import shown
     from trtspec.bench.results import read_whole
 
     named: dict[str, tuple[int, str]] = {}
-    stored: dict[int, EndpointResult] = {}
+    stored: dict[int, BenchResults] = {}
     for entry in entries:
         length, _, place = entry.partition("=")
         if not length.isdigit() or not place:
@@ -328,6 +338,11 @@ def served_at(entries: Sequence[str]) -> tuple[dict[str, tuple[int, str]], dict[
             raise UsageError(f"--at {shown(entry)}: {length} drafts are given twice", "name each length once")
         if Path(place).exists():
             stored[int(length)] = read_whole(Path(place))
+        elif "://" not in place and not re.match(r"[^/]+:\d", place):
+            raise UsageError(
+                f"--at {shown(entry)}: there is no such file or directory",
+                "pass what bench -o wrote, or the URL of a server, such as http://127.0.0.1:8003",
+            )
         else:
             named[f"draft-{length}"] = (int(length), place)
     return named, stored
@@ -366,7 +381,7 @@ def schedule_meaning(version: str | None) -> dict[str, Any]:
 def chosen(
     results: BenchResults,
     named: dict[str, int],
-    stored: dict[int, EndpointResult],
+    stored: dict[int, BenchResults],
     meaning: dict[str, Any],
     version: str | None,
 ) -> dict[str, Any]:
@@ -374,7 +389,7 @@ def chosen(
     from trtspec.bench import choose_draft
 
     loads = choose_draft.choose(choose_draft.served_by(results.all, named, stored), apart=stored)
-    return choose_draft.propose(loads, meaning, version).to_dict()
+    return choose_draft.propose(loads, meaning, version, results.workload["osl"]).to_dict()
 
 
 def write(
