@@ -258,7 +258,7 @@ LOOPS = judge_run(["loop " * 60] * 4)
         (3, earlier(3, under=["system=briefly"]), "differ from this run in under"),
         (3, earlier(3, questions_sha256="2"), "differ from this run in questions_sha256"),
         (3, replace(earlier(3), degeneration=LOOPS), "100% of its answers are degenerate"),
-        (3, replace(earlier(3), acceptance_length=None, drafted=None), "says nothing of what it accepted"),
+        (3, replace(earlier(3), acceptance_length=None, drafted=None), "does not say what it accepted"),
         (3, replace(earlier(3), concurrency=earlier(3).concurrency[:0]), r"in common \(1, 4, 16; none\)"),
     ],
 )
@@ -276,7 +276,7 @@ def test_output_that_says_nothing_of_drafts_chooses_nothing() -> None:
     with pytest.raises(UsageError, match="degenerate"):
         choose({1: endpoint(1), 3: replace(endpoint(3), degeneration=LOOPS)})
     silent = replace(endpoint(3), acceptance_length=None)
-    with pytest.raises(UsageError, match="3 drafts, u: it says nothing of what it accepted"):
+    with pytest.raises(UsageError, match="3 drafts, u: it does not say what it accepted"):
         choose({1: endpoint(1), 3: silent})
     proposal = propose(choose({k: endpoint(k) for k in (1, 3)}), {}, None, osl=200)
     assert any("forced to 200 tokens" in note for note in proposal.notes)

@@ -100,7 +100,7 @@ def choose(served: Mapping[int, EndpointResult], apart: Collection[int] = ()) ->
 
 
 def refuse_mute(drafts: int, endpoint: EndpointResult) -> None:
-    """Raises UsageError for a server with drafts that says nothing of acceptance, and for degenerate output, on which
+    """Raises UsageError for a server with drafts that does not say what it accepted, and for degenerate output, on which
     every draft is right or none."""
     if endpoint.degeneration.degenerate:
         raise UsageError(
@@ -110,7 +110,7 @@ def refuse_mute(drafts: int, endpoint: EndpointResult) -> None:
         )
     if drafts and endpoint.acceptance_length is None:
         raise UsageError(
-            f"{drafts} drafts, {endpoint.url}: it says nothing of what it accepted ({endpoint.source})",
+            f"{drafts} drafts, {endpoint.url}: it does not say what it accepted ({endpoint.source})",
             "measure a server that tells, such as a worker itself in place of a frontend before it",
         )
 
