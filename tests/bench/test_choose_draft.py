@@ -257,7 +257,7 @@ LOOPS = judge_run(["loop " * 60] * 4)
         (3, earlier(3, dataset_sha256="1", temperature=1.0, thinking="on"), "in dataset_sha256, temperature, thinking"),
         (3, earlier(3, under=["system=briefly"]), "differ from this run in under"),
         (3, earlier(3, questions_sha256="2"), "differ from this run in questions_sha256"),
-        (3, replace(earlier(3), degeneration=LOOPS), "100% of its answers are degenerate"),
+        (3, replace(earlier(3), degeneration=LOOPS), "100 % of its answers are degenerate"),
         (3, replace(earlier(3), acceptance_length=None, drafted=None), "does not say what it accepted"),
         (3, replace(earlier(3), concurrency=earlier(3).concurrency[:0]), r"in common \(1, 4, 16; none\)"),
     ],

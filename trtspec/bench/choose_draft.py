@@ -104,7 +104,7 @@ def refuse_mute(drafts: int, endpoint: EndpointResult) -> None:
     every draft is right or none."""
     if endpoint.degeneration.degenerate:
         raise UsageError(
-            f"{drafts} drafts, {endpoint.url}: {endpoint.degeneration.share:.0%} of its answers are degenerate, and "
+            f"{drafts} drafts, {endpoint.url}: {100 * endpoint.degeneration.share:.0f} % of its answers are degenerate, and "
             "acceptance on them chooses nothing",
             "look at them in answers.jsonl, repair the server or ask other questions, and measure it again",
         )
