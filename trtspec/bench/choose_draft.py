@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from trtspec.bench.acceptance import AcceptanceSummary
-from trtspec.bench.compare import SAME
+from trtspec.bench.compare import SAME, SINCE
 from trtspec.bench.results import BenchResults, EndpointResult, LevelResult
 from trtspec.bench.step_cost import ENOUGH_ROUNDS, StepCost, between, ratio_interval, step_costs, tokens_per_step
 from trtspec.errors import UsageError
@@ -31,7 +31,6 @@ from trtspec.report import say
 CLOSE = 0.01  # two lengths that differ by less are alike, and the shorter one is proposed
 DOUBT = 0.02  # a length that nobody served must look faster than the best served one by more: its cost is estimated
 ROUNDS = 5  # of several servers: enough for an interval of each ratio
-SINCE = ("questions_sha256", "under")  # as SAME; results of earlier releases do not say these
 SCHEDULE = "speculative_config.draft_len_schedule"
 LARGEST_BATCH = 2048  # what an engine that names no max_batch_size may run, and more than any that does
 REMEDY = "serve other draft lengths too and pass each as --at K=URL or --at K=RESULTS; K=0 is a server without a head"
@@ -100,17 +99,17 @@ def choose(served: Mapping[int, EndpointResult], apart: Collection[int] = ()) ->
 
 
 def refuse_mute(drafts: int, endpoint: EndpointResult) -> None:
-    """Raises UsageError for a server with drafts that does not say what it accepted, and for degenerate output, on which
-    every draft is right or none."""
-    if endpoint.degeneration.degenerate:
+    """Raises UsageError for a server with drafts that does not say what it accepted, and for degenerate output, on
+    which every draft is right or none."""
+    name, quality = f"{drafts} drafts, {endpoint.url}", endpoint.degeneration
+    if quality.degenerate:
         raise UsageError(
-            f"{drafts} drafts, {endpoint.url}: {100 * endpoint.degeneration.share:.0f} % of its answers are degenerate, and "
-            "acceptance on them chooses nothing",
+            f"{name}: {100 * quality.share:.0f} % of its answers are degenerate, and acceptance on them chooses nothing",
             "look at them in answers.jsonl, repair the server or ask other questions, and measure it again",
         )
     if drafts and endpoint.acceptance_length is None:
         raise UsageError(
-            f"{drafts} drafts, {endpoint.url}: it does not say what it accepted ({endpoint.source})",
+            f"{name}: it does not say what it accepted ({endpoint.source})",
             "measure a server that tells, such as a worker itself in place of a frontend before it",
         )
 
