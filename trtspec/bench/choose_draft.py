@@ -104,7 +104,7 @@ def refuse_mute(drafts: int, endpoint: EndpointResult) -> None:
     name, quality = f"{drafts} drafts, {endpoint.url}", endpoint.degeneration
     if quality.degenerate:
         raise UsageError(
-            f"{name}: {100 * quality.share:.0f} % of its answers are degenerate, and acceptance on them chooses nothing",
+            f"{name}: {100 * quality.share:.0f} % of its answers are degenerate: acceptance on them chooses nothing",
             "look at them in answers.jsonl, repair the server or ask other questions, and measure it again",
         )
     if drafts and endpoint.acceptance_length is None:
