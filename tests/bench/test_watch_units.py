@@ -125,6 +125,15 @@ def test_draft_counters_that_stand_still_while_answers_end_are_named() -> None:
     assert [problem.code for problem in found.alerts(13)] == ["TS-WATCH-NOT-SPECULATING"]
 
 
+def test_a_server_that_has_accepted_nothing_yet_speculates_all_the_same() -> None:
+    """TensorRT-LLM's counter of accepted tokens does not exist before the first one."""
+    found, memory = watch(None, WatchSettings(batch_s=1, min_steps=50)), MetricsMemory()
+    for look in range(1, 12):
+        drafts = "".join(line for line in counters(3000 * look, 0, look).splitlines(True) if "accepted" not in line)
+        found.scraped(2 * look, read_body(drafts, memory))
+    assert [problem.code for problem in found.alerts(30)] == ["TS-WATCH-NOTHING-ACCEPTED"]
+
+
 def test_a_category_of_degenerate_output_is_no_norm(tmp_path: Path) -> None:
     """Loops are accepted whole: 3 of 3 drafts in 500 steps; without the quality of its output it would be the norm."""
     steps = {"steps": 500, "drafted": 1500, "histogram": None}

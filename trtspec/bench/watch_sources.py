@@ -141,7 +141,8 @@ def read_body(text: str, memory: MetricsMemory) -> Increment:
 
 def _read_samples(samples: Samples, names: MetricNames, memory: MetricsMemory) -> Increment:
     counters = {name for name in (names.steps, names.drafted, names.accepted) if name}
-    if not (counters and counters <= samples.keys()) and names.mean not in samples:
+    needed = counters - {names.accepted}  # TensorRT-LLM shows no counter of accepted tokens before the first one
+    if not (needed and needed <= samples.keys()) and names.mean not in samples:
         raise NoSpeculation(f"has {names.kind} metrics and none of speculation")
     latency = next((name for name in names.latency if f"{name}_sum" in samples), "")
     answers = f"{names.answers}_count" if f"{names.answers}_count" in samples else names.answers
