@@ -28,6 +28,11 @@ def occupied(out: Path) -> None:
     (out / "config.json").write_text("{}")
 
 
+def begun(out: Path) -> None:
+    out.mkdir()
+    (out / "raw.jsonl").touch()
+
+
 def a_file(out: Path) -> None:
     out.write_text("mine")
 
@@ -405,7 +410,7 @@ MAKING: dict[str, dict[str, Situation]] = {
                 wait_ready=Effect(
                     line("--wait-ready 0.1"), base=line("bench {nowhere} --samples 2 --concurrency 1 --max-tokens 8")
                 ),
-                resume=Effect(line("--resume"), base=(*BENCH, "-o", "{out}"), before=occupied),
+                resume=Effect(line("--resume"), base=(*BENCH, "-o", "{out}"), before=begun),
                 beside=Effect(line("--beside {drafted}"), base=(*BENCH, "--markdown", "{out}.md")),
                 markdown="--markdown {out}.md",
                 junit="--junit {out}.xml",
