@@ -283,6 +283,7 @@ def test_without_any_log_probabilities_nobody_can_judge(cheating: str) -> None:
     assert found.status == "fail" and found.detail["unjudged"] > 0
 
 
+@pytest.mark.slow
 def test_what_the_plain_server_refused_does_not_fail_the_other_one(cheating: str) -> None:
     plain = cheats.recorded(cheats.at(cheating, "plain", "follow-up-refused", 1, "no-tools"), FEW, baseline=True)
     for options in ((), ("no-tools",)):

@@ -215,6 +215,7 @@ def test_older_releases_get_lower_bounds_or_one_length(version: str, has_one: bo
     assert not [code for code in found if "SCHEDULE" in code]
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_tell_its_length_is_given_it(
     stand_in: Callable[..., str], dataset: Path, tmp_path: Path
 ) -> None:

@@ -149,7 +149,7 @@ def warm_line(setup: ProveSetup, url: str, work: Path, backend: str, bench: str)
 
 @pytest.mark.parametrize(
     ("kind", "reuse", "status"), [
-        ("vllm", "blind", "fail"), ("vllm", "warm", "pass"),
+        ("vllm", "blind", "fail"), pytest.param("vllm", "warm", "pass", marks=pytest.mark.slow),
         *(pytest.param("reference", *more, marks=pytest.mark.slow)
           for more in (("blind", "fail"), ("warm", "pass"), (None, "pass"))),
     ]

@@ -60,6 +60,7 @@ def test_a_dry_run_reads_headers_only_and_says_what_the_run_would(hub, source, t
     assert not (tmp_path / "out").exists() and not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_dry_run_from_the_hub_runs_the_checks_of_a_run(hub, source, tmp_path):
     out, target = tmp_path / "out", "someone/Kimi-K2.5-tune"
     out.mkdir()

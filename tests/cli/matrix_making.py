@@ -428,8 +428,7 @@ MAKING: dict[str, dict[str, Situation]] = {
         ),
         "--against URL": Situation(
             (*CHECK, "--against", "{url}"),
-            slowly(CHECKED | PROMPTS) | effects(
-                url=Effect(instead=line("check {nowhere} --against {url}")),
+            slowly(CHECKED | PROMPTS | effects(
                 against=Effect(instead=(*CHECK, "--against", "{nowhere}")),
                 near_tie="--near-tie 0",
                 max_kl=Effect(line("--max-kl 0.5"), base=(*CHECK, "--against", "{url}", "--quality-gate")),
@@ -439,7 +438,7 @@ MAKING: dict[str, dict[str, Situation]] = {
                 task_fall=Effect(
                     line("--task-fall 0.3"), base=(*CHECK, "--against", "{url}", "--tasks", "{tasks}")
                 ),
-            ),
+            )) | effects(url=Effect(instead=line("check {nowhere} --against {url}"))),
             cheap=line("check {nowhere} --against {url}"),
         ),
         "--against FILE": Situation(

@@ -54,6 +54,7 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.slow
 def test_a_swap_is_named_on_captured_states_and_ends_with_3(tmp_path: Path, dumps: Path) -> None:
     done = run(swapped(tmp_path / "head"), "--states", dumps, "--json")
     report = json.loads(done.stdout)

@@ -106,7 +106,7 @@ def waits_before(layers: int, draft_len: int) -> int:
 @pytest.mark.parametrize(
     ("card", "drafter", "nvfp4"),
     [
-        ("Turing", "eagle3", False),
+        pytest.param("Turing", "eagle3", False, marks=pytest.mark.slow),
         pytest.param("Pascal", None, False, marks=pytest.mark.slow),
         pytest.param("Hopper", "eagle3", False, marks=pytest.mark.slow),
         pytest.param("Hopper", "eagle3", True, marks=pytest.mark.slow),

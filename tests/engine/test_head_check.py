@@ -72,7 +72,8 @@ def test_a_sound_head_is_not_accused_and_knows_more_than_tables(few: Texts) -> N
     assert found.baselines["random_head"].agreement < 0.02 < found.baselines["bigram"].agreement
 
 
-@pytest.mark.parametrize("fault", ["gate-up", pytest.param("d2t", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["gate-up", "d2t"])
 def test_a_planted_fault_is_named(few: Texts, fault: str) -> None:
     planted = FAULTS[fault](*trained("mla", "3.1", True))
     assert planted is not None

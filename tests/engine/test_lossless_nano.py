@@ -105,7 +105,7 @@ def generate(
     return engine.generate(requests), engine
 
 
-@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 16])
 @EVERY
 def test_float32_token_for_token(count: int, rows: int, models: Models, plain: Plain) -> None:
     requests = held_out(count)

@@ -31,6 +31,7 @@ def half(target_dir: Path) -> KimiModel:
     return load_target(target_dir, dtype=torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_bf16_divergences_are_near_ties(half: KimiModel, head_of: HeadOf, requests: list[GenerationRequest]) -> None:
     wanted = [replace(request, max_tokens=16, ignore_eos=True) for request in requests[:8]]
     plain = Engine(half, options=EngineOptions(max_batch_size=1, record_gaps=True)).generate(wanted)
@@ -62,6 +63,7 @@ def tied(target: KimiModel, token: int, other: int, margin: float, state: torch.
     return twin
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_a_tie_within_rounding_is_a_near_tie_and_a_wider_one_is_not(requests: list[GenerationRequest]) -> None:
     """Two tokens set to be a given margin apart at one position of a real context, in float32.
@@ -132,6 +134,7 @@ def test_a_slightly_wrong_engine_is_judged_real(
     assert not any(rounding.explains(divergence) for divergence, rounding in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", [RopeOffByOne, WrongDraftAccepted])
 def test_a_wrong_engine_is_found_in_bfloat16_too(
     mutant: type[Engine], half: KimiModel, head_of: HeadOf, requests: list[GenerationRequest]

@@ -243,7 +243,9 @@ def test_prompt_tokens_are_those_of_the_template(client: openai.OpenAI, tokenize
     assert thinking.choices[0].message.model_extra["reasoning_content"]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_signals_end_it_after_finishing(number: int, status: int, target_dir: Path) -> None:
     running = launch(target_dir, "-", "max_batch_size=1", "max_seq_len=128")
     body = {"prompt": "finish", "max_tokens": 100, "ignore_eos": True, "stream": True}

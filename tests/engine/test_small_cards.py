@@ -74,6 +74,7 @@ def fitting(card: Card, spec: ModelSpec, gpus: int) -> tuple[int, str]:
     return ranks, f"1 x {length}" if length else f"no: {found.weights / GIB:.1f} GiB of weights each"
 
 
+@pytest.mark.slow
 def test_what_fits_on_small_cards(nano: ModelSpec, medium: ModelSpec) -> None:
     """Bounds by hand: 16.0e9 weights (14.4 in experts) of 2 or 4 bytes, 5 % to spare, shared by the ranks."""
     print("\n| card | GB | type | kimi-nano, 1 card | 16B, 1 card | 16B, 2 cards | 16B, 4 cards |")

@@ -61,6 +61,7 @@ def best(output: str) -> dict[str, object]:
     return json.loads(output)["best"]
 
 
+@pytest.mark.slow
 def test_a_gpu_is_two_data_files(copy: Path) -> None:
     add_row(copy)
     tables = json.loads((copy / "data" / "kernels" / "b200.json").read_text())
@@ -90,6 +91,7 @@ def test_a_gpu_whose_kernels_nobody_measured_is_planned_by_its_memory(copy: Path
     assert changed(copy) == ["data/gpus.yaml"]
 
 
+@pytest.mark.slow
 def test_a_model_of_other_sizes_is_one_data_file(copy: Path) -> None:
     path = copy / "data" / "models.yaml"
     data = yaml.safe_load(path.read_text())

@@ -59,6 +59,7 @@ def run(root: Path, *words: object) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_dialect_is_one_row_and_one_writer(copied: tuple[Path, list[str]], tmp_path: Path) -> None:
     """Two files; then it is offered, detected, written, read and served, and a head comes back as it went."""
     root, changed = copied

@@ -52,6 +52,7 @@ def same_weights(ours: Path, theirs: Path) -> bool:
     return all(torch.equal(one[name], other[name]) for name in other)
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_to_what_a_longer_one_is(tmp_path, target_dir, data):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train_once(target_dir, data, whole, longer(LASTING, epochs=3, eval_every=2))
@@ -68,6 +69,7 @@ def test_a_finished_run_goes_on_to_what_a_longer_one_is(tmp_path, target_dir, da
     assert rates == {3e-3}
 
 
+@pytest.mark.slow
 def test_heads_on_the_way_and_the_best(tmp_path, target_dir, data):
     output = tmp_path / "head"
     options = longer(OPTIONS, steps=9, eval_every=3)

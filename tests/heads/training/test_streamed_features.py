@@ -75,6 +75,7 @@ def test_one_chunk_has_the_bits_of_the_dump_in_memory(tmp_path, stream, plan, mo
     assert same(streamed, compute_features(model, plan.samples, plan.spec.aux_layers), range(len(plan.samples)))
 
 
+@pytest.mark.slow
 def test_many_chunks_have_the_bits_of_the_same_batches(tmp_path, stream, plan, model):
     streamed = stream_features(stream, plan, OPTIONS, tmp_path, "target", chunk_bytes=SMALL)
     assert len(streamed.chunks) > 3
@@ -129,6 +130,7 @@ def test_training_on_chunks_gives_the_losses_of_the_online_run(tmp_path, stream,
     assert len(kept) == 3 < len(streamed.chunks), kept  # the held-out chunk and the last two
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_without_making_a_chunk_twice(tmp_path, stream, plan):
     whole = losses(
         stream_features(stream, plan, OPTIONS, tmp_path / "a", "t", chunk_bytes=SMALL), stream, plan, tmp_path / "whole"
@@ -142,6 +144,7 @@ def test_an_interrupted_run_goes_on_without_making_a_chunk_twice(tmp_path, strea
     assert all(path.stat().st_mtime_ns == when for path, when in times.items() if path.exists())
 
 
+@pytest.mark.slow
 def test_several_epochs_keep_every_chunk(tmp_path, stream, plan):
     options = replace(OPTIONS, epochs=2)
     streamed = stream_features(stream, plan, options, tmp_path / "s", "t", chunk_bytes=SMALL)

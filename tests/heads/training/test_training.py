@@ -66,6 +66,7 @@ def test_the_head_learns_and_is_described(whole_run, target_dir):
     assert [path.name for path in (output / ".trtspec").iterdir()] == ["state.safetensors"]
 
 
+@pytest.mark.slow
 def test_killed_and_run_again_gives_the_same_curve_and_head(tmp_path, whole_run, target_dir, data):
     """kill -9 in the middle, between two saved states; then the command again."""
     output = tmp_path / "head"
