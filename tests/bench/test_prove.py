@@ -34,18 +34,21 @@ from trtspec.bench.prove import (
     launches,
     plan_findings,
     prompts_of,
-    refuse_own_options,
+    serve_words,
     steps_of,
     taken,
 )
 from trtspec.bench.prove_bundle import prove_html, read_bundle, request_outcomes, tables_of, write_bundle
 from trtspec.bench.prove_redaction import Redactor, redactor
+from trtspec.bench.prove_words import ENGINE_OPTIONS, refuse_own_options
 from trtspec.checkpoint.writer import Journal
 from trtspec.cli.prove_inputs import absolute_data, proof_header
 from trtspec.cli.prove_run import ProofRun, prove_all, run_proof, tied
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.planning.points import HOST_US
 from trtspec.report import json_text
+from trtspec.trtllm.schema import schema_for
+from trtspec.vllm import vllm_options
 
 PAIR = ("nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3")
 SETUP = ProveSetup(*PAIR, "trtllm", 2, "b200", 4, "nano", 8, 64, (1, 4), (100, 300))
@@ -404,18 +407,46 @@ def test_a_step_that_leaves_nothing_is_not_done(tmp_path: Path) -> None:
 def test_words_for_serve_do_not_change_what_is_proved() -> None:
     given = ("prove", PAIR[0], "--head", PAIR[1], "--dry-run", "--json", "--", "--max-seq-len", "512")
     done = trtspec(*given, "--draft-len", "7")
-    assert done.status == 2 and "--draft-len is set by the proof itself" in done.stderr, done.stderr
+    assert done.status == 2 and "--draft-len cannot be passed to the servers of a proof" in done.stderr, done.stderr
     assert trtspec(*given, "--", "--draft-len", "7").status == 0  # the engine's own
-    for flag in ("--head", "--draft-len", "--backend", "--tp-size", "--host", "--port"):
+    for flag in ("--head", "--draft-len", "--backend", "--tp-size", "--host", "--port", "--speculation", "--config",
+                 "--disaggregated", "--role", "--launcher", "--nodes", "--gpus-per-node", "--draft-sampling",
+                 "--dry-run"):  # fmt: skip
         for words in ((flag, "7"), (f"{flag}=7",)):
-            with pytest.raises(UsageError, match=f"{flag} is set by the proof itself"):
+            with pytest.raises(UsageError, match=f"{flag} cannot be passed"):
                 refuse_own_options(words)
+    for words in (("--prefix-reuse", "blind"), ("--prefix-reuse=blind",)):
+        with pytest.raises(UsageError, match="--prefix-reuse blind cannot be passed"):
+            refuse_own_options(words)
+    refuse_own_options(("--prefix-reuse", "off", "--max-batch-size=8", "--served-model-name", "blind", "--dtype=auto"))
+
+
+def test_a_proof_takes_no_file_because_serve_takes_none_with_a_draft_length(tmp_path: Path) -> None:
+    (tmp_path / "engine.yml").write_text("enable_chunked_prefill: true\n")
+    words = serve_words(replace(SETUP, serve_words=("--config", str(tmp_path / "engine.yml"))), "k2")
+    done = trtspec("serve", *words, "--dry-run")
+    assert done.status == 2 and "--draft-len is not used with --config" in done.stderr, done.stderr
+
+
+def test_words_for_the_engine_do_not_change_what_is_proved() -> None:
+    """In every spelling that the engines have for an option that a proof rules out."""
+    for flag in ("--speculative-config", "--speculative_config.method=ngram", "-sc", "--tensor_parallel_size=8",
+                 "--tp_size", "--pp_size=2", "-dp", "--server_role", "--extra_llm_api_options"):  # fmt: skip
+        with pytest.raises(UsageError, match=f"{flag.partition('=')[0]} cannot be passed"):
+            refuse_own_options(("--trust-remote-code", "--", "--seed", "7", flag, "2"))
+    refuse_own_options(("--", "--enable_attention_dp", "--ep_size", "4", "--reasoning-parser", "tp"))
+    spellings = [{option.name, *option.also} for option in vllm_options().values()]
+    spellings += [set(option.flags) for option in schema_for("1.3.0rc20").options.values()]
+    for spelled in ({flag.lstrip("-").replace("_", "-") for flag in flags} for flags in spellings):
+        assert spelled <= set(ENGINE_OPTIONS) or not spelled & set(ENGINE_OPTIONS), spelled
 
 
 def test_variables_of_serve_do_not_give_the_plain_server_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRTSPEC_SERVE_HEAD", PAIR[1])
+    monkeypatch.setenv("TRTSPEC_SERVE_CONFIG", "speculating.yml")
     monkeypatch.setenv("TRTSPEC_SERVE_API_KEY", "kept")
-    assert "TRTSPEC_SERVE_HEAD" not in tied()["env"] and tied()["env"]["TRTSPEC_SERVE_API_KEY"] == "kept"
+    assert not {"TRTSPEC_SERVE_HEAD", "TRTSPEC_SERVE_CONFIG"} & set(tied()["env"])
+    assert tied()["env"]["TRTSPEC_SERVE_API_KEY"] == "kept"
 
 
 def test_the_page_has_nvidias_definition_beside_ours_under_its_own_name(evidence: dict[str, Any]) -> None:
@@ -545,6 +576,20 @@ def test_secrets_of_a_command_line_are_not_in_the_journal(tmp_path: Path) -> Non
     assert [noted[n] for n in (0, 1, 2, 4, 6, 7)] == ["--max-seq-len", "512", "--api-key", "--", "--seed", "7"]
     other = proof_header(replace(SETUP, serve_words=(*words[:3], "another-value", *words[4:])))
     assert other["proof"]["serve_words"] != noted, "a change is still seen"
+
+
+def test_a_resume_with_another_file_for_the_servers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    template = tmp_path / "template.jinja"
+    words = ("--", "--chat-template", "template.jinja", "--overrides", '{"a": "' + 300 * "b" + '"}')
+    for given in (words, ("--", "--chat-template=template.jinja")):
+        setup = replace(SETUP, serve_words=given)
+        template.write_text("{{ messages }}")
+        Journal(tmp_path / given[1] / "journal.jsonl", proof_header(setup)).close()
+        Journal(tmp_path / given[1] / "journal.jsonl", proof_header(setup)).close()
+        template.write_text("{{ tools }}")
+        with pytest.raises(UsageError, match=r"files\.options\.template\.jinja"):
+            Journal(tmp_path / given[1] / "journal.jsonl", proof_header(setup))
 
 
 def test_relative_paths_are_known_as_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from trtspec.bench.gate import Status
 from trtspec.bench.tables import thinking_words
-from trtspec.errors import UsageError
 
 PLAIN = "plain"
 URL = "{url}"  # in a step's words: where its server answers
@@ -34,15 +33,6 @@ CHECKED = 40  # questions of check at most
 DEGENERATE = "degenerate output"
 USED_SHARE = 0.1  # of the largest rise of memory; ranks of one server take about the same
 FEWEST_STEPS = 50  # of a part that is compared with another
-OWN_OPTIONS = {  # of serve, which each launch of a proof sets; and how a proof is told
-    "--head": "pass --head before it",
-    "--draft-len": "pass --draft-len before it",
-    "--backend": "pass --backend before it",
-    "--tp-size": "pass --gpus before it",
-    "--speculation": "the plain server drafts nothing, the others with the head",
-    "--host": "servers of a proof listen on 127.0.0.1",
-    "--port": "servers of a proof take a free port",
-}
 
 
 @dataclass(frozen=True)
@@ -86,17 +76,6 @@ class ProveStep:
 def launches(setup: ProveSetup) -> list[str]:
     """Names of the servers in their order: plain, the longest draft, then the shorter ones."""
     return [PLAIN, *(f"k{length}" for length in range(setup.draft_len, 0, -1))]
-
-
-def refuse_own_options(words: Sequence[str]) -> None:
-    """Raises UsageError for the first of a user's words for `serve` that would change what is proved: the last of two
-    options counts. What follows a `--` among them is the engine's."""
-    own = words[: words.index("--")] if "--" in words else words
-    for word in own:
-        flag = word.partition("=")[0]
-        if flag in OWN_OPTIONS:
-            remedy = f"leave it out after `--`; {OWN_OPTIONS[flag]}"
-            raise UsageError(f"{flag} is set by the proof itself, for each of its servers", remedy)
 
 
 def serve_words(setup: ProveSetup, launch: str, port: int | None = None) -> tuple[str, ...]:

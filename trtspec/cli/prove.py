@@ -118,7 +118,8 @@ def prove(options: ProveOptions) -> None:
 def _setup(options: ProveOptions) -> ProveSetup:
     """What the options ask for. Raises UsageError for the first that cannot be."""
     from trtspec.bench.datasets import load_dataset
-    from trtspec.bench.prove import ProveSetup, refuse_own_options
+    from trtspec.bench.prove import ProveSetup
+    from trtspec.bench.prove_words import refuse_own_options
     from trtspec.cli.prove_inputs import absolute, absolute_data
 
     if options.target is None or options.head is None:

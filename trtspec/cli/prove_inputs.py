@@ -4,6 +4,7 @@ that went on with another head would mix the figures of two in one verdict."""
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ def proof_header(setup: ProveSetup) -> dict[str, Any]:
     noted = asdict(replace(setup, serve_words=tuple(without_secrets(setup.serve_words))))
     named = {"target": setup.target, "head": setup.head, "dataset": data_file(setup.dataset)}
     files = {what: files_of(place) for what, place in named.items()}
+    if options := files_of_words(setup.serve_words):
+        files["options"] = options
     return {"proof": noted, "engine": engine_version(setup.backend), "files": files}
 
 
@@ -41,6 +44,16 @@ def files_of(place: str) -> dict[str, str]:
         return {}
     found = sorted(path.iterdir()) if path.is_dir() else [path]
     return {file.name: _mark(file) for file in found if file.is_file() and not file.name.startswith(".")}
+
+
+def files_of_words(words: Sequence[str]) -> dict[str, str]:
+    """The same of every file that words for the servers name, such as a chat template; by its place as given."""
+    found = {}
+    for word in words:
+        place = word.partition("=")[2] if word.startswith("-") else word
+        if os.path.isfile(os.path.expanduser(place)):  # Path's own methods raise for a long text
+            found[place] = _mark(Path(place).expanduser())
+    return found
 
 
 def _mark(file: Path) -> str:

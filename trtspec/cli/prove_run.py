@@ -21,7 +21,6 @@ from typing import Any
 
 from trtspec import files, report
 from trtspec.bench.prove import (
-    OWN_OPTIONS,
     URL,
     WORK,
     ProveLine,
@@ -37,6 +36,7 @@ from trtspec.bench.prove import (
 )
 from trtspec.bench.prove_bundle import prove_html, write_bundle
 from trtspec.bench.prove_redaction import Redactor, redactor
+from trtspec.bench.prove_words import OWN_OPTIONS
 from trtspec.checkpoint.writer import Journal
 from trtspec.cli.demo_process import child, duration, noted_signals, stop, tail, wait
 from trtspec.cli.prove_inputs import data_file, proof_header
