@@ -18,10 +18,10 @@ import httpx
 from trtspec.bench import adapters, findings
 from trtspec.bench.acceptance import TurnCounts, without_surplus
 from trtspec.bench.client import OWNED, Answer, Endpoint, RequestSampling, first_model, new_client
-from trtspec.bench.conditions import Condition, fitted, under
+from trtspec.bench.conditions import Condition, as_text, fitted, under, whole
 from trtspec.bench.datasets import Dataset, Question, spread
 from trtspec.bench.load import Ask, Load, Round, ServiceLevel, closed_loop, open_loop, total_rate
-from trtspec.bench.raw_prompts import text_alone
+from trtspec.bench.raw_prompts import asked_as_text, sessions_left_out, text_alone
 from trtspec.bench.results import PartName, RawResults, level_label, whole_conversations
 from trtspec.errors import Problem, TrtspecError, UsageError
 
@@ -237,11 +237,16 @@ async def wait_ready(url: str, seconds: float) -> None:
 async def prepare(targets: Sequence[MeasuredEndpoint], workload: BenchWorkload) -> tuple[BenchWorkload, list[Problem]]:
     """The workload that all endpoints can be asked: prompts of the length that is wanted, pictures only where taken."""
     questions, problems = list(workload.dataset.questions), list[Problem]()
-    if not workload.isl:  # prompts of a length are made of text alone
+    if workload.isl:  # prompts of a length are made of text alone
+        problems = asked_as_text(questions, f"--isl {workload.isl}")
+        questions = [as_text(question) for question in questions]
+    else:
         if workload.api == "completions":
             questions, problems = text_alone(questions, "--api completions")
         elif any(condition.raw for condition in workload.conditions):
             problems = text_alone(questions, "--under template=none")[1]
+        for tokens in (condition.context for condition in workload.conditions if condition.context):
+            problems += sessions_left_out(questions, f"--under context={tokens}")
     if not workload.isl and any(question.has_pictures for question in questions):
         for target in targets:
             refused = await _refuses_pictures(target, next(q for q in questions if q.has_pictures))
@@ -291,9 +296,10 @@ async def in_context(
     lengths = {condition.label: condition.context for condition in conditions if condition.context}
     found: dict[str, Question] = {}
     for label, tokens in lengths.items():
-        part = [question for question in questions if question.category == label]
-        filled = await fitted(target.client, target.endpoint, part, tokens, f"--under context={tokens}")
-        found |= {question.id: question for question in filled}
+        part = [whole(question) for question in questions if question.category == label]
+        if part:
+            filled = await fitted(target.client, target.endpoint, part, tokens, f"--under context={tokens}")
+            found |= {question.id: question for question in filled}
     return [found.get(question.id, question) for question in questions]
 
 
