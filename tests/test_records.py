@@ -11,6 +11,7 @@ import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.command_line import trtspec
 from trtspec.errors import UsageError
 from trtspec.records import Mode, click_command, narrow, parse, unknown_variables, words
 
@@ -99,3 +100,20 @@ def test_words_leave_defaults_out_unless_asked() -> None:
 def test_a_line_that_does_not_parse_is_named() -> None:
     with pytest.raises(UsageError, match="x --gpus 2 does not parse"):
         parse(Options, "x --gpus 2")
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("watch", ["--model=", "--thinking=", "--metrics-url=", "--listen="]),
+        ("check", ["--model=", "--require=", "--dataset=", "--against="]),
+        ("prove", ["--dataset=", "--thinking=", "--concurrency="]),
+        ("synthesize", ["--model=", "--base-url=", "--extra-body=", "--shard="]),
+    ],
+)
+def test_an_option_with_an_empty_text_is_refused(command: str, options: list[str], tmp_path: Path) -> None:
+    """As the variable of a CI job is that was not set: nothing takes it for an option that was left out."""
+    more = {"synthesize": ["-o", tmp_path / "out"]}.get(command, [])
+    for option in options:
+        done = trtspec(command, "http://127.0.0.1:9", option, *more)
+        assert done.status == 2 and f"{option[:-1]} is empty" in done.stderr, done.stderr

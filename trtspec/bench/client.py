@@ -23,20 +23,16 @@ import httpx
 from trtspec import files
 from trtspec.addresses import bearer, server_url
 from trtspec.errors import TrtspecError
+from trtspec.request_keys import OWNED
 
 Api = Literal["chat", "completions"]
-# keys of a request that options of `bench` set and every figure states, and what to do in place of giving them
-OWNED = {
-    "model": "give --model",
+# keys of a request that options of `bench` set and every figure states
+BENCH_OWNED = {
+    **OWNED,
     "messages": "give --dataset",
     "prompt": "give --dataset",
     "tools": "give a --dataset whose questions have tools",
-    "max_tokens": "give --max-tokens",
-    "max_completion_tokens": "give --max-tokens",
-    "temperature": "give --temperature",
     "seed": "give --seed",
-    "n": "leave it out: one answer is measured for each request",
-    "best_of": "leave it out: one answer is measured for each request",
     "stream": "leave it out: answers are always streamed",
     "stream_options": "leave it out: usage is always asked for",
 }

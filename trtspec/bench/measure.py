@@ -17,13 +17,14 @@ import httpx
 
 from trtspec.bench import adapters, findings
 from trtspec.bench.acceptance import TurnCounts, without_surplus
-from trtspec.bench.client import OWNED, Answer, Endpoint, RequestSampling, first_model, new_client
+from trtspec.bench.client import BENCH_OWNED, Answer, Endpoint, RequestSampling, first_model, new_client
 from trtspec.bench.conditions import Condition, as_text, fitted, under, whole
 from trtspec.bench.datasets import Dataset, Question, spread
 from trtspec.bench.load import Ask, Load, Round, ServiceLevel, closed_loop, open_loop, total_rate
 from trtspec.bench.raw_prompts import asked_as_text, sessions_left_out, text_alone
 from trtspec.bench.results import PartName, RawResults, level_label, whole_conversations
 from trtspec.errors import Problem, TrtspecError, UsageError
+from trtspec.request_keys import refuse_owned
 
 WARMUP_TOKENS = 16
 THINKING_VARIABLES = ("thinking", "enable_thinking", "reasoning_effort")  # of the chat templates of model families
@@ -64,7 +65,7 @@ class BenchWorkload:
     conditions: tuple[Condition, ...] = ()
 
     def __post_init__(self) -> None:
-        refuse_owned(self.extra_body, self.thinking, self.osl)
+        refuse_owned(self.extra_body, owned_keys(self.extra_body, self.thinking, self.osl))
 
     @property
     def levels(self) -> list[LoadLevel]:
@@ -121,9 +122,9 @@ class BenchWorkload:
         }
 
 
-def refuse_owned(extra_body: Mapping[str, Any], thinking: str | None, osl: int | None) -> None:
-    """Raises UsageError for the first key that an option sets: figures would be named for what was not asked."""
-    owned = dict(OWNED)
+def owned_keys(extra_body: Mapping[str, Any], thinking: str | None, osl: int | None) -> dict[str, str]:
+    """The keys of a request that options set, each with its remedy: figures would be named for what was not asked."""
+    owned = dict(BENCH_OWNED)
     if osl is not None:
         owned |= dict.fromkeys(("ignore_eos", "min_tokens"), "leave one of the two out: --osl sets it")
     if thinking is not None:
@@ -131,9 +132,7 @@ def refuse_owned(extra_body: Mapping[str, Any], thinking: str | None, osl: int |
         variables = extra_body.get("chat_template_kwargs", {})
         if not isinstance(variables, dict) or not variables.keys().isdisjoint(THINKING_VARIABLES):
             owned["chat_template_kwargs"] = owned["reasoning_effort"]
-    for key in extra_body:
-        if key in owned:
-            raise UsageError(f"--extra-body sets {key}, which is not its to set", owned[key])
+    return owned
 
 
 def thinking_body(mode: str | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from trtspec import report
 from trtspec.addresses import shown
 from trtspec.cli.options import ForceOption, JsonOption, numbers, request_limits_of
 from trtspec.errors import CheckFailed, UsageError
-from trtspec.records import Mode, narrow, refuse_unused
+from trtspec.records import Mode, narrow, refuse_empty, refuse_unused
 
 if TYPE_CHECKING:
     from trtspec.bench.battery import Battery
@@ -165,6 +165,7 @@ def check(options: CheckOptions) -> None:
     from trtspec.bench.check import GateLimits, run_checks
     from trtspec.bench.lossless import QualityLimits
 
+    refuse_empty(options)
     used = narrow(options, _mode(options), MODES)
     if options.record is None and options.junit is None:
         refuse_unused(options, ["force"], "without --record or --junit")

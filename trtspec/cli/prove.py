@@ -21,7 +21,7 @@ from trtspec.cli.options import (
     numbers,
 )
 from trtspec.errors import CheckFailed, UsageError
-from trtspec.records import Mode, narrow, refuse_unused, without
+from trtspec.records import Mode, narrow, refuse_empty, refuse_unused, without
 
 if TYPE_CHECKING:
     from trtspec.bench.prove import ProveSetup
@@ -93,6 +93,7 @@ def prove(options: ProveOptions) -> None:
     Runs doctor, lint --installed, a plain and a speculating launch, bench and check, and compares memory and step times
     with the plan. A killed run resumes. With --import, shows what bundles from elsewhere verify or refute.
     """
+    refuse_empty(options)
     if options.import_:
         if options.output is None:
             refuse_unused(options, ("force",), "without --output")

@@ -11,7 +11,7 @@ import typer
 
 from trtspec.cli.options import DryRunOption, ForceOption, JsonOption, RestartOption, json_object
 from trtspec.errors import TrtspecError
-from trtspec.records import refuse_unused
+from trtspec.records import refuse_empty, refuse_unused
 from trtspec.report import file_sha256, print_json, progress_bar, provenance, refuse_overwrite, say, write_json
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class SynthesizeOptions:
     raw: Annotated[
         bool, typer.Option("--raw", help="Send prompts to /completions as plain text, without the chat template.")
     ] = False
-    extra_body: Annotated[str | None, typer.Option(help="JSON object merged into every request.")] = None
+    extra_body: Annotated[str | None, typer.Option(help="JSON object merged into every request, of keys that no option sets.")] = None
     shard: Annotated[
         str | None, typer.Option(help="i/n: process only part i of n, to share the work among machines.")
     ] = None
@@ -68,6 +68,7 @@ def synthesize(options: SynthesizeOptions) -> None:
     from trtspec.checkpoint.rows import from_hub
     from trtspec.heads.synthesis import AnswerSampling, TargetEndpoint, read_prompts, shard
 
+    refuse_empty(options)
     if options.raw:
         refuse_unused(options, ["thinking"], "by --raw, which has no chat template")
     if not from_hub(options.prompts):

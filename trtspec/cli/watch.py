@@ -12,7 +12,7 @@ import typer
 from trtspec import report
 from trtspec.cli.options import JsonOption, RestartOption
 from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError
-from trtspec.records import Mode, narrow, refuse_unused, without
+from trtspec.records import Mode, narrow, refuse_empty, refuse_unused, without
 
 if TYPE_CHECKING:
     from trtspec.bench.watch import Watch
@@ -94,6 +94,7 @@ def watch(options: WatchOptions) -> None:
     from trtspec.bench.watch_file import default_state, locked, open_watch
     from trtspec.bench.watch_state import WatchState
 
+    refuse_empty(options)
     narrow(options, ONCE if options.once else ON, MODES, selecting=("once",))
     if not options.probe:
         refuse_unused(options, ["dataset", "model", "thinking", "timeout"], "without --probe")

@@ -26,10 +26,22 @@ from trtspec.checkpoint.conversations import Conversation, read_conversations
 from trtspec.checkpoint.writer import Journal
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import write_atomic
+from trtspec.request_keys import OWNED, refuse_owned
 
 RETRY_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 THINKING = re.compile(r"^\s*(?:<think>)?(?:(?!</?think>).)*</think>\s*", re.DOTALL)  # up to the end of the reasoning
 MAX_FAILED_IN_A_ROW = 8  # then the server is gone, not one request unlucky
+# keys of a request that options or the prompts set, and the provenance states
+SYNTHESIS_OWNED = {
+    **OWNED,
+    "messages": "give PROMPTS",
+    "prompt": "give PROMPTS, with --raw",
+    "tools": "give PROMPTS that have tools",
+    "top_p": "give --top-p",
+    "seed": "leave it out: the seed follows from each prompt's text",
+    "stream": "leave it out: answers are not streamed",
+    "stream_options": "leave it out: answers are not streamed",
+}
 REMEDY = "each row has prompt, messages, conversations or turns, or is one plain-text prompt"
 
 
@@ -120,6 +132,9 @@ class AnswerSampling:
     raw: bool = False
     extra_body: dict[str, Any] = field(default_factory=dict)
     thinking: Literal["keep", "drop"] = "keep"
+
+    def __post_init__(self) -> None:
+        refuse_owned(self.extra_body, SYNTHESIS_OWNED)
 
 
 @dataclass(frozen=True)

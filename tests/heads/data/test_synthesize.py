@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.command_line import trtspec
 from trtspec.checkpoint.conversations import read_conversations
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.cli.synthesize import judge_answers
@@ -351,3 +352,17 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path, line):
     path.write_text('{"prompt": "fine"}\n' + line + "\n")
     with pytest.raises(TrtspecError, match="TS-(PROMPTS|DATA)-ROW .*:2"):
         read_prompts(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [("temperature", "--temperature"), ("max_tokens", "--max-tokens"), ("top_p", "--top-p"), ("model", "--model"),
+     ("messages", "PROMPTS"), ("tools", "PROMPTS"), ("seed", "prompt's text"), ("stream", "not streamed")],
+)  # fmt: skip
+def test_an_extra_body_does_not_override_what_the_provenance_names(tmp_path: Path, key: str, remedy: str) -> None:
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "data.jsonl"
+    prompts.write_text("Why?\n")
+    body = json.dumps({"top_k": 5, key: None})
+    done = trtspec("synthesize", prompts, "-o", output, "--extra-body", body, "--dry-run")
+    assert done.status == 2 and f"--extra-body sets {key}," in done.stderr and remedy in done.stderr, done.stderr
+    assert trtspec("synthesize", prompts, "-o", output, "--extra-body", '{"top_k": 5}', "--dry-run").status == 0
