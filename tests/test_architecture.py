@@ -27,7 +27,7 @@ LEVEL = {
     "checkpoint": 3,
     "data_files": 2,
     "specs": 1, "report": 1, "records": 1,
-    "files": 0, "addresses": 0,
+    "files": 0, "addresses": 0, "request_keys": 0,
     "formats": -1, "errors": -1,
 }  # fmt: skip
 TORCH_FREE = (
@@ -45,6 +45,7 @@ TORCH_FREE = (
     "data_files",
     "files",
     "addresses",
+    "request_keys",
     "bench",
 )
 TORCH_FREE_CHECKPOINT = ("headers", "target_problems", "heads", "hub", "tokenizer", "rows", "conversations")
