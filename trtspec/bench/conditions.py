@@ -85,10 +85,7 @@ def _fingerprint(text: str) -> str:
 def under(questions: Sequence[Question], conditions: Sequence[Condition]) -> list[Question]:
     """Every question under every condition that it can be asked under, condition by condition."""
     return [
-        condition.applied(question)
-        for condition in conditions
-        for question in questions
-        if condition.holds(question)
+        condition.applied(question) for condition in conditions for question in questions if condition.holds(question)
     ] or list(questions)
 
 
@@ -110,7 +107,10 @@ async def fitted(
         question = questions[fixed.index(most)]
         where, what = "for a prompt without words", "chat template takes"
         if _stays(question):
-            where, what = f"beside the text of {question.id}", "chat template, tools, pictures and earlier messages take"
+            where, what = (
+                f"beside the text of {question.id}",
+                "chat template, tools, pictures and earlier messages take",
+            )
         message = f"{option}: {endpoint.base_url} counts {most} tokens {where}"
         raise UsageError(message, f"its {what} them: ask for more than {most} tokens")
     corpus = "\n\n".join(_words(question) for question in questions)

@@ -48,7 +48,9 @@ class SynthesizeOptions:
     raw: Annotated[
         bool, typer.Option("--raw", help="Send prompts to /completions as plain text, without the chat template.")
     ] = False
-    extra_body: Annotated[str | None, typer.Option(help="JSON object merged into every request, of keys that no option sets.")] = None
+    extra_body: Annotated[
+        str | None, typer.Option(help="JSON object merged into every request, of keys that no option sets.")
+    ] = None
     shard: Annotated[
         str | None, typer.Option(help="i/n: process only part i of n, to share the work among machines.")
     ] = None
