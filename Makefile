@@ -8,6 +8,9 @@ DEMO_OUT ?= demo-out
 # Without kept bytecode every process of the tests compiles PyTorch again.
 unexport PYTHONDONTWRITEBYTECODE
 
+# absolute, because its tests run it where the rules are; empty where none could be fetched, and they are skipped
+PROMTOOL = "$${TRTSPEC_PROMTOOL:-$$(ls $(CURDIR)/.oracles/promtool/usr/bin/promtool 2> /dev/null)}"
+
 .PHONY: demo test test-all test-oracles test-gpu lint docs clean
 
 demo: $(STAMP)  ## the whole chain on a small Kimi, on a CPU, ending in a report
@@ -19,18 +22,19 @@ test: lint  ## lint, then the default test suite
 
 test-all: lint .oracles/.made  ## also the tests that take minutes each, and those against a real vLLM
 	@echo "== all tests"
-	@TRTSPEC_VLLM_PYTHON=.oracles/vllm/bin/python \
+	@TRTSPEC_VLLM_PYTHON=.oracles/vllm/bin/python TRTSPEC_PROMTOOL=$(PROMTOOL) \
 		$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow" --timeout=1800
 
 # TRTSPEC_ORACLE_SOURCES=DIR: checkouts of TorchSpec, SpecForge and EAGLE, which are no packages; skipped without
-test-oracles: .oracles/.made  ## against code that others wrote: vLLM, speculators, ModelOpt 0.47 and 0.48, clients and more in environments of their own
+test-oracles: .oracles/.made  ## against code that others wrote: vLLM, speculators, ModelOpt 0.47 and 0.48, clients, promtool and more in environments of their own
 	@TRTSPEC_ORACLE_PYTHON=.oracles/transformers4/bin/python TRTSPEC_VLLM_PYTHON=.oracles/vllm/bin/python \
 		TRTSPEC_VLLM_STARTS=30 TRTSPEC_SPECULATORS_PYTHON=.oracles/vllm/bin/python \
 		TRTSPEC_MODELOPT_048_PYTHON=.oracles/modelopt048/bin/python \
 		TRTSPEC_SCHEMATHESIS_PYTHON=.oracles/schemathesis/bin/python TRTSPEC_LITELLM_PYTHON=.oracles/litellm/bin/python \
 		TRTSPEC_LANGCHAIN_PYTHON=.oracles/langchain/bin/python TRTSPEC_LM_EVAL_PYTHON=.oracles/lm_eval/bin/python \
 		TRTSPEC_GUIDELLM_PYTHON=.oracles/guidellm/bin/python TRTSPEC_AIPERF_PYTHON=.oracles/aiperf/bin/python \
-		$(BIN)/python -m pytest tests/oracles tests/hostile/test_server_requests.py tests/quant/test_modelopt_export.py -m "slow or not slow" --timeout=1800 -s
+		TRTSPEC_PROMTOOL=$(PROMTOOL) \
+		$(BIN)/python -m pytest tests/oracles tests/hostile/test_server_requests.py tests/quant/test_modelopt_export.py tests/docker/test_monitoring.py -m "slow or not slow" --timeout=1800 -s
 
 # TRTSPEC_GPU_PYTHON: a Python with a CUDA build of torch where .venv's is built without
 test-gpu: $(STAMP)  ## exactness, losslessness, speed and CUDA graphs on this machine's GPU: a table to send back

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from trtspec.errors import Problem, UsageError
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _dropped: list[Any] = []  # streams that failed
 answered = False  # whether stdout has the object of `--json`
+PRIVATE = 0o600  # mode of files that may hold secrets
 VERSIONED_PACKAGES = ("trtspec", "torch", "transformers", "nvidia-modelopt", "safetensors")
 
 
@@ -44,6 +45,13 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         Path(temporary).unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def open_private(path: Path) -> BinaryIO:
+    """A new file, open for writing, which only its owner may read, also where one that others may read is replaced."""
+    stream = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, PRIVATE), "wb")
+    os.fchmod(stream.fileno(), PRIVATE)
+    return stream
 
 
 def fsync_directory(directory: Path) -> None:

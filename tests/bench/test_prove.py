@@ -560,6 +560,27 @@ def test_a_resume_with_another_head_data_set_or_engine_is_refused(
         go_on()
 
 
+def test_only_the_owner_may_read_the_logs_and_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine prints its own arguments; here also over files that an earlier release left open to others."""
+    monkeypatch.setattr("trtspec.cli.prove_run.steps_of", lambda setup: [])
+    monkeypatch.setattr("trtspec.cli.prove_run.launches", lambda setup: ["plain"])
+    monkeypatch.setattr(ProofRun, "done", lambda self, name: False)
+    setup = replace(SETUP, target=str(tmp_path / "missing"), backend="reference", gpu=None)
+    proof = tmp_path / "proof"
+    (proof / "work").mkdir(parents=True)
+    files = [proof / "journal.jsonl", *(proof / "work" / name for name in ("zen.out", "zen.err", "serve-plain.log"))]
+    before = os.umask(0)
+    try:
+        files[0].touch()
+        files[-1].touch()
+        run = run_proof(setup, proof, 0.1, False)
+        run.run(ProveStep("zen", ("--json",), module="this"))
+    finally:
+        os.umask(before)
+    assert set(run.broken) == {"serve-plain", "zen"}
+    assert {file.name: oct(file.stat().st_mode & 0o777) for file in files} == {file.name: "0o600" for file in files}
+
+
 def test_secrets_of_a_command_line_are_not_in_the_journal(tmp_path: Path) -> None:
     words = (
         "--max-seq-len",

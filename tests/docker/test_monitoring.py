@@ -61,6 +61,26 @@ def promtool(*words: str | Path) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize("target", ["test-oracles", "test-all"])
+def test_make_names_the_promtool_among_the_oracles(target: str, tmp_path: Path) -> None:
+    """By an absolute path, since it runs elsewhere; nothing where none could be fetched, and the user's own first."""
+    fetched, python = tmp_path / ".oracles/promtool/usr/bin/promtool", tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "<$TRTSPEC_PROMTOOL>" "$@"\n')
+    python.chmod(0o755)
+    command = ["make", "-f", MONITORING.parents[1] / "Makefile", "-o", "lint", "-o", ".oracles/.made", target]
+    plain = {name: value for name, value in os.environ.items() if name not in ("TRTSPEC_PROMTOOL", "MAKEFLAGS")}
+
+    def said(**more: str) -> str:
+        return subprocess.run(command, cwd=tmp_path, env=plain | more, capture_output=True, text=True, check=True).stdout
+
+    assert "<>" in said()
+    fetched.parent.mkdir(parents=True)
+    fetched.touch()
+    assert f"<{fetched}>" in said() and "</mine>" in said(TRTSPEC_PROMTOOL="/mine")
+    assert target == "test-all" or "tests/docker/test_monitoring.py" in said()
+
+
 def test_promtool_takes_the_rules_and_the_scrape_configuration() -> None:
     assert f"{len(rules())} rules found" in promtool("check", "rules", "alerts.yml")
     assert "SUCCESS" in promtool("check", "config", "prometheus.yml")

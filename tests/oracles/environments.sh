@@ -39,3 +39,12 @@ client langchain langchain-openai==1.7.3
 client lm_eval "lm_eval[api]==0.4.13" transformers==5.23.0
 client guidellm guidellm==0.8.1
 client aiperf aiperf==0.13.0
+
+# promtool, which plays the rules of docker/monitoring: Debian's, without installing it
+if command -v dpkg-deb > /dev/null && (cd "$place" && apt-get download prometheus > /dev/null); then
+    dpkg-deb -x "$place"/prometheus_*.deb "$place/promtool"
+    rm "$place"/prometheus_*.deb
+else
+    echo "no promtool: apt-get, dpkg-deb or the package prometheus is missing (after 'apt-get update'?); its tests are" \
+        "skipped unless TRTSPEC_PROMTOOL names one" >&2
+fi

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtspec.checkpoint.headers import DTYPE_BITS
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.report import announce, fsync_directory, write_json
+from trtspec.report import PRIVATE, announce, fsync_directory, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -210,6 +210,7 @@ class Journal:
 
     Raises UsageError when `header` is not the one that the file was begun with (naming what changed), when the file
     is no journal, and when another process holds it. `restart` forgets what the file records, once it is locked.
+    `private`: only its owner may read the file.
     """
 
     def __init__(
@@ -219,16 +220,19 @@ class Journal:
         *,
         restart: bool = False,
         remedy: str = REPEAT,
+        private: bool = False,
     ) -> None:
         self.path, self.remedy = path, remedy
         self.done: dict[str, dict[str, Any]] = {}
         self._holder: Path | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, PRIVATE if private else 0o644)
         try:
             self._holder = lock_file(self._file, path)
             if restart:
                 os.ftruncate(self._file, 0)
+            if private:  # also where it was begun by another umask or release
+                os.fchmod(self._file, PRIVATE)
             self._load(json.loads(json.dumps(header)))
         except BaseException:
             self.close()

@@ -108,8 +108,8 @@ class ProofRun:
         report.say(f"{step.name} (about {duration(step.seconds)})")
         began = time.monotonic()
         with (
-            log.open("wb") as out,
-            errors.open("wb") as err,
+            report.open_private(log) as out,
+            report.open_private(errors) as err,
             child([sys.executable, "-m", step.module, *words], stdout=out, stderr=err, **tied()) as process,
         ):
             wait(process)
@@ -154,7 +154,7 @@ def run_proof(setup: ProveSetup, directory: Path, startup: float, restart: bool)
         raise UsageError(f"{directory} is a file", "-o names the directory of the proof")
     if not journal.exists() and directory.exists() and any(directory.iterdir()):
         raise UsageError(f"{directory} holds something else", "choose another -o")
-    with Journal(journal, proof_header(setup), restart=restart) as kept:
+    with Journal(journal, proof_header(setup), restart=restart, private=True) as kept:
         run = ProofRun(setup, directory, startup, kept)
         prepare(run, restart)
         run.note_lost()
@@ -198,7 +198,7 @@ def served(
     report.say(f"trtspec serve, {launch}")
     began = time.monotonic()
     with (
-        log.open("wb") as stream,
+        report.open_private(log) as stream,
         child([sys.executable, "-m", "trtspec", *words], stdout=stream, stderr=stream, **tied()) as process,
     ):
         note = {"pid": process.pid, "started": start_time(process.pid)}
