@@ -72,7 +72,8 @@ def test_make_names_the_promtool_among_the_oracles(target: str, tmp_path: Path) 
     plain = {name: value for name, value in os.environ.items() if name not in ("TRTSPEC_PROMTOOL", "MAKEFLAGS")}
 
     def said(**more: str) -> str:
-        return subprocess.run(command, cwd=tmp_path, env=plain | more, capture_output=True, text=True, check=True).stdout
+        env = plain | more
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
 
     assert "<>" in said()
     fetched.parent.mkdir(parents=True)
