@@ -21,8 +21,9 @@ from trtspec.bench.conditions import parse
 from trtspec.bench.datasets import Dataset, Question
 from trtspec.bench.measure import BenchWorkload, Progress, measure
 from trtspec.bench.metrics import Counters
+from trtspec.bench.raw_results import RawResults
 from trtspec.bench.recorder import _pooled
-from trtspec.bench.results import BenchResults, RawResults
+from trtspec.bench.results import BenchResults
 from trtspec.bench.transcript import Transcript
 
 TOKENS = 30

@@ -12,7 +12,7 @@ import pytest
 from tests.bench.test_malformed_metadata import WORKLOAD, pages, served
 from tests.command_line import trtspec
 from trtspec.bench.measure import Progress, measure
-from trtspec.bench.results import RawResults
+from trtspec.bench.raw_results import RawResults
 from trtspec.errors import UsageError
 
 Start = Callable[..., str]

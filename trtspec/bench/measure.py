@@ -22,7 +22,8 @@ from trtspec.bench.conditions import Condition, as_text, fitted, under, whole
 from trtspec.bench.datasets import Dataset, Question, spread
 from trtspec.bench.load import Ask, Load, Round, ServiceLevel, closed_loop, open_loop, total_rate
 from trtspec.bench.raw_prompts import asked_as_text, sessions_left_out, text_alone
-from trtspec.bench.results import PartName, RawResults, level_label, whole_conversations
+from trtspec.bench.raw_results import PartName, RawResults, whole_conversations
+from trtspec.bench.results import level_label
 from trtspec.errors import Problem, TrtspecError, UsageError
 from trtspec.request_keys import refuse_owned
 

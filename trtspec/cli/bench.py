@@ -190,7 +190,7 @@ def bench(options: BenchOptions) -> None:
 
 def _refuse_unused(options: BenchOptions) -> None:
     """Refuses options that this run does not use, and an output that stands and is not the one that it continues."""
-    from trtspec.bench.results import RAW_FILE
+    from trtspec.bench.raw_results import RAW_FILE
 
     begun = options.output is not None and (options.output / RAW_FILE).is_file()
     resumed = options.resume and begun
@@ -267,7 +267,7 @@ def run(urls: dict[str, str], work: BenchWorkload, options: BenchOptions) -> tup
 
     from trtspec.bench import assembly, measure
     from trtspec.bench.client import key_header
-    from trtspec.bench.results import RAW_FILE, RawResults
+    from trtspec.bench.raw_results import RAW_FILE, RawResults
     from trtspec.report import progress_bar
 
     key_header()  # a key that cannot be sent is refused before anything is written
