@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trtspec.bench import assembly, measure, report, tables
+from trtspec.bench import assembly, demo_report, measure, report, tables
 from trtspec.bench.client import RequestSampling
 from trtspec.bench.datasets import load_dataset
 from trtspec.bench.results import BenchResults, Comparison, EndpointResult
@@ -89,6 +89,23 @@ def test_no_speed_up_and_no_headline_on_degenerate_output(whole: BenchResults) -
     assert ">plain<" in report.speed_plot(found, found.all) and ">eagle3<" not in report.speed_plot(found, found.all)
     users = tables.per_user_table(replace(whole, endpoints=with_loops(whole, "plain")))
     assert users is not None and set(users.rows[0][2:]) & {"\u2014"} and not any("x" in cell for cell in users.rows[0])
+
+
+def test_results_hold_no_ratio_of_degenerate_output_and_the_demo_marks_its_own(
+    stand_in: Callable[..., str], dataset: Path
+) -> None:
+    urls = {"eagle3": stand_in(loop=True), "plain": stand_in(kind="plain"), "prompt-lookup": stand_in(draft_len=2)}
+    work = measure.BenchWorkload(load_dataset(str(dataset)), RequestSampling(48), (1,), (6,))
+    found = assembly.assemble(*asyncio.run(measure.measure(urls, work)))
+    assert found.interleaved
+    held = {(pair.of, pair.over): (pair.median, pair.low, pair.high) for pair in found.interleaved[0].ratios}
+    assert len(held) == 6 and all(None not in held[pair] for pair in held if "eagle3" not in pair)
+    assert {held[pair] for pair in held if "eagle3" in pair} == {(None, None, None)}
+    assert row(tables.ratio_table(found, "plain"), "eagle3")[6] == "1", "it was measured in one round"
+    cells = demo_report.speed_tables({"bench": {"greedy": found}})[0].rows[0]
+    assert "x (" in cells[3] and cells[3].endswith(", degenerate output") and cells[5].endswith(")")
+    shown = demo_report.key_figures({"bench": {"greedy": found}, "checks": []})
+    assert any(key["label"].endswith("concurrency 1, degenerate output") and "x" in key["value"] for key in shown)
 
 
 def with_loops(whole: BenchResults, name: str) -> dict[str, EndpointResult]:

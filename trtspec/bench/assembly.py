@@ -20,6 +20,7 @@ from trtspec.bench.results import (
     PairRatio,
     QuestionSpeed,
 )
+from trtspec.bench.tables import is_degenerate_at
 from trtspec.bench.text_quality import OutputQuality, judge_run
 from trtspec.errors import Problem
 
@@ -31,11 +32,12 @@ def assemble(
     found = [*workload.dataset.problems, *problems]
     for target in targets:
         found += find_problems(target.name, target, workload)
+    described = [describe_target(target, workload) for target in targets]
     return BenchResults(
-        **vars(describe_target(targets[0], workload)),
+        **vars(described[0]),
         workload=workload.describe(),
-        endpoints={target.name: describe_target(target, workload) for target in targets[1:]},
-        interleaved=interleaved(targets) if len(targets) > 1 else None,
+        endpoints={endpoint.name: endpoint for endpoint in described[1:]},
+        interleaved=interleaved(targets, described) if len(targets) > 1 else None,
         problems=found,
     )
 
@@ -166,8 +168,9 @@ def question_speeds(target: MeasuredEndpoint, level: LoadLevel) -> list[Question
     return found
 
 
-def interleaved(targets: Sequence[MeasuredEndpoint]) -> list[InterleavedLevel]:
-    """Per level: each endpoint's rate by round, and for every pair the ratio by round, its median and range."""
+def interleaved(targets: Sequence[MeasuredEndpoint], described: Sequence[EndpointResult]) -> list[InterleavedLevel]:
+    """Per level: each endpoint's rate by round, and for every pair the ratio by round, its median and range; no ratio
+    where the output of either is degenerate."""
     levels = []
     for level in targets[0].rounds:
         steady = {t.name: [steady_rate(run) for run in t.rounds[level]] for t in targets}
@@ -175,21 +178,22 @@ def interleaved(targets: Sequence[MeasuredEndpoint]) -> list[InterleavedLevel]:
         fair = all(rate is not None for rates in steady.values() for rate in rates)
         fair = fair and all(len(steady[name]) == len(total[name]) for name in total)
         rates: dict[str, Any] = steady if fair else total
+        loops = {endpoint.name for endpoint in described if is_degenerate_at(endpoint, level.label)}
         levels.append(
             InterleavedLevel(
                 concurrency=level.concurrency,
                 rate=level.rate,
                 metric="steady_tokens_per_s" if fair else "tokens_per_s",
                 tokens_per_s={name: [round(float(r or 0), 3) for r in found] for name, found in rates.items()},
-                ratios=[pair_ratio(a, b, rates) for a, b in permutations(rates, 2)],
+                ratios=[pair_ratio(a, b, {} if {a, b} & loops else rates) for a, b in permutations(rates, 2)],
             )
         )
     return levels
 
 
 def pair_ratio(of: str, over: str, rates: dict[str, Any]) -> PairRatio:
-    """`of` / `over`, round by round, with the median and the range."""
-    per_round = [a / b for a, b in zip(rates[of], rates[over], strict=True) if b]
+    """`of` / `over`, round by round, with the median and the range; null where there are no `rates`."""
+    per_round = [a / b for a, b in zip(rates.get(of, []), rates.get(over, []), strict=True) if b]
     return PairRatio(
         of=of,
         over=over,

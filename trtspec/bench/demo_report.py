@@ -7,7 +7,8 @@ from typing import Any
 
 from trtspec.bench import report, tables
 from trtspec.bench.acceptance import AcceptanceSummary
-from trtspec.bench.results import BenchResults, EndpointResult, PairRatio, from_dict
+from trtspec.bench.assembly import pair_ratio
+from trtspec.bench.results import BenchResults, EndpointResult, InterleavedLevel, PairRatio, from_dict
 from trtspec.bench.tables import number
 from trtspec.report import Table
 
@@ -106,8 +107,9 @@ def key_figures(data: dict[str, Any]) -> list[dict[str, str]]:
             measured = data["bench"].get(name)
             title = tables.condition(measured) if measured else ""
             for level in (measured.interleaved or [] if measured else [])[:2]:
-                if ratio := level.pair("eagle3", "plain"):
-                    label = f"tokens/s with Eagle3 over none, {title}, concurrency {level.concurrency}"
+                if level.pair("eagle3", "plain"):
+                    ratio, mark = ratio_of(level, "eagle3", "plain")
+                    label = f"tokens/s with Eagle3 over none, {title}, concurrency {level.concurrency}{mark}"
                     found.append({"value": number(ratio.median, 2, "x"), "label": label})
     if quantized:
         found.append(report.acceptance_key(quantized, "tokens per step on the NVFP4 target"))
@@ -241,8 +243,8 @@ def speed_tables(data: dict[str, Any]) -> list[Table]:
             rates = level.tokens_per_s
             cells = [str(level.concurrency), number(tables.mean(rates["plain"]), 1)]
             for other in ("eagle3", "prompt-lookup"):
-                ratio = level.pair(other, "plain")
-                cells += [number(tables.mean(rates[other]), 1), spread(ratio) if ratio else "\u2014"]
+                ratio, mark = ratio_of(level, other, "plain")
+                cells += [number(tables.mean(rates[other]), 1), spread(ratio) + mark]
             steady = level.metric.startswith("steady")
             rows.append([*cells, str(len(rates["plain"])), "steady" if steady else "whole round"])
         columns = ["concurrency", "none tokens/s", "Eagle3 tokens/s", "over none", "prompt lookup tokens/s"]
@@ -265,6 +267,13 @@ def speed_tables(data: dict[str, Any]) -> list[Table]:
 def computed_in(data: dict[str, Any]) -> str:
     """The type of computation that the servers chose on this machine."""
     return str((data.get("honesty") or {}).get("dtype", "the machine's own type"))
+
+
+def ratio_of(level: InterleavedLevel, of: str, over: str) -> tuple[PairRatio, str]:
+    """The ratio, also where the results hold none because the output was degenerate, and the words that say so."""
+    stored, ratio = level.pair(of, over), pair_ratio(of, over, level.tokens_per_s)
+    degenerate = ratio.median is not None and stored is not None and stored.median is None
+    return ratio, ", degenerate output" if degenerate else ""
 
 
 def spread(ratio: PairRatio) -> str:

@@ -122,7 +122,8 @@ class EndpointResult(AcceptanceSummary):
 
 @dataclass(frozen=True, kw_only=True)
 class PairRatio:
-    """Speed of one endpoint over another's: round by round, the median and the range."""
+    """Speed of one endpoint over another's: round by round, the median and the range. No rounds and null where the
+    output of either was degenerate."""
 
     of: str
     over: str
