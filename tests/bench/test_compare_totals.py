@@ -14,7 +14,7 @@ import pytest
 from tests.bench.test_statistics import RUNS, as_old, in_a_mood, run_of
 from tests.command_line import trtspec
 from trtspec.bench.acceptance import TurnCounts, by_category
-from trtspec.bench.adapters import FROM_COUNTERS
+from trtspec.bench.adapters import FROM_COUNTERS, FROM_SGLANG
 from trtspec.bench.compare import compare
 from trtspec.bench.results import BenchResults, ComparedRun, read_results
 from trtspec.bench.text_quality import judge_run
@@ -119,6 +119,19 @@ def test_acceptance_that_cannot_be_judged_is_an_error_of_a_gate_and_a_warning_wi
     assert [severity for _, severity, _ in problems(rounds, [other], 0.05)] == ["error"], (
         "other rounds, other questions"
     )
+
+
+def test_the_running_mean_of_sglang_has_a_remedy_of_its_own() -> None:
+    """Neither categories, nor rounds, nor earlier runs make it one that can be judged."""
+    rng = np.random.default_rng(9)
+    run = run_of(rng, NAMES, rng.normal(0, 0.35, len(NAMES)), 0.0)
+    mean = replace(total(run.turns_detail, "all"), source=FROM_SGLANG, drafted=None)
+    new = replace(run, turns_detail=[], categories=by_category([mean]), acceptance_length=2.5)
+    for earlier in (1, 4):
+        found = compare(new, old_of(new), 0.05, [old_of(new)] * (earlier - 1)).problems
+        problem = next(p for p in found if p.code == "TS-BENCH-NOT-COMPARED")
+        assert problem.severity == "error" and "one mean over all requests since its start" in problem.message
+        assert problem.remedy.startswith("restart SGLang before each run") and "--rounds" not in problem.remedy
 
 
 @pytest.mark.parametrize("silent", ["this run", "the earlier run"])

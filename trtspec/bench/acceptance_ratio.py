@@ -23,7 +23,7 @@ from trtspec.bench.acceptance import (
     paired_ratio,
     per_question,
 )
-from trtspec.bench.adapters import FROM_COUNTERS, is_count
+from trtspec.bench.adapters import FROM_COUNTERS, FROM_SGLANG, is_count
 from trtspec.bench.results import BenchResults, ComparedRun
 
 LEAST_PAIRS = 3
@@ -32,6 +32,13 @@ QUESTION, GROUP, RUN = "question", "group", "run"
 ANY_ROUNDS = (
     f"ask {LEAST_GROUPS} categories or more, give both runs --rounds {LEAST_GROUPS}, or repeat --compare for "
     f"{LEAST_RUNS} earlier runs"
+)
+MEAN_ALONE = (
+    "an SGLang server keeps one mean over all requests since its start, and nothing says how far equal runs differ"
+)
+COUNT_STEPS = (
+    "restart SGLang before each run, so that its mean is of that run alone, and compare the means by eye; a verdict "
+    "takes a server that counts steps, such as trtllm-serve or vLLM"
 )
 Counts = tuple[int, int]
 Either = BenchResults | ComparedRun
@@ -66,6 +73,8 @@ def overall_ratio(new: BenchResults, earlier: Sequence[ComparedRun], confidence:
     test = group_ratio(new, old, confidence)
     if test is not None:
         return AcceptanceRatio(plain, test, GROUP)
+    if any(tells_a_mean(run) for run in (new, old)):
+        return AcceptanceRatio(plain, reason=MEAN_ALONE, remedy=COUNT_STEPS)
     test = predicted_ratio(new, earlier, confidence)
     reason = (
         f"a server tells only of all answers together, and fewer than {LEAST_GROUPS} categories or rounds were counted "
@@ -120,6 +129,12 @@ def paired(
     """Tokens out of steps over steps, of the units in `common`, each with (steps, accepted, ...) on both sides."""
     sides = [([side[q][0] + side[q][1] for q in common], [side[q][0] for q in common]) for side in (new, old)]
     return paired_ratio(sides[0], sides[1], confidence) if common else None
+
+
+def tells_a_mean(run: Either) -> bool:
+    """Whether its acceptance is the running mean of SGLang: no part of the run has one of its own."""
+    told = [vars(group) if isinstance(group, AcceptanceSummary) else group for group in run.categories.values()]
+    return any(isinstance(group, dict) and group.get("source") == FROM_SGLANG for group in told)
 
 
 def category_counts(run: Either) -> dict[str, Counts]:
