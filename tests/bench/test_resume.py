@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.bench.test_counters import WORKLOAD as COUNTED
+from tests.bench.test_counters import CountingServer
 from tests.bench.test_malformed_metadata import WORKLOAD, pages, served
 from tests.command_line import trtspec
 from trtspec.bench.measure import Progress, measure
@@ -51,6 +54,24 @@ def test_another_server_at_the_same_url_is_named(tmp_path: Path) -> None:
         found = refused.value.exceptions[0] if isinstance(refused.value, ExceptionGroup) else refused.value
         assert isinstance(found, UsageError) and says in found.message and "--force" in found.remedy
     run("sglang")
+
+
+def test_what_is_kept_is_what_is_not_asked_again(tmp_path: Path) -> None:
+    """Of a vLLM, whose counters hold all answers of a part together, a part with a failed one is asked again whole."""
+    server, path, said, asked = CountingServer(cut={"3?"}), tmp_path / "raw.jsonl", list[str](), list[int]()
+
+    async def twice(url: str) -> None:
+        for _ in range(2):
+            with RawResults(path, {}) as raw:
+                work = replace(COUNTED, concurrency=(2, 1), samples=(None, 3))
+                await measure({"e": url}, work, progress=Progress(said.append, raw=raw))
+            asked.append(len(server.asked))
+            server.cut.clear()
+            server.asked.clear()
+
+    server.run(twice)
+    assert asked == [19, 12], "8 and 4 questions of the load and of a category again; 3 and 4 are kept"
+    assert [text for text in said if "kept" in text] == ["7 answers of the interrupted run are kept"]
 
 
 def test_resume_overwrites_only_what_it_continues(stand_in: Start, dataset: Path, tmp_path: Path) -> None:

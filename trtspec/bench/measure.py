@@ -206,6 +206,9 @@ async def measure(
             await in_context(targets[0], workload.questions(number), workload.conditions)
             for number in range(len(workload.levels))
         ]
+        kept = progress.raw.kept({question.id: question.requests for part in asked for question in part})
+        if kept:
+            progress.say(f"{kept} answers of the interrupted run are kept")
         for level, questions in zip(workload.levels, asked, strict=True):
             part = replace(workload, rounds=min(workload.rounds, len(questions)))
             await run_level(targets, part, questions, level, progress)
@@ -341,7 +344,7 @@ async def run_part(
     runs, counts, done = [], [], set()
     for stored in progress.raw.parts(name):
         answers = whole_conversations(stored.answers, requests)
-        if stored.counts and sum(count.answers for count in stored.counts) != len(stored.answers):
+        if stored.asked_again:
             progress.say(f"{_where(name)}: asked again, because answers failed there and all are counted together")
         elif answers:
             ends = stored.seconds or max(answer.finished for answer in answers)

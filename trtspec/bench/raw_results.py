@@ -46,6 +46,11 @@ class StoredPart:
     counts: list[TurnCounts]
     seconds: float | None
 
+    @property
+    def asked_again(self) -> bool:
+        """Whether its answers were counted together and some of them failed or are lost."""
+        return bool(self.counts) and sum(count.answers for count in self.counts) != len(self.answers)
+
 
 class RawResults:
     """The journal of a run; without a path nothing is kept. `segment` counts the processes that worked on it, `servers`
@@ -105,10 +110,10 @@ class RawResults:
             found.append(StoredPart(answers, counts, ends[-1]["seconds"] if ends else None))
         return found
 
-    def kept(self) -> int:
-        """Answers that earlier processes recorded."""
-        entries = itertools.chain.from_iterable(part for parts in self.stored.values() for part in parts.values())
-        return sum("answer" in entry for entry in entries)
+    def kept(self, requests: Mapping[str, int]) -> int:
+        """Answers of earlier processes that are not asked again; `requests` of each question."""
+        stored = itertools.chain.from_iterable(self.parts(name) for name in self.stored)
+        return sum(len(whole_conversations(part.answers, requests)) for part in stored if not part.asked_again)
 
     def flush(self) -> None:
         """Waits until all is on disk. Raises TrtspecError when it could not be written."""

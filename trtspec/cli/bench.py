@@ -281,8 +281,6 @@ def run(urls: dict[str, str], work: BenchWorkload, options: BenchOptions) -> tup
         RawResults(path, header, restart=not options.resume) as raw,
     ):
         progress = measure.Progress(bar.say, lambda answer: bar.advance(1), raw)
-        if raw.kept():
-            bar.say(f"{raw.kept()} answers of the interrupted run are kept")
         try:
             with interrupted_by_sigterm():
                 found = asyncio.run(measure.measure(urls, work, options.model, progress, request_limits_of))
