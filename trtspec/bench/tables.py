@@ -220,7 +220,9 @@ def ratio_table(results: BenchResults, over: str) -> Table | None:
             speeds = [BLANK if name in loops else number(mean(level.tokens_per_s[name]), 1) for name in (over, pair.of)]
             ratio = [number(pair.median, 2, "x"), f"{number(pair.low)} \u2013 {number(pair.high)}"]
             load = str(level.concurrency) if level.rate is None else f"{level.rate:g}/s"
-            rows.append([pair.of, load, *speeds, *([BLANK] * 2 if loops else ratio), str(len(level.tokens_per_s[over]))])
+            rows.append(
+                [pair.of, load, *speeds, *([BLANK] * 2 if loops else ratio), str(len(level.tokens_per_s[over]))]
+            )
     if not rows:
         return None
     note = (
