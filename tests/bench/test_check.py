@@ -22,11 +22,11 @@ from trtspec.bench.drafting import check_acceptance
 from trtspec.bench.endings import check_finish, check_stops
 from trtspec.bench.features import (
     check_follow_ups,
-    check_forms,
     check_image,
     check_tool_calls,
     check_tool_streams,
 )
+from trtspec.bench.forms import check_forms
 from trtspec.bench.lossless import compare_transcripts, first_divergence, tokens_show
 from trtspec.bench.parameters import NO_ANSWER, check_parameters
 from trtspec.bench.parameters import REFUSED as DECLINED

@@ -9,7 +9,7 @@ tokens, or its parser rewrites the arguments, only the number of differences can
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,6 +139,54 @@ def cut_off(reply: ToolReply) -> bool:
     """Whether the limit of tokens came while the model still reasoned: nothing is known of the answer behind."""
     reasoned = (reply.reasoning + reply.content).strip()
     return not reply.error and silent(reply) and bool(reasoned) and reply.finish_reason == "length"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndComparison:
+    """Whether replies end by themselves where the plain server's do. `alone`: questions whose reply the limit of tokens
+    cut off here and in no pass of the plain server, `p` the chance of so many."""
+
+    alone: list[str]
+    asked: int
+    cut_before: int
+    asked_before: int
+    p: float
+
+    @property
+    def wrong(self) -> list[str]:
+        return self.alone if self.p < UNLIKELY else []
+
+    @property
+    def fault(self) -> str:
+        return (
+            f"it does not end, as {len(self.alone)} of {self.asked} do not, and {self.cut_before} of "
+            f"{self.asked_before} without speculation (p {self.p:.2g})"
+        )
+
+
+def compare_ends(
+    mine: Sequence[ToolReply], passes: Sequence[Sequence[ToolReply]], cut: Callable[[ToolReply], bool]
+) -> EndComparison:
+    """`passes` of the plain server; `cut` tells whether the limit of tokens ended a reply. Questions are compared, not
+    passes, which repeat one another."""
+    plain: dict[str, bool] = {}
+    for reply in (reply for one in passes for reply in one if not reply.error):
+        plain[reply.question] = plain.get(reply.question, False) or cut(reply)
+    known = [reply for reply in mine if not reply.error and reply.question in plain]
+    alone = [reply.question for reply in known if cut(reply) and not plain[reply.question]]
+    before = sum(plain.values())
+    return EndComparison(
+        alone=alone,
+        asked=len(known),
+        cut_before=before,
+        asked_before=len(plain),
+        p=more_often(len(alone), len(known), before, len(plain)),
+    )
+
+
+def at_limit(reply: ToolReply) -> bool:
+    """Whether the limit of tokens ended it: half a form is none."""
+    return not reply.error and reply.finish_reason == "length"
 
 
 def _comparison(what: str, found: dict[str, list[str]], again: Sequence[set[str]]) -> ReplyComparison:

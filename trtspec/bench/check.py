@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from trtspec.bench import drafting, endings, features, pace, parameters, visible
+from trtspec.bench import drafting, endings, features, forms, pace, parameters, visible
 from trtspec.bench.gate import SHOWN, CheckResult, mcnemar, pairs_needed, pass_or_fail, required, result
 from trtspec.bench.lossless import QualityLimits, check_distribution, compare_transcripts
 from trtspec.bench.quality import paired
@@ -68,7 +68,7 @@ def run_checks(got: Recording, expected: Recording | None, limits: GateLimits) -
         features.check_tool_calls(got, expected, same_text),
         features.check_tool_streams(got, expected),
         features.check_follow_ups(got, expected, same_text),
-        features.check_forms(got, expected, same_text),
+        forms.check_forms(got, expected, same_text),
         endings.check_stops(got, expected, limits.near_tie, limits.quality is None),
         endings.check_finish(got, expected),
         features.check_image(got, expected),

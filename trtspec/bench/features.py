@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trtspec.bench.arguments import (
+    EndComparison,
     Replies,
     ReplyComparison,
     arguments_of,
     compare_arguments,
+    compare_ends,
     compare_texts,
     compare_turns,
     cut_off,
@@ -21,7 +23,7 @@ from trtspec.bench.arguments import (
     silent,
 )
 from trtspec.bench.asking import NOT_ASKED, declined
-from trtspec.bench.battery import FORM_SCHEMA, TOOL
+from trtspec.bench.battery import TOOL
 from trtspec.bench.gate import SHOWN, CheckResult, result
 from trtspec.bench.transcript import Recording, ToolReply
 from trtspec.bench.visible import own_rounding
@@ -42,8 +44,9 @@ def check_tool_calls(got: Recording, expected: Recording | None, limit: float | 
     mine, theirs = asked(got.tools), {reply.question: reply for reply in expected.tools} if expected else {}
     if not mine:
         return result(name, "skipped", "no request with a tool was sent")
-    turns = _tool_turns(mine, expected, limit)
+    turns, ends = _tool_turns(mine, expected, limit), _tool_ends(mine, expected)
     faults = [(reply, fault) for reply in mine for fault in _tool_faults(reply, expected, mine, turns)]
+    faults += [(reply, ends.fault) for reply in mine if reply.question in ends.wrong]
     pairs = [
         (r, theirs[r.question]) for r in mine if r.question in theirs and not theirs[r.question].error and not r.error
     ]
@@ -54,6 +57,7 @@ def check_tool_calls(got: Recording, expected: Recording | None, limit: float | 
         "faults": [f"{reply.question}: {fault}" for reply, fault in faults][:SHOWN],
         "arguments": asdict(compared) if compared else None,
         "turns": asdict(turns),
+        "ends": asdict(ends),
     }
     if faults:
         message = f"{len(faults)} of {len(mine)} tool calls: {faults[0][1]} ({faults[0][0].question})"
@@ -64,7 +68,7 @@ def check_tool_calls(got: Recording, expected: Recording | None, limit: float | 
         message = message if theirs else f"not shown: the server refused a request with tools: {refused[0].error}"
         return result(name, "skipped", message, **detail)
     if not any(reply.calls for reply in mine):
-        return result(name, "skipped", f"not shown: {why_not_shown(mine)}{_also_refused(mine)}", **detail)
+        return result(name, "skipped", f"not shown: {why_not_shown(mine)}{also_refused(mine)}", **detail)
     good = [reply for reply in mine if reply.calls and not any(call_fault(call) for call in reply.calls)]
     if not good:
         return result(name, "skipped", "not shown: the calls are malformed on both servers", **detail)
@@ -72,10 +76,11 @@ def check_tool_calls(got: Recording, expected: Recording | None, limit: float | 
     message = f"{len(good)} of {len(mine)} requests with a tool yield well-formed calls"
     message += (compared.message if compared else "") + turns.parted
     message += ", and none can be compared: the plain server makes no call" if pairs and not both else ""
-    message += _also_refused(mine)
+    unknown = not_compared(mine, expected.tools if expected else [], _tool_passes(expected))
+    message += _not_ended(mine) + also_refused(mine) + unknown.message
     if compared and compared.wrong:
         return result(name, "fail", message, code, TOOL_REMEDY, **detail)
-    if compared and (compared.unjudged or turns.unjudged):
+    if unknown.most or (compared and (compared.unjudged or turns.unjudged)):
         return result(name, "skipped", message, **detail)
     return result(name, "pass", message, seen=len(good), **detail)
 
@@ -156,6 +161,16 @@ def _tool_turns(mine: Sequence[ToolReply], expected: Recording | None, limit: fl
     return turns if any(reply.calls for reply in mine) else replace(turns, p=0.0)
 
 
+def _tool_ends(mine: Sequence[ToolReply], expected: Recording | None) -> EndComparison:
+    passes = (expected.tools, expected.repeated_tools, expected.confirmed_tools) if expected else ()
+    return compare_ends(mine, passes, cut_off)
+
+
+def _not_ended(mine: Sequence[ToolReply]) -> str:
+    cut = sum(map(cut_off, mine))
+    return f", {cut} were cut off while the model reasoned and are not judged" if cut else ""
+
+
 def _tool_passes(expected: Recording | None) -> Replies:
     return replies_by_question(expected.tools, expected.repeated_tools, expected.confirmed_tools) if expected else {}
 
@@ -168,7 +183,7 @@ def _tool_faults(
     known = _tool_passes(expected).get(reply.question, [])
     if reply.error:
         if refused_alone(reply, plain, mine):
-            yield f"{_failed(reply)}, though others are answered: {reply.error}"
+            yield f"{how_it_failed(reply)}, though others are answered: {reply.error}"
         return
     if cut_off(reply):
         return
@@ -220,14 +235,19 @@ def check_follow_ups(got: Recording, expected: Recording | None, limit: float | 
         return result(name, "skipped", "no follow-up was sent")
     known = replies_by_question(theirs, expected.repeated_follow_ups) if expected else {}
     turns = compare_turns(mine, known, own_rounding(expected), limit)
+    ends = compare_ends(mine, (theirs, expected.repeated_follow_ups) if expected else (), cut_off)
     faults, kinds = [], Counter[str]()
     for reply in mine:
         plain, passes = reply_to(theirs, reply.question), known.get(reply.question, [])
         if reply.error:
             kinds["refused"] += 1
-            faults += [(reply, f"{_failed(reply)}: {reply.error}")] if refused_alone(reply, plain, mine) else []
+            faults += [(reply, f"{how_it_failed(reply)}: {reply.error}")] if refused_alone(reply, plain, mine) else []
+        elif reply.question in ends.wrong:
+            faults.append((reply, ends.fault))
         elif cut_off(reply) or (silent(reply) and plain and cut_off(plain)):
             kinds["cut"] += 1
+        elif silent(reply) and plain and plain.error:
+            kinds["empty, and refused before"] += 1
         elif silent(reply) and (any(map(silent, passes)) or reply.question in turns.near_ties):
             kinds["silent"] += 1
         elif silent(reply):
@@ -238,7 +258,7 @@ def check_follow_ups(got: Recording, expected: Recording | None, limit: float | 
         else:
             kinds["text" if not reply.calls else "call" if passes else "unknown call"] += 1
     detail: dict[str, Any] = {"faults": [f"{reply.question}: {fault}" for reply, fault in faults][:SHOWN]}
-    detail["turns"] = asdict(turns)
+    detail |= {"turns": asdict(turns), "ends": asdict(ends)}
     if faults:
         message = f"{len(faults)} of {len(mine)} follow-ups of a tool: {faults[0][1]} ({faults[0][0].question})"
         remedy = "check the reasoning parser and the chat template: Kimi-K2.6 ends many such answers behind </think>"
@@ -252,11 +272,12 @@ def check_follow_ups(got: Recording, expected: Recording | None, limit: float | 
     message += f", {kinds['call']} bring another call as on the plain server" if kinds["call"] else ""
     message += f", {kinds['unknown call']} bring another call and are not judged" if kinds["unknown call"] else ""
     message += f", {kinds['cut']} were cut off while the model reasoned and are not judged" if kinds["cut"] else ""
-    message += (compared.message if compared else "") + turns.parted + _also_refused(mine)
+    unknown = not_compared(mine, theirs, known)
+    message += (compared.message if compared else "") + turns.parted + also_refused(mine) + unknown.message
     detail["texts"] = asdict(compared) if compared else None
     if compared and compared.wrong:
         return result(name, "fail", message, code, "compare the texts of both servers in their recordings", **detail)
-    if compared and (compared.unjudged or turns.unjudged):
+    if unknown.most or (compared and (compared.unjudged or turns.unjudged)):
         return result(name, "skipped", message, **detail)
     return result(name, "pass", message, seen=seen, **detail)
 
@@ -267,6 +288,8 @@ def _no_text(mine: Sequence[ToolReply], kinds: Counter[str], compared: bool) -> 
         return f"{kinds['unknown call']} of {len(mine)} follow-ups bring another call, and none is answered in text"
     if kinds["cut"]:
         return f"{kinds['cut']} of {len(mine)} follow-ups were cut off while the model reasoned (--max-tokens)"
+    if kinds["empty, and refused before"]:
+        return "the answers are empty, and the plain server gave none"
     return f"the server refuses follow-ups{' as the plain server does' if compared else ''}: {mine[0].error}"
 
 
@@ -274,6 +297,25 @@ def reply_to(replies: Sequence[ToolReply], question: str) -> ToolReply | None:
     """The plain server's reply; after a refusal of the first request it was not asked the others."""
     found = next((reply for reply in replies if reply.question == question), None)
     return replies[0] if found is None and replies and all(reply.error for reply in replies) else found
+
+
+@dataclass(frozen=True)
+class UnknownReplies:
+    """Answered requests to which the recording of the plain server holds a failure that is no refusal. `most`: they are
+    more than half, so that the row would rest on nothing."""
+
+    message: str = ""
+    most: bool = False
+
+
+def not_compared(mine: Sequence[ToolReply], theirs: Sequence[ToolReply], known: Replies) -> UnknownReplies:
+    answered = [reply for reply in mine if not reply.error and reply.question not in known]
+    found = [plain for reply in answered if (plain := reply_to(theirs, reply.question)) and plain.error]
+    failed = [plain.error for plain in found if not declined(plain.error)]
+    if not failed:
+        return UnknownReplies()
+    message = f"; {len(failed)} of {len(mine)} are not compared: the plain server's recording holds {failed[0]}"
+    return UnknownReplies(message, 2 * len(failed) > len(mine))
 
 
 def refused_alone(reply: ToolReply, plain: ToolReply | None, mine: Sequence[ToolReply]) -> bool:
@@ -284,75 +326,13 @@ def refused_alone(reply: ToolReply, plain: ToolReply | None, mine: Sequence[Tool
     return bool(reply.error) and (not declined(reply.error) or any(not other.error for other in mine))
 
 
-def _failed(reply: ToolReply) -> str:
+def how_it_failed(reply: ToolReply) -> str:
     return "refused" if declined(reply.error) else "failed"
 
 
-def _also_refused(mine: Sequence[ToolReply]) -> str:
+def also_refused(mine: Sequence[ToolReply]) -> str:
     refused = [reply for reply in mine if reply.error]
     return f"; {len(refused)} are refused, as by the plain server: {refused[0].error}" if refused else ""
-
-
-def check_forms(got: Recording, expected: Recording | None, limit: float | None) -> CheckResult:
-    """Answers that must be JSON of a schema are, and they are the plain server's, up to near-ties under `limit`; None
-    where other weights may fill in something else. Those that were cut off before their end are not judged."""
-    name, code = "structured-output", "TS-CHECK-STRUCTURED"
-    remedy = "check guided_decoding_backend and the engine's log; ask with speculation off"
-    mine, theirs = asked(got.forms), expected.forms if expected else []
-    if not mine:
-        return result(name, "skipped", "not shown: nothing was asked")
-    known = replies_by_question(theirs, expected.repeated_forms) if expected else {}
-    faults, good, cut, both = [], [], 0, 0
-    for reply in mine:
-        plain, fault = reply_to(theirs, reply.question), form_fault(reply)
-        passes = known.get(reply.question, [])
-        if reply.error:
-            alone = refused_alone(reply, plain, mine)
-            faults += [f"{reply.question}: {_failed(reply)}: {reply.error}"] if alone else []
-        elif reply.finish_reason == "length" or (
-            fault and any(r and r.finish_reason == "length" for r in [plain, *passes])
-        ):
-            cut += 1
-        elif fault and any(form_fault(other) for other in passes):
-            both += 1
-        elif fault:
-            faults.append(f"{reply.question}: {fault}")
-        else:
-            good.append(reply)
-    message = f"{len(good)} of {len(mine)} answers have the form that was asked for"
-    message += f", {cut} were cut off before their end and are not judged" if cut else ""
-    message += f", {both} have it on neither server" if both else ""
-    if faults:
-        return result(name, "fail", f"{message}; {faults[0]}", code, remedy, faults=faults[:SHOWN])
-    message += _also_refused(mine)
-    if not good:
-        refused = f"the server refused response_format: {mine[0].error}"
-        return result(name, "skipped", f"not shown: {message if cut or both else refused}")
-    sound = {q: [r for r in one if parsed(r.content) is not None and not form_fault(r)] for q, one in known.items()}
-    compared = compare_texts(good, sound, own_rounding(expected), limit) if limit is not None else None
-    detail: dict[str, Any] = {"texts": asdict(compared) if compared else None}
-    message += compared.message if compared else ""
-    if compared and compared.wrong:
-        return result(name, "fail", message, code, "compare the texts of both servers in their recordings", **detail)
-    if compared and compared.unjudged:
-        return result(name, "skipped", message, **detail)
-    return result(name, "pass", message, seen=len(good), **detail)
-
-
-def form_fault(reply: ToolReply) -> str | None:
-    """Why a text is no object of FORM_SCHEMA; an answer that was cut off is judged by nothing."""
-    schema: Any = FORM_SCHEMA
-    if reply.error or reply.finish_reason == "length":
-        return None
-    found = parsed(reply.content)
-    if not isinstance(found, dict):
-        return f"it is not a JSON object: {reply.content[:60]!r}"
-    kinds = {"string": str, "integer": int}
-    for key in schema["required"]:
-        if not isinstance(found.get(key), kinds[schema["properties"][key]["type"]]):
-            return f"{key} is missing or of another type"
-    extra = set(found) - set(schema["properties"])
-    return f"it has {', '.join(sorted(extra))} beside what the schema allows" if extra else None
 
 
 def check_image(got: Recording, expected: Recording | None) -> CheckResult:
@@ -371,8 +351,9 @@ def check_image(got: Recording, expected: Recording | None) -> CheckResult:
         why = "neither server answers" if plain is not None else "the server takes text only"
         return result(name, "skipped", f"not shown: {why} ({reply.error[:120]})")
     if not _shown(reply):
-        if plain is not None and not plain.error and not _shown(plain):
-            return result(name, "skipped", "not shown: the answer is empty on both servers")
+        if plain is not None and not _shown(plain):
+            why = f"the plain server gives none ({plain.error[:120]})" if plain.error else "so is the plain server's"
+            return result(name, "skipped", f"not shown: the answer is empty, and {why}")
         return result(name, "fail", "an image is taken and the answer is empty", "TS-CHECK-IMAGE", remedy)
     return result(name, "pass", "a request with an image is answered in text")
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from trtspec.bench import adapters, battery
 from trtspec.bench.acceptance import TurnCounts, without_surplus
-from trtspec.bench.arguments import cut_off
-from trtspec.bench.asking import TOP, Asker
+from trtspec.bench.arguments import at_limit, cut_off
+from trtspec.bench.asking import TOP, Asker, declined
 from trtspec.bench.battery import Battery
 from trtspec.bench.client import Answer, Endpoint, new_client
 from trtspec.bench.features import stream_fault
@@ -296,11 +296,6 @@ def _form_asks(count: int) -> list[AskedOnce]:
     return [(battery.form_question(i), {"response_format": form}, battery.tool_name(i)) for i in few]
 
 
-def at_limit(reply: ToolReply) -> bool:
-    """Whether the limit of tokens ended it: half a form is none."""
-    return reply.finish_reason == "length"
-
-
 async def _told_again(
     asker: Asker, asks: Sequence[AskedOnce], unfinished: Callable[[ToolReply], bool]
 ) -> list[ToolReply]:
@@ -331,7 +326,7 @@ async def _replies(
             return await ask(messages, extra, question)
 
     first = [await one(*asks[0])] if asks else []
-    if first and first[0].error:
+    if first and declined(first[0].error):
         return first  # refused: so would be the others
     return first + list(await asyncio.gather(*(one(*each) for each in asks[1:])))
 
@@ -339,15 +334,15 @@ async def _replies(
 async def _with_room(
     asker: Asker, asks: Sequence[AskedOnce], unfinished: Callable[[ToolReply], bool]
 ) -> list[ToolReply]:
-    """Replies; those that were cut off are asked for again with more tokens, if that helps the first of them."""
+    """Replies; those that were cut off are asked for again with more tokens, if that helps one of the first."""
     found = await _replies(asker.tool, asks, asker.concurrency)
     cut = {reply.question for reply in found if unfinished(reply)}
     again = [_roomy(asker, ask) for ask in asks if ask[2] in cut]
     if not again or asker.max_tokens >= ROOM:
         return found
-    longer = await _replies(asker.tool, again[:1], 1)
-    if not longer[0].error and not unfinished(longer[0]):
-        longer += await _replies(asker.tool, again[1:], asker.concurrency)
+    longer = await _replies(asker.tool, again[:FEW], asker.concurrency)
+    if any(not reply.error and not unfinished(reply) for reply in longer):
+        longer += await _replies(asker.tool, again[FEW:], asker.concurrency)
     finished = {reply.question: reply for reply in longer if not reply.error}
     return [finished.get(reply.question, reply) for reply in found]
 
