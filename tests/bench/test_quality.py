@@ -11,7 +11,7 @@ import pytest
 
 from trtspec.bench import gate
 from trtspec.bench.check import check_tasks
-from trtspec.bench.quality import GradedTask, final_answer, grade, load_tasks
+from trtspec.bench.quality import GradedTask, final_answer, grade, load_tasks, refuse_other_tasks
 from trtspec.bench.transcript import Recording, TaskReply
 from trtspec.errors import UsageError
 
@@ -113,3 +113,44 @@ def test_tasks_that_nobody_solves_show_no_fall() -> None:
     assert verdict.status == "skipped" and "cut off at --task-tokens: 200 answers, 200 before" in verdict.message
     few = Recording("u", {}, 8, [], tasks=[TaskReply(str(index), index < 10) for index in range(200)])
     assert "cannot show" in check_tasks(few, few, 0.1).message
+
+
+def test_tasks_that_fail_are_not_solved() -> None:
+    """150 failures of 400, and the other server none; a few are left out, as on both."""
+
+    def judged(failed: int, failed_before: int = 0) -> tuple[str, str]:
+        def made(first: int, failed: int) -> Recording:
+            tasks = [TaskReply(str(i), i % 10 != 0) for i in range(400)]
+            tasks[first : first + failed] = [
+                TaskReply(task.id, False, error="HTTP 500: boom") for task in tasks[first : first + failed]
+            ]
+            return Recording("u", {}, 8, [], tasks=tasks)
+
+        found = check_tasks(made(0, failed), made(200, failed_before), 0.1)
+        return found.status, found.message
+
+    status, message = judged(150)
+    assert status == "fail" and message.startswith("225 of 400 tasks solved, 360 before (135 lost"), message
+    assert "150 failed, 0 before" in message and "count as not solved: HTTP 500: boom" in message
+    for few, before in ((5, 0), (60, 60), (20, 12)):
+        status, message = judged(few, before)
+        assert status == "pass" and f"{few} failed, {before} before" in message and "left out" in message, message
+
+
+def test_a_recording_of_other_tasks_is_refused(tmp_path: Path) -> None:
+    def written(*questions: str) -> Path:
+        path = tmp_path / f"{questions[0]}.jsonl"
+        path.write_text("".join(json.dumps({"question": text, "answer": "5"}) + "\n" for text in questions))
+        return path
+
+    first, other, longer = written("2 and 3?", "1 and 4?"), written("9 less 4?"), written("2 and 3? ")
+    asked = load_tasks(first, 64)
+    recorded = [TaskReply(task.id, True, digest=task.digest, max_tokens=64) for task in asked.tasks]
+    refuse_other_tasks(recorded, asked)
+    refuse_other_tasks(recorded, load_tasks(first, 64, samples=1))
+    refuse_other_tasks([TaskReply(task.id, True) for task in asked.tasks], load_tasks(other, 16))  # an older recording
+    for path in (other, longer):
+        with pytest.raises(UsageError, match="task 1 of .* is not the recording's task"):
+            refuse_other_tasks(recorded, load_tasks(path, 64))
+    with pytest.raises(UsageError, match="had 64 tokens .*, not 16"):
+        refuse_other_tasks(recorded, load_tasks(first, 16))

@@ -9,7 +9,7 @@ from typing import Any
 from trtspec.bench import drafting, endings, features, forms, pace, parameters, visible
 from trtspec.bench.gate import SHOWN, CheckResult, mcnemar, pairs_needed, pass_or_fail, required, result
 from trtspec.bench.lossless import QualityLimits, check_distribution, compare_transcripts
-from trtspec.bench.quality import paired
+from trtspec.bench.quality import PairedTasks, paired
 from trtspec.bench.text_quality import RUN_SHARE, degeneration, judge_run
 from trtspec.bench.transcript import Recording, Transcript
 from trtspec.errors import UsageError
@@ -188,23 +188,27 @@ def check_tasks(got: Recording, expected: Recording | None, fall: float) -> Chec
         return result(
             name, "skipped", f"{alone}; nothing to compare with: --against a server, or a recording with --tasks"
         )
-    pairs, before, lost, won = paired(expected.tasks, got.tasks)
+    found = paired(expected.tasks, got.tasks)
+    pairs, before = found.pairs, found.before
+    failed = _failed_tasks(found, got)
     if not pairs:
-        return result(name, "skipped", f"{alone}; the two servers answered no common task")
-    now, p = before - lost + won, mcnemar(lost, won)
+        return result(name, "skipped", f"{alone}; the two servers answered no common task{failed}")
+    now, p = before - len(found.lost) + found.won, mcnemar(len(found.lost), found.won)
     cut = sum(task.cut for task in got.tasks), sum(task.cut for task in expected.tasks)
     share = min(max(before / pairs, fall + 0.01), 0.99)
     needed = pairs_needed(round(share, 2), round(share - fall, 2), ALPHA)
-    detail: dict[str, Any] = {"pairs": pairs, "before": before, "now": now, "lost": lost, "won": won, "p": round(p, 6),
-              "pairs_needed": needed, "fall": fall}  # fmt: skip
-    message = f"{now} of {pairs} tasks solved, {before} before ({lost} lost, {won} won, McNemar's exact p {p:.2g})"
+    detail = {**asdict(found), "now": now, "lost": len(found.lost), "p": round(p, 6), "pairs_needed": needed}
+    detail |= {"fall": fall, "p_failed": found.p}
+    message = f"{now} of {pairs} tasks solved, {before} before ({len(found.lost)} lost, {found.won} won, "
+    message += f"McNemar's exact p {p:.2g}){failed}"
     if any(cut):
         message += f"; cut off at --task-tokens: {cut[0]} answers, {cut[1]} before"
-    if p < ALPHA:
+    if p < ALPHA or found.fails:
         remedy = (
             "read the lost tasks in --json; a quantized target: try another policy or calibration (trtspec quantize)"
         )
-        detail["lost_tasks"] = _lost(got, expected)[:SHOWN]
+        remedy = "look at the server's log: its failures count as not solved" if found.fails else remedy
+        detail["lost_tasks"] = found.lost[:SHOWN]
         return result(name, "fail", message, "TS-CHECK-TASKS", remedy, **detail)
     if before <= fall * pairs:
         message += f"; with so few right before, a fall of {100 * fall:g} points cannot show"
@@ -215,6 +219,9 @@ def check_tasks(got: Recording, expected: Recording | None, fall: float) -> Chec
     return result(name, "pass", f"{message}; enough to find a fall of {100 * fall:g} points", seen=pairs, **detail)
 
 
-def _lost(got: Recording, expected: Recording) -> list[str]:
-    before = {task.id: task.correct for task in expected.tasks if task.error is None}
-    return [task.id for task in got.tasks if task.error is None and before.get(task.id) and not task.correct]
+def _failed_tasks(found: PairedTasks, got: Recording) -> str:
+    if not found.failed:
+        return ""
+    first = next(str(task.error) for task in got.tasks if task.error)
+    counted = "count as not solved" if found.fails else "are left out"
+    return f"; {found.failed} failed, {found.failed_before} before (p {found.p:.2g}), and {counted}: {first[:120]}"

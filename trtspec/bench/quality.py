@@ -8,6 +8,8 @@ by McNemar's exact test.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +19,7 @@ from typing import Any, Literal
 
 from trtspec import files
 from trtspec.bench.asking import Asker
+from trtspec.bench.gate import UNLIKELY, more_often
 from trtspec.bench.transcript import AskedPrompt, TaskReply
 from trtspec.checkpoint.rows import read_rows
 from trtspec.errors import UsageError
@@ -52,6 +55,11 @@ class GradedTask:
     question: str
     answer: str
     grader: Grader
+
+    @property
+    def digest(self) -> str:
+        """By which two servers are known to have been asked the same: an id may be only a line's number."""
+        return hashlib.sha256(json.dumps([self.question, self.answer, self.grader]).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -184,7 +192,7 @@ def _plain(text: str) -> str:
 
 
 async def ask_tasks(asker: Asker, asked: TaskSet) -> list[TaskReply]:
-    """Each task once, at temperature 0. What was cut off or failed is graded as what came."""
+    """Each task once, at temperature 0. What was cut off is graded as what came."""
     slots = asyncio.Semaphore(asker.concurrency)
     plain = replace(asker, logprobs=False, max_tokens=asked.max_tokens)
 
@@ -194,15 +202,56 @@ async def ask_tasks(asker: Asker, asked: TaskSet) -> list[TaskReply]:
                 AskedPrompt(task.id, "tasks", [{"role": "user", "content": task.question}], "tasks")
             )
         correct = found.error is None and grade(task, found.content)
-        return TaskReply(task.id, correct, found.text, found.error, found.finish_reason == "length")
+        cut = found.finish_reason == "length"
+        return TaskReply(task.id, correct, found.text, found.error, cut, task.digest, asked.max_tokens)
 
     return list(await asyncio.gather(*(one(task) for task in asked.tasks)))
 
 
-def paired(expected: Sequence[TaskReply], got: Sequence[TaskReply]) -> tuple[int, int, int, int]:
-    """(pairs, right before, lost, won) over the tasks that both answered."""
-    before = {task.id: task for task in expected if task.error is None}
-    pairs = [(before[task.id], task) for task in got if task.id in before and task.error is None]
-    lost = sum(old.correct and not new.correct for old, new in pairs)
-    won = sum(new.correct and not old.correct for old, new in pairs)
-    return len(pairs), sum(old.correct for old, _ in pairs), lost, won
+def refuse_other_tasks(recorded: Sequence[TaskReply], asked: TaskSet) -> None:
+    """Raises UsageError where a recording answers other tasks under the same ids, or had another limit of tokens."""
+    before = {task.id: task for task in recorded}
+    remedy = "pass the file and the limit that the recording was made with, or record the plain server again"
+    for task in asked.tasks:
+        old = before.get(task.id)
+        if old is not None and old.digest not in (None, task.digest):
+            raise UsageError(f"task {task.id} of {asked.name} is not the recording's task of that id", remedy)
+        if old is not None and old.max_tokens not in (None, asked.max_tokens):
+            limits = f"the recording's tasks had {old.max_tokens} tokens (--task-tokens), not {asked.max_tokens}"
+            raise UsageError(limits, remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedTasks:
+    """Tasks that the other server answered: how many it solved, and how many were lost and won. `failed` are tasks that
+    brought no answer, here and there; `p` is the chance of so many more here. Where that is no accident, they count as
+    not solved, else they are left out, as the other server's are."""
+
+    pairs: int
+    before: int
+    lost: list[str]
+    won: int
+    failed: int
+    failed_before: int
+    p: float
+
+    @property
+    def fails(self) -> bool:
+        return self.p < UNLIKELY
+
+
+def paired(expected: Sequence[TaskReply], got: Sequence[TaskReply]) -> PairedTasks:
+    before = {task.id: task for task in expected}
+    both = [(before[task.id], task) for task in got if task.id in before]
+    earlier, failed = (sum(pair[side].error is not None for pair in both) for side in (0, 1))
+    p = more_often(failed, len(both), earlier, len(both))
+    pairs = [(old, new) for old, new in both if old.error is None and (new.error is None or p < UNLIKELY)]
+    return PairedTasks(
+        pairs=len(pairs),
+        before=sum(old.correct for old, _ in pairs),
+        lost=[new.id for old, new in pairs if old.correct and not new.correct],
+        won=sum(new.correct and not old.correct for old, new in pairs),
+        failed=failed,
+        failed_before=earlier,
+        p=p,
+    )

@@ -155,13 +155,16 @@ class RecordedPass:
 
 @dataclass(frozen=True)
 class TaskReply:
-    """One graded task; `cut` where the limit of tokens ended its answer."""
+    """One graded task; `cut` where the limit of tokens ended its answer. `digest` is of its question, answer and
+    grader, `max_tokens` the limit; older recordings have neither."""
 
     id: str
     correct: bool
     text: str = ""
     error: str | None = None
     cut: bool = False
+    digest: str | None = None
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True)

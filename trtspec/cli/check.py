@@ -221,6 +221,7 @@ def collect(options: CheckAlone | CheckAgainstServer | CheckAgainstRecording) ->
     from trtspec.bench.battery import battery_of
     from trtspec.bench.client import base_url
     from trtspec.bench.lossless import MOST_TOLD
+    from trtspec.bench.quality import refuse_other_tasks
     from trtspec.bench.recorder import RecorderOptions
     from trtspec.bench.recorder import record as ask_server
     from trtspec.bench.transcript import read_recording
@@ -241,6 +242,8 @@ def collect(options: CheckAlone | CheckAgainstServer | CheckAgainstRecording) ->
         tasks=_tasks(options),
         top=MOST_TOLD if options.quality_gate else TOP,
     )
+    if expected and settings.tasks:
+        refuse_other_tasks(expected.tasks, settings.tasks)
     report.say(f"asking {options.url} {len(asked.prompts)} prompts at temperature 0")
     got = asyncio.run(ask_server(url, asked, settings))
     if got.withheld:
