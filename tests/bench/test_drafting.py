@@ -11,6 +11,7 @@ import pytest
 
 from trtspec.bench.acceptance import TurnCounts, without_surplus
 from trtspec.bench.adapters import FROM_COUNTERS, FROM_SGLANG, FROM_STREAMS
+from trtspec.bench.check import GateLimits, run_checks
 from trtspec.bench.drafting import check_acceptance, check_claims, check_long
 from trtspec.bench.transcript import Recording, Transcript
 
@@ -139,3 +140,19 @@ def test_one_blind_answer_of_many_is_named() -> None:
     found = check_long(Recording("u", {}, 128, [], streamed=told, long_cold=[*long, lost]))
     assert found.status == "fail" and "none for 2048 29" in found.message
     assert check_long(Recording("u", {}, 128, [], streamed=told, long_cold=long)).status == "pass"
+
+
+@pytest.mark.parametrize("size", [10**7, 2**50])
+def test_a_count_that_is_none_is_left_out(size: int) -> None:
+    """A chunk, a whole answer or an average that cannot be: rows end, soon, and name the wrong count."""
+    told = streams(eagle(0.65))
+    first = told[0]
+    chunk = replace(first, counted=[*first.counted[:-1], first.counted[-2] + size])
+    whole = replace(chunk, completion_tokens=chunk.counted[-1])
+    averages = [replace(item, counted=[], average=5e-309) for item in told]
+    for wrong in ([chunk, *told[1:]], [whole, *told[1:]], averages):
+        got = Recording("u", {}, 128, wrong, streamed=wrong, later=wrong, long_cold=[replace(wrong[1], group="512")])
+        verdict = run_checks(got, None, GateLimits())
+        rows = {found.name: found for found in verdict.results}
+        assert rows["forced-acceptance"].status == ("skipped" if wrong is averages else "pass")
+        assert rows["acceptance-claims" if wrong is averages else "usage"].status == "fail"

@@ -5,6 +5,7 @@ acceptance forced, and did it collapse between two passes over the same question
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from trtspec.bench.acceptance import TurnCounts
-from trtspec.bench.adapters import FROM_STREAMS, is_count
+from trtspec.bench.adapters import FROM_STREAMS, LEAST_AVERAGE, is_count
 from trtspec.bench.gate import UNLIKELY
 from trtspec.bench.text_quality import degeneration
 from trtspec.bench.transcript import Transcript
@@ -22,6 +23,7 @@ ENOUGH_ANSWERS = 10
 LONG_ANSWER = 12  # steps from which a single answer says something
 SAME_SHARE = 0.98  # the last step of an answer may be cut short
 LONGEST_DRAFT = 64
+MOST_TOKENS = 2**20  # of one answer; a larger figure counts no tokens, and lists of its steps would fill the memory
 IMPOSSIBLE = 1e-6
 COLLAPSED = 0.5  # an answer that accepts less than this share of what it accepted before
 COLLAPSE_STEPS = 8  # ... and takes this many steps more
@@ -59,8 +61,8 @@ class AnswerSteps:
 def steps_of(transcript: Transcript) -> AnswerSteps | None:
     """The steps that an answer took at least: what is claimed, or the pieces of the stream where these are more."""
     tokens = transcript.completion_tokens or 0
-    claimed, seen = claimed_steps(transcript), increments(transcript.counted)
-    if transcript.error or tokens < 2 or (claimed is None and len(seen) < 2):
+    claimed, seen = claimed_steps(transcript), increments(transcript)
+    if transcript.error or tokens < 2 or (claimed is None and len(seen) < 2) or max(tokens, claimed or 0) > MOST_TOKENS:
         return None
     steps = max(claimed or 0, len(seen) - 1)
     accepted = tuple(size - 1 for size in seen[1:-1])
@@ -69,16 +71,20 @@ def steps_of(transcript: Transcript) -> AnswerSteps | None:
 
 
 def claimed_steps(transcript: Transcript) -> int | None:
+    """None where nothing is claimed, or an average that is none."""
     spec = transcript.spec_decode or {}
     if is_count(spec.get("steps")) and (spec["steps"] or not spec.get("accepted")):
         return int(spec["steps"])
-    if transcript.average and transcript.completion_tokens:
+    if transcript.average and transcript.average >= LEAST_AVERAGE and transcript.completion_tokens:
         return max(1, round(transcript.completion_tokens / transcript.average)) - 1
     return None
 
 
-def increments(counted: Sequence[int]) -> list[int]:
-    """Tokens that each piece of the stream added, by the usage in it; the first are those of the prefill."""
+def increments(transcript: Transcript) -> list[int]:
+    """Tokens that each piece of the stream added, by the usage in it; the first are those of the prefill. A count
+    beyond that of the whole answer is left out."""
+    most = transcript.completion_tokens
+    counted = [count for count in transcript.counted if most is None or count <= most]
     added = [b - a for a, b in itertools.pairwise([0, *counted])]
     return [size for size in added if size > 0]
 
@@ -121,27 +127,27 @@ def forced(transcripts: Sequence[Transcript]) -> str | None:
     pooled = [size for _, sizes in known for size in sizes]
     if len(pooled) < ENOUGH_STEPS:
         return _narrow_averages(lively)
-    counts = [pooled.count(size) for size in range(max(pooled) + 1)]
-    most = max(range(len(counts)), key=counts.__getitem__)
+    counts = Counter(pooled)
+    most, longest = max(counts, key=lambda size: (counts[size], -size)), max(counts)
     drafts = max((len(h) - 1 for t in lively if (h := histogram_of(t.spec_decode))), default=0)
     if most and counts[most] >= SAME_SHARE * len(pooled):
         return f"every one of {len(pooled)} steps accepted {most} drafts"
-    pairs = [(counts[j] + counts[j + 1], j) for j in range(1, len(counts) - 1)]
+    pairs = [(counts[j] + counts[j + 1], j) for j in {j for size in counts for j in (size - 1, size)} if 0 < j < longest]
     if pairs and max(pairs)[0] >= SAME_SHARE * len(pooled):
         low = max(pairs)[1]
         return f"each of {len(pooled)} steps accepted {low} or {low + 1} drafts, and none was refused whole"
-    if drafts > 1 and len(counts) == 2 and counts[1] > 0.3 * len(pooled):
+    if drafts > 1 and longest == 1 and counts[1] > 0.3 * len(pooled):
         return f"no step of {len(pooled)} accepted more than 1 of {drafts} drafts, though {counts[1]} accepted one"
-    return _forced_answer(known, counts, max(len(counts) - 1, drafts))
+    return _forced_answer(known, counts, max(longest, drafts))
 
 
-def _forced_answer(known: Sequence[tuple[Transcript, list[int]]], counts: Sequence[int], drafts: int) -> str | None:
+def _forced_answer(known: Sequence[tuple[Transcript, list[int]]], counts: Counter[int], drafts: int) -> str | None:
     """A single answer that accepts the same number, or one of two neighbours, in every step, and never none or all:
     by the shares of all steps that is next to impossible, and no easy or hard text leads a drafter to it."""
-    total = sum(counts)
+    total = counts.total()
     for transcript, sizes in known:
         low, high = min(sizes), max(sizes)
-        share = sum(counts[low : high + 1]) / total
+        share = sum(counts[size] for size in {low, high}) / total
         if len(sizes) < LONG_ANSWER or not 0 < low <= high < drafts or high > low + 1:
             continue
         if share ** len(sizes) * len(known) < IMPOSSIBLE:
@@ -234,7 +240,7 @@ def chance_of_fewer(short: Sequence[Transcript], steps: Sequence[int], accepted:
     known = {id(item): sizes for item, sizes in step_sizes(short)}
     each = [known.get(id(item)) or _from_average(s) for item in short if (s := steps_of(item)) is not None]
     small = list(itertools.chain(*(sizes for sizes in each if len(sizes) < LONG_ANSWER)))
-    units = [np.bincount(sizes) / len(sizes) for sizes in [*each, small] if len(sizes) >= LONG_ANSWER]
+    units = [np.bincount(np.minimum(sizes, LONGEST_DRAFT)) / len(sizes) for sizes in [*each, small] if len(sizes) >= LONG_ANSWER]
     if not units:
         return 1.0
     dice, total = np.random.default_rng(0), np.zeros(DRAWS)
@@ -265,7 +271,7 @@ def counters_fault(counts: TurnCounts, streams: Sequence[Transcript]) -> str | N
     """Why counters around a run cannot be those of its streams, or None. Counted are steps with drafts: a token that
     they do not explain came alone in a step without, so that it is seen in the stream. Pieces sent together hide steps
     and look like accepted drafts, one for each piece that is missing; nothing shows more steps than there were."""
-    sizes = [size for item in streams for size in increments(item.counted)[1:]]
+    sizes = [size for item in streams for size in increments(item)[1:]]
     tokens = counts.tokens - counts.answers
     scale = tokens / max(1, sum(sizes))  # the counters may be of the same answers unstreamed
     pieces, several = scale * len(sizes), scale * sum(size > 1 for size in sizes)

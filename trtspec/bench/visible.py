@@ -315,7 +315,7 @@ def _usage_faults(
         yield f"{count} tokens counted, at most {max_tokens} were asked for"
     elif item.tokens is not None and abs(len(item.tokens) - count) > COUNT_SLACK:
         yield f"{count} tokens counted, {len(item.tokens)} came"
-    elif item.counted and any(b < a for a, b in zip(item.counted, item.counted[1:], strict=False)):
+    elif any(b < a for a, b in itertools.pairwise([*item.counted, count])):
         yield "the count of tokens falls within the stream"
     else:
         known, prompt = first.get((item.question, item.text), (count, item.prompt_tokens))
