@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from trtspec.bench import drafting, endings, features, forms, pace, parameters, visible
+from trtspec.bench import baseline, drafting, endings, features, forms, pace, parameters, visible
 from trtspec.bench.gate import SHOWN, CheckResult, mcnemar, pairs_needed, pass_or_fail, required, result
 from trtspec.bench.lossless import QualityLimits, check_distribution, compare_transcripts
 from trtspec.bench.quality import PairedTasks, paired
@@ -52,10 +52,31 @@ class GateLimits:
 
 
 def run_checks(got: Recording, expected: Recording | None, limits: GateLimits) -> GateVerdict:
-    """`expected` is the same model without speculation. Raises UsageError for a required row that there is not."""
+    """`expected` is the same model without speculation; where it shows drafts itself, nothing is compared with it.
+    Raises UsageError for a required row that there is not."""
+    shown = baseline.speculation(expected) if expected and limits.quality is None else None
+    rows = _judged(got, None if shown else expected, limits)
+    if shown:
+        rows = baseline.uncompared(rows, shown)
+    return GateVerdict(
+        url=got.url,
+        server=got.server,
+        against={"url": expected.url, "server": expected.server} if expected else None,
+        prompts=len(got.transcripts),
+        max_tokens=got.max_tokens,
+        results=_with_required(rows, (*limits.require, *(["distribution"] if limits.quality and expected else []))),
+    )
+
+
+def refuse_unknown_rows(names: Sequence[str]) -> None:
+    """Raises UsageError for the first of these that is no row of the gate."""
+    _with_required(_judged(Recording("", {}, 1, []), None, GateLimits()), names)
+
+
+def _judged(got: Recording, expected: Recording | None, limits: GateLimits) -> list[CheckResult]:
     same_weights = None if limits.quality else expected  # a source rounds otherwise than what was quantized from it
     same_text = None if limits.quality else limits.near_tie
-    rows = [
+    return [
         visible.check_answers(got, expected),
         visible.check_context(got, expected),
         check_lossless(got, expected, limits),
@@ -82,14 +103,6 @@ def run_checks(got: Recording, expected: Recording | None, limits: GateLimits) -
         parameters.check_parameters(got, expected),
         check_tasks(got, expected, limits.task_fall),
     ]
-    return GateVerdict(
-        url=got.url,
-        server=got.server,
-        against={"url": expected.url, "server": expected.server} if expected else None,
-        prompts=len(got.transcripts),
-        max_tokens=got.max_tokens,
-        results=_with_required(rows, (*limits.require, *(["distribution"] if limits.quality and expected else []))),
-    )
 
 
 def _with_required(rows: Sequence[CheckResult], names: Sequence[str]) -> list[CheckResult]:

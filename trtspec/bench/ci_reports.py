@@ -23,7 +23,8 @@ from trtspec.report import Table, write_stderr
 
 # what XML 1.0 cannot hold at all, even escaped
 UNPRINTABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-BENCH, UNMEASURED = "trtspec bench", "measurement"  # a suite, and its only case where nothing could be measured
+BENCH, CHECK = "trtspec bench", "trtspec check"
+UNMEASURED = "measurement"  # the only case of a suite where nothing could be measured
 LEVELS = {"error": "error", "warning": "warning", "info": "notice"}
 
 
@@ -67,7 +68,7 @@ def annotation(level: str, title: str, message: str) -> str:
 def check_xml(verdict: GateVerdict) -> str:
     """The gate's rows as test cases."""
     cases = [JunitCase(row.name, row.status, row.message, row.code, row.remedy) for row in verdict.results]
-    return junit_xml("trtspec check", cases)
+    return junit_xml(CHECK, cases)
 
 
 def check_annotations(verdict: GateVerdict) -> list[str]:
@@ -89,9 +90,9 @@ def bench_xml(results: BenchResults) -> str:
     return junit_xml(BENCH, measured + found)
 
 
-def failed_xml(error: TrtspecError) -> str:
-    """A run of `bench` that measured nothing, as one failed case that says why."""
-    return junit_xml(BENCH, [JunitCase(UNMEASURED, "fail", error.message, error.code, error.remedy)])
+def failed_xml(error: TrtspecError, suite: str) -> str:
+    """A run that measured nothing, as one failed case that says why."""
+    return junit_xml(suite, [JunitCase(UNMEASURED, "fail", error.message, error.code, error.remedy)])
 
 
 def nothing_measured(path: Path) -> bool:
@@ -100,7 +101,10 @@ def nothing_measured(path: Path) -> bool:
         cases = list(xml.parse(path).iter("testcase"))
     except (OSError, xml.ParseError):
         return False
-    return [(case.get("classname"), case.get("name")) for case in cases] == [(BENCH, UNMEASURED)]
+    return [(case.get("classname"), case.get("name")) for case in cases] in (
+        [(BENCH, UNMEASURED)],
+        [(CHECK, UNMEASURED)],
+    )
 
 
 def annotate(lines: Iterable[str]) -> None:

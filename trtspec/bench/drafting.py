@@ -135,7 +135,7 @@ def _faults(transcript: Transcript, decimals: int) -> Iterator[str]:
         yield f"{average:g} tokens per iteration of {tokens} tokens are no whole number of iterations"
     if average is not None and average > tokens > 0:
         yield f"{average:g} tokens per iteration are more than the {tokens} tokens of the answer"
-    claimed, seen = claimed_steps(transcript), increments(transcript)
+    claimed, seen = claimed_steps(transcript), increments(transcript.counted, transcript.completion_tokens)
     if claimed is not None and len(seen) > 1.05 * (claimed + 1) + 1:
         yield f"{claimed} steps are claimed and the stream brought tokens {len(seen)} times"
     elif claimed is not None and not seen and (transcript.pieces or 0) > 1.2 * (claimed + 1) + 4:

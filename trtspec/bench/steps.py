@@ -61,7 +61,7 @@ class AnswerSteps:
 def steps_of(transcript: Transcript) -> AnswerSteps | None:
     """The steps that an answer took at least: what is claimed, or the pieces of the stream where these are more."""
     tokens = transcript.completion_tokens or 0
-    claimed, seen = claimed_steps(transcript), increments(transcript)
+    claimed, seen = claimed_steps(transcript), increments(transcript.counted, transcript.completion_tokens)
     if transcript.error or tokens < 2 or (claimed is None and len(seen) < 2) or max(tokens, claimed or 0) > MOST_TOKENS:
         return None
     steps = max(claimed or 0, len(seen) - 1)
@@ -80,11 +80,10 @@ def claimed_steps(transcript: Transcript) -> int | None:
     return None
 
 
-def increments(transcript: Transcript) -> list[int]:
-    """Tokens that each piece of the stream added, by the usage in it; the first are those of the prefill. A count
-    beyond that of the whole answer is left out."""
-    most = transcript.completion_tokens
-    counted = [count for count in transcript.counted if most is None or count <= most]
+def increments(counted: Sequence[int], most: int | None = None) -> list[int]:
+    """Tokens that each piece of a stream added, by the usage in it; the first are those of the prefill. A count beyond
+    `most`, that of the whole answer, is left out."""
+    counted = [count for count in counted if most is None or count <= most]
     added = [b - a for a, b in itertools.pairwise([0, *counted])]
     return [size for size in added if size > 0]
 
@@ -132,7 +131,9 @@ def forced(transcripts: Sequence[Transcript]) -> str | None:
     drafts = max((len(h) - 1 for t in lively if (h := histogram_of(t.spec_decode))), default=0)
     if most and counts[most] >= SAME_SHARE * len(pooled):
         return f"every one of {len(pooled)} steps accepted {most} drafts"
-    pairs = [(counts[j] + counts[j + 1], j) for j in {j for size in counts for j in (size - 1, size)} if 0 < j < longest]
+    pairs = [
+        (counts[j] + counts[j + 1], j) for j in {j for size in counts for j in (size - 1, size)} if 0 < j < longest
+    ]
     if pairs and max(pairs)[0] >= SAME_SHARE * len(pooled):
         low = max(pairs)[1]
         return f"each of {len(pooled)} steps accepted {low} or {low + 1} drafts, and none was refused whole"
@@ -240,7 +241,11 @@ def chance_of_fewer(short: Sequence[Transcript], steps: Sequence[int], accepted:
     known = {id(item): sizes for item, sizes in step_sizes(short)}
     each = [known.get(id(item)) or _from_average(s) for item in short if (s := steps_of(item)) is not None]
     small = list(itertools.chain(*(sizes for sizes in each if len(sizes) < LONG_ANSWER)))
-    units = [np.bincount(np.minimum(sizes, LONGEST_DRAFT)) / len(sizes) for sizes in [*each, small] if len(sizes) >= LONG_ANSWER]
+    units = [
+        np.bincount(np.minimum(sizes, LONGEST_DRAFT)) / len(sizes)
+        for sizes in [*each, small]
+        if len(sizes) >= LONG_ANSWER
+    ]
     if not units:
         return 1.0
     dice, total = np.random.default_rng(0), np.zeros(DRAWS)
@@ -271,7 +276,7 @@ def counters_fault(counts: TurnCounts, streams: Sequence[Transcript]) -> str | N
     """Why counters around a run cannot be those of its streams, or None. Counted are steps with drafts: a token that
     they do not explain came alone in a step without, so that it is seen in the stream. Pieces sent together hide steps
     and look like accepted drafts, one for each piece that is missing; nothing shows more steps than there were."""
-    sizes = [size for item in streams for size in increments(item)[1:]]
+    sizes = [size for item in streams for size in increments(item.counted, item.completion_tokens)[1:]]
     tokens = counts.tokens - counts.answers
     scale = tokens / max(1, sum(sizes))  # the counters may be of the same answers unstreamed
     pieces, several = scale * len(sizes), scale * sum(size > 1 for size in sizes)

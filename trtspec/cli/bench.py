@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from trtspec import report
+from trtspec.cli.junit import failure_in, is_failure
 from trtspec.cli.options import ForceOption, JsonOption, ThinkingOption, json_object, numbers, request_limits_of
-from trtspec.errors import CheckFailed, Interrupted, TrtspecError, UsageError, has_errors
+from trtspec.errors import CheckFailed, Interrupted, UsageError, has_errors
 from trtspec.records import refuse_empty, refuse_unused
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def bench(options: BenchOptions) -> None:
     named, stored = served_at(options.at)
     meaning = schedule_meaning(options.trtllm_version)
     urls, lengths = measured(endpoints(options.url, options.against_url), named)
-    with failure_in(options.junit):
+    with failure_in(options.junit, "bench"):
         work = workload(options, urls)
         choose_draft.refuse_stored(stored, work.describe())
         results, answers = run(urls, work, options)
@@ -216,17 +217,8 @@ def _refuse_unused(options: BenchOptions) -> None:
     if options.api == "completions":
         refuse_unused(options, ["thinking"], "by --api completions, which has no chat template")
     for path in (options.markdown, options.junit):
-        if path is not None and not _is_failure(path):
+        if path is not None and not is_failure(path):
             report.refuse_overwrite(path, options.force or resumed)
-
-
-def _is_failure(path: Path) -> bool:
-    """Whether `path` is what a run without results left of --junit."""
-    if not path.is_file():
-        return False
-    from trtspec.bench.ci_reports import nothing_measured
-
-    return nothing_measured(path)
 
 
 def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
@@ -292,19 +284,6 @@ def run(urls: dict[str, str], work: BenchWorkload, options: BenchOptions) -> tup
         answers = assembly.answer_records(found[0])
     stamp = report.provenance("bench", {"endpoints": urls}, work.describe())
     return replace(results, created=stamp["created"], versions=stamp["versions"]), answers
-
-
-@contextmanager
-def failure_in(junit: Path | None) -> Iterator[None]:
-    """A run that fails before it has results leaves its reason in the JUnit file; one that is stopped did not fail."""
-    try:
-        yield
-    except TrtspecError as error:
-        if junit is not None and not isinstance(error, Interrupted):
-            from trtspec.bench import ci_reports
-
-            report.write_atomic(junit, ci_reports.failed_xml(error))
-        raise
 
 
 @contextmanager

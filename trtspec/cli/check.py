@@ -10,6 +10,7 @@ import typer
 
 from trtspec import report
 from trtspec.addresses import shown
+from trtspec.cli.junit import failure_in, is_failure
 from trtspec.cli.options import ForceOption, JsonOption, numbers, request_limits_of
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.records import Mode, narrow, refuse_empty, refuse_unused
@@ -162,16 +163,43 @@ def check(options: CheckOptions) -> None:
     Record the plain server first, then check the speculating one against the recording. What cannot be measured is
     skipped and named. Exits with status 3 when a check fails.
     """
-    from trtspec.bench.check import GateLimits, run_checks
+    refuse_empty(options)
+    _refuse_shared_files(options)
+    for path in (options.record, options.junit):
+        if path is not None and not (path == options.junit and is_failure(path)):
+            report.refuse_overwrite(path, options.force)
+    with failure_in(options.junit, "check"):
+        verdict = _verdict(options)
+    show(verdict, options)
+    if verdict.failed:
+        message = f"{options.url} failed: {', '.join(verdict.failed)}"
+        raise CheckFailed(message, "trtspec check ... --json shows every divergence")
+
+
+def _refuse_shared_files(options: CheckOptions) -> None:
+    """A file that is written is no other file of the command: a server would be its own baseline the next time."""
+    files = {"--against": None if "://" in (options.against or "://") else Path(options.against or ""),
+             "--tasks": options.tasks, "--record": options.record, "--junit": options.junit}  # fmt: skip
+    places: dict[Path, str] = {}
+    for flag, path in files.items():
+        if path is None:
+            continue
+        if flag in ("--record", "--junit") and (other := places.get(path.resolve())):
+            raise UsageError(f"{other} and {flag} name one file, {path}", f"give {flag} another file")
+        places[path.resolve()] = flag
+
+
+def _verdict(options: CheckOptions) -> GateVerdict:
+    from trtspec.bench.baseline import speculation
+    from trtspec.bench.check import GateLimits, refuse_unknown_rows, run_checks
     from trtspec.bench.lossless import QualityLimits
 
-    refuse_empty(options)
     used = narrow(options, _mode(options), MODES)
+    refuse_unknown_rows(options.require)
     if options.record is None and options.junit is None:
         refuse_unused(options, ["force"], "without --record or --junit")
-    for path in (options.record, options.junit):
-        if path is not None:
-            report.refuse_overwrite(path, options.force)
+    if options.contexts == NO_CONTEXTS:
+        refuse_unused(options, ["context_samples"], "with --contexts 0")
     if options.tasks is None:
         refuse_unused(options, ["task_tokens", "task_fall"], "without --tasks")
     if not options.quality_gate:
@@ -181,10 +209,11 @@ def check(options: CheckOptions) -> None:
     got, expected = collect(used)
     if options.record is not None:
         report.write_json(options.record, {**got.to_dict(), **_stamp(options.url)})
-        report.say(
-            f"recorded {len(got.transcripts)} answers in {options.record}\n"
-            f"next: trtspec check URL --against {options.record}, for the server with speculation"
-        )
+        report.say(f"recorded {len(got.transcripts)} answers in {options.record}")
+        if drafts := speculation(got):
+            report.announce(f"{options.record} is no baseline: this server speculates ({drafts})")
+        elif expected is None:
+            report.say(f"next: trtspec check URL --against {options.record}, for the server with speculation")
     limits = GateLimits(
         min_acceptance=options.min_acceptance,
         near_tie=options.near_tie,
@@ -192,11 +221,7 @@ def check(options: CheckOptions) -> None:
         task_fall=options.task_fall,
         quality=QualityLimits(options.max_kl, options.min_agreement) if options.quality_gate else None,
     )
-    verdict = run_checks(got, expected, limits)
-    show(verdict, options)
-    if verdict.failed:
-        message = f"{options.url} failed: {', '.join(verdict.failed)}"
-        raise CheckFailed(message, "trtspec check ... --json shows every divergence")
+    return run_checks(got, expected, limits)
 
 
 def _mode(options: CheckOptions) -> Mode:
