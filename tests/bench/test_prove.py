@@ -136,14 +136,15 @@ def test_made_prompts_have_their_lengths_and_begin_like_nothing_that_was_asked_b
             assert len(os.path.commonprefix([prompt, other])) < 32, (prompt[:40], other[:40])
 
 
-def warm_line(setup: ProveSetup, url: str, work: Path, backend: str, bench: str) -> ProveLine:
-    """What a proof says of warm prefixes, of its steps `bench`, cold and warm run against a server at `url`."""
+def warm_line(setup: ProveSetup, url: str, work: Path, backend: str, bench: str, *more: str) -> ProveLine:
+    """What a proof says of warm prefixes, of its steps `bench`, cold and warm run with `more` options against a server
+    at `url`."""
     for name, rows in prompts_of(setup, [q.turns[0] for q in load_dataset("nano").questions]).items():
         (work / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     outputs = {}
     for step in steps_of(setup):
         if step.name in (bench, "bench-cold", "bench-warm"):
-            done = trtspec(*(word.replace(URL, url).replace(WORK, str(work)) for word in step.words))
+            done = trtspec(*(word.replace(URL, url).replace(WORK, str(work)) for word in step.words), *more)
             assert done.status in step.statuses, done.stderr
             outputs[step.name] = json.loads((work / step.name / "results.json").read_text())
     evidence = {"outputs": outputs, "setup": asdict(setup), "backend": backend, "speed": {}, "gpus": []}
