@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from trtspec.bench.check import GateLimits, check_degenerate, check_lossless
 from trtspec.bench.features import check_follow_ups, check_image, check_tool_calls
 from trtspec.bench.forms import check_forms
 from trtspec.bench.gate import CheckResult
-from trtspec.bench.transcript import Recording, ToolReply
+from trtspec.bench.transcript import BurstReply, RecordedPass, Recording, ToolReply, Transcript
+from trtspec.bench.visible import check_answers, check_stream
 
 FORM = ToolReply(content='{"name": "a", "count": 1}', finish_reason="stop")
 LONG_FORM = ToolReply(content='{"name": "a", "count": 1' + "\n" * 900, finish_reason="length")
@@ -87,3 +89,72 @@ def test_what_the_plain_server_refused_may_be_answered_empty() -> None:
 def image(got: ToolReply, plain: ToolReply) -> str:
     sides: list[Any] = [Recording("u", {}, 8, [], image=replace(each, question="image")) for each in (got, plain)]
     return check_image(*sides).status
+
+
+THOUGHT, SAID = "The list is short, so it loops.", "It sorts."
+
+
+def answers(count: int, reasoned: int = len(THOUGHT), wrong: int = 0, ends: str = "stop") -> list[Transcript]:
+    """The first `wrong` of them give all of it out as reasoning."""
+    text = THOUGHT + SAID
+    return [
+        Transcript(str(i), "c", [], text, ends, None, reasoned=len(text) if i < wrong else reasoned)
+        for i in range(count)
+    ]
+
+
+def seams(whole: list[Transcript], streams: list[Transcript], plain: Recording | None) -> tuple[str, str]:
+    got = Recording("u", {}, 99, whole, streamed=streams, later=streams)
+    return check_lossless(got, plain, GateLimits()).status, check_stream(got, plain, 0.5)[0].status
+
+
+def test_reasoning_given_out_as_the_answer_is_found() -> None:
+    sound = answers(60)
+    plain = Recording("u", {}, 99, sound, repeats=[RecordedPass(16, sound)], streamed=sound)
+    assert seams(sound, sound, plain) == ("pass", "pass")
+    assert seams(sound, answers(60, 0), plain) == ("pass", "fail"), "all streams leak"
+    assert seams(answers(60, wrong=3), answers(60, wrong=3), plain) == ("fail", "fail"), "three answers are not shown"
+    late = answers(60, len(THOUGHT + SAID) - 3)
+    assert seams(late, late, plain) == ("fail", "fail"), "all but three characters is reasoning"
+    assert seams(sound, answers(60, 0), None) == ("skipped", "fail") and seams(late, late, None)[1] == "pass"
+    spaced = [replace(item, text=f"{THOUGHT}\n\n{SAID}", reasoned=len(THOUGHT)) for item in sound]
+    assert seams(sound, spaced, plain) == ("pass", "pass"), "white space at the seam is none of either"
+
+
+def test_what_the_plain_servers_parser_does_as_well_is_no_fault() -> None:
+    """Without </think>, a parser of whole answers may take all for content, and one of streams all for reasoning."""
+    cut, cut_stream = answers(60, 0, ends="length"), answers(60, len(THOUGHT + SAID), ends="length")
+    plain = Recording("u", {}, 99, cut, streamed=cut_stream)
+    assert seams(cut, cut_stream, plain) == ("pass", "pass") == seams(cut, cut_stream, replace(plain, streamed=[]))
+    assert seams(cut, cut_stream, None)[1] == "pass"
+    assert seams(cut, cut, plain)[1] == "fail", "the plain server's streams give it out as reasoning"
+
+
+def test_empty_answers_are_counted_beside_the_plain_servers() -> None:
+    """7 of 120 questions for none: p = 0.007, and 5.8 % of the answers; 6 have p = 0.014."""
+    nothing = [replace(item, text="", reasoned=0) for item in answers(7)]
+    plain = Recording("u", {}, 99, answers(120), streamed=answers(120))
+    for count, wanted in ((7, "fail"), (6, "pass")):
+        mine = [*nothing[:count], *answers(120)[count:]]
+        assert check_degenerate(Recording("u", {}, 99, mine, streamed=mine), plain).status == wanted
+
+
+def test_a_recording_of_few_answers_is_no_baseline() -> None:
+    failed = [replace(item, text="", error="HTTP 500: x") for item in answers(60)]
+    got = Recording("u", {}, 99, answers(60))
+    for few, wanted in ((3, "skipped"), (29, "skipped"), (30, "pass")):
+        plain = Recording("u", {}, 99, [*answers(few), *failed[few:]], stopped="8 requests failed")
+        found = check_lossless(got, plain, GateLimits())
+        assert found.status == wanted and ("of 60 answers" in found.message) == (wanted == "skipped"), found.message
+        assert check_answers(got, plain).message.startswith("60 of 60 requests answered"), "those too were asked"
+
+
+@pytest.mark.parametrize(
+    ("mine", "plain", "wanted"),
+    [(32, None, "fail"), (31, None, "pass"), (32, 0, "fail"), (32, 32, "pass"), (20, 0, "fail"), (8, 0, "pass"),
+     (20, 14, "pass"), (32, 31, "pass")],
+)  # fmt: skip
+def test_a_burst_that_is_refused(mine: int, plain: int | None, wanted: str) -> None:
+    """Some may be refused, as a full server does; not all of them, nor most where the plain server takes them."""
+    sides = [Recording("u", {}, 9, answers(2), burst=BurstReply(32, count or 0, 0)) for count in (mine, plain)]
+    assert check_answers(sides[0], None if plain is None else sides[1]).status == wanted

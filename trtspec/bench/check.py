@@ -7,7 +7,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trtspec.bench import baseline, drafting, endings, features, forms, pace, parameters, visible
-from trtspec.bench.gate import SHOWN, CheckResult, mcnemar, pairs_needed, pass_or_fail, required, result
+from trtspec.bench.gate import (
+    SHOWN,
+    UNLIKELY,
+    CheckResult,
+    mcnemar,
+    more_often,
+    pairs_needed,
+    pass_or_fail,
+    required,
+    result,
+)
 from trtspec.bench.lossless import QualityLimits, check_distribution, compare_transcripts
 from trtspec.bench.quality import PairedTasks, paired
 from trtspec.bench.text_quality import RUN_SHARE, degeneration, judge_run
@@ -141,7 +151,14 @@ def check_lossless(got: Recording, expected: Recording | None, limits: GateLimit
     if found.unjudged:
         summary += f", {found.unjudged} cannot be judged because neither server gives logprobs"
         summary += f" (none were asked for: {got.withheld})" if got.withheld else ""
-    bad = found.real or found.unjudged
+    divided = visible.divided_otherwise(got, expected, False)
+    if divided:
+        summary += f", {len(divided)} give out reasoning as the answer, or the answer as reasoning: {divided[0]}"
+    bad, detail["divided_otherwise"] = found.real or found.unjudged or divided, divided[:SHOWN]
+    if 2 * found.compared < len(got.answered):
+        summary += f"; of {len(got.answered)} answers, fewer than half have one to be compared with"
+        if not bad:
+            return result("lossless", "skipped", summary, **detail)
     remedy = "compare the divergences in --json; serve without speculation until the cause is found"
     return pass_or_fail("lossless", bad, summary, "TS-CHECK-NOT-LOSSLESS", remedy, found.compared, **detail)
 
@@ -157,7 +174,7 @@ def check_degenerate(got: Recording, expected: Recording | None) -> CheckResult:
     if theirs and expected:
         summary += f"; without speculation {theirs.loop}, {theirs.empty}, {theirs.noise} in {theirs.answers}"
         long = _long_worse(got, expected)
-        worse = mine.share > theirs.share + RUN_SHARE or len(long) > 1
+        worse = mine.share > theirs.share + RUN_SHARE or len(long) > 1 or _empty_more_often(everything, plain)
         summary += f"; {len(long)} long prompts have such an answer with speculation only" if long else ""
         if mine.degenerate and not worse:
             summary += ": the target itself is like this"
@@ -173,6 +190,15 @@ def check_degenerate(got: Recording, expected: Recording | None) -> CheckResult:
         without_speculation=asdict(theirs) if theirs else None,
         questions=[item.question for item in everything if degeneration(_shown(item))][:SHOWN],
     )
+
+
+def _empty_more_often(mine: Sequence[Transcript], plain: Sequence[Transcript]) -> bool:
+    """By question: the passes of one repeat each other."""
+    empty, asked = [], []
+    for side in (mine, plain):
+        empty.append(len({item.question for item in side if degeneration(_shown(item)) == "empty"}))
+        asked.append(len({item.question for item in side}))
+    return more_often(empty[0], asked[0], empty[1], asked[1]) < UNLIKELY
 
 
 def _shown(item: Transcript) -> str:

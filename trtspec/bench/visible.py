@@ -24,11 +24,13 @@ def check_answers(got: Recording, expected: Recording | None) -> CheckResult:
     """Every question is answered, and the server lives through a burst. What the plain server refused or failed at in
     the same pass is named and does not count."""
     shared = _failed_by_the_plain_server(got, expected) if expected else set()
-    asked = [item for name in PASSES for item in getattr(got, name) if (name, item.question) not in shared]
+    everything = [(name, item) for name in PASSES for item in getattr(got, name)]
+    asked = [item for name, item in everything if item.error is None or (name, item.question) not in shared]
     errors = [item for item in asked if item.error and item.error != NOT_ASKED]
     harmless = [item for item in errors if expected is None and _optional(item)]
     failed = [item for item in errors if item not in harmless]
     burst, both_stopped = got.burst, expected is not None and expected.stopped is not None
+    crowded = burst is not None and _burst_fails(burst, expected.burst if expected else None)
     kinds = Counter(str(item.error)[:120] for item in failed)
     detail: dict[str, Any] = {
         "asked": len(asked),
@@ -39,13 +41,13 @@ def check_answers(got: Recording, expected: Recording | None) -> CheckResult:
     }
     message = f"{sum(item.error is None for item in asked)} of {len(asked)} requests answered"
     if burst and burst.refused:
-        message += f"; {burst.refused} of {burst.asked} at once refused, as a full server may"
-    also = sum(bool(i.error) for name in PASSES for i in getattr(got, name) if (name, i.question) in shared)
+        message += f"; {burst.refused} of {burst.asked} at once refused"
+        message += "" if crowded else ", as a full server may"
+    also = len(everything) - len(asked)
     if also:
         message += f"; {also} failed that the plain server does not answer either"
     if harmless:
         message += f"; {len(harmless)} variants refused ({str(harmless[0].error)[:80]})"
-    crowded = burst is not None and _burst_fails(burst, expected.burst if expected else None)
     bad = bool(failed) or crowded or (got.stopped is not None and not both_stopped)
     if failed:
         message += f"; the commonest failure ({kinds.most_common(1)[0][1]}): {kinds.most_common(1)[0][0]}"
@@ -77,10 +79,13 @@ def _failed_by_the_plain_server(got: Recording, expected: Recording) -> set[tupl
 
 
 def _burst_fails(mine: BurstReply, theirs: BurstReply | None) -> bool:
-    """Whether requests of a burst fail, and more often than on the plain server."""
-    if theirs is None or not theirs.failed:
-        return mine.failed > 0
-    return more_often(mine.failed, mine.asked, theirs.failed, theirs.asked) < UNLIKELY
+    """Whether requests of a burst fail, and more often than on the plain server; or all are refused, or most of them
+    and more often than there."""
+    if theirs is None:
+        return mine.failed > 0 or mine.refused == mine.asked
+    refused = more_often(mine.refused, mine.asked, theirs.refused, theirs.asked) < UNLIKELY
+    failed = not theirs.failed or more_often(mine.failed, mine.asked, theirs.failed, theirs.asked) < UNLIKELY
+    return (refused and 2 * mine.refused > mine.asked) or (failed and mine.failed > 0)
 
 
 def _optional(item: Transcript) -> bool:
@@ -177,7 +182,10 @@ def check_stream(got: Recording, expected: Recording | None, limit: float) -> li
     if open_ and binomial_at_least(len(only), len(open_), 0.5) < UNLIKELY:  # asked again unstreamed, all as they were
         alone, unjudged = alone + only, [q for q in unjudged if q not in only]
     count = sum(item.error is None for item in got.streamed)
-    return [_stream_row(alone, count), _repeatable_row(moved, unjudged, count + len(got.later), got)]
+    return [
+        _stream_row(alone, divided_otherwise(got, expected, True), count),
+        _repeatable_row(moved, unjudged, count + len(got.later), got),
+    ]
 
 
 def own_rounding(expected: Recording | None) -> RoundingBound | None:
@@ -202,12 +210,49 @@ def by_question(*passes: Sequence[Transcript]) -> dict[str, list[Transcript]]:
     return found
 
 
-def _stream_row(alone: Sequence[str], count: int) -> CheckResult:
+def divided_otherwise(got: Recording, expected: Recording | None, streamed: bool) -> list[str]:
+    """Questions whose answer has the text of an earlier one, with another part of it as reasoning than each of those.
+    Earlier ones are the plain server's; where it never wrote the text, or there is none, this server's unstreamed ones.
+    Parsers may divide an answer that was cut off otherwise in a stream, so such ones are compared with their like."""
+    plain = _whole_and_streamed(expected) if expected else ({}, {})
+    tiers = [(plain[streamed], plain[not streamed]), (by_question(), _whole_and_streamed(got)[0])]
+    found = []
+    for item in got.streams if streamed else [*got.answered, *got.confirmed]:
+        alike = next((same for like, other in tiers if (same := _same_text(item, like, other))), [])
+        if item.error is None and alike and _reasoned(item) not in map(_reasoned, alike):
+            found.append(item.question)
+    return list(dict.fromkeys(found))
+
+
+def _whole_and_streamed(recording: Recording) -> tuple[Mapping[str, list[Transcript]], Mapping[str, list[Transcript]]]:
+    passes = _passes(recording, recording.transcripts)
+    return by_question(*passes, recording.confirmed, recording.long_whole), by_question(recording.streams)
+
+
+def _same_text(
+    item: Transcript, like: Mapping[str, list[Transcript]], other: Mapping[str, list[Transcript]]
+) -> list[Transcript]:
+    ended = [o for o in other.get(item.question, []) if "length" not in (item.finish_reason, o.finish_reason)]
+    return [o for o in [*like.get(item.question, []), *ended] if _squeezed(o.text) == _squeezed(item.text)]
+
+
+def _reasoned(item: Transcript) -> int:
+    return len(_squeezed(item.text[: item.reasoned]))
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _stream_row(alone: Sequence[str], divided: Sequence[str], count: int) -> CheckResult:
     message = f"{count - len(alone)} of {count} streamed answers are those that came unstreamed, up to near-ties"
     if alone:
         message += f"; another text only as a stream: {alone[0]}"
+    if divided:
+        message += f"; {len(divided)} give out reasoning as the answer, or the answer as reasoning: {divided[0]}"
     remedy = "look at the chunks of one answer (curl -N); a parser or proxy that rewrites chunks is the usual cause"
-    return pass_or_fail("stream", alone, message, "TS-CHECK-STREAM", remedy, count, questions=list(alone)[:SHOWN])
+    shown = [*alone, *divided][:SHOWN]
+    return pass_or_fail("stream", shown, message, "TS-CHECK-STREAM", remedy, count, questions=shown)
 
 
 def _repeatable_row(moved: Sequence[str], unjudged: Sequence[str], count: int, got: Recording) -> CheckResult:
