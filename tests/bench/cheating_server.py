@@ -411,6 +411,8 @@ async def respond(played: Played, body: dict[str, Any]) -> AsyncIterator[bytes]:
     drafted = played.kind == "trtllm" and "undrafted" not in played.options
     if body.get("logprobs") and ("no-logprobs" in played.options or drafted):
         raise error(400, "logprobs are not available under speculation")
+    if body.get("top_logprobs", 0) > 2 and "few-told" in played.options:
+        raise error(400, "top_logprobs is at most 2")
     made = make(played, body)
     key = json.dumps(body["messages"])
     made.steps = step_sizes(played, key, made, len(key.split()))

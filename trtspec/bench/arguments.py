@@ -244,7 +244,7 @@ def _divergence(plain: ToolReply, got: ToolReply) -> AnswerDivergence | None:
 def _where_it_ends(plain: ToolReply, at: int, rest: str | None = None) -> AnswerDivergence:
     """Behind character `at` of the plain server's tokens one answer calls, ends or writes on, and the other does not:
     `rest` is what the other writes there, None where it calls or ends. Markers and white space stand in no text, so the
-    runner-up of each of them may have been taken, up to that of the first token which is neither."""
+    another token may have been taken at each of them, up to that of the first token which is neither."""
     offset, places = 0, []
     for index, token in enumerate(plain.tokens or []):
         offset += len(token.text)
@@ -255,14 +255,16 @@ def _where_it_ends(plain: ToolReply, at: int, rest: str | None = None) -> Answer
     said = "(a call, or the end of the answer)" if rest is None else rest[:12]
     if not places:
         return AnswerDivergence(plain.question, len(plain.tokens or []), "(unknown)", said, None, None, False)
-    taken = [(index, token) for index, token in places if token.second is not None and _goes_on(token.second, rest)]
-    index, token = min(taken or places[:1], key=lambda each: each[1].gap or 0.0)
-    return AnswerDivergence(plain.question, index, token.text, said, token.gap, None, bool(taken))
+    taken = [
+        (gap, index) for index, token in places for text, gap in token.alternatives.items() if _goes_on(text, rest)
+    ]
+    gap, index = min(taken or [(places[0][1].gap, places[0][0])], key=lambda each: each[0] or 0.0)
+    return AnswerDivergence(plain.question, index, (plain.tokens or [])[index].text, said, gap, None, bool(taken))
 
 
-def _goes_on(second: str, rest: str | None) -> bool:
-    """Whether a runner-up begins `rest`, or, for None, may be a marker: of the end, of a call, of a call's JSON."""
-    bare = second.strip()
+def _goes_on(text: str, rest: str | None) -> bool:
+    """Whether a token begins `rest`, or, for None, may be a marker: of the end, of a call, of a call's JSON."""
+    bare = text.strip()
     return not bare or (rest.lstrip().startswith(bare) if rest is not None else bare[0] in "<[{")
 
 

@@ -24,7 +24,8 @@ from trtspec.bench.client import (
 from trtspec.bench.transcript import AnswerTiming, AskedPrompt, Token, ToolReply, Transcript
 from trtspec.errors import TrtspecError
 
-TOP = 2  # alternatives per position: the gap needs the best two
+TOP = 5  # tokens told at each place: where three are as good as equal, rounding may choose the third
+PAIR = 2  # for servers that refuse TOP: the gap needs the best two
 TICK = 0.02  # seconds
 TOGETHER = 0.001  # seconds between reads of one arrival
 GIVE_UP = 8  # requests that failed one after another: the rest would fail as well
@@ -256,11 +257,21 @@ def _arrivals(answer: Answer) -> int:
 
 
 def read_token(entry: dict[str, Any]) -> Token:
-    """One entry of choices[].logprobs.content. The runner-up is the best of top_logprobs that is not the token."""
+    """One entry of choices[].logprobs.content. The runner-up is the best of top_logprobs that is not the token. What a
+    grammar rules out may have a logarithm of zero, which is no distance."""
     top = sorted(entry.get("top_logprobs") or [], key=lambda item: -item["logprob"])
-    others = [item for item in top if item["token"] != entry["token"]]
-    gap = round(abs(top[0]["logprob"] - top[1]["logprob"]), 6) if len(top) > 1 else None
-    return Token(_text(entry["token"]), _text(others[0]["token"]) if others else None, gap)
+    top = [item for item in top if math.isfinite(item["logprob"])]
+    text = _text(entry["token"])
+    if not top:
+        return Token(text, None, None)
+    best, others = top[0]["logprob"], {}
+    for item in top:  # the best first: where two are written alike, the better one counts
+        if item["token"] != text:
+            others.setdefault(_text(item["token"]), round(best - item["logprob"], 6))
+    own = next((item for item in top if item["token"] == text), entry).get("logprob")
+    behind = round(best - own, 6) if finite(own) is not None else others[_text(top[-1]["token"])]
+    gap = round(best - top[1]["logprob"], 6) if len(top) > 1 else None
+    return Token(text, next(iter(others), None), gap, others, max(0.0, behind))
 
 
 def read_tool_reply(reply: dict[str, Any]) -> ToolReply:

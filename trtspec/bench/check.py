@@ -136,8 +136,7 @@ def check_lossless(got: Recording, expected: Recording | None, limits: GateLimit
     detail = asdict(replace(found, divergences=first))
     summary = (
         f"{found.identical} of {found.compared} greedy answers identical, {found.near_ties} part at a "
-        f"near-tie (bound {found.bound:g} nats, measured over {found.rounding.positions} positions of "
-        f"{found.rounding.source})"
+        f"near-tie (bound {found.bound:g} nats: {found.bound_reason})"
     )
     if not found.compared:
         return result("lossless", "skipped", "the two recordings share no question that both answered", **detail)

@@ -4,11 +4,14 @@ token of a quantized target against its source's.
 Text: every first divergence is a near-tie or a defect. Rounding differs between one-token and several-token passes, so
 two correct servers may part where the two best tokens are as good as equal. How far rounding reaches is measured, not
 assumed: the plain server answers everything at two concurrencies, and where both passes scored the same context, the
-differences of their gaps (best minus second logprob) show its rounding. A divergence is a near-tie when the token that
-came is the runner-up and the gaps stay under the bound of that place: twice the larger of two figures, the largest
-difference in this answer up to there (rounding in the cache adds up along an answer) and the 99th percentile of all
-differences, and never above `limit`. Where that percentile itself is above `limit`, the log-probabilities are noise and
-excuse nothing. The visible text decides whether answers are equal; tokens only say where they part.
+differences of their gaps (best minus second logprob) show its rounding. A divergence is a near-tie when each server
+that tells its tokens lists the one that came on the other, and it is behind the best by no more than the bound of that
+place, whatever its rank: three tokens may be as good as equal. The bound is twice the larger of two figures, the
+largest difference in this answer up to there (rounding in the cache adds up along an answer) and the 99th percentile of
+all differences, and never above `limit`. Where that percentile itself is above `limit`, the log-probabilities are noise
+and excuse nothing. Where no difference was seen at all, the passes had the same shapes, and passes over several tokens
+have others: then one spacing of bfloat16 logits is the bound. The visible text decides whether answers are equal;
+tokens only say where they part.
 
 Distributions: both servers answer greedily and tell their most likely tokens. Every position up to and including the
 first token that differs has one context on both, and is compared:
@@ -34,6 +37,7 @@ from trtspec.bench.gate import CheckResult, result
 from trtspec.bench.transcript import THINKING, THOUGHT, Recording, Token, Transcript
 
 FLOOR = 1e-4  # nats; float32 logprobs printed with 6 digits carry at least this much
+SPACING = 2.0**-4  # nats; bfloat16 logits from 8 to 16 are so far apart, and best logits are mostly of that size
 MARGIN = 2.0  # the largest of a few thousand differences is not the largest there is
 TYPICAL = 0.99
 MOST_TOLD = 20  # the most that OpenAI's API and the engines behind it tell by default
@@ -45,7 +49,8 @@ Told = Mapping[str, float]  # token -> log-probability, of the most likely ones
 
 @dataclass(frozen=True)
 class AnswerDivergence:
-    """Where two greedy answers part first. Gaps in nats, None where a server gave no logprobs there."""
+    """Where two greedy answers part first. A gap is how far the token that came is behind the best, in nats, or the
+    runner-up where that token is not `listed`; None where a server gave no logprobs there."""
 
     question: str
     position: int
@@ -53,7 +58,7 @@ class AnswerDivergence:
     got: str
     gap_expected: float | None
     gap_got: float | None
-    same_pair: bool
+    listed: bool
     verdict: str = ""
     bound: float = 0.0
 
@@ -82,9 +87,9 @@ def _by_token(expected: Transcript, got: Transcript) -> AnswerDivergence | None:
     a, b = expected.tokens or [], got.tokens or []
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x.text != y.text), min(len(a), len(b)))
     left, right = _at(a, at), _at(b, at)
-    return AnswerDivergence(
-        expected.question, at, _text(left), _text(right), _gap(left), _gap(right), _same_pair(left, right)
-    )
+    (gap_left, listed_left), (gap_right, listed_right) = _apart(left, right), _apart(right, left)
+    listed = listed_left and listed_right
+    return AnswerDivergence(expected.question, at, _text(left), _text(right), gap_left, gap_right, listed)
 
 
 def _reads(transcript: Transcript) -> bool:
@@ -123,18 +128,20 @@ def _squeezed(text: str) -> str:
 
 
 def rounding_differences(expected: Transcript, got: Transcript, swaps: bool) -> Iterator[tuple[int, float]]:
-    """(position, |gap - gap|) where both passes saw the same context and the same two best tokens. With `swaps` also
-    where they chose each the other's runner-up: between two passes of one server that is rounding too."""
+    """(position, |gap - gap|) where both passes saw the same context, chose the same token and told the same other one.
+    With `swaps` also where each told what the other chose: between two passes of one server that is rounding too."""
     if expected.tokens is None or got.tokens is None or not same_context(expected, got):
         return
     for index, (a, b) in enumerate(zip(expected.tokens, got.tokens, strict=False)):
-        known = a.gap is not None and b.gap is not None
-        if known and a.text == b.text and a.second == b.second:
-            yield index, abs((a.gap or 0.0) - (b.gap or 0.0))
-        elif known and swaps and (a.text, a.second) == (b.second, b.text):
-            yield index, (a.gap or 0.0) + (b.gap or 0.0)
-        if a.text != b.text:
-            return
+        if a.text == b.text:
+            mine, other = a.alternatives.get(a.second or ""), b.alternatives.get(a.second or "")
+            if mine is not None and other is not None:
+                yield index, abs(mine - other)
+            continue
+        mine, other = a.alternatives.get(b.text), b.alternatives.get(a.text)
+        if swaps and mine is not None and other is not None:
+            yield index, mine + other
+        return
 
 
 def same_context(a: Transcript, b: Transcript) -> bool:
@@ -155,9 +162,16 @@ class RoundingBound:
         """Whether passes differ by more than any rounding: then what is measured is no rounding."""
         return self.typical > limit
 
+    @property
+    def unseen(self) -> bool:
+        """Whether no pass differs from another: same shapes round alike, and others need not."""
+        return not self.largest
+
     def at(self, question: str, position: int, limit: float) -> float:
         if self.wild(limit):
             return FLOOR
+        if self.unseen:
+            return min(limit, SPACING)
         here = max((largest for index, largest in self.running.get(question, []) if index <= position), default=0.0)
         return min(limit, max(FLOOR, MARGIN * max(here, self.typical)))
 
@@ -184,7 +198,7 @@ def judge(divergence: AnswerDivergence, bound: float) -> str:
     gaps = [gap for gap in (divergence.gap_expected, divergence.gap_got) if gap is not None]
     if not gaps:
         return "unjudged"
-    return "near-tie" if divergence.same_pair and max(gaps) <= bound else "real"
+    return "near-tie" if divergence.listed and max(gaps) <= bound else "real"
 
 
 @dataclass(frozen=True)
@@ -195,6 +209,7 @@ class RoundingSpread:
     largest: float | None
     source: str = ""
     wild: bool = False
+    unseen: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +227,17 @@ class LosslessReport:
     rounding: RoundingSpread
     divergences: list[AnswerDivergence]
     contexts: list[str]
+
+    @property
+    def bound_reason(self) -> str:
+        """Where the bound comes from, in words."""
+        seen = self.rounding
+        if not seen.unseen:
+            return f"measured over {seen.positions} positions of {seen.source}"
+        step = f"one spacing of bfloat16 logits from 8 to 16, {SPACING:g}, is taken, at most --near-tie"
+        if not seen.positions:
+            return f"rounding was not measured on {seen.source}, so {step}"
+        return f"{seen.positions} positions of {seen.source} differ nowhere, which shows no rounding, so {step}"
 
 
 def compare_transcripts(
@@ -246,7 +272,7 @@ def compare_transcripts(
         unjudged=counts["unjudged"],
         bound=round(rounding.at("", 0, limit), 6),
         limit=limit,
-        rounding=RoundingSpread(rounding.positions, largest, source, rounding.wild(limit)),
+        rounding=RoundingSpread(rounding.positions, largest, source, rounding.wild(limit), rounding.unseen),
         divergences=judged,
         contexts=contexts,
     )
@@ -269,16 +295,19 @@ def _text(token: Token | None) -> str:
     return token.text if token else "(end of the answer)"
 
 
-def _gap(token: Token | None) -> float | None:
-    return token.gap if token else None
+def _apart(side: Token | None, other: Token | None) -> tuple[float | None, bool]:
+    """(how far `other` is behind the best of this side, whether this side lists it, or tells no token that could deny
+    it). Where the other answer has ended, a marker takes the place of its token."""
+    if side is None or not side.alternatives:
+        return side.gap if side else None, True
+    found = {text: gap for text, gap in side.alternatives.items() if other is None or text == other.text}
+    if other is None:
+        found = {text: gap for text, gap in found.items() if is_marker(text)}
+    return (_nearest(found), True) if found else (side.gap, False)
 
 
-def _same_pair(left: Token | None, right: Token | None) -> bool:
-    """Whether each side's runner-up is the other side's choice; an ended answer has no token to compare with."""
-    if left is None or right is None:
-        token = left or right
-        return token is None or token.second is None or is_marker(token.second)
-    return left.second in (None, right.text) and right.second in (None, left.text)
+def _nearest(alternatives: Mapping[str, float | None]) -> float | None:
+    return min(alternatives.values(), key=lambda gap: gap or 0.0)
 
 
 def _common_characters(a: str, b: str) -> int:
@@ -286,7 +315,7 @@ def _common_characters(a: str, b: str) -> int:
 
 
 def _pair(side: Transcript, other: str, at: int) -> tuple[int, float | None, bool] | None:
-    """(token, its gap, whether the other text goes on with its runner-up) where `side` has tokens; None without.
+    """(token, gap, whether the other text goes on with a token told there) where `side` has tokens; None without.
 
     The token that covers character `at` may not be the one that differs: where one token is the beginning of another,
     the texts part only behind it. So the token before is asked too.
@@ -296,20 +325,20 @@ def _pair(side: Transcript, other: str, at: int) -> tuple[int, float | None, boo
         return None
     covering = max((i for i, start in enumerate(starts) if start <= at), default=0)
     candidates = [index for index in (covering, covering - 1) if 0 <= index < len(side.tokens)]
-    matching = [
-        index
+    matching = {
+        index: [gap for text, gap in side.tokens[index].alternatives.items() if text and rest.startswith(text)]
         for index in candidates
-        if (second := side.tokens[index].second)
-        and not is_marker(side.tokens[index].text)
-        and other[starts[index] :].startswith(second)
-    ]
-    if matching:  # where both could be meant, the text does not tell which: the closer one is believed
-        index = min(matching, key=lambda found: side.tokens[found].gap or 0.0)  # type: ignore[index]
-        return index, side.tokens[index].gap, True
+        if not is_marker(side.tokens[index].text) and (rest := other[starts[index] :])
+    }
+    meant = [(gap, index) for index, gaps in matching.items() for gap in gaps]
+    if meant:  # where several could be meant, the text does not tell which: the closest one is believed
+        gap, index = min(meant, key=lambda found: found[0] or 0.0)
+        return index, gap, True
     index = candidates[0]
     token = side.tokens[index]
-    ended = at >= len(other) and token.second is not None and is_marker(token.second)
-    return index, token.gap, ended
+    if at >= len(other):
+        return index, *_apart(token, None)
+    return index, token.gap, False
 
 
 def _starts(side: Transcript) -> list[int] | None:

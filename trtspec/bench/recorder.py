@@ -14,7 +14,7 @@ from typing import Any
 from trtspec.bench import adapters, battery
 from trtspec.bench.acceptance import TurnCounts, without_surplus
 from trtspec.bench.arguments import at_limit, cut_off
-from trtspec.bench.asking import TOP, Asker, declined
+from trtspec.bench.asking import PAIR, TOP, Asker, declined
 from trtspec.bench.battery import Battery
 from trtspec.bench.client import Answer, Endpoint, new_client
 from trtspec.bench.features import stream_fault
@@ -149,8 +149,13 @@ def _pooled(before: Counters | None, after: Counters | None, answers: Sequence[T
 
 
 async def _cold(asker: Asker, asked: Battery) -> list[Transcript]:
-    """The first pass. A server that refuses log-probabilities with a plain error is asked without them."""
+    """The first pass. A server that refuses log-probabilities with a plain error is asked for fewer, then without."""
     first = await asker.ask(asked.prompts[0])
+    for fewer in (TOP, PAIR):
+        if first.error and asker.logprobs and fewer < asker.top:
+            most, asker.top = asker.top, fewer
+            first = await asker.ask(asked.prompts[0])
+            asker.top = most if first.error else fewer
     if first.error and asker.logprobs:
         asker.logprobs = False
         again = await asker.ask(asked.prompts[0])
@@ -303,7 +308,7 @@ async def _told_again(
     faster = replace(asker, concurrency=REPEAT * asker.concurrency)
     found: list[ToolReply] = []
     if asker.logprobs:
-        told = {"logprobs": True, "top_logprobs": TOP}
+        told = {"logprobs": True, "top_logprobs": min(asker.top, TOP)}
         telling = [(messages, {**extra, **told}, name) for messages, extra, name in asks]
         found = await _with_room(faster, telling, unfinished)
     if any(not reply.error for reply in found):

@@ -27,11 +27,24 @@ def visible_text(content: str) -> str:
 
 @dataclass(frozen=True)
 class Token:
-    """One emitted token, the runner-up, and the gap between the best and the second logprob in nats."""
+    """One emitted token, the runner-up, and the gap between the best and the second logprob in nats.
+
+    `others` says of each other token that the server told how far it is behind the best, in nats, and `behind` the same
+    of this token, which a greedy server leaves at 0. Recordings made before these were kept have the runner-up alone.
+    """
 
     text: str
     second: str | None
     gap: float | None
+    others: dict[str, float] = field(default_factory=dict)
+    behind: float = 0.0
+
+    @property
+    def alternatives(self) -> dict[str, float | None]:
+        """Every token that was told beside this one, and how far apart they are: the larger distance from the best."""
+        if self.others:
+            return {text: max(gap, self.behind) for text, gap in self.others.items()}
+        return {} if self.second is None else {self.second: self.gap}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,158 @@
+"""Which divergences are near-ties: tokens of any rank within the bound, and the bound where no rounding shows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from math import inf
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.bench import cheats
+from trtspec.bench.asking import PAIR, TOP, Asker, read_token
+from trtspec.bench.check import GateLimits, check_lossless
+from trtspec.bench.lossless import SPACING, compare_transcripts
+from trtspec.bench.transcript import RecordedPass, Recording, Token, Transcript, read_recording
+
+THIRD = {"b": 1e-5, "c": 2e-5, "d": 0.2, "e": 3.0}
+
+
+def answer(*tokens: Token, text: str | None = None, told: bool = True, question: str = "q") -> Transcript:
+    text = "".join(token.text for token in tokens) if text is None else text
+    return Transcript(question, "c", [{"role": "user", "content": "?"}], text, "stop", list(tokens) if told else None)
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize(
+    ("came", "own", "real"),
+    [("b", {"a": 2e-5}, 0), ("c", {"b": 1e-5, "a": 2e-5}, 0), ("d", {"a": 0.2}, 1), ("e", {"a": 3.0}, 1),
+     ("z", {"a": 1e-5}, 1)],
+)  # fmt: skip
+def test_a_token_within_the_bound_is_a_near_tie_whatever_its_rank(
+    came: str, own: dict[str, float], real: int, told: bool
+) -> None:
+    plain = answer(Token("a", "b", 1e-5, THIRD))
+    got = answer(Token(came, next(iter(own)), next(iter(own.values())), own), told=told)
+    found = compare_transcripts([plain], [got], 0.5, [[plain]])
+    assert (found.real, found.near_ties) == (real, 1 - real), found
+
+
+def test_both_servers_must_see_a_near_tie() -> None:
+    """A server that takes another token than its own best is no near-tie, though the plain one lists it closely."""
+    plain = answer(Token("a", "b", 1e-5, THIRD))
+    unsure = answer(Token("c", "a", 2.0, {"a": 0.0, "b": 1.0}, behind=2.0))
+    assert compare_transcripts([plain], [unsure], 0.5, [[plain]]).real == 1
+    unlisted = answer(Token("c", "b", 1e-5, {"b": 1e-5}))
+    assert compare_transcripts([plain], [unlisted], 0.5, [[plain]]).real == 1
+
+
+@pytest.mark.parametrize(("gap", "real"), [(1e-5, 0), (1.0, 1)])
+def test_the_end_of_an_answer_may_be_the_third_token(gap: float, real: int) -> None:
+    plain = answer(Token("a ", "x", 2.0), Token("b", "c", 1e-6, {"c": 1e-6, "<|im_end|>": gap}))
+    for told in (True, False):
+        found = compare_transcripts([plain], [answer(Token("a ", "x", 2.0), told=told)], 0.5, [[plain]])
+        assert found.real == real, found
+
+
+def rounded(logits: np.ndarray, noise: np.random.Generator, other: np.ndarray | None = None) -> list[Token]:
+    """Greedy tokens of logits of shape (positions, 6) with independent noise on each; behind the first token that is
+    not `other`'s, the text is another one."""
+    drawn = logits + noise.normal(0, 0.03, logits.shape)
+    found, mark = [], ""
+    for place, row in enumerate(drawn):
+        order = [int(index) for index in np.argsort(-row)]
+        names = [f"{index}{mark}." for index in order]
+        gaps = {name: round(float(row[order[0]] - row[index]), 6) for name, index in zip(names, order, strict=True)}
+        gaps.pop(names[0])
+        found.append(Token(names[0], names[1], gaps[names[1]], dict(list(gaps.items())[: TOP - 1])))
+        if other is not None and not mark and order[0] != other[place]:
+            mark = f"'{order[0]}"
+    return found
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_three_way_ties_of_an_honest_server_are_no_defects(told: bool) -> None:
+    """Noise on every logit, drawn anew for each pass, is all that differs; one place in fifty is a tie of three."""
+    dice, noise = np.random.default_rng(7), np.random.default_rng(8)
+    plain, again, got, wrong = [], [], [], []
+    for index in range(60):
+        logits = -np.cumsum(dice.exponential(1.5, (64, 6)), axis=1)
+        logits[:, :3] = np.where(dice.random((64, 1)) < 0.02, dice.normal(0, 0.02, (64, 3)), logits[:, :3])
+        first = rounded(logits, noise)
+        best = np.array([int(token.text[:-1]) for token in first])
+        passes = [rounded(logits, noise, best) for _ in range(2)]
+        name = f"q{index}"
+        plain.append(answer(*first, question=name))
+        again.append(answer(*passes[0], question=name))
+        got.append(answer(*passes[1], question=name, told=told))
+        spoilt = [replace(token, text="5.") if place == 30 else token for place, token in enumerate(first)]
+        wrong.append(answer(*spoilt, question=name, told=told))
+    found = compare_transcripts(plain, got, 0.5, [again])
+    assert found.real == 0 and found.near_ties > 10, found
+    assert compare_transcripts(plain, wrong, 0.5, [again]).real > 55
+
+
+@pytest.mark.parametrize(("gap", "status"), [(0.004, "pass"), (0.05, "pass"), (0.2, "fail"), (2.0, "fail")])
+def test_passes_that_never_differ_do_not_show_that_nothing_is_rounded(gap: float, status: str) -> None:
+    def one(name: str) -> list[Token]:
+        return [Token(f"{name} {place}.", f"{name} other.", gap if place == 9 else 2.0) for place in range(20)]
+
+    plain, got = [], []
+    for name in map(str, range(12)):
+        tokens = one(name)
+        taken = [*tokens[:9], Token(tokens[9].second or "", tokens[9].text, gap), Token("and so on", "x", 2.0)]
+        plain.append(answer(*tokens, question=name))
+        got.append(answer(*(taken if name in "37" else tokens), question=name))
+    expected = Recording("u", {}, 20, plain, repeats=[RecordedPass(16, plain)])
+    found = check_lossless(Recording("u", {}, 20, got), expected, GateLimits())
+    assert found.status == status and f"bound {SPACING:g} nats" in found.message
+    assert "240 positions of the plain server's own passes differ nowhere" in found.message
+    low = check_lossless(Recording("u", {}, 20, got), expected, GateLimits(near_tie=0.001))
+    assert low.status == "fail" and "bound 0.001 nats" in low.message
+    moved = [replace(item, tokens=[replace(t, gap=(t.gap or 0) + 1e-6) for t in item.tokens or []]) for item in plain]
+    measured = replace(expected, repeats=[RecordedPass(16, moved)])
+    found = check_lossless(Recording("u", {}, 20, got), measured, GateLimits())
+    assert found.status == "fail" and "bound 0.0001 nats: measured over 240 positions" in found.message
+
+
+def test_what_a_server_tells_of_a_token() -> None:
+    def told(token: str, logprob: float, **others: float) -> Token:
+        top = [{"token": name, "logprob": value} for name, value in others.items()]
+        return read_token({"token": token, "logprob": logprob, "top_logprobs": top})
+
+    five = told("a", -0.5, a=-0.5, c=-0.75, b=-0.625, d=-2.0, e=-inf)
+    assert five == Token("a", "b", 0.125, {"b": 0.125, "c": 0.25, "d": 1.5})
+    json.dumps(asdict(five), allow_nan=False)  # what a grammar rules out is no distance
+    assert told("c", -0.75, a=-0.5, b=-0.625, c=-0.75) == Token("c", "a", 0.125, {"a": 0.0, "b": 0.125}, 0.25)
+    assert told("z", -3.5, a=-0.5, b=-0.625).behind == 3.0  # sampled from beyond the list
+    assert told("a", -0.5) == Token("a", None, None) and told("a", -0.5, a=-0.5) == Token("a", None, None)
+
+
+def test_recordings_with_runners_up_alone_are_read(tmp_path: Path) -> None:
+    old = Recording("u", {}, 9, [answer(Token("a", "b", 1e-5), Token("x", "y", 2.0))]).to_dict()
+    for token in old["transcripts"][0]["tokens"]:
+        del token["others"], token["behind"]
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(old))
+    plain = read_recording(path).transcripts
+    assert compare_transcripts(plain, [answer(Token("b", "a", 1e-5, THIRD | {"a": 1e-5}))], 0.5, [plain]).near_ties == 1
+    assert compare_transcripts(plain, [answer(Token("c", "a", 1e-5, {"a": 1e-5}))], 0.5, [plain]).real == 1
+
+
+@pytest.mark.parametrize(("options", "most"), [pytest.param((), TOP, marks=pytest.mark.slow), (("few-told",), PAIR)])
+def test_a_server_that_tells_fewer_is_asked_for_fewer(
+    cheating: str, options: tuple[str, ...], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, reply = [], Asker.reply
+
+    async def heard(self: Asker, body: dict[str, object]) -> dict[str, object]:
+        found = await reply(self, body)
+        asked.append(body.get("top_logprobs", most))  # behind the reply: what was refused is not noted
+        return found
+
+    monkeypatch.setattr(Asker, "reply", heard)
+    got = cheats.recorded(cheats.at(cheating, "plain", "honest", 1, *options), 3, True)
+    assert got.withheld is None and set(asked) == {most}
+    assert all(item.tokens for item in [*got.transcripts, *got.repeats[0].transcripts])
