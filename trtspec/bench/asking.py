@@ -264,7 +264,8 @@ def read_token(entry: dict[str, Any]) -> Token:
     text = _text(entry["token"])
     if not top:
         return Token(text, None, None)
-    best, others = top[0]["logprob"], {}
+    best = top[0]["logprob"]
+    others: dict[str, float] = {}
     for item in top:  # the best first: where two are written alike, the better one counts
         if item["token"] != text:
             others.setdefault(_text(item["token"]), round(best - item["logprob"], 6))
