@@ -262,7 +262,9 @@ def test_a_server_that_log_probabilities_end_lives_through_check_and_bench(promp
         done, _ = check(old, "--record", tmp_path / "a.json", *common)
         assert done.status == 0 and json.loads((tmp_path / "a.json").read_text())["withheld"], done.stderr
         plain = cheats.at(base, "trtllm", "honest", 1, "undrafted", "version=1.2.1")
-        done, _ = check(plain, "--record", tmp_path / "b.json", *common)
+        done, _ = check(plain, "--record", tmp_path / "c.json", *common)
+        assert json.loads((tmp_path / "c.json").read_text())["withheld"], "its averages may be those of a broken head"
+        done, _ = check(plain, "--record", tmp_path / "b.json", "--logprobs", *common)
         assert done.status == 0 and json.loads((tmp_path / "b.json").read_text())["withheld"] is None
         done, verdict = check(old, "--against", tmp_path / "b.json")
         assert done.status == 0 and row(verdict, "lossless")["status"] == "pass", done.stderr

@@ -12,7 +12,7 @@ import pytest
 from trtspec.bench.acceptance import TurnCounts, without_surplus
 from trtspec.bench.adapters import FROM_COUNTERS, FROM_SGLANG, FROM_STREAMS
 from trtspec.bench.check import GateLimits, run_checks
-from trtspec.bench.drafting import check_acceptance, check_claims, check_long
+from trtspec.bench.drafting import check_acceptance, check_claims, check_long, check_passes
 from trtspec.bench.transcript import Recording, Transcript
 
 Drafter = Callable[[random.Random], int]
@@ -156,3 +156,39 @@ def test_a_count_that_is_none_is_left_out(size: int) -> None:
         rows = {found.name: found for found in verdict.results}
         assert rows["forced-acceptance"].status == ("skipped" if wrong is averages else "pass")
         assert rows["acceptance-claims" if wrong is averages else "usage"].status == "fail"
+
+
+def after_a_burst(drafter: Drafter, share: float, later: Drafter, seed: int) -> str:
+    """Streams of which a share of the pieces was sent with the next one, and the same text again, one by one."""
+    dice, drawn = random.Random(seed), random.Random(seed + 1000)
+    first = [answer(str(place), drafter, dice, 128) for place in range(60)]
+    together = [
+        replace(item, counted=[n for n in item.counted if n in (1, 128) or drawn.random() >= share]) for item in first
+    ]
+    again = [
+        replace(item, counted=answer("", later, drawn, 128).counted) if later is not drafter else item for item in first
+    ]
+    return check_passes(Recording("u", {}, 128, [], streamed=together, later=again))[1].status
+
+
+@pytest.mark.parametrize(("drafter", "share"), [(eagle(0.6), 0.12), (eagle(0.35), 0.07), (eagle(0.13), 0.15)])
+def test_pieces_sent_together_before_a_burst_are_no_fall(drafter: Drafter, share: float) -> None:
+    assert {after_a_burst(drafter, share, drafter, seed) for seed in range(10)} == {"pass"}
+    one: Drafter = lambda dice: dice.random() < 0.7  # noqa: E731
+    assert {after_a_burst(one, 0.1, one, seed) for seed in range(10)} == {"pass"}
+
+
+@pytest.mark.parametrize("rate", [0.35, 0.65])
+def test_acceptance_that_is_gone_after_a_burst_is_a_fall(rate: float) -> None:
+    assert {after_a_burst(eagle(rate), 0.1, lambda dice: 0, seed) for seed in range(5)} == {"fail"}
+
+
+@pytest.mark.parametrize(("inflated", "wanted"), [(1.0, "pass"), (1.15, "fail"), (1.2, "fail")])
+def test_averages_that_are_all_a_little_too_high(inflated: float, wanted: str) -> None:
+    """Of a server whose streams carry no counts: together they came in more pieces than the claimed steps."""
+    told = []
+    for item in streams(eagle(0.65)):
+        iterations = max(1, round(len(item.counted) / inflated))
+        told.append(replace(item, counted=[], pieces=len(item.counted) + 1, average=TOKENS / iterations))
+    found = check_claims(Recording("u", {}, 128, [], streamed=told))
+    assert found.status == wanted, found.message

@@ -32,6 +32,10 @@ def write(path: Path, value: dict[str, Any]) -> Path:
 def test_what_was_recorded_is_read(tmp_path: Path) -> None:
     read = read_recording(write(tmp_path / "a.json", RECORDING))
     assert read.counts[0].histogram == (1, 1) and read.transcripts[0].tokens[0].gap == 1.0  # type: ignore[index]
+    shown = [{"type": "image_url", "image_url": {"url": "data:,"}}, {"type": "text", "text": "What is it?"}]
+    picture = {**ANSWER, "messages": [{"role": "user", "content": shown}]}
+    pictures = read_recording(write(tmp_path / "c.json", {**RECORDING, "schema": 2, "transcripts": [picture]}))
+    assert pictures.transcripts[0].messages[0]["content"] == shown
     results = read_results(write(tmp_path / "b.json", RESULTS))
     assert results.concurrency[0].rounds == [3.5, None] and results.turns_detail[0].accepted == 2
 
@@ -50,6 +54,10 @@ def test_what_was_recorded_is_read(tmp_path: Path) -> None:
         ({"tool": {"calls": [{"name": "lookup", "arguments": [1]}]}}, "tool.calls.0.arguments"),
         ({"tool": {"calls": [{"name": "lookup"}]}}, "no name or no arguments"),
         ({"tool": {"content": [{}]}}, "tool.content"),
+        ({"schema": 99}, "its schema is '99'"),
+        ({"streemed": []}, "knows no 'streemed'"),
+        ({"transcripts": [ANSWER, ANSWER]}, "2 answers to the question"),
+        ({"repeats": [{"concurrency": 1, "transcripts": [ANSWER, ANSWER]}]}, "2 answers to the question"),
     ],
 )
 def test_a_recording_with_other_kinds_of_values_is_refused(tmp_path: Path, change: dict[str, Any], says: str) -> None:

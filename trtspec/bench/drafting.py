@@ -122,7 +122,7 @@ def claim_faults(transcripts: Sequence[Transcript]) -> list[tuple[str, str]]:
         if transcript.error is None
         for fault in itertools.islice(_faults(transcript, decimals), 1)
     ]
-    return found or _one_average(transcripts)
+    return found or _one_average(transcripts) or _many_pieces(transcripts)
 
 
 def _faults(transcript: Transcript, decimals: int) -> Iterator[str]:
@@ -193,6 +193,21 @@ def _one_average(transcripts: Sequence[Transcript]) -> list[tuple[str, str]]:
     broken = [t for t in told if not _whole(t.completion_tokens or 0, average, FEW_DECIMALS + 1)]
     said = f"all {len(told)} answers claim {average:g} tokens per iteration, whatever their length"
     return [(t.question, said) for t in broken] if len(broken) > len(told) / 4 else []
+
+
+def _many_pieces(transcripts: Sequence[Transcript]) -> list[tuple[str, str]]:
+    """Streams without counts that together came in more pieces than the steps that they claim: no step is two pieces,
+    but for one at the end of an answer."""
+    told = [
+        (item, claimed + 1)
+        for item in transcripts
+        if item.error is None and item.pieces and not item.counted and (claimed := claimed_steps(item)) is not None
+    ]
+    pieces, steps = sum(item.pieces or 0 for item, _ in told), sum(steps for _, steps in told)
+    if len(told) < ENOUGH_ANSWERS or steps < ENOUGH_STEPS or pieces <= AGREE * (steps + len(told)):
+        return []
+    said = f"{len(told)} streams claim {steps} steps together and came in {pieces} pieces"
+    return [(item.question, said) for item, _ in told]
 
 
 def check_forced(got: Recording) -> CheckResult:

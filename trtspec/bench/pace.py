@@ -10,14 +10,14 @@ import statistics
 from collections.abc import Sequence
 
 from trtspec.bench.findings import TOKENS_PER_ARRIVAL
-from trtspec.bench.gate import SHOWN, CheckResult, more_often, pass_or_fail, result
+from trtspec.bench.gate import SHOWN, CheckResult, binomial_at_least, pass_or_fail, result
 from trtspec.bench.transcript import Recording, Transcript
 
 BUFFERED_SPAN = 0.05  # all pieces of a stream within this share of its time came at once
 SHORTEST_STREAM = 0.1  # seconds; below it nothing can be said about how an answer arrives
 LONG_WAIT = 0.06  # seconds between pieces; this process notices when it is held up for so long itself
 MANY_TOKENS = 24
-SUSPECT = 0.05  # a chance below which separate streams in pieces are more than the plain server's
+SUSPECT = 0.02  # a chance below which moments that held streams are more than the plain server's
 SLOW_ALL, SLOW_FIRST = 2.5, 4.0  # times the streams before; times the first pass, which is not streamed
 SLOW_PLAIN = 1.5  # times what the plain server's own last pass took over its streams before
 SLOW_ONE, SLOW_EXTRA = 8.0, 0.5  # times; seconds
@@ -47,11 +47,13 @@ def check_streaming(got: Recording, expected: Recording | None) -> CheckResult:
 
 
 def _held(streams: Sequence[Transcript], plain: Sequence[Transcript]) -> bool:
-    """Whether streams came in pieces at three separate times or more, and more often than the plain server's."""
-    mine, theirs = ([item for item in side if _in_pieces(item)] for side in (streams, plain))
-    if not plain or _episodes(mine) < 3:
+    """Whether streams came in pieces at three separate times or more, and at more than those of the plain server. One
+    busy moment holds all streams then in flight, so the moments are counted: two Poisson counts, given their sum, are
+    binomial with the share of the streams watched (Przyborowski and Wilenski, Biometrika 31, 1940, 313-323)."""
+    mine, theirs = (_episodes([item for item in side if _in_pieces(item)]) for side in (streams, plain))
+    if not plain or mine < 3:
         return False
-    return more_often(len(mine), len(streams), len(theirs), len(plain)) < SUSPECT
+    return binomial_at_least(mine, mine + theirs, len(streams) / (len(streams) + len(plain))) < SUSPECT
 
 
 def _judgeable(item: Transcript) -> bool:

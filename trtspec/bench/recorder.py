@@ -34,7 +34,7 @@ from trtspec.bench.transcript import (
 from trtspec.errors import TrtspecError
 
 FATES = {
-    "end_engine": "they can end a speculating engine of release {}",
+    "end_engine": "they can end a speculating engine of release {} (--logprobs sends them to a plain one)",
     "ignored": "release {} leaves them out under speculation, and may hang over them",
     "refused": "release {} refuses them under speculation",
 }
@@ -112,13 +112,16 @@ async def _reason_to_withhold(
     asker: Asker, server: adapters.DetectedServer, limits: RequestLimits, asked: Battery, options: RecorderOptions
 ) -> str | None:
     """Why log-probabilities are not asked for, or None where the release is known to survive it, or where a few answers
-    show that it accepts no drafts; a baseline that does not tell is taken for plain."""
+    show that it drafts nothing; a baseline that does not tell is taken for plain. Nothing shows that where they can end
+    the engine: a head of which no draft is accepted has the averages of a plain server."""
     fate = next((kind for kind in FATES if "logprobs" in limits.get(kind, ())), None)
     if server.row.survives_logprobs or (limits and fate is None):
         return None
+    if fate == "end_engine":
+        return FATES[fate].format(server.version)
     few = await asker.all(asked.prompts[:PROBES], streamed=False)
     counts = counts_of_transcripts(few)
-    plain = not any(found.accepted for found in counts) if counts else options.baseline
+    plain = not any(found.accepted or found.drafted for found in counts) if counts else options.baseline
     if plain and (options.baseline or counts):
         return None
     if fate is not None:

@@ -33,19 +33,22 @@ DRAWS = 10_000
 AGREE = 1.1  # tokens per step of two sources that mean the same
 SINGLE = 0.05  # share of tokens without a counted step from which these must be seen in the stream
 MERGED = 0.8  # ... where pieces that a busy server sends together leave at least this share of them
+MERGED_ONE = 0.7  # ... of one answer, whose share varies by chance
 FALL = 0.8  # a pass that accepts less than this share of what the other pass did over the same answers
 
 
 @dataclass(frozen=True)
 class AnswerSteps:
     """One answer: its tokens, its verification steps (the prefill is none), and the sizes of steps less one where they
-    are known, the last step left out."""
+    are known, the last step left out. `streamed`: only the pieces of its stream tell, which may be sent together.
+    """
 
     question: str
     tokens: int
     steps: int
     accepted: tuple[int, ...] | None = None
     text: str = ""
+    streamed: bool = False
 
     @property
     def drafts(self) -> int:
@@ -67,7 +70,8 @@ def steps_of(transcript: Transcript) -> AnswerSteps | None:
     steps = max(claimed or 0, len(seen) - 1)
     accepted = tuple(size - 1 for size in seen[1:-1])
     whole = len(seen) > 1 and (claimed is None or abs(claimed - len(seen) + 1) <= 1)
-    return AnswerSteps(transcript.question, tokens, max(1, steps), accepted if whole else None, transcript.trimmed)
+    known = accepted if whole else None
+    return AnswerSteps(transcript.question, tokens, max(1, steps), known, transcript.trimmed, claimed is None)
 
 
 def claimed_steps(transcript: Transcript) -> int | None:
@@ -189,10 +193,11 @@ class PassComparison:
     after: float
     fallen: list[str]
     steps: int
+    streamed: bool = False
 
     @property
     def fell(self) -> bool:
-        return self.steps >= ENOUGH_STEPS and self.before > 0.1 and self.after < FALL * self.before
+        return self.steps >= ENOUGH_STEPS and self.before > 0.1 and _is_fall(self.before, self.after, self.streamed)
 
 
 def compare_passes(before: Sequence[Transcript], after: Sequence[Transcript]) -> PassComparison | None:
@@ -206,12 +211,21 @@ def compare_passes(before: Sequence[Transcript], after: Sequence[Transcript]) ->
     old_steps, new_steps = sum(old.steps for old, _ in pairs), sum(new.steps for _, new in pairs)
     old_rate = sum(old.drafts for old, _ in pairs) / old_steps
     new_rate = sum(new.drafts for _, new in pairs) / new_steps
-    return PassComparison(len(pairs), old_rate, new_rate, fallen, new_steps)
+    streamed = any(one.streamed for pair in pairs for one in pair)
+    return PassComparison(len(pairs), old_rate, new_rate, fallen, new_steps, streamed)
+
+
+def _is_fall(before: float, after: float, streamed: bool, merged: float = MERGED) -> bool:
+    """Of accepted drafts per step. Pieces sent together in the earlier pass look like accepted drafts, in tokens per
+    step by no more than their share."""
+    return 1 + after < merged * (1 + before) if streamed else after < FALL * before
 
 
 def fell_from(old: AnswerSteps, new: AnswerSteps) -> bool:
     """Whether the same text took far more steps than before."""
-    return new.steps - old.steps >= COLLAPSE_STEPS and new.rate < COLLAPSED * old.rate
+    if new.steps - old.steps < COLLAPSE_STEPS or new.rate >= COLLAPSED * old.rate:
+        return False
+    return _is_fall(old.rate, new.rate, old.streamed or new.streamed, MERGED_ONE)
 
 
 def hopeless(transcripts: Sequence[Transcript], usual: float, short: Sequence[Transcript], judged: int) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from trtspec import files
 from trtspec.bench.acceptance import TurnCounts
 from trtspec.errors import TrtspecError, UsageError
 
+SCHEMA = 2  # of a recording; a file may be of any form up to it
+STAMPED = ("schema", "created", "versions")  # keys of the file beside those of the record
 THINKING, THOUGHT = "<think>", "</think>"  # around the reasoning, where no parser of the server takes it out
 
 
@@ -251,13 +254,14 @@ class Recording:
         return [*self.streamed, *self.later, *self.long_cold, *self.long_warm]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"schema": 2, **asdict(self)}
+        return {"schema": SCHEMA, **asdict(self)}
 
 
 def read_recording(path: Path) -> Recording:
     """A file of --record. Raises UsageError when it is something else."""
     try:
         raw = files.read_object(path)
+        _refuse_form(raw)
         read = TypeAdapter(Recording).validate_json(json.dumps(raw, allow_nan=False), strict=True)
         replies = [*([read.tool] if read.tool else []), *read.tools, *read.streamed_tools, *read.follow_ups]
         replies += [*read.confirmed_tools, *read.repeated_tools, *read.repeated_follow_ups, *read.forms]
@@ -265,8 +269,9 @@ def read_recording(path: Path) -> Recording:
         if any({"name", "arguments"} - set(call) for reply in replies for call in reply.calls):
             raise ValueError("a tool call has no name or no arguments")
         asked = [item.messages[-1]["content"] for item in [*read.transcripts, *read.long_cold]]
-        if not asked or not all(isinstance(text, str) for text in asked) or read.max_tokens < 1:
+        if not asked or not all(isinstance(text, (str, list)) for text in asked) or read.max_tokens < 1:
             raise ValueError("it holds no prompt that was answered")
+        _refuse_twice(read)
     except ValidationError as error:
         raise _no_recording(path, files.first_fault(error)) from None
     except KeyError as error:
@@ -274,6 +279,24 @@ def read_recording(path: Path) -> Recording:
     except (OSError, TrtspecError, ValueError, IndexError, RecursionError) as error:
         raise _no_recording(path, str(error)) from None
     return read
+
+
+def _refuse_form(raw: dict[str, Any]) -> None:
+    """Raises ValueError for another form of file: what it calls otherwise would be missed without a word."""
+    if raw.get("schema", SCHEMA) not in range(1, SCHEMA + 1):
+        raise ValueError(f"its schema is {str(raw['schema'])[:20]!r}, and this release reads 1 to {SCHEMA}")
+    known = {*STAMPED, *(item.name for item in fields(Recording))}
+    unknown = [key for key in raw if key not in known]
+    if unknown:
+        raise ValueError(f"this release knows no {unknown[0][:40]!r} in it")
+
+
+def _refuse_twice(read: Recording) -> None:
+    """Raises ValueError where two answers of one pass have the same question: they are looked up by it."""
+    for answers in (read.transcripts, read.long_cold, *(again.transcripts for again in read.repeats)):
+        most = Counter(item.question for item in answers).most_common(1)
+        if most and most[0][1] > 1:
+            raise ValueError(f"it holds {most[0][1]} answers to the question {most[0][0][:40]!r}")
 
 
 def _no_recording(path: Path, reason: str) -> UsageError:
