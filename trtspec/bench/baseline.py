@@ -25,9 +25,9 @@ def speculation(recording: Recording) -> str | None:
     steps, accepted = sum(found.steps for found in told), sum(found.accepted for found in told)
     drafted = sum(found.drafted or 0 for found in told)
     if drafted:
-        return f"{drafted} drafts, {accepted} of them accepted, are told of"
+        return f"{drafted} drafts, {accepted} of them accepted, are reported"
     if accepted > ROUNDED * max(1, steps):
-        return f"{accepted} accepted drafts are told of"
+        return f"{accepted} accepted drafts are reported"
     return None if told else _by_streams(recording.streams)
 
 
