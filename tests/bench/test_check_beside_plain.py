@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.bench import cheats
+from tests.command_line import trtspec
+from trtspec.bench.baseline import failures
 from trtspec.bench.check import GateLimits, check_degenerate, check_lossless
 from trtspec.bench.features import check_follow_ups, check_image, check_tool_calls
 from trtspec.bench.forms import check_forms
 from trtspec.bench.gate import CheckResult
-from trtspec.bench.transcript import BurstReply, RecordedPass, Recording, ToolReply, Transcript
+from trtspec.bench.transcript import BurstReply, RecordedPass, Recording, ToolReply, Transcript, read_recording
 from trtspec.bench.visible import check_answers, check_stream
 
 FORM = ToolReply(content='{"name": "a", "count": 1}', finish_reason="stop")
@@ -158,3 +162,14 @@ def test_a_burst_that_is_refused(mine: int, plain: int | None, wanted: str) -> N
     """Some may be refused, as a full server does; not all of them, nor most where the plain server takes them."""
     sides = [Recording("u", {}, 9, answers(2), burst=BurstReply(32, count or 0, 0)) for count in (mine, plain)]
     assert check_answers(sides[0], None if plain is None else sides[1]).status == wanted
+
+
+def test_a_recording_with_failures_says_so(cheating: str, tmp_path: Path) -> None:
+    """Requests with tools and follow-ups get HTTP 500 here; the first failure stops none of the others."""
+    path = tmp_path / "plain.json"
+    url = cheats.at(cheating, "plain", "features-error")
+    done = trtspec("check", url, "--record", path, "--samples", 2, "--max-tokens", 16, "--contexts", 0)
+    found = read_recording(path)
+    assert "is no whole baseline, record it again: " in done.stderr and "next: " not in done.stderr, done.stderr
+    assert len(found.tools) == len(found.follow_ups) == 2 and all(reply.error for reply in found.tools)
+    assert failures(replace(found, tools=[REFUSED], follow_ups=[], forms=[])) is None

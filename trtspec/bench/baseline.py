@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from trtspec.bench.asking import declined
 from trtspec.bench.gate import CheckResult
 from trtspec.bench.steps import ENOUGH_STEPS, MERGED, steps_of
 from trtspec.bench.transcript import Recording, Transcript
@@ -29,6 +30,14 @@ def speculation(recording: Recording) -> str | None:
     if accepted > ROUNDED * max(1, steps):
         return f"{accepted} accepted drafts are reported"
     return None if told else _by_streams(recording.streams)
+
+
+def failures(recording: Recording) -> str | None:
+    """How many requests that a baseline is compared by failed, other than by a refusal, and with what; or None."""
+    asked = [*recording.transcripts, *recording.long_cold]
+    asked_once = [*recording.tools, *recording.follow_ups, *recording.forms]
+    errors = [item.error for item in [*asked, *asked_once] if item.error and not declined(item.error)]
+    return f"{len(errors)} requests failed ({errors[0][:120]})" if errors else None
 
 
 def _by_streams(streams: Sequence[Transcript]) -> str | None:

@@ -190,7 +190,7 @@ def _refuse_shared_files(options: CheckOptions) -> None:
 
 
 def _verdict(options: CheckOptions) -> GateVerdict:
-    from trtspec.bench.baseline import speculation
+    from trtspec.bench.baseline import failures, speculation
     from trtspec.bench.check import GateLimits, refuse_unknown_rows, run_checks
     from trtspec.bench.lossless import QualityLimits
 
@@ -212,6 +212,8 @@ def _verdict(options: CheckOptions) -> GateVerdict:
         report.say(f"recorded {len(got.transcripts)} answers in {options.record}")
         if drafts := speculation(got):
             report.announce(f"{options.record} is no baseline: this server speculates ({drafts})")
+        elif expected is None and (failed := failures(got)):
+            report.announce(f"{options.record} is no whole baseline, record it again: {failed}")
         elif expected is None:
             report.say(f"next: trtspec check URL --against {options.record}, for the server with speculation")
     limits = GateLimits(
