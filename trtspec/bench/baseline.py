@@ -34,9 +34,9 @@ def speculation(recording: Recording) -> str | None:
 
 def failures(recording: Recording) -> str | None:
     """How many requests that a baseline is compared by failed, other than by a refusal, and with what; or None."""
-    asked = [*recording.transcripts, *recording.long_cold]
-    asked_once = [*recording.tools, *recording.follow_ups, *recording.forms]
-    errors = [item.error for item in [*asked, *asked_once] if item.error and not declined(item.error)]
+    found = [item.error for item in [*recording.transcripts, *recording.long_cold]]
+    found += [reply.error for reply in [*recording.tools, *recording.follow_ups, *recording.forms]]
+    errors = [error for error in found if error and not declined(error)]
     return f"{len(errors)} requests failed ({errors[0][:120]})" if errors else None
 
 
