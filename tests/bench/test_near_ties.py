@@ -13,7 +13,7 @@ import pytest
 from tests.bench import cheats
 from trtspec.bench.asking import PAIR, TOP, Asker, read_token
 from trtspec.bench.check import GateLimits, check_lossless
-from trtspec.bench.lossless import SPACING, compare_transcripts
+from trtspec.bench.lossless import SPACING, compare_transcripts, tokens_show
 from trtspec.bench.transcript import RecordedPass, Recording, Token, Transcript, read_recording
 
 THIRD = {"b": 1e-5, "c": 2e-5, "d": 0.2, "e": 3.0}
@@ -156,3 +156,21 @@ def test_a_server_that_tells_fewer_is_asked_for_fewer(
     got = cheats.recorded(cheats.at(cheating, "plain", "honest", 1, *options), 3, True)
     assert got.withheld is None and set(asked) == {most}
     assert all(item.tokens for item in [*got.transcripts, *got.repeats[0].transcripts])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "shows"),
+    [
+        (["你好世界", "\ufffd", "\ufffd", "!"], "完全不同的文字在这里!", False),
+        (["你好", "\ufffd", "\ufffd", "!"], "你好界!", True),
+        (["你好", "\ufffd", "\ufffd", "!"], "你好x!", False),
+        (["a ", "é", " b"], "a \ufffd b", True),
+        (["\ufffd", "\ufffd"], "完", None),
+        (["one ", "two ", "three ", "four ", "five ", "six"], "onetwothreefourfivesix", False),
+        (["one", "two", "three", "four", "five", "six"], "one two three four five six", True),
+        (["hm so it is, I see.\n", "</think>", "\n\nyes"], "hm so it is, I see.yes", True),
+    ],
+)
+def test_what_tokens_show_of_a_text(tokens: list[str], text: str, shows: bool | None) -> None:
+    """Pieces of characters leave the rest of an answer to be compared, and a text without white space is another."""
+    assert tokens_show(answer(*[Token(token, None, None) for token in tokens], text=text)) is shows

@@ -28,6 +28,7 @@ Means are over positions, intervals by bootstrap over questions, because positio
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -40,6 +41,8 @@ FLOOR = 1e-4  # nats; float32 logprobs printed with 6 digits carry at least this
 SPACING = 2.0**-4  # nats; bfloat16 logits from 8 to 16 are so far apart, and best logits are mostly of that size
 MARGIN = 2.0  # the largest of a few thousand differences is not the largest there is
 TYPICAL = 0.99
+PIECE = "\ufffd"  # what a part of a character decodes to
+LEAST_WORDS = 5  # in the tokens, for a text without any white space to be wrong
 MOST_TOLD = 20  # the most that OpenAI's API and the engines behind it tell by default
 LEAST = 1e-9  # probability of what is left, where the told tokens hold all of it up to rounding
 ENOUGH_QUESTIONS = 8  # for an interval
@@ -97,20 +100,40 @@ def _reads(transcript: Transcript) -> bool:
 
 
 def tokens_show(transcript: Transcript) -> bool | None:
-    """Whether the tokens spell the visible text. Markers that a server takes out (end of thinking, end of the answer)
-    and white space are not compared; None where the server told no tokens."""
+    """Whether the tokens spell the visible text, save for markers that a server takes out (end of thinking, end of the
+    answer). White space may be missing from the tokens, of which some servers tell none, but not from the text. None
+    where the server told no tokens, or none but pieces of characters."""
     if transcript.tokens is None:
         return None
     spelled = "".join(token.text for token in transcript.tokens) if transcript.spelled is None else transcript.spelled
-    markers = {token.text for token in transcript.tokens if is_marker(token.text)}
-    for marker in markers:
-        spelled = spelled.replace(marker, "")
     text = transcript.text
-    for marker in markers:
-        text = text.replace(marker, "")
-    if "\ufffd" in spelled or "\ufffd" in text:  # pieces of characters: what is whole is compared
-        spelled, text = (part.encode("ascii", "ignore").decode() for part in (spelled, text))
-    return _squeezed(spelled) == _squeezed(text)
+    for marker in {token.text for token in transcript.tokens if is_marker(token.text)}:
+        spelled, text = spelled.replace(marker, ""), text.replace(marker, "")
+    told, shown = _squeezed(spelled), _squeezed(text)
+    if told and not told.strip(PIECE):
+        return None
+    if not (_fits(told, shown) or _fits(shown, told)):
+        return False
+    return _words(spelled) < LEAST_WORDS or len(text.split()) > 1
+
+
+def _words(spelled: str) -> int:
+    return len(spelled.replace(PIECE, "").split())
+
+
+def _fits(pattern: str, text: str) -> bool:
+    """Whether `text` reads as `pattern`, in which each run of PIECE may stand for as many characters, or fewer, that
+    are no ASCII: only those are spread over several tokens."""
+    if PIECE not in pattern:
+        return pattern == text
+    ends = {0}
+    for part in re.findall(f"{PIECE}+|[^{PIECE}]+", pattern):
+        if part[0] != PIECE:
+            ends = {end + len(part) for end in ends if text.startswith(part, end)}
+            continue
+        for _ in part:
+            ends |= {end + 1 for end in ends if end < len(text) and not text[end].isascii()}
+    return len(text) in ends
 
 
 def is_marker(token: str) -> bool:

@@ -136,7 +136,7 @@ def _prompt_lengths(recording: Recording) -> dict[str, dict[str, int]]:
 
 def check_visible_text(got: Recording) -> CheckResult:
     """The text says what the tokens say, and is not shorter than its count of tokens allows."""
-    told = [item for item in got.answered if item.tokens is not None]
+    told = [item for item in got.answered if tokens_show(item) is not None]
     wrong = [item.question for item in told if tokens_show(item) is False]
     everything = [item for item in [*got.answered, *got.streams] if not item.error and item.completion_tokens]
     empty = [item.question for item in everything if _too_short(item)]
@@ -148,9 +148,7 @@ def check_visible_text(got: Recording) -> CheckResult:
         message += f": {shown[0]}"
         return result("visible-text", "fail", message, "TS-CHECK-TEXT", remedy, **detail)
     if not told:
-        message = (
-            f"no token texts to compare with ({got.withheld}); {len(everything)} answers are as long as their counts"
-        )
+        message = f"no token texts to compare with ({got.withheld or 'pieces of characters alone'}); {len(everything)} answers are as long as their counts"
         return result("visible-text", "skipped", message, **detail)
     message = f"{len(told)} of {len(told)} answers read as their tokens do"
     return result("visible-text", "pass", message, seen=len(told), **detail)
