@@ -172,5 +172,5 @@ def test_a_server_that_tells_fewer_is_asked_for_fewer(
     ],
 )
 def test_what_tokens_show_of_a_text(tokens: list[str], text: str, shows: bool | None) -> None:
-    """Pieces of characters leave the rest of an answer to be compared, and a text without white space is another."""
+    """Pieces of characters leave the rest to be compared, and a text without white space is another."""
     assert tokens_show(answer(*[Token(token, None, None) for token in tokens], text=text)) is shows
