@@ -148,7 +148,8 @@ def check_visible_text(got: Recording) -> CheckResult:
         message += f": {shown[0]}"
         return result("visible-text", "fail", message, "TS-CHECK-TEXT", remedy, **detail)
     if not told:
-        message = f"no token texts to compare with ({got.withheld or 'pieces of characters alone'}); {len(everything)} answers are as long as their counts"
+        why = got.withheld or "pieces of characters alone"
+        message = f"no token texts to compare with ({why}); {len(everything)} answers are as long as their counts"
         return result("visible-text", "skipped", message, **detail)
     message = f"{len(told)} of {len(told)} answers read as their tokens do"
     return result("visible-text", "pass", message, seen=len(told), **detail)
