@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from tests.command_line import trtspec
+from trtspec.bench import watch_run
+from trtspec.bench.client import Answer
 from trtspec.bench.datasets import load_dataset
 
 CATEGORY = load_dataset("nano").questions[0].category
@@ -219,3 +221,9 @@ def test_a_server_that_refuses_to_count_pieces_is_asked_without(server: ProbedSe
     ]  # fmt: skip
     kept = json.loads((tmp_path / "s.json").read_text())
     assert kept["totals"]["probes"] == 1 and kept["totals"]["probe_failures"] == 0
+
+
+@pytest.mark.parametrize(("counted", "tokens"), [([1, 2**40, 4], 4), ([1, 2**40], 2**40)])
+def test_a_count_that_cannot_be_fills_no_memory(counted: list[int], tokens: int) -> None:
+    found = watch_run._streamed_counts(Answer("q", "probe", 0, 0.0, completion_tokens=tokens, counted=counted))
+    assert found is None or found.histogram == (0, 0, 1)

@@ -23,7 +23,7 @@ from trtspec.bench.asking import declined
 from trtspec.bench.client import Answer, Api, Endpoint, RequestSampling, new_client, request_body, stream_answer
 from trtspec.bench.datasets import Question
 from trtspec.bench.load import inter_token
-from trtspec.bench.steps import increments
+from trtspec.bench.steps import MOST_TOKENS, increments
 from trtspec.bench.watch import ProbeAnswer, Watch
 from trtspec.bench.watch_sources import NoMetrics, SpeculationGone, look
 from trtspec.errors import Problem, TrtspecError, UsageError
@@ -191,8 +191,8 @@ def probe_answer(answer: Answer) -> ProbeAnswer:
 def _streamed_counts(answer: Answer) -> TurnCounts | None:
     """The steps that the pieces of a stream show, the first piece being the prefill's; there can be no fewer steps, so
     acceptance is from above. None where usage came only at the end."""
-    sizes = increments(answer.counted)[1:]
-    if not sizes:
+    sizes = increments(answer.counted, answer.completion_tokens)[1:]
+    if not sizes or answer.completion_tokens > MOST_TOKENS:
         return None
     accepted = [size - 1 for size in sizes]
     histogram = tuple(accepted.count(size) for size in range(max(accepted) + 1))
