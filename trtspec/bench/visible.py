@@ -22,7 +22,7 @@ PASSES = (*FIRST, "confirmed", "streamed", "later", "long_warm", "after_probes")
 
 def check_answers(got: Recording, expected: Recording | None) -> CheckResult:
     """Every question is answered, and the server lives through a burst. What the plain server refused or failed at in
-    the same pass is named and does not count."""
+    the same pass may fail here too: that is named, and does not count."""
     shared = _failed_by_the_plain_server(got, expected) if expected else set()
     everything = [(name, item) for name in PASSES for item in getattr(got, name)]
     asked = [item for name, item in everything if item.error is None or (name, item.question) not in shared]
