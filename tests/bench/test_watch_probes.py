@@ -223,7 +223,16 @@ def test_a_server_that_refuses_to_count_pieces_is_asked_without(server: ProbedSe
     assert kept["totals"]["probes"] == 1 and kept["totals"]["probe_failures"] == 0
 
 
-@pytest.mark.parametrize(("counted", "tokens"), [([1, 2**40, 4], 4), ([1, 2**40], 2**40)])
-def test_a_count_that_cannot_be_fills_no_memory(counted: list[int], tokens: int) -> None:
+@pytest.mark.parametrize(("counted", "tokens", "histogram"), [([1, 2**40, 4], 4, (0, 0, 1)), ([1, 2**40], 2**40, None)])
+def test_a_count_that_cannot_be_fills_no_memory(
+    counted: list[int], tokens: int, histogram: tuple[int, ...] | None
+) -> None:
     found = watch_run._streamed_counts(Answer("q", "probe", 0, 0.0, completion_tokens=tokens, counted=counted))
-    assert found is None or found.histogram == (0, 0, 1)
+    assert (found and found.histogram) == histogram
+
+
+@pytest.mark.timeout(20)
+def test_one_large_piece_among_many_takes_no_time() -> None:
+    counted = [*range(1, 3000), 2**20]
+    found = watch_run._streamed_counts(Answer("q", "probe", 0, 0.0, completion_tokens=2**20, counted=counted))
+    assert found and (found.steps, found.accepted) == (2999, 2**20 - 3000)

@@ -28,6 +28,7 @@ GateWeight = Literal["refuted", "doubted", "narrowed", "verified", "supported"]
 OF_TARGET = ("kimi_k25", "kimi_nvfp4")
 OF_HEAD = ("mla_head", "head_layers_prefix", "kimi_eagle3")
 GUIDED = "kimi_k25_guided"
+TOLD = (*OF_TARGET, *OF_HEAD, GUIDED)
 INFERRED, VERIFIED = "evidence: inferred", "evidence: verified"
 
 
@@ -57,13 +58,11 @@ class GateFile:
 
     def weighed(self) -> int:
         """Gates and rows that a proof can tell of."""
-        told = [gate for gate in self.gates if gate.name in (*OF_TARGET, *OF_HEAD, GUIDED)]
-        return sum(map(len, self.rows.values())) + len(told)
+        return sum(map(len, self.rows.values())) + sum(gate.name in TOLD for gate in self.gates)
 
     def not_weighed(self) -> int:
         """Gates that are not known to be right, and of which the server of a proof tells nothing."""
-        doubtful = [gate.name for gate in self.gates if not gate.source.startswith("verified")]
-        return sum(name not in (*OF_TARGET, *OF_HEAD, GUIDED) for name in doubtful)
+        return sum(gate.name not in TOLD and not gate.source.startswith("verified") for gate in self.gates)
 
 
 @dataclass(frozen=True)
@@ -89,9 +88,7 @@ class GateFinding:
     replacement: tuple[str, str] | None = None
 
 
-def served_release(
-    bundle: ProofBundle, options: Callable[[Version], Sequence[str]] = lambda version: ()
-) -> ServedRelease | None:
+def served_release(bundle: ProofBundle, options: Callable[[Version], Sequence[str]]) -> ServedRelease | None:
     """What a bundle shows; `options` names the engine's own options that its servers were started with. None where the
     release is not known."""
     evidence, outputs = bundle.evidence, bundle.evidence["outputs"]
@@ -104,10 +101,10 @@ def served_release(
     plain, failed = outputs.get(f"bench-{PLAIN}"), _not_started(bundle)
     worked = {}
     for gate, by_target in _needs(evidence).items():
-        if plain if by_target else _drafted(evidence):
-            worked[gate] = True
-        elif PLAIN in failed if by_target else plain and failed:
-            worked[gate] = False
+        works = plain if by_target else _drafted(evidence)
+        fails = PLAIN in failed if by_target else plain and failed
+        if works or fails:
+            worked[gate] = bool(works)
     if _guided(evidence):
         worked[GUIDED] = True
     used = [("options", name) for name in options(version)] if plain else []
@@ -200,7 +197,7 @@ def gate_patch(file: GateFile, findings: Sequence[GateFinding]) -> str:
     before = file.text.splitlines()
     after = list(before)
     for finding in findings:
-        if finding.file == file.path and finding.replacement is not None:
+        if finding.replacement is not None:
             old, new = finding.replacement
             section, _, name = finding.entry.partition(".")
             begin = after.index(f"{section}:")

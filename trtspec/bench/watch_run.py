@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -194,11 +195,11 @@ def _streamed_counts(answer: Answer) -> TurnCounts | None:
     sizes = increments(answer.counted, answer.completion_tokens)[1:]
     if not sizes or answer.completion_tokens > MOST_TOKENS:
         return None
-    accepted = [size - 1 for size in sizes]
-    histogram = tuple(accepted.count(size) for size in range(max(accepted) + 1))
+    accepted = Counter(size - 1 for size in sizes)
+    histogram = tuple(accepted[size] for size in range(max(accepted) + 1))
     return TurnCounts(
-        answer.question, answer.category, answer.completion_tokens, len(sizes), sum(accepted), None, histogram,
-        adapters.FROM_STREAMS,
+        answer.question, answer.category, answer.completion_tokens, len(sizes), sum(sizes) - len(sizes), None,
+        histogram, adapters.FROM_STREAMS,
     )  # fmt: skip
 
 

@@ -178,8 +178,8 @@ def check(options: CheckOptions) -> None:
 
 def _refuse_shared_files(options: CheckOptions) -> None:
     """A file that is written is no other file of the command: a server would be its own baseline the next time."""
-    files = {"--against": None if "://" in (options.against or "://") else Path(options.against or ""),
-             "--tasks": options.tasks, "--record": options.record, "--junit": options.junit}  # fmt: skip
+    recorded = Path(options.against) if options.against and "://" not in options.against else None
+    files = {"--against": recorded, "--tasks": options.tasks, "--record": options.record, "--junit": options.junit}
     places: dict[Path, str] = {}
     for flag, path in files.items():
         if path is None:

@@ -198,13 +198,7 @@ def _import(options: ProveImport) -> None:
     bundles = [read_bundle(path) for path in options.import_]
     try:
         told = _weighed(bundles)
-    except (
-        ArithmeticError,
-        AttributeError,
-        KeyError,
-        TypeError,
-        ValueError,
-    ) as error:  # whole by its manifest, of another form inside
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # whole, of another form
         names = ", ".join(bundle.name for bundle in bundles)
         message = f"what {names} holds is not that of a proof: {type(error).__name__}: {error}"
         raise UsageError(message, "pass the proof.tar.gz that `trtspec prove` wrote") from error
