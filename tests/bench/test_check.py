@@ -411,7 +411,7 @@ def test_answers_that_think_long_are_given_room(cheating: str) -> None:
         for cheat in ("honest", "follow-up-empty")
     )
     found = [check_follow_ups(got, None, 0.5), check_forms(got, None, 0.5), check_tool_calls(got, None, 0.5)]
-    found.append(check_tool_streams(got, None))
+    found.append(check_tool_streams(got, None, 0.5))
     assert [(row.status, row.seen) for row in found] == [("pass", FEW)] * 4, found
     assert check_follow_ups(empty, got, 0.5).status == "fail"
 
@@ -627,7 +627,7 @@ def test_a_streamed_call_is_put_together_and_compared() -> None:
     def judged(streamed: ToolReply, again: ToolReply | None = None) -> str:
         confirmed = [again] if again else []
         made = Recording("u", {}, 8, [], tools=[replied(CALL)], streamed_tools=[streamed], confirmed_tools=confirmed)
-        return check_tool_streams(made, None).status
+        return check_tool_streams(made, None, 0.5).status
 
     assert judged(replied(['{ "name":"a"}'])) == "pass", "JSON is compared, not its spaces"
     for wrong in (replied(['{"name": "b"}']), replied(MALFORMED), replied([]), replied(CALL * 2),
@@ -636,7 +636,36 @@ def test_a_streamed_call_is_put_together_and_compared() -> None:
         assert judged(wrong) == judged(wrong, replied(CALL)) == "fail", wrong
     moved = replied(['{"name": "b"}'])
     assert judged(moved, moved) == "skipped", "the answer changed, streamed or not"
-    assert check_tool_streams(Recording("u", {}, 8, [], tools=[replied([], WRITES)]), None).status == "skipped"
+    assert check_tool_streams(Recording("u", {}, 8, [], tools=[replied([], WRITES)]), None, 0.5).status == "skipped"
+    cut = Recording(
+        "u", {}, 8, [], tools=[replace(replied(CALL), finish_reason="length")], streamed_tools=[replied(CALL)]
+    )
+    assert check_tool_streams(cut, None, 0.5).status == "pass", "the stream had more room"
+
+
+def test_a_streamed_call_may_part_at_a_near_tie() -> None:
+    """Asked again, the server may repeat its unstreamed answer: then the tokens of the plain server tell."""
+    other = replied(['{"name": "b"}'])
+
+    def judged(streamed: ToolReply, *plain: ToolReply, limit: float | None = 0.5) -> str:
+        mine = Recording(
+            "u", {}, 8, [], tools=[replied(CALL)], streamed_tools=[streamed], confirmed_tools=[replied(CALL)]
+        )
+        alone = replace(mine, repeated_tools=list(plain))
+        beside = Recording("u", {}, 8, [], tools=[replied(CALL)], repeated_tools=list(plain))
+        found = {check_tool_streams(alone, None, limit).status, check_tool_streams(mine, beside, limit).status}
+        assert len(found) == 1, found
+        return found.pop()
+
+    assert judged(other) == judged(other, replied(CALL)) == "fail", "nothing tells why"
+    assert judged(other, other) == judged(other, other, limit=None) == "skipped", "the plain server calls so as well"
+    for gap, wanted in ((1e-5, "skipped"), (2.0, "fail")):
+        told = told_answer(replied(CALL), ('{"name": "', "no", 3.0), ("a", "b", gap), ('"}', "no", 3.0))
+        assert judged(other, told) == wanted
+        assert judged(other, told, limit=None) == "fail", "other weights"
+        for wrong in (replied(MALFORMED), replied([]), replied(['{"name": "b"}'], unindexed=1),
+                      replace(other, finish_reason="stop"), ToolReply(error="cut", question="q")):  # fmt: skip
+            assert judged(wrong, told) == "fail", wrong
 
 
 def test_the_command_against_a_recording(

@@ -110,6 +110,15 @@ def compare_arguments(got: Recording, expected: Recording, limit: float) -> Repl
     return _comparison("arguments", found, again)
 
 
+def explained(
+    reply: ToolReply, known: Sequence[ToolReply], rounding: RoundingBound | None, limit: float | None
+) -> bool:
+    """Whether a reply calls what one of these passes called, or parts from one at a near-tie; `limit` as for turns."""
+    if any(names_of(reply) == names_of(other) and arguments_of(reply) == arguments_of(other) for other in known):
+        return True
+    return limit is not None and _kindest(reply, known, rounding, limit) == "near-tie"
+
+
 def compare_texts(
     mine: Sequence[ToolReply], plain: Replies, rounding: RoundingBound | None, limit: float
 ) -> ReplyComparison:

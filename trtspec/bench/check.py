@@ -97,7 +97,7 @@ def _judged(got: Recording, expected: Recording | None, limits: GateLimits) -> l
         visible.check_usage(got, expected),
         check_degenerate(got, expected),
         features.check_tool_calls(got, expected, same_text),
-        features.check_tool_streams(got, expected),
+        features.check_tool_streams(got, expected, same_text),
         features.check_follow_ups(got, expected, same_text),
         forms.check_forms(got, expected, same_text),
         endings.check_stops(got, expected, limits.near_tie, limits.quality is None),
