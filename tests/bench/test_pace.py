@@ -57,6 +57,16 @@ def test_recordings_without_arrivals_tell_pieces() -> None:
     assert check_streaming(streams(), few).status == "pass"
 
 
+def test_a_stream_that_a_parser_holds_back_is_not_judged() -> None:
+    """A model may write the marker of a call where none was offered; what follows is held until no call can follow."""
+    held = [replace(stream(index, 1), text="<|tool_call_begin|>words" + "/test" * 80) for index in range(3)]
+    held = [replace(item, timing=replace(item.timing, first=2.0)) for item in held if item.timing]
+    assert check_streaming(Recording("u", {}, 128, [], streamed=held), None).status == "skipped"
+    assert check_streaming(replace(streams(), later=held), None).status == "pass"
+    buffered = [replace(item, text="word " * 100) for item in held]
+    assert check_streaming(replace(streams(), later=buffered), None).status == "fail"
+
+
 def passes(last: float, noise: float = 0.0, seed: int = 0) -> Recording:
     """Every answer takes a second at first, and `last` seconds in the last pass, give or take a share of `noise`."""
     dice = random.Random(seed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from trtspec.bench.features import TOOL_MARKERS
 from trtspec.bench.findings import TOKENS_PER_ARRIVAL
 from trtspec.bench.gate import SHOWN, CheckResult, binomial_at_least, pass_or_fail, result
 from trtspec.bench.transcript import Recording, Transcript
@@ -59,6 +60,8 @@ def _held(streams: Sequence[Transcript], plain: Sequence[Transcript]) -> bool:
 def _judgeable(item: Transcript) -> bool:
     timing = item.timing
     if item.error is not None or timing is None or _tokens(item) < MANY_TOKENS or not item.text:
+        return False
+    if any(marker in item.text for marker in TOOL_MARKERS):  # a parser holds back what may become a call
         return False
     return timing.total >= SHORTEST_STREAM and timing.lag < 0.25 * timing.total
 
