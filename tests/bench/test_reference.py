@@ -204,8 +204,8 @@ def test_honest_servers_pass_every_check(
     plain, drafting = reference(), reference("--head", HEAD, "--draft-len", "3")
     recording = tmp_path / "plain.json"
     recorded = json.loads(trtspec("check", plain, "--record", recording, *words, "--json").stdout)
-    alarms = [row for row in recorded["results"] if row["status"] == "fail" and row["name"] != "degenerate-output"]
-    assert not alarms
+    assert {row["name"] for row in recorded["results"] if row["status"] == "fail"} <= {"degenerate-output"}
+    alarms = []
     for turn in range(wanted):
         for name, url, untold in (("plain", plain, BY_SPECULATION), ("head", drafting, set())):
             done = trtspec("check", url, "--against", recording, "--json")
