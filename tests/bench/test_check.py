@@ -808,7 +808,7 @@ def test_a_runner_up_is_found_in_text_alone() -> None:
 
 
 def test_the_bound_is_of_the_place_and_from_the_plain_server() -> None:
-    """A large difference late in an answer excuses nothing before it, and nothing in other answers."""
+    """A large difference late in an answer makes nothing a near-tie before it, and nothing in other answers."""
 
     def passes(noise: float) -> Transcript:
         return transcript([("a", "x", 2.0), ("b", "y", 0.02), *[("c", "z", 2.0)] * 200, ("d", "w", 1.0 + noise)])
@@ -816,7 +816,7 @@ def test_the_bound_is_of_the_place_and_from_the_plain_server() -> None:
     first, again = passes(0.0), passes(0.04)
     early = transcript([("a", "x", 2.0), ("y", "b", 0.02)])
     late = transcript([("a", "x", 2.0), ("b", "y", 0.02), *[("c", "z", 2.0)] * 200, ("w", "d", 0.05)])
-    assert compare_transcripts([first], [early], 0.5, [[again]]).real == 1
+    assert compare_transcripts([first], [early], 0.5, [[again]]).rare == 1
     first = replace(first, tokens=[*(first.tokens or [])[:-1], Token("d", "w", 0.05)])
     again = replace(again, tokens=[*(again.tokens or [])[:-1], Token("d", "w", 0.09)])
     assert compare_transcripts([first], [late], 0.5, [[again]]).near_ties == 1

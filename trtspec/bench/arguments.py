@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trtspec.bench.gate import UNLIKELY, more_often
-from trtspec.bench.lossless import AnswerDivergence, RoundingBound, first_divergence, is_marker, judge
+from trtspec.bench.lossless import AnswerDivergence, RoundingBound, first_divergence, is_marker, judge, what_rare_is
 from trtspec.bench.transcript import Recording, ToolReply, Transcript
 from trtspec.bench.visible import VERDICTS, by_question, own_rounding, parted
 
@@ -87,7 +87,8 @@ def compare_turns(
             found["same"].append(reply.question)
         else:
             found["unjudged" if limit is None else _kindest(reply, known, rounding, limit)].append(reply.question)
-    return _comparison("calls, or none,", found, [{str(turn_of(r)) for r in one} for one in plain.values() if one[1:]])
+    again = [{str(turn_of(r)) for r in one} for one in plain.values() if one[1:]]
+    return _comparison("calls, or none,", _settled(found, rounding, limit), again)
 
 
 def turn_of(reply: ToolReply) -> list[str] | str:
@@ -105,18 +106,18 @@ def compare_arguments(got: Recording, expected: Recording, limit: float) -> Repl
     for reply in got.tools:
         known = [other for other in plain.get(reply.question, []) if names_of(other) == names_of(reply)]
         if known:
-            found[_verdict(reply, known, rounding, limit)].append(reply.question)
+            found[call_verdict(reply, known, rounding, limit)].append(reply.question)
     again = [{json.dumps(arguments_of(reply)) for reply in one} for one in plain.values() if one[1:]]
-    return _comparison("arguments", found, again)
+    return _comparison("arguments", _settled(found, rounding, limit), again)
 
 
-def explained(
+def call_verdict(
     reply: ToolReply, known: Sequence[ToolReply], rounding: RoundingBound | None, limit: float | None
-) -> bool:
-    """Whether a reply calls what one of these passes called, or parts from one at a near-tie; `limit` as for turns."""
+) -> str:
+    """`same` where it calls what one of these passes called, else how it parts from them; `limit` as for turns."""
     if any(names_of(reply) == names_of(other) and arguments_of(reply) == arguments_of(other) for other in known):
-        return True
-    return limit is not None and _kindest(reply, known, rounding, limit) == "near-tie"
+        return "same"
+    return "unjudged" if limit is None else _kindest(reply, known, rounding, limit)
 
 
 def compare_texts(
@@ -213,16 +214,16 @@ def _comparison(what: str, found: dict[str, list[str]], again: Sequence[set[str]
     )
 
 
-def _verdict(reply: ToolReply, known: Sequence[ToolReply], rounding: RoundingBound | None, limit: float) -> str:
-    """`same`, or the kindest verdict beside the plain server's passes."""
-    if any(arguments_of(reply) == arguments_of(other) for other in known):
-        return "same"
-    return _kindest(reply, known, rounding, limit)
+def _settled(found: dict[str, list[str]], rounding: RoundingBound | None, limit: float | None) -> dict[str, list[str]]:
+    """With rare divergences among what they are taken for."""
+    rare, asked = found["rare"], sum(map(len, found.values()))
+    meant = "unjudged" if limit is None else what_rare_is(rare, asked, rounding, limit)
+    return {**found, meant: found[meant] + rare, "rare": []}
 
 
 def _kindest(reply: ToolReply, known: Sequence[ToolReply], rounding: RoundingBound | None, limit: float) -> str:
     parted = [divergence for other in known if (divergence := _divergence(other, reply)) is not None]
-    verdicts = {judge(d, rounding.at(d.question, d.position, limit) if rounding else limit) for d in parted}
+    verdicts = {judge(divergence, rounding, limit) for divergence in parted}
     return next((verdict for verdict in VERDICTS if verdict in verdicts), "unjudged")
 
 

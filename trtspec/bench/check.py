@@ -145,6 +145,9 @@ def check_lossless(got: Recording, expected: Recording | None, limits: GateLimit
             f"; log-probabilities of {found.rounding.source} move by {found.rounding.largest:g} nats, which is no "
             f"rounding (--near-tie {limit:g}) and excuses nothing"
         )
+    if found.rare:
+        own, asked = found.usually_rare
+        summary += f", {found.rare} beyond it, where rounding reaches at times ({own} of {asked} of its own answers)"
     if found.real:
         summary += f", {found.real} part where the target is sure of itself"
     if found.unjudged:

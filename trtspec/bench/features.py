@@ -13,12 +13,12 @@ from trtspec.bench.arguments import (
     ReplyComparison,
     arguments_of,
     at_limit,
+    call_verdict,
     compare_arguments,
     compare_ends,
     compare_texts,
     compare_turns,
     cut_off,
-    explained,
     names_of,
     parsed,
     replies_by_question,
@@ -27,6 +27,7 @@ from trtspec.bench.arguments import (
 from trtspec.bench.asking import NOT_ASKED, declined
 from trtspec.bench.battery import TOOL
 from trtspec.bench.gate import SHOWN, CheckResult, result
+from trtspec.bench.lossless import what_rare_is
 from trtspec.bench.transcript import Recording, ToolReply
 from trtspec.bench.visible import own_rounding
 
@@ -94,7 +95,8 @@ def check_tool_streams(got: Recording, expected: Recording | None, limit: float 
     name, code = "tool-stream", "TS-CHECK-TOOL-STREAM"
     mine = {reply.question: reply for reply in asked(got.streamed_tools)}
     theirs = _stream_pairs(expected) if expected else {}
-    faults, moved, also = [], [], []
+    faults: dict[str, str] = {}
+    moved, also, rare = [], [], []
     pairs, plain = _stream_pairs(got), expected or got
     known, rounding = _tool_passes(plain), own_rounding(plain)
     for question, (whole, streamed) in pairs.items():
@@ -106,13 +108,18 @@ def check_tool_streams(got: Recording, expected: Recording | None, limit: float 
             also.append(question)
         elif again is not None and stream_fault(again, streamed) is None:
             moved.append(question)  # asked again unstreamed, the answer is the stream's: it changed, not the form
-        elif _other_call(whole, streamed) and explained(streamed, known.get(question, []), rounding, limit):
-            moved.append(question)
         else:
-            faults.append(f"{question}: {fault}")
-    detail: dict[str, Any] = {"faults": faults[:SHOWN], "changed": moved, "also_without_speculation": also}
-    if faults:
-        message = f"{len(faults)} of {len(pairs)} streamed tool calls are not the unstreamed ones: {faults[0]}"
+            faults[question] = f"{question}: {fault}"
+            if _other_call(streamed):
+                verdict = call_verdict(streamed, known.get(question, []), rounding, limit)
+                moved += [question] if verdict in ("same", "near-tie") else []
+                rare += [question] if verdict == "rare" else []
+    if rare and what_rare_is(rare, len(pairs), rounding, limit or 0.0) == "near-tie":
+        moved += rare
+    wrong = [fault for question, fault in faults.items() if question not in moved]
+    detail: dict[str, Any] = {"faults": wrong[:SHOWN], "changed": moved, "also_without_speculation": also}
+    if wrong:
+        message = f"{len(wrong)} of {len(pairs)} streamed tool calls are not the unstreamed ones: {wrong[0]}"
         remedy = (
             "look at the chunks of one call (curl -N); check --tool_parser, which parses streams in a way of its own"
         )
@@ -126,7 +133,7 @@ def check_tool_streams(got: Recording, expected: Recording | None, limit: float 
     return result(name, "pass", message, seen=judged, **detail)
 
 
-def _other_call(whole: ToolReply, streamed: ToolReply) -> bool:
+def _other_call(streamed: ToolReply) -> bool:
     """Whether a whole stream brought another call, which rounding may do; it leaves out no index and no end."""
     good = not streamed.error and not streamed.unindexed and streamed.finish_reason == "tool_calls"
     return good and bool(streamed.calls) and not any(call_fault(call) for call in streamed.calls)

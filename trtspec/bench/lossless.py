@@ -13,6 +13,10 @@ and excuse nothing. Where no difference was seen at all, the passes had the same
 have others: then one spacing of bfloat16 logits is the bound. The visible text decides whether answers are equal;
 tokens only say where they part.
 
+The tail of rounding is long in a mixture of experts, where a score that moves by one spacing may choose another expert.
+A divergence beyond the bound, but within a few times the largest difference, is `rare`: single ones are excused, and so
+many that the plain server's own passes part so less often (Fisher's exact test) are defects.
+
 Distributions: both servers answer greedily and tell their most likely tokens. Every position up to and including the
 first token that differs has one context on both, and is compared:
 
@@ -34,13 +38,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from trtspec.bench.acceptance import length_interval
-from trtspec.bench.gate import CheckResult, result
+from trtspec.bench.gate import UNLIKELY, CheckResult, more_often, result
 from trtspec.bench.transcript import THINKING, THOUGHT, Recording, Token, Transcript
 
 FLOOR = 1e-4  # nats; float32 logprobs printed with 6 digits carry at least this much
 SPACING = 2.0**-4  # nats; bfloat16 logits from 8 to 16 are so far apart, and best logits are mostly of that size
 MARGIN = 2.0  # the largest of a few thousand differences is not the largest there is
 TYPICAL = 0.99
+REACH = 4.0  # times the largest difference: the tail falls about as its power of 1.5
 PIECE = "\ufffd"  # what a part of a character decodes to
 LEAST_WORDS = 5  # in the tokens, for a text without any white space to be wrong
 MOST_TOLD = 20  # the most that OpenAI's API and the engines behind it tell by default
@@ -174,12 +179,14 @@ def same_context(a: Transcript, b: Transcript) -> bool:
 
 @dataclass(frozen=True)
 class RoundingBound:
-    """How far rounding reaches: over all positions, and in each answer as a running maximum from its start."""
+    """How far rounding reaches: over all positions, and in each answer as a running maximum from its start. `parted`:
+    the gaps at which answers to each question asked of one server twice part, 0 where they are the same."""
 
     positions: int = 0
     largest: float | None = None
     typical: float = 0.0
     running: Mapping[str, list[tuple[int, float]]] = field(default_factory=dict)
+    parted: Mapping[str, float] = field(default_factory=dict)
 
     def wild(self, limit: float) -> bool:
         """Whether passes differ by more than any rounding: then what is measured is no rounding."""
@@ -198,12 +205,26 @@ class RoundingBound:
         here = max((largest for index, largest in self.running.get(question, []) if index <= position), default=0.0)
         return min(limit, max(FLOOR, MARGIN * max(here, self.typical)))
 
+    def reach(self, limit: float) -> float:
+        """Up to which gap a divergence beyond the bound may be rounding; 0 where none may."""
+        return 0.0 if self.wild(limit) or self.unseen else REACH * (self.largest or 0.0)
+
+    def rarely(self, limit: float) -> tuple[int, int]:
+        """(questions whose two answers by one server part beyond the bound that holds everywhere, questions)."""
+        return sum(gap > self.at("", -1, limit) for gap in self.parted.values()), len(self.parted)
+
 
 def measure_rounding(pairs: Sequence[tuple[Transcript, Transcript]], swaps: bool) -> RoundingBound:
-    """From pairs of answers to the same question by the same server, or by both where a recording has one pass."""
+    """From pairs of answers to the same question by the same server (`swaps`), or by both where a recording has one
+    pass."""
     found: list[float] = []
     running: dict[str, list[tuple[int, float]]] = {}
+    apart: dict[str, float] = {}
     for a, b in pairs:
+        parts = first_divergence(a, b) if swaps else None
+        if swaps and (parts is None or parts.listed):
+            gap = max(parts.gap_expected or 0.0, parts.gap_got or 0.0) if parts else 0.0
+            apart[a.question] = max(apart.get(a.question, 0.0), gap)
         for index, difference in rounding_differences(a, b, swaps):
             found.append(difference)
             steps = running.setdefault(a.question, [])
@@ -213,15 +234,29 @@ def measure_rounding(pairs: Sequence[tuple[Transcript, Transcript]], swaps: bool
         return RoundingBound()
     ordered = sorted(found)
     typical = ordered[math.ceil(TYPICAL * len(ordered)) - 1]
-    return RoundingBound(len(found), max(found), typical, running)
+    return RoundingBound(len(found), max(found), typical, running, apart)
 
 
-def judge(divergence: AnswerDivergence, bound: float) -> str:
-    """`near-tie`, `real`, or `unjudged` when neither server told its gaps."""
+def judge(divergence: AnswerDivergence, rounding: RoundingBound | None, limit: float) -> str:
+    """`near-tie`, `rare`, `real`, or `unjudged` when neither server told its gaps; without `rounding`, the bound is
+    `limit`."""
     gaps = [gap for gap in (divergence.gap_expected, divergence.gap_got) if gap is not None]
     if not gaps:
         return "unjudged"
-    return "near-tie" if divergence.listed and max(gaps) <= bound else "real"
+    if divergence.listed and max(gaps) <= bound_at(divergence, rounding, limit):
+        return "near-tie"
+    return "rare" if divergence.listed and rounding and max(gaps) <= rounding.reach(limit) else "real"
+
+
+def bound_at(divergence: AnswerDivergence, rounding: RoundingBound | None, limit: float) -> float:
+    """In nats, at the place of this divergence."""
+    return rounding.at(divergence.question, divergence.position, limit) if rounding else limit
+
+
+def what_rare_is(questions: Sequence[str], asked: int, rounding: RoundingBound | None, limit: float) -> str:
+    """`near-tie` or `real`: what the rare divergences of these questions are taken for, of so many that were asked."""
+    usual = rounding.rarely(limit) if rounding else (0, 0)
+    return "real" if more_often(len(set(questions)), asked, *usual) < UNLIKELY else "near-tie"
 
 
 @dataclass(frozen=True)
@@ -238,11 +273,15 @@ class RoundingSpread:
 @dataclass(frozen=True, kw_only=True)
 class LosslessReport:
     """Counts of answers, the bound that holds everywhere (places may have a larger one, see each divergence), and every
-    divergence with its verdict. `contexts` are questions of which the servers read prompts of different lengths."""
+    divergence with its verdict. `rare`: those beyond the bound that were excused, since the plain server's passes part
+    so for `usually_rare` (questions, of so many). `contexts` are questions of which the servers read prompts of
+    different lengths."""
 
     compared: int
     identical: int
     near_ties: int
+    rare: int
+    usually_rare: tuple[int, int]
     real: int
     unjudged: int
     bound: float
@@ -285,12 +324,17 @@ def compare_transcripts(
         found = [first_divergence(version, b) for version in versions]
         if None not in found:
             judged.append(_kindest([divergence for divergence in found if divergence], rounding, limit))
+    rare = [divergence.question for divergence in judged if divergence.verdict == "rare"]
+    meant = what_rare_is(rare, len(pairs), rounding, limit)
+    judged = [replace(each, verdict=meant) if each.verdict == "rare" and meant == "real" else each for each in judged]
     counts = Counter(divergence.verdict for divergence in judged)
     largest = None if rounding.largest is None else round(rounding.largest, 6)
     return LosslessReport(
         compared=len(pairs),
         identical=len(pairs) - len(judged),
         near_ties=counts["near-tie"],
+        rare=counts["rare"],
+        usually_rare=rounding.rarely(limit),
         real=counts["real"],
         unjudged=counts["unjudged"],
         bound=round(rounding.at("", 0, limit), 6),
@@ -303,11 +347,9 @@ def compare_transcripts(
 
 def _kindest(found: Sequence[AnswerDivergence], rounding: RoundingBound, limit: float) -> AnswerDivergence:
     """The verdict against that pass of the plain server which the answer follows longest."""
-    judged = []
-    for divergence in found:
-        bound = rounding.at(divergence.question, divergence.position, limit)
-        judged.append(replace(divergence, verdict=judge(divergence, bound), bound=round(bound, 6)))
-    return max(judged, key=lambda divergence: divergence.position)
+    longest = max(found, key=lambda divergence: divergence.position)
+    bound = rounding.at(longest.question, longest.position, limit)
+    return replace(longest, verdict=judge(longest, rounding, limit), bound=round(bound, 6))
 
 
 def _at(tokens: Sequence[Token], index: int) -> Token | None:

@@ -10,12 +10,20 @@ from typing import Any
 
 from trtspec.bench.asking import NOT_ASKED, declined
 from trtspec.bench.gate import SHOWN, UNLIKELY, CheckResult, binomial_at_least, more_often, pass_or_fail, result
-from trtspec.bench.lossless import RoundingBound, first_divergence, judge, measure_rounding, same_context, tokens_show
+from trtspec.bench.lossless import (
+    RoundingBound,
+    first_divergence,
+    judge,
+    measure_rounding,
+    same_context,
+    tokens_show,
+    what_rare_is,
+)
 from trtspec.bench.transcript import BurstReply, Recording, Transcript
 
 COUNT_SLACK = 1  # tokens: some servers count the end of the answer, some do not
 HIDDEN_TOKENS = 8  # markers that stand in no text
-VERDICTS = ("near-tie", "real", "unjudged")  # the kindest first
+VERDICTS = ("near-tie", "rare", "real", "unjudged")  # the kindest first
 FIRST = ("transcripts", "long_cold")  # passes of a recording that ask a question for the first time
 PASSES = (*FIRST, "confirmed", "streamed", "later", "long_warm", "after_probes")
 
@@ -271,17 +279,20 @@ def _repeatable_row(moved: Sequence[str], unjudged: Sequence[str], count: int, g
 def parted(
     items: Sequence[Transcript], known: Mapping[str, list[Transcript]], bounds: tuple[RoundingBound | None, float]
 ) -> list[tuple[str, str]]:
-    """(question, verdict) for those answers that equal none of the known ones to their question."""
+    """(question, verdict) for those answers that equal none of the known ones to their question; rare divergences are
+    near-ties, or real where they are too many."""
     rounding, limit = bounds
     found: list[tuple[str, str]] = []
+    asked = {item.question for item in items if item.error is None and known.get(item.question)}
     for item in items:
         before = known.get(item.question, [])
         if item.error is not None or not before or any(item.trimmed == other.trimmed for other in before):
             continue
         divergences = [d for other in before if (d := first_divergence(_bare(other), _bare(item))) is not None]
-        verdicts = {judge(d, rounding.at(d.question, d.position, limit) if rounding else limit) for d in divergences}
+        verdicts = {judge(divergence, rounding, limit) for divergence in divergences}
         found.append((item.question, next(v for v in VERDICTS if v in verdicts)))
-    return found
+    meant = what_rare_is([q for q, verdict in found if verdict == "rare"], len(asked), rounding, limit)
+    return [(question, meant if verdict == "rare" else verdict) for question, verdict in found]
 
 
 def _bare(item: Transcript) -> Transcript:
