@@ -643,6 +643,17 @@ def test_a_streamed_call_is_put_together_and_compared() -> None:
     assert check_tool_streams(cut, None, 0.5).status == "pass", "the stream had more room"
 
 
+def test_a_call_that_the_limit_cuts_off_is_not_judged() -> None:
+    """What a parser gives back as text ends within the call, which another answer of as many tokens ended."""
+    half = '<|tool_call_begin|>functions.lookup:0<|tool_call_argument_begin|>{"name": "a_very_lo'
+    cut = replace(replied([], half), finish_reason="length")
+    for got, wanted in (([cut], "pass"), ([cut] * 7, "fail"), ([replied([], half)], "skipped")):
+        mine = numbered([*got, *[replied(CALL)] * (12 - len(got))])
+        plain = Recording("u", {}, 8, [], tools=numbered([replied(CALL)] * 12))
+        found = check_tool_calls(Recording("u", {}, 8, [], tools=mine), plain, 0.5)
+        assert found.status == wanted, found.message
+
+
 def test_a_streamed_call_may_part_at_a_near_tie() -> None:
     """Asked again, the server may repeat its unstreamed answer: then the tokens of the plain server tell."""
     other = replied(['{"name": "b"}'])

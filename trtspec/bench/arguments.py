@@ -19,6 +19,7 @@ from trtspec.bench.transcript import Recording, ToolReply, Transcript
 from trtspec.bench.visible import VERDICTS, by_question, own_rounding, parted
 
 CONTENT = 1  # among the parts of an answer
+TOOL_MARKERS = ("<|tool_call", "<tool_call", "[TOOL_CALLS]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ Replies = Mapping[str, list[ToolReply]]  # by question, in the order of the pass
 
 
 def replies_by_question(*passes: Sequence[ToolReply]) -> Replies:
-    """Without those that failed, and those that were cut off while the model reasoned."""
+    """Without those that failed, and those that were cut off while the model reasoned or called."""
     found: dict[str, list[ToolReply]] = {}
     for reply in (reply for one in passes for reply in one if not reply.error and not cut_off(reply)):
         found.setdefault(reply.question, []).append(reply)
@@ -146,9 +147,12 @@ def silent(reply: ToolReply) -> bool:
 
 
 def cut_off(reply: ToolReply) -> bool:
-    """Whether the limit of tokens came while the model still reasoned: nothing is known of the answer behind."""
-    reasoned = (reply.reasoning + reply.content).strip()
-    return not reply.error and silent(reply) and bool(reasoned) and reply.finish_reason == "length"
+    """Whether the limit of tokens came while the model still reasoned, or within its call: nothing is known of what
+    would have followed."""
+    if reply.error or reply.calls or reply.finish_reason != "length":
+        return False
+    reasoned = silent(reply) and bool((reply.reasoning + reply.content).strip())
+    return reasoned or any(marker in reply.content for marker in TOOL_MARKERS)
 
 
 @dataclass(frozen=True, kw_only=True)

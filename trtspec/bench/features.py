@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trtspec.bench.arguments import (
+    TOOL_MARKERS,
     EndComparison,
     Replies,
     ReplyComparison,
@@ -31,7 +32,6 @@ from trtspec.bench.lossless import what_rare_is
 from trtspec.bench.transcript import Recording, ToolReply
 from trtspec.bench.visible import own_rounding
 
-TOOL_MARKERS = ("<|tool_call", "<tool_call", "[TOOL_CALLS]")
 TOOL_REMEDY = "send the request by hand with speculation off; check --tool_parser and the chat template"
 
 
@@ -186,7 +186,7 @@ def _tool_ends(mine: Sequence[ToolReply], expected: Recording | None) -> EndComp
 
 def _not_ended(mine: Sequence[ToolReply]) -> str:
     cut = sum(map(cut_off, mine))
-    return f", {cut} were cut off while the model reasoned and are not judged" if cut else ""
+    return f", {cut} were cut off while the model reasoned or called and are not judged" if cut else ""
 
 
 def _tool_passes(expected: Recording | None) -> Replies:
@@ -226,7 +226,7 @@ def _other_turn(reply: ToolReply, known: Sequence[ToolReply]) -> str:
 
 def why_not_shown(replies: Sequence[ToolReply]) -> str:
     if all(cut_off(reply) for reply in replies if not reply.error):
-        return "all answers were cut off while the model reasoned (--max-tokens)"
+        return "all answers were cut off while the model reasoned or called (--max-tokens)"
     if any(marker in reply.content for reply in replies for marker in TOOL_MARKERS):
         return "tool-call markers appear in the text, so the server runs without the model's tool parser"
     return "this model makes no tool call here, with or without speculation"
@@ -289,7 +289,9 @@ def check_follow_ups(got: Recording, expected: Recording | None, limit: float | 
     message += f", {kinds['silent']} are empty on both servers" if kinds["silent"] else ""
     message += f", {kinds['call']} bring another call as on the plain server" if kinds["call"] else ""
     message += f", {kinds['unknown call']} bring another call and are not judged" if kinds["unknown call"] else ""
-    message += f", {kinds['cut']} were cut off while the model reasoned and are not judged" if kinds["cut"] else ""
+    message += (
+        f", {kinds['cut']} were cut off while the model reasoned or called and are not judged" if kinds["cut"] else ""
+    )
     unknown = not_compared(mine, theirs, known)
     message += (compared.message if compared else "") + turns.parted + also_refused(mine) + unknown.message
     detail["texts"] = asdict(compared) if compared else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from trtspec.bench.features import TOOL_MARKERS
+from trtspec.bench.arguments import TOOL_MARKERS
 from trtspec.bench.findings import TOKENS_PER_ARRIVAL
 from trtspec.bench.gate import SHOWN, CheckResult, binomial_at_least, pass_or_fail, result
 from trtspec.bench.transcript import Recording, Transcript
