@@ -251,6 +251,7 @@ BY_SPECULATION = {"acceptance-claims", "forced-acceptance", "acceptance-warm", "
                   "acceptance-long-context"}  # fmt: skip
 
 
+@pytest.mark.timeout(7200)
 def test_honest_servers_pass_every_check(environment: dict[str, str], tmp_path: Path) -> None:
     """Checks of vLLM itself, with and without the head: TRTSPEC_HONEST_CHECKS of each, 20. They skip these rows alone.
     12 prompts of 32 tokens where `check` asks 60 of 128: it takes minutes."""
