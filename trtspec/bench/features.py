@@ -114,7 +114,7 @@ def check_tool_streams(got: Recording, expected: Recording | None, limit: float 
                 verdict = call_verdict(streamed, known.get(question, []), rounding, limit)
                 moved += [question] if verdict in ("same", "near-tie") else []
                 rare += [question] if verdict == "rare" else []
-    if rare and what_rare_is(rare, len(pairs), rounding, limit or 0.0) == "near-tie":
+    if what_rare_is(rare, len(pairs), rounding, limit or 0.0) == "near-tie":
         moved += rare
     wrong = [fault for question, fault in faults.items() if question not in moved]
     detail: dict[str, Any] = {"faults": wrong[:SHOWN], "changed": moved, "also_without_speculation": also}

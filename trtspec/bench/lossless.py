@@ -206,8 +206,9 @@ class RoundingBound:
         return min(limit, max(FLOOR, MARGIN * max(here, self.typical)))
 
     def reach(self, limit: float) -> float:
-        """Up to which gap a divergence beyond the bound may be rounding; 0 where none may."""
-        return 0.0 if self.wild(limit) or self.unseen else REACH * (self.largest or 0.0)
+        """Up to which gap a divergence beyond the bound may be rounding; 0 where none may, or where one server's own
+        passes do not tell how often that is."""
+        return 0.0 if self.wild(limit) or not self.parted else REACH * (self.largest or 0.0)
 
     def rarely(self, limit: float) -> tuple[int, int]:
         """(questions whose two answers by one server part beyond the bound that holds everywhere, questions)."""
@@ -325,8 +326,8 @@ def compare_transcripts(
         if None not in found:
             judged.append(_kindest([divergence for divergence in found if divergence], rounding, limit))
     rare = [divergence.question for divergence in judged if divergence.verdict == "rare"]
-    meant = what_rare_is(rare, len(pairs), rounding, limit)
-    judged = [replace(each, verdict=meant) if each.verdict == "rare" and meant == "real" else each for each in judged]
+    if what_rare_is(rare, len(pairs), rounding, limit) == "real":
+        judged = [replace(each, verdict="real") if each.verdict == "rare" else each for each in judged]
     counts = Counter(divergence.verdict for divergence in judged)
     largest = None if rounding.largest is None else round(rounding.largest, 6)
     return LosslessReport(
