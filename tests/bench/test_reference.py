@@ -193,6 +193,7 @@ SHORT = ("--samples", 12, "--max-tokens", 48, "--contexts", "512", "--context-sa
 CHECKS = int(os.environ.get("TRTSPEC_HONEST_CHECKS", "20"))
 
 
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("wanted", "words"), [(CHECKS, SHORT), (1, ("--contexts", "512"))], ids=["many", "whole"])
 def test_honest_servers_pass_every_check(
     reference: Callable[..., str], wanted: int, words: tuple[Any, ...], tmp_path: Path
