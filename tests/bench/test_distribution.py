@@ -19,7 +19,7 @@ from tests.bench.conftest import free_port
 from tests.command_line import trtspec
 from trtspec import data_files
 from trtspec.bench import measure
-from trtspec.bench.lossless import MOST_TOLD, QualityLimits, check_distribution, compare_distributions, kl_bound
+from trtspec.bench.distribution import MOST_TOLD, QualityLimits, check_distribution, compare_distributions, kl_bound
 from trtspec.bench.transcript import Recording, Token, Transcript
 
 TRTSPEC = [sys.executable, "-m", "trtspec"]

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trtspec.bench import baseline, drafting, endings, features, forms, pace, parameters, visible
+from trtspec.bench.distribution import QualityLimits, check_distribution
 from trtspec.bench.gate import (
     SHOWN,
     UNLIKELY,
@@ -18,7 +19,7 @@ from trtspec.bench.gate import (
     required,
     result,
 )
-from trtspec.bench.lossless import QualityLimits, check_distribution, compare_transcripts
+from trtspec.bench.lossless import compare_transcripts
 from trtspec.bench.quality import PairedTasks, paired
 from trtspec.bench.text_quality import RUN_SHARE, degeneration, judge_run
 from trtspec.bench.transcript import Recording, Transcript

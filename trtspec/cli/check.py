@@ -192,7 +192,7 @@ def _refuse_shared_files(options: CheckOptions) -> None:
 def _verdict(options: CheckOptions) -> GateVerdict:
     from trtspec.bench.baseline import failures, speculation
     from trtspec.bench.check import GateLimits, refuse_unknown_rows, run_checks
-    from trtspec.bench.lossless import QualityLimits
+    from trtspec.bench.distribution import QualityLimits
 
     used = narrow(options, _mode(options), MODES)
     refuse_unknown_rows(options.require)
@@ -247,7 +247,7 @@ def collect(options: CheckAlone | CheckAgainstServer | CheckAgainstRecording) ->
     from trtspec.bench.asking import TOP
     from trtspec.bench.battery import battery_of
     from trtspec.bench.client import base_url
-    from trtspec.bench.lossless import MOST_TOLD
+    from trtspec.bench.distribution import MOST_TOLD
     from trtspec.bench.quality import refuse_other_tasks
     from trtspec.bench.recorder import RecorderOptions
     from trtspec.bench.recorder import record as ask_server
