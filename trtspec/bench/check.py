@@ -148,7 +148,8 @@ def check_lossless(got: Recording, expected: Recording | None, limits: GateLimit
         )
     if found.rare:
         own, asked = found.usually_rare
-        summary += f", {found.rare} beyond it, where rounding reaches at times ({own} of {asked} of its own answers)"
+        summary += f", {found.rare} beyond that bound and within the reach of rounding, as single answers may "
+        summary += f"({own} of {asked} of the plain server's own do)"
     if found.real:
         summary += f", {found.real} part where the target is sure of itself"
     if found.unjudged:

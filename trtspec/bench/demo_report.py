@@ -117,7 +117,10 @@ def key_figures(data: dict[str, Any]) -> list[dict[str, str]]:
     for result in lossless:
         if result["status"] != "skipped":
             detail = result["detail"]
-            label = f"greedy answers unchanged, {detail['near_ties']} near-ties, {detail['real']} real divergences"
+            rare = f", {detail['rare']} rare ones" if detail["rare"] else ""
+            label = (
+                f"greedy answers unchanged, {detail['near_ties']} near-ties{rare}, {detail['real']} real divergences"
+            )
             found.append({"value": f"{detail['identical']} / {detail['compared']}", "label": label})
     return found
 

@@ -1,7 +1,7 @@
 """Is a quantized target's distribution of the next token its source's?
 
-Both servers answer greedily and tell their most likely tokens. Every position up to and including the
-first token that differs has one context on both, and is compared:
+Both servers answer greedily and tell their most likely tokens. Every position up to and including the first token that
+differs has one context on both, and is compared:
 
 KL         sum of p log(p / q) over the tokens that both tell, and one term for all others together, p of the source and
            q of the target. Merging tokens never raises the sum (log-sum inequality; Cover and Thomas, Elements of

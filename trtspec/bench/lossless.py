@@ -226,14 +226,10 @@ def judge(divergence: AnswerDivergence, rounding: RoundingBound | None, limit: f
     gaps = [gap for gap in (divergence.gap_expected, divergence.gap_got) if gap is not None]
     if not gaps:
         return "unjudged"
-    if divergence.listed and max(gaps) <= bound_at(divergence, rounding, limit):
+    bound = rounding.at(divergence.question, divergence.position, limit) if rounding else limit
+    if divergence.listed and max(gaps) <= bound:
         return "near-tie"
     return "rare" if divergence.listed and rounding and max(gaps) <= rounding.reach(limit) else "real"
-
-
-def bound_at(divergence: AnswerDivergence, rounding: RoundingBound | None, limit: float) -> float:
-    """In nats, at the place of this divergence."""
-    return rounding.at(divergence.question, divergence.position, limit) if rounding else limit
 
 
 def what_rare_is(questions: Sequence[str], asked: int, rounding: RoundingBound | None, limit: float) -> str:
