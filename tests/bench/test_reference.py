@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from tests.bench.conftest import free_port
+from tests.bench.honest import question_files
 from tests.bench.load_generators import TOOLS, Load, figures, guidellm, tool, vllm_bench_serve
 from tests.command_line import trtspec
 from trtspec import data_files
@@ -119,11 +120,8 @@ def test_other_load_generators_measure_the_same(reference: Callable[..., str], t
     assert all(0.9 < medians[name, figure] < 1.1 for name, figure in ratios), medians
 
 
-PER_ROUND = {
-    1: 2,
-    4: 4,
-    16: 16,
-}  # questions of a round at each load: short rounds leave the machine little time to change
+# questions of a round at each load: short rounds leave the machine little time to change
+PER_ROUND = {1: 2, 4: 4, 16: 16}
 
 
 def same_questions_in_every_round(rounds: int) -> Dataset:
@@ -189,34 +187,43 @@ NOT_MEASURED = {"distribution", "image", "task-accuracy"}
 BY_SPECULATION = {"forced-acceptance", "acceptance-warm", "acceptance-after-burst", "acceptance-long-context"}
 
 
-SHORT = ("--samples", 12, "--max-tokens", 48, "--contexts", "512", "--context-samples", 2)
-CHECKS = int(os.environ.get("TRTSPEC_HONEST_CHECKS", "20"))
+def alarms(plain: str, drafting: str, recording: Path, *words: Any) -> list[Any]:
+    """A recording of the plain server, and one check of each against it: those that fail, or skip other rows."""
+    recorded = json.loads(trtspec("check", plain, "--record", recording, *words, "--json").stdout)
+    found = [row for row in recorded["results"] if row["status"] == "fail" and row["name"] != "degenerate-output"]
+    alarmed: list[Any] = [("recording", found)] if found else []
+    for name, url, untold in (("plain", plain, BY_SPECULATION), ("head", drafting, set())):
+        done = trtspec("check", url, "--against", recording, "--json")
+        rows = json.loads(done.stdout)["results"]
+        found = [row for row in rows if row["status"] == "fail"]
+        skipped = {row["name"]: row["message"] for row in rows if row["status"] == "skipped"}
+        if done.status or found or set(skipped) != NOT_MEASURED | {"acceptance"} | untold:
+            alarmed.append((name, done.status, found, skipped))
+        print(f"\n{recording.stem}, {name}: status {done.status}", found, skipped)
+    return alarmed
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(("wanted", "words"), [(CHECKS, SHORT), (1, ("--contexts", "512"))], ids=["many", "whole"])
-def test_honest_servers_pass_every_check(
-    reference: Callable[..., str], wanted: int, words: tuple[Any, ...], tmp_path: Path
-) -> None:
-    """A gate that cries wolf is switched off, and one that skips looks at nothing: each check asks the server anew,
-    with and without the shipped head, and skips these rows alone. Many of 12 prompts, and one as long as `check` is by
-    itself, but for the contexts, which the model has not. `acceptance` has no floor here. In 128 tokens of greedy
-    decoding kimi-nano loops, which is said when it is recorded and excused beside it."""
+def test_honest_servers_pass_every_check(reference: Callable[..., str], tmp_path: Path) -> None:
+    """A gate that cries wolf is switched off, and one that skips looks at nothing: TRTSPEC_HONEST_CHECKS checks of 12
+    prompts, half of the plain server and half with the shipped head, each pair with questions of its own. `acceptance`
+    has no floor here."""
     plain, drafting = reference(), reference("--head", HEAD, "--draft-len", "3")
-    recording = tmp_path / "plain.json"
-    recorded = json.loads(trtspec("check", plain, "--record", recording, *words, "--json").stdout)
-    assert {row["name"] for row in recorded["results"] if row["status"] == "fail"} <= {"degenerate-output"}
-    alarms = []
-    for turn in range(wanted):
-        for name, url, untold in (("plain", plain, BY_SPECULATION), ("head", drafting, set())):
-            done = trtspec("check", url, "--against", recording, "--json")
-            rows = json.loads(done.stdout)["results"]
-            found = [row for row in rows if row["status"] == "fail"]
-            skipped = {row["name"]: row["message"] for row in rows if row["status"] == "skipped"}
-            if done.status or found or set(skipped) != NOT_MEASURED | {"acceptance"} | untold:
-                alarms.append((turn, name, done.status, found, skipped))
-            print(f"\n{name}, check {turn + 1} of {wanted}: status {done.status}", found, skipped)
-    assert not alarms, alarms
+    words = ("--samples", 12, "--max-tokens", 48, "--contexts", "512", "--context-samples", 2)
+    found = [
+        alarms(plain, drafting, tmp_path / f"{questions.stem}.json", "--dataset", questions, *words)
+        for questions in question_files(tmp_path)
+    ]
+    assert not any(found), found
+
+
+@pytest.mark.timeout(7200)
+def test_honest_servers_pass_a_check_of_the_default_length(reference: Callable[..., str], tmp_path: Path) -> None:
+    """But for the contexts, which the model has not. In 128 tokens of greedy decoding kimi-nano loops, which is said
+    when it is recorded and excused beside it."""
+    plain, drafting = reference(), reference("--head", HEAD, "--draft-len", "3")
+    found = alarms(plain, drafting, tmp_path / "whole.json", "--contexts", "512")
+    assert not found, found
 
 
 def test_the_ci_workflow_runs_as_it_is_written(tmp_path: Path) -> None:
