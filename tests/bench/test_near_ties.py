@@ -86,12 +86,16 @@ def test_rare_divergences_are_excused_one_by_one(gap: float, parted: int, own: i
     plain, again = passed(range(0), 0.0, 0.0), passed(range(own), 0.02, 0.4)
     got = passed(range(own, own + parted), 0.02, 0.02)
     found = compare_transcripts(plain, got, 0.5, [again])
-    assert (found.real, found.rare) == (real, 0 if real else parted), found
+    too_often = real if gap < 1 else 0
+    assert (found.real, found.rare, found.too_often) == (real, 0 if real else parted, too_often), found
     assert compare_transcripts(plain, got, 0.5).real == parted, "one pass does not tell how often that is"
     expected = Recording("p", {}, 8, plain, repeats=[RecordedPass(4, again)])
     streamed = [replace(item, tokens=None) for item in got]
     rows = check_stream(Recording("g", {}, 8, plain, streamed=streamed), expected, 0.5)
     assert [row.status for row in rows] == ["fail" if real else "pass", "pass"], rows
+    said = check_lossless(Recording("g", {}, 8, got), expected, GateLimits()).message
+    assert ("more often than the plain server's own do" in said) == bool(too_often), said
+    assert ("sure of itself" in said) == bool(real and not too_often), said
 
 
 def rounded(logits: np.ndarray, noise: np.random.Generator, other: np.ndarray | None = None) -> list[Token]:

@@ -56,7 +56,7 @@ class ReplyComparison:
         """The clauses on those that are not the same."""
         found = f", {len(self.near_ties)} part from it at a near-tie" if self.near_ties else ""
         if self.real:
-            found += f", {len(self.real)} have other {self.what} where the target is sure of itself: {self.real[0]}"
+            found += f", {len(self.real)} have other {self.what}, at more than a near-tie: {self.real[0]}"
         if self.unjudged:
             found += f", {len(self.unjudged)} have other {self.what} and no log-probabilities tell why (the plain "
             found += f"server's own differ for {self.moved} of {self.repeated}, p {self.p:.2g}): {self.unjudged[0]}"

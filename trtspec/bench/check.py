@@ -146,12 +146,13 @@ def check_lossless(got: Recording, expected: Recording | None, limits: GateLimit
             f"; log-probabilities of {found.rounding.source} move by {found.rounding.largest:g} nats, which is no "
             f"rounding (--near-tie {limit:g}) and excuses nothing"
         )
-    if found.rare:
+    if rare := found.rare or found.too_often:
         own, asked = found.usually_rare
-        summary += f", {found.rare} beyond that bound and within the reach of rounding, as single answers may "
-        summary += f"({own} of {asked} of the plain server's own do)"
-    if found.real:
-        summary += f", {found.real} part where the target is sure of itself"
+        summary += f", {rare} beyond that bound and within the reach of rounding, "
+        summary += "more often than" if found.too_often else "as single answers may and"
+        summary += f" the plain server's own do ({own} of {asked})"
+    if sure := found.real - found.too_often:
+        summary += f", {sure} part where the target is sure of itself"
     if found.unjudged:
         summary += f", {found.unjudged} cannot be judged because neither server gives logprobs"
         summary += f" (none were asked for: {got.withheld})" if got.withheld else ""

@@ -253,8 +253,8 @@ class RoundingSpread:
 class LosslessReport:
     """Counts of answers, the bound that holds everywhere (places may have a larger one, see each divergence), and every
     divergence with its verdict. `rare`: those beyond the bound that were excused, since the plain server's passes part
-    so for `usually_rare` (questions, of so many). `contexts` are questions of which the servers read prompts of
-    different lengths."""
+    so for `usually_rare` (questions, of so many). `too_often`: those of `real` that are such ones, but too many.
+    `contexts` are questions of which the servers read prompts of different lengths."""
 
     compared: int
     identical: int
@@ -262,6 +262,7 @@ class LosslessReport:
     rare: int
     usually_rare: tuple[int, int]
     real: int
+    too_often: int
     unjudged: int
     bound: float
     limit: float
@@ -304,7 +305,8 @@ def compare_transcripts(
         if None not in found:
             judged.append(_kindest([divergence for divergence in found if divergence], rounding, limit))
     rare = [divergence.question for divergence in judged if divergence.verdict == "rare"]
-    if what_rare_is(rare, len(pairs), rounding, limit) == "real":
+    too_often = what_rare_is(rare, len(pairs), rounding, limit) == "real"
+    if too_often:
         judged = [replace(each, verdict="real") if each.verdict == "rare" else each for each in judged]
     counts = Counter(divergence.verdict for divergence in judged)
     largest = None if rounding.largest is None else round(rounding.largest, 6)
@@ -315,6 +317,7 @@ def compare_transcripts(
         rare=counts["rare"],
         usually_rare=rounding.rarely(limit),
         real=counts["real"],
+        too_often=len(rare) if too_often else 0,
         unjudged=counts["unjudged"],
         bound=round(rounding.at("", 0, limit), 6),
         limit=limit,

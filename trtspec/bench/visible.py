@@ -266,7 +266,7 @@ def _repeatable_row(moved: Sequence[str], unjudged: Sequence[str], count: int, g
     message = f"{count - len(moved) - len(unjudged)} of {count} greedy answers are repeated, up to near-ties"
     detail: dict[str, Any] = {"questions": list(moved)[:SHOWN], "unjudged": list(unjudged)[:SHOWN]}
     if moved:
-        message += f"; {len(moved)} part where the target is sure of itself: {moved[0]}"
+        message += f"; {len(moved)} part, at more than a near-tie: {moved[0]}"
         remedy = "check that temperature 0 is greedy, and that prefix reuse restores the cache; ask once with reuse off"
         return result("repeatable", "fail", message, "TS-CHECK-NOT-REPEATABLE", remedy, **detail)
     if unjudged:
@@ -327,7 +327,7 @@ def check_long_answers(got: Recording, expected: Recording | None, limit: float)
         f"{sum(verdict == 'near-tie' for _, verdict in verdicts)} part at a near-tie"
     )
     if named["real"]:
-        message += f"; {len(named['real'])} prompts have another answer where the target is sure of itself: "
+        message += f"; {len(named['real'])} prompts have another answer, at more than a near-tie: "
         message += named["real"][0]
     if named["unjudged"]:
         message += f"; {len(named['unjudged'])} of {len(asked)} prompts have another answer, the plain server's own "
