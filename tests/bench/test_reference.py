@@ -207,9 +207,9 @@ def alarms(plain: str, drafting: str, recording: Path, *words: Any) -> list[Any]
 def test_honest_servers_pass_every_check(reference: Callable[..., str], tmp_path: Path) -> None:
     """A gate that cries wolf is switched off, and one that skips looks at nothing: TRTSPEC_HONEST_CHECKS checks of 12
     prompts, half of the plain server and half with the shipped head, each pair with questions of its own. `acceptance`
-    has no floor here."""
+    has no floor here. Long prompts of 300 tokens: at 700 the head loses three quarters, and check says so."""
     plain, drafting = reference(), reference("--head", HEAD, "--draft-len", "3")
-    words = ("--samples", 12, "--max-tokens", 48, "--contexts", "512", "--context-samples", 2)
+    words = ("--samples", 12, "--max-tokens", 48, "--contexts", "300", "--context-samples", 2)
     found = [
         alarms(plain, drafting, tmp_path / f"{questions.stem}.json", "--dataset", questions, *words)
         for questions in question_files(tmp_path)
@@ -222,7 +222,7 @@ def test_honest_servers_pass_a_check_of_the_default_length(reference: Callable[.
     """But for the contexts, which the model has not. In 128 tokens of greedy decoding kimi-nano loops, which is said
     when it is recorded and excused beside it."""
     plain, drafting = reference(), reference("--head", HEAD, "--draft-len", "3")
-    found = alarms(plain, drafting, tmp_path / "whole.json", "--contexts", "512")
+    found = alarms(plain, drafting, tmp_path / "whole.json", "--contexts", "300")
     assert not found, found
 
 

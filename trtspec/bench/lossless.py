@@ -14,7 +14,9 @@ tokens only say where they part.
 
 The tail of rounding is long in a mixture of experts, where a score that moves by one spacing may choose another expert.
 A divergence beyond the bound, but within a few times the largest difference, is `rare`: single ones are excused, and so
-many that the plain server's own passes part so less often (Fisher's exact test) are defects.
+many that the plain server's own passes part so less often (Fisher's exact test) are defects. Few positions may show
+nothing of the tail, so the 99th percentile counts as well. A token that was not listed may be as near as the last one
+that was.
 """
 
 from __future__ import annotations
@@ -33,14 +35,15 @@ SPACING = 2.0**-4  # nats; bfloat16 logits from 8 to 16 are so far apart, and be
 MARGIN = 2.0  # the largest of a few thousand differences is not the largest there is
 TYPICAL = 0.99
 REACH = 4.0  # times the largest difference: the tail falls about as its power of 1.5
+FURTHER = 40.0  # times the 99th percentile: the largest of 10,000 differences is about 20 times that
 PIECE = "\ufffd"  # what a part of a character decodes to
 LEAST_WORDS = 5  # in the tokens, for a text without any white space to be wrong
 
 
 @dataclass(frozen=True)
 class AnswerDivergence:
-    """Where two greedy answers part first. A gap is how far the token that came is behind the best, in nats, or the
-    runner-up where that token is not `listed`; None where a server gave no logprobs there."""
+    """Where two greedy answers part first. A gap is how far the token that came is behind the best, in nats, or at
+    least behind, where that token is not `listed`: as the last that is. None where a server gave no logprobs there."""
 
     question: str
     position: int
@@ -162,7 +165,8 @@ def same_context(a: Transcript, b: Transcript) -> bool:
 @dataclass(frozen=True)
 class RoundingBound:
     """How far rounding reaches: over all positions, and in each answer as a running maximum from its start. `parted`:
-    the gaps at which answers to each question asked of one server twice part, 0 where they are the same."""
+    the gaps at which answers to each question asked of one server twice part, 0 where they are the same and infinite
+    where a token was not listed."""
 
     positions: int = 0
     largest: float | None = None
@@ -190,7 +194,8 @@ class RoundingBound:
     def reach(self, limit: float) -> float:
         """Up to which gap a divergence beyond the bound may be rounding; 0 where none may, or where one server's own
         passes do not tell how often that is."""
-        return 0.0 if self.wild(limit) or not self.parted else REACH * (self.largest or 0.0)
+        measured = bool(self.parted) and not self.wild(limit)
+        return max(REACH * (self.largest or 0.0), FURTHER * self.typical) if measured else 0.0
 
     def rarely(self, limit: float) -> tuple[int, int]:
         """(questions whose two answers by one server part beyond the bound that holds everywhere, questions)."""
@@ -204,9 +209,10 @@ def measure_rounding(pairs: Sequence[tuple[Transcript, Transcript]], swaps: bool
     running: dict[str, list[tuple[int, float]]] = {}
     apart: dict[str, float] = {}
     for a, b in pairs:
-        parts = first_divergence(a, b) if swaps else None
-        if swaps and (parts is None or parts.listed):
+        if swaps:
+            parts = first_divergence(a, b)
             gap = max(parts.gap_expected or 0.0, parts.gap_got or 0.0) if parts else 0.0
+            gap = math.inf if parts and not parts.listed else gap
             apart[a.question] = max(apart.get(a.question, 0.0), gap)
         for index, difference in rounding_differences(a, b, swaps):
             found.append(difference)
@@ -229,7 +235,7 @@ def judge(divergence: AnswerDivergence, rounding: RoundingBound | None, limit: f
     bound = rounding.at(divergence.question, divergence.position, limit) if rounding else limit
     if divergence.listed and max(gaps) <= bound:
         return "near-tie"
-    return "rare" if divergence.listed and rounding and max(gaps) <= rounding.reach(limit) else "real"
+    return "rare" if rounding and max(gaps) <= rounding.reach(limit) else "real"
 
 
 def what_rare_is(questions: Sequence[str], asked: int, rounding: RoundingBound | None, limit: float) -> str:
@@ -343,14 +349,19 @@ def _text(token: Token | None) -> str:
 
 
 def _apart(side: Token | None, other: Token | None) -> tuple[float | None, bool]:
-    """(how far `other` is behind the best of this side, whether this side lists it, or tells no token that could deny
-    it). Where the other answer has ended, a marker takes the place of its token."""
+    """(how far `other` is behind the best of this side, at least, whether this side lists it, or tells no token that
+    could deny it). Where the other answer has ended, a marker takes the place of its token."""
     if side is None or not side.alternatives:
         return side.gap if side else None, True
     found = {text: gap for text, gap in side.alternatives.items() if other is None or text == other.text}
     if other is None:
         found = {text: gap for text, gap in found.items() if is_marker(text)}
-    return (_nearest(found), True) if found else (side.gap, False)
+    return (_nearest(found), True) if found else (_furthest(side), False)
+
+
+def _furthest(side: Token) -> float | None:
+    """How far a token that this side does not list is behind its best at least."""
+    return max((gap for gap in side.alternatives.values() if gap is not None), default=side.gap)
 
 
 def _nearest(alternatives: Mapping[str, float | None]) -> float | None:
@@ -385,7 +396,7 @@ def _pair(side: Transcript, other: str, at: int) -> tuple[int, float | None, boo
     token = side.tokens[index]
     if at >= len(other):
         return index, *_apart(token, None)
-    return index, token.gap, False
+    return index, _furthest(token), False
 
 
 def _starts(side: Transcript) -> list[int] | None:
