@@ -493,9 +493,10 @@ def test_equal_texts_end_alike() -> None:
     assert judged(("length", "length"), "stop", completion_tokens=9) == "pass", "its end has the last place there is"
     assert judged(("stop", "stop"), "length", completion_tokens=9) == "fail"
     calls = [Recording("u", {}, 9, [], tools=[replace(replied(CALL), finish_reason=reason)],
-                       streamed_tools=[replied(CALL)]) for reason in ("stop", "tool_calls")]  # fmt: skip
+                       streamed_tools=[replied(CALL)]) for reason in ("stop", "tool_calls", "length")]  # fmt: skip
     assert check_finish(calls[0], calls[0]).status == "pass", "streams and whole calls are compared with their like"
-    assert check_finish(calls[0], calls[1]).status == "fail"
+    assert check_finish(calls[0], calls[1]).status == check_finish(calls[2], calls[1]).status == "fail"
+    assert check_finish(calls[1], calls[2]).status == "pass", "cut off behind its call, and asked again with room"
     alone = Recording(
         "u", {}, 9, [transcript(None, LONGER)], streamed=[replace(transcript(None, LONGER), finish_reason="length")]
     )

@@ -94,13 +94,15 @@ def _stop_fault(reply: ToolReply, whole: Transcript, word: str) -> str | None:
 
 @dataclass(frozen=True)
 class AnswerEnd:
-    """How one answer ended. `kind`: of the request; `said`: text and calls; `full`: as many tokens as were allowed."""
+    """How one answer ended. `kind`: of the request; `said`: text and calls; `full`: as many tokens as were allowed;
+    `called`: whether it holds a call."""
 
     kind: str
     question: str
     said: str
     reason: str | None
     full: bool = False
+    called: bool = False
 
 
 def check_finish(got: Recording, expected: Recording | None) -> CheckResult:
@@ -130,9 +132,11 @@ def check_finish(got: Recording, expected: Recording | None) -> CheckResult:
 
 
 def _alike(end: AnswerEnd, plain: AnswerEnd) -> bool:
-    """An end of the answer in the last place that the limit allows may be called either."""
+    """An end of the answer in the last place that the limit allows may be called either. Behind a call that the limit
+    cut off nothing is shown, and calls that the plain server made are asked for again with room."""
     either = plain.reason == "stop" and end.reason == "length" and (end.full or plain.full)
-    return end.reason == plain.reason or either
+    behind = plain.reason == "length" and plain.called
+    return end.reason == plain.reason or either or behind
 
 
 def _ends(recording: Recording) -> Iterator[AnswerEnd]:
@@ -155,4 +159,4 @@ def _reply_ends(kind: str, *passes: Iterable[ToolReply]) -> Iterator[AnswerEnd]:
     for reply in (reply for one in passes for reply in one):
         if reply.error is None and (reply.calls or reply.content.strip()):
             said = json.dumps([reply.reasoning.strip(), reply.content.strip(), reply.calls])
-            yield AnswerEnd(kind, reply.question, said, reply.finish_reason)
+            yield AnswerEnd(kind, reply.question, said, reply.finish_reason, called=bool(reply.calls))
