@@ -148,9 +148,9 @@ def check_lossless(got: Recording, expected: Recording | None, limits: GateLimit
         )
     if rare := found.rare or found.too_often:
         own, asked = found.usually_rare
-        summary += f", {rare} beyond that bound and within the reach of rounding, "
-        summary += "more often than" if found.too_often else "as single answers may and"
-        summary += f" the plain server's own do ({own} of {asked})"
+        chance = "too many for chance" if found.too_often else "as many as by chance"
+        summary += f", {rare} beyond that bound and within the reach of rounding, {chance} "
+        summary += f"({own} of {asked} of the plain server's own)"
     if sure := found.real - found.too_often:
         summary += f", {sure} part where the target is sure of itself"
     if found.unjudged:
