@@ -31,7 +31,7 @@ from trtspec.bench.lossless import compare_transcripts, first_divergence, tokens
 from trtspec.bench.parameters import NO_ANSWER, check_parameters
 from trtspec.bench.parameters import REFUSED as DECLINED
 from trtspec.bench.transcript import ParameterReply, Recording, Token, ToolReply, Transcript, visible_text
-from trtspec.bench.visible import check_stream
+from trtspec.bench.visible import check_stream, check_visible_text
 
 FEW = 6
 # what each cheat is caught by: one of these codes is among those of the verdict
@@ -743,6 +743,17 @@ def test_log_probabilities_are_asked_for_where_they_are_survived(
 def transcript(tokens: list[tuple[str, str | None, float]] | None, text: str | None = None) -> Transcript:
     made = [Token(*token) for token in tokens] if tokens is not None else None
     return Transcript("q", "c", [], "".join(t for t, _, _ in tokens or []) if text is None else text, "stop", made)
+
+
+def test_a_call_that_a_parser_takes_out_leaves_no_text() -> None:
+    """vLLM takes out half a call that nobody asked for: 32 tokens, and an empty text."""
+
+    def judged(first: str) -> str:
+        whole = transcript([(first, None, 0.0), *[("on", None, 0.0)] * 31], "")
+        stream = replace(whole, tokens=None, completion_tokens=32)
+        return check_visible_text(Recording("u", {}, 32, [], streamed=[stream]), Recording("u", {}, 32, [whole])).status
+
+    assert (judged("<|tool_calls_section_begin|>"), judged("def")) == ("skipped", "fail")
 
 
 def test_white_space_around_reasoning_is_no_other_text() -> None:

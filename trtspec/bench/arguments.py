@@ -15,11 +15,10 @@ from typing import Any
 
 from trtspec.bench.gate import UNLIKELY, more_often
 from trtspec.bench.lossless import AnswerDivergence, RoundingBound, first_divergence, is_marker, judge, what_rare_is
-from trtspec.bench.transcript import Recording, ToolReply, Transcript
+from trtspec.bench.transcript import TOOL_MARKERS, Recording, ToolReply, Transcript
 from trtspec.bench.visible import VERDICTS, by_question, own_rounding, parted
 
 CONTENT = 1  # among the parts of an answer
-TOOL_MARKERS = ("<|tool_call", "<tool_call", "[TOOL_CALLS]")
 
 
 @dataclass(frozen=True, kw_only=True)

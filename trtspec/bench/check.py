@@ -92,7 +92,7 @@ def _judged(got: Recording, expected: Recording | None, limits: GateLimits) -> l
         visible.check_context(got, expected),
         check_lossless(got, expected, limits),
         check_distribution(got, expected, limits.quality),
-        visible.check_visible_text(got),
+        visible.check_visible_text(got, expected),
         *visible.check_stream(got, same_weights, limits.near_tie),
         visible.check_long_answers(got, same_weights, limits.near_tie),
         visible.check_usage(got, expected),

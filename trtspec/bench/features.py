@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trtspec.bench.arguments import (
-    TOOL_MARKERS,
     EndComparison,
     Replies,
     ReplyComparison,
@@ -29,7 +28,7 @@ from trtspec.bench.asking import NOT_ASKED, declined
 from trtspec.bench.battery import TOOL
 from trtspec.bench.gate import SHOWN, CheckResult, result
 from trtspec.bench.lossless import what_rare_is
-from trtspec.bench.transcript import Recording, ToolReply
+from trtspec.bench.transcript import TOOL_MARKERS, Recording, ToolReply
 from trtspec.bench.visible import own_rounding
 
 TOOL_REMEDY = "send the request by hand with speculation off; check --tool_parser and the chat template"

@@ -9,10 +9,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from trtspec.bench.arguments import TOOL_MARKERS
 from trtspec.bench.findings import TOKENS_PER_ARRIVAL
 from trtspec.bench.gate import SHOWN, CheckResult, binomial_at_least, pass_or_fail, result
-from trtspec.bench.transcript import Recording, Transcript
+from trtspec.bench.transcript import TOOL_MARKERS, Recording, Transcript
 
 BUFFERED_SPAN = 0.05  # all pieces of a stream within this share of its time came at once
 SHORTEST_STREAM = 0.1  # seconds; below it nothing can be said about how an answer arrives

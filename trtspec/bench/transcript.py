@@ -17,6 +17,7 @@ from trtspec.errors import TrtspecError, UsageError
 SCHEMA = 2  # of a recording; a file may be of any form up to it
 STAMPED = ("schema", "created", "versions")  # keys of the file beside those of the record
 THINKING, THOUGHT = "<think>", "</think>"  # around the reasoning, where no parser of the server takes it out
+TOOL_MARKERS = ("<|tool_call", "<tool_call", "[TOOL_CALLS]")  # what a call begins with, and a parser takes out
 
 
 def visible_text(content: str) -> str:

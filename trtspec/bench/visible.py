@@ -19,7 +19,7 @@ from trtspec.bench.lossless import (
     tokens_show,
     what_rare_is,
 )
-from trtspec.bench.transcript import BurstReply, Recording, Transcript
+from trtspec.bench.transcript import TOOL_MARKERS, BurstReply, Recording, Transcript
 
 COUNT_SLACK = 1  # tokens: some servers count the end of the answer, some do not
 HIDDEN_TOKENS = 8  # markers that stand in no text
@@ -142,12 +142,14 @@ def _prompt_lengths(recording: Recording) -> dict[str, dict[str, int]]:
     return found
 
 
-def check_visible_text(got: Recording) -> CheckResult:
-    """The text says what the tokens say, and is not shorter than its count of tokens allows."""
+def check_visible_text(got: Recording, expected: Recording | None = None) -> CheckResult:
+    """The text says what the tokens say, and is not shorter than its count of tokens allows, save where the tokens of
+    some pass of either server begin a call, which a parser takes out."""
     told = [item for item in got.answered if tokens_show(item) is not None]
     wrong = [item.question for item in told if tokens_show(item) is False]
     everything = [item for item in [*got.answered, *got.streams] if not item.error and item.completion_tokens]
-    empty = [item.question for item in everything if _too_short(item)]
+    calling = _calling(got) | (_calling(expected) if expected else set())
+    empty = [item.question for item in everything if _too_short(item) and item.question not in calling]
     shown = list(dict.fromkeys([*wrong, *empty]))
     detail: dict[str, Any] = {"not_what_the_tokens_say": wrong[:SHOWN], "fewer_bytes_than_tokens": empty[:SHOWN]}
     remedy = "compare text and logprobs of one answer; look at what is between engine and user (parsers, proxies)"
@@ -161,6 +163,15 @@ def check_visible_text(got: Recording) -> CheckResult:
         return result("visible-text", "skipped", message, **detail)
     message = f"{len(told)} of {len(told)} answers read as their tokens do"
     return result("visible-text", "pass", message, seen=len(told), **detail)
+
+
+def _calling(recording: Recording) -> set[str]:
+    again = itertools.chain(*(one.transcripts for one in recording.repeats), recording.long_whole, recording.confirmed)
+    return {
+        item.question
+        for item in (*recording.answered, *again)
+        if any(marker in token.text for token in item.tokens or () for marker in TOOL_MARKERS)
+    }
 
 
 def _too_short(item: Transcript) -> bool:
