@@ -262,11 +262,11 @@ def test_honest_servers_pass_every_check(environment: dict[str, str], tmp_path: 
     """TRTSPEC_HONEST_CHECKS checks of vLLM itself, half of the plain server and half with the head, each pair with
     questions of its own. They skip these rows alone. 12 prompts of 32 tokens where `check` asks 60 of 128: it takes
     minutes."""
-    head, alarms = tmp_path / "head", []
+    head, files, alarms = tmp_path / "head", question_files(tmp_path), []
     assert command(environment, "convert", HEAD, "-o", head, "--to", "vllm", "--target", NANO).returncode == 0
     for name, drafts, untold in (("plain", None, BY_SPECULATION), ("head", head, set())):
         with serving(environment, NANO, drafts) as url:
-            for questions in question_files(tmp_path):
+            for questions in files:
                 recording = questions.with_suffix(".json")
                 if not drafts:
                     words = ("--dataset", questions, *CHECK, "--contexts", "300", "--record", recording, "--json")

@@ -142,7 +142,7 @@ def _prompt_lengths(recording: Recording) -> dict[str, dict[str, int]]:
     return found
 
 
-def check_visible_text(got: Recording, expected: Recording | None = None) -> CheckResult:
+def check_visible_text(got: Recording, expected: Recording | None) -> CheckResult:
     """The text says what the tokens say, and is not shorter than its count of tokens allows, save where the tokens of
     some pass of either server begin a call, which a parser takes out."""
     told = [item for item in got.answered if tokens_show(item) is not None]
@@ -166,6 +166,7 @@ def check_visible_text(got: Recording, expected: Recording | None = None) -> Che
 
 
 def _calling(recording: Recording) -> set[str]:
+    """Questions whose tokens, where some pass tells them, hold the marker of a call."""
     again = itertools.chain(*(one.transcripts for one in recording.repeats), recording.long_whole, recording.confirmed)
     return {
         item.question
