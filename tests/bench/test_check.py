@@ -15,6 +15,7 @@ from tests.bench import cheats
 from tests.bench.cheating_server import ACCEPTANCE_CHEATS, CHEATS, LONG_CHEATS, TEXT_CHEATS, TOKEN_CHEATS
 from tests.command_line import Done, trtspec
 from trtspec.bench.adapters import FROM_COUNTERS
+from trtspec.bench.arguments import compare_turns
 from trtspec.bench.asking import Asker
 from trtspec.bench.battery import stop_word
 from trtspec.bench.check import check_degenerate
@@ -678,6 +679,58 @@ def test_a_streamed_call_may_part_at_a_near_tie() -> None:
         for wrong in (replied(MALFORMED), replied([]), replied(['{"name": "b"}'], unindexed=1),
                       replace(other, finish_reason="stop"), ToolReply(error="cut", question="q")):  # fmt: skip
             assert judged(wrong, told) == "fail", wrong
+
+
+SECTION, BEGIN = "<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.lookup:0<|tool_call_argument_begin|>"
+
+
+def half_call_tokens(gap: float, ended: bool) -> list[Token]:
+    """Of a call whose JSON is as good as wrong behind its name: the plain server ended it well, or did not."""
+    ends = ("<|tool_call_end|>", ",") if ended else (",", "<|tool_call_end|>")
+    rest = "<|tool_calls_section_end|>" if ended else " and on"
+    steps = [(SECTION, "no", 9.0), (BEGIN, "no", 9.0), (CALL[0], "no", 3.0), (*ends, gap), (rest, "no", 3.0)]
+    return [Token(*step) for step in steps]
+
+
+@pytest.mark.parametrize(("gap", "wanted"), [(1e-5, "near-tie"), (2.0, "real")])
+def test_half_a_call_may_part_from_a_call_at_a_near_tie(gap: float, wanted: str) -> None:
+    """kimi-nano ended a call in one shape of a pass and wrote on in the other: the parser gives back text."""
+    calls, half = replied(CALL), replied([], f"{BEGIN}{CALL[0]}, and on")
+    for plain, got in ((calls, half), (half, calls)):
+        told = replace(plain, tokens=half_call_tokens(gap, bool(plain.calls)))
+        turns = compare_turns([got], {"q": [plain, told]}, None, 0.5)
+        assert (turns.near_ties == ["q"], turns.real == ["q"]) == (wanted == "near-tie", wanted == "real"), turns
+    told = replace(calls, tokens=half_call_tokens(gap, True))
+    for leaked in (f"{BEGIN}{CALL[0]}<|tool_call_end|>", f"{SECTION}{BEGIN}{CALL[0]}<|tool_call_end|>"):
+        turns = compare_turns([replied([], leaked)], {"q": [told]}, None, 0.5)
+        assert turns.real == ["q"], "a whole call that the parser leaves in the text is no half one"
+
+
+def test_a_stream_may_hold_text_where_a_call_came_before() -> None:
+    """Where the same request unstreamed brings that text as well, or the plain server's tokens tell of a near-tie."""
+    calls, half = replied(CALL), replied([], f"{BEGIN}{CALL[0]}, and on")
+    text, silent = replied([], "It is a list."), replied([], "")
+
+    def judged(streamed: ToolReply, again: ToolReply, *plain: ToolReply, limit: float | None = 0.5) -> str:
+        mine = Recording("u", {}, 8, [], tools=[calls], streamed_tools=[streamed], confirmed_tools=[again])
+        return check_tool_streams(mine, Recording("u", {}, 8, [], tools=list(plain)), limit).status
+
+    for answer in (half, text):
+        assert judged(answer, answer) == judged(answer, answer, limit=None) == "skipped", (
+            "it is the answer that changed"
+        )
+        assert judged(answer, calls) == judged(answer, silent) == "fail"
+        assert judged(answer, calls, answer) == "skipped", "the plain server wrote that as well"
+    assert judged(silent, half) == "skipped", "a parser took half a call out of the stream"
+    assert judged(silent, calls) == judged(silent, silent) == judged(silent, text) == judged(text, half) == "fail"
+    for gap, wanted in ((1e-5, "skipped"), (2.0, "fail")):
+        told = replace(calls, tokens=half_call_tokens(gap, True))
+        assert judged(half, calls, told) == judged(half, half, told) == judged(silent, half, told) == wanted
+        opens = told_answer(calls, (SECTION, "It", gap), (BEGIN, "no", 9.0), (CALL[0], "no", 9.0))
+        assert judged(text, calls, opens) == judged(text, text, opens) == wanted
+        assert judged(replace(text, finish_reason="tool_calls"), calls, opens) == "fail"
+    leaked = replied([], f"{SECTION}{BEGIN}{CALL[0]}<|tool_call_end|>")
+    assert judged(leaked, calls, replace(calls, tokens=half_call_tokens(1e-5, True))) == "fail"
 
 
 def test_the_command_against_a_recording(

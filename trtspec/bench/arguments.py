@@ -9,6 +9,7 @@ tokens, or its parser rewrites the arguments, only the number of differences can
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from trtspec.bench.transcript import TOOL_MARKERS, Recording, ToolReply, Transcr
 from trtspec.bench.visible import VERDICTS, by_question, own_rounding, parted
 
 CONTENT = 1  # among the parts of an answer
+CALL_MARKER = re.compile(rf"(?:{'|'.join(map(re.escape, TOOL_MARKERS))})[^<>{{]*>?")  # the whole of one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,18 +108,30 @@ def compare_arguments(got: Recording, expected: Recording, limit: float) -> Repl
     for reply in got.tools:
         known = [other for other in plain.get(reply.question, []) if names_of(other) == names_of(reply)]
         if known:
-            found[call_verdict(reply, known, rounding, limit)].append(reply.question)
+            found[answer_verdict(reply, known, rounding, limit)].append(reply.question)
     again = [{json.dumps(arguments_of(reply)) for reply in one} for one in plain.values() if one[1:]]
     return _comparison("arguments", _settled(found, rounding, limit), again)
 
 
-def call_verdict(
+def answer_verdict(
     reply: ToolReply, known: Sequence[ToolReply], rounding: RoundingBound | None, limit: float | None
 ) -> str:
-    """`same` where it calls what one of these passes called, else how it parts from them; `limit` as for turns."""
-    if any(names_of(reply) == names_of(other) and arguments_of(reply) == arguments_of(other) for other in known):
+    """`same` where it calls what one of these passes called, or writes what that wrote, else how it parts from them;
+    `limit` as for turns."""
+    if any(same_answer(reply, other) for other in known):
         return "same"
     return "unjudged" if limit is None else _kindest(reply, known, rounding, limit)
+
+
+def same_answer(reply: ToolReply, other: ToolReply) -> bool:
+    """The same calls, or no calls and the same text."""
+    alike = names_of(reply) == names_of(other) and arguments_of(reply) == arguments_of(other)
+    return alike and (bool(reply.calls) or reply.content.strip() == other.content.strip())
+
+
+def left_in_text(reply: ToolReply) -> bool:
+    """Whether its text begins a call that the parser did not take out: half a call, or a malformed one."""
+    return not reply.calls and any(marker in reply.content for marker in TOOL_MARKERS)
 
 
 def compare_texts(
@@ -151,7 +165,7 @@ def cut_off(reply: ToolReply) -> bool:
     if reply.error or reply.calls or reply.finish_reason != "length":
         return False
     reasoned = silent(reply) and bool((reply.reasoning + reply.content).strip())
-    return reasoned or any(marker in reply.content for marker in TOOL_MARKERS)
+    return reasoned or left_in_text(reply)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +249,9 @@ def _divergence(plain: ToolReply, got: ToolReply) -> AnswerDivergence | None:
     arguments; None where its own do not appear in its tokens as they were sent. Behind another reasoning, other
     arguments are no surprise, so the first difference counts."""
     text = "".join(token.text for token in plain.tokens or [])
+    whole = Transcript(plain.question, "tools", [], text, None, plain.tokens)
+    if (written := _as_written(plain, got, text)) is not None:
+        return first_divergence(whole, replace(whole, text=written, tokens=None))
     place = 0
     for part, (old, new) in enumerate(zip(_parts(plain), _parts(got), strict=False)):
         before = place
@@ -247,11 +264,30 @@ def _divergence(plain: ToolReply, got: ToolReply) -> AnswerDivergence | None:
                 return _where_it_ends(plain, place + len(old), new[len(old) :])
             if part == CONTENT and old.startswith(new):
                 return _where_it_ends(plain, place + len(new) if new else before)
-            whole = Transcript(plain.question, "tools", [], text, None, plain.tokens)
             changed = text[:place] + new + text[place + len(old) :]
             return first_divergence(whole, replace(whole, text=changed, tokens=None)) if old else None
         place += len(old)
     return _where_it_ends(plain, place) if len(plain.calls) != len(got.calls) else None
+
+
+def _as_written(plain: ToolReply, got: ToolReply, text: str) -> str | None:
+    """All that `got` wrote, with markers, where one of the two calls and the other begins a call that its parser left
+    in the text; `text` is all that `plain` wrote. None elsewhere, and where the text of `got` holds the whole call of
+    `plain`: then the parser is at fault."""
+    left, calls = (got, plain) if plain.calls else (plain, got)
+    marker = CALL_MARKER.search(left.content)
+    if marker is None or left.calls or not calls.calls:
+        return None
+    at, arguments = text.find(marker.group()), calls.calls[0]["arguments"]
+    before = left.reasoning + left.content[: marker.start()]
+    if at < 0 or before.split() != (calls.reasoning + calls.content).split():
+        return None
+    if left is plain:
+        at = text.find("{", at)
+        return text[:at] + arguments if at >= 0 and len(got.calls) == 1 else None
+    written, end = text[:at] + got.content[marker.start() :], text.find(arguments, at) + len(arguments)
+    whole = written[:end] == text[:end] and written[end:].lstrip()[:1] == text[end:].lstrip()[:1]
+    return None if whole or arguments not in text else written
 
 
 def _where_it_ends(plain: ToolReply, at: int, rest: str | None = None) -> AnswerDivergence:

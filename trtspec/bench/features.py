@@ -11,18 +11,21 @@ from trtspec.bench.arguments import (
     EndComparison,
     Replies,
     ReplyComparison,
+    answer_verdict,
     arguments_of,
     at_limit,
-    call_verdict,
     compare_arguments,
     compare_ends,
     compare_texts,
     compare_turns,
     cut_off,
+    left_in_text,
     names_of,
     parsed,
     replies_by_question,
+    same_answer,
     silent,
+    writes,
 )
 from trtspec.bench.asking import NOT_ASKED, declined
 from trtspec.bench.battery import TOOL
@@ -89,8 +92,8 @@ def check_tool_calls(got: Recording, expected: Recording | None, limit: float | 
 
 def check_tool_streams(got: Recording, expected: Recording | None, limit: float | None) -> CheckResult:
     """A call put together from a stream is the call that comes unstreamed: names, arguments, index, finish_reason. One
-    that parts from it at a near-tie, by the tokens that the plain server told, is no fault of the form; `limit` as for
-    calls."""
+    that parts from it at a near-tie, by the tokens that the plain server told, is no fault of the form, nor is text
+    that does; `limit` as for calls."""
     name, code = "tool-stream", "TS-CHECK-TOOL-STREAM"
     mine = {reply.question: reply for reply in asked(got.streamed_tools)}
     theirs = _stream_pairs(expected) if expected else {}
@@ -105,14 +108,16 @@ def check_tool_streams(got: Recording, expected: Recording | None, limit: float 
         again = next((reply for reply in got.confirmed_tools if reply.question == question and not reply.error), None)
         if question in theirs and stream_fault(*theirs[question]) == fault:
             also.append(question)
-        elif again is not None and stream_fault(again, streamed) is None:
-            moved.append(question)  # asked again unstreamed, the answer is the stream's: it changed, not the form
+            continue
+        changed = again is not None and _as_the_stream(again, streamed)  # then it is the answer that changed
+        told = again if changed and again else streamed
+        verdict = answer_verdict(told, known.get(question, []), rounding, limit) if _other_answer(told) else "unjudged"
+        if verdict in ("same", "near-tie") or (changed and verdict == "unjudged"):
+            moved.append(question)
         else:
+            rare += [question] if verdict == "rare" else []
+            fault = f"another answer each further time, at more than a near-tie: {fault}" if changed else fault
             faults[question] = f"{question}: {fault}"
-            if _other_call(streamed):
-                verdict = call_verdict(streamed, known.get(question, []), rounding, limit)
-                moved += [question] if verdict in ("same", "near-tie") else []
-                rare += [question] if verdict == "rare" else []
     if what_rare_is(rare, len(pairs), rounding, limit or 0.0) == "near-tie":
         moved += rare
     wrong = [fault for question, fault in faults.items() if question not in moved]
@@ -132,10 +137,21 @@ def check_tool_streams(got: Recording, expected: Recording | None, limit: float 
     return result(name, "pass", message, seen=judged, **detail)
 
 
-def _other_call(streamed: ToolReply) -> bool:
-    """Whether a whole stream brought another call, which rounding may do; it leaves out no index and no end."""
-    good = not streamed.error and not streamed.unindexed and streamed.finish_reason == "tool_calls"
-    return good and bool(streamed.calls) and not any(call_fault(call) for call in streamed.calls)
+def _other_answer(reply: ToolReply) -> bool:
+    """Whether it is a whole answer, with another call or in text, which rounding may bring; it leaves out no index and
+    no end."""
+    if not reply.calls:
+        return writes(reply) and reply.finish_reason != "tool_calls"
+    good = not reply.error and not reply.unindexed and reply.finish_reason == "tool_calls"
+    return good and not any(call_fault(call) for call in reply.calls)
+
+
+def _as_the_stream(again: ToolReply, streamed: ToolReply) -> bool:
+    """Whether the same request unstreamed brings the stream's answer; half a call in the text may be taken out of a
+    stream."""
+    if streamed.error or again.calls or streamed.calls:
+        return stream_fault(again, streamed) is None
+    return writes(again) and (same_answer(again, streamed) or (left_in_text(again) and silent(streamed)))
 
 
 def _stream_pairs(recording: Recording) -> dict[str, tuple[ToolReply, ToolReply]]:

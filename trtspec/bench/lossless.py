@@ -386,7 +386,7 @@ def _pair(side: Transcript, other: str, at: int) -> tuple[int, float | None, boo
     matching = {
         index: [gap for text, gap in side.tokens[index].alternatives.items() if text and rest.startswith(text)]
         for index in candidates
-        if not is_marker(side.tokens[index].text) and (rest := other[starts[index] :])
+        if not _hidden(side, index, starts[index]) and (rest := other[starts[index] :])
     }
     meant = [(gap, index) for index, gaps in matching.items() for gap in gaps]
     if meant:  # where several could be meant, the text does not tell which: the closest one is believed
@@ -397,6 +397,12 @@ def _pair(side: Transcript, other: str, at: int) -> tuple[int, float | None, boo
     if at >= len(other):
         return index, *_apart(token, None)
     return index, _furthest(token), False
+
+
+def _hidden(side: Transcript, index: int, start: int) -> bool:
+    """Whether the token at character `start` is a marker that the visible text does not hold."""
+    token = (side.tokens or [])[index].text
+    return is_marker(token) and not (token and side.text.startswith(token, start))
 
 
 def _starts(side: Transcript) -> list[int] | None:
