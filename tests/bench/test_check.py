@@ -729,6 +729,13 @@ def test_a_stream_may_hold_text_where_a_call_came_before() -> None:
         opens = told_answer(calls, (SECTION, "It", gap), (BEGIN, "no", 9.0), (CALL[0], "no", 9.0))
         assert judged(text, calls, opens) == judged(text, text, opens) == wanted
         assert judged(replace(text, finish_reason="tool_calls"), calls, opens) == "fail"
+    for changed, wanted in ((3, "pass"), (9, "fail")):  # nothing tells why, so that their number counts
+        tools, again = numbered([calls] * 12), numbered([text] * changed)
+        mine = Recording("u", {}, 8, [], tools=tools, streamed_tools=[*again, *tools[changed:]], confirmed_tools=again)
+        beside = Recording("u", {}, 8, [], tools=tools, repeated_tools=tools)
+        found = check_tool_streams(mine, beside, 0.5)
+        assert found.status == wanted, found.message
+        assert check_tool_streams(mine, beside, None).status == "pass", "other weights"
     leaked = replied([], f"{SECTION}{BEGIN}{CALL[0]}<|tool_call_end|>")
     assert judged(leaked, calls, replace(calls, tokens=half_call_tokens(1e-5, True))) == "fail"
 

@@ -29,7 +29,7 @@ from trtspec.bench.arguments import (
 )
 from trtspec.bench.asking import NOT_ASKED, declined
 from trtspec.bench.battery import TOOL
-from trtspec.bench.gate import SHOWN, CheckResult, result
+from trtspec.bench.gate import SHOWN, UNLIKELY, CheckResult, more_often, result
 from trtspec.bench.lossless import what_rare_is
 from trtspec.bench.transcript import TOOL_MARKERS, Recording, ToolReply
 from trtspec.bench.visible import own_rounding
@@ -98,7 +98,7 @@ def check_tool_streams(got: Recording, expected: Recording | None, limit: float 
     mine = {reply.question: reply for reply in asked(got.streamed_tools)}
     theirs = _stream_pairs(expected) if expected else {}
     faults: dict[str, str] = {}
-    moved, also, rare = [], [], []
+    moved, also, rare, unsure = [], [], [], []
     pairs, plain = _stream_pairs(got), expected or got
     known, rounding = _tool_passes(plain), own_rounding(plain)
     for question, (whole, streamed) in pairs.items():
@@ -112,14 +112,17 @@ def check_tool_streams(got: Recording, expected: Recording | None, limit: float 
         changed = again is not None and _as_the_stream(again, streamed)  # then it is the answer that changed
         told = again if changed and again else streamed
         verdict = answer_verdict(told, known.get(question, []), rounding, limit) if _other_answer(told) else "unjudged"
-        if verdict in ("same", "near-tie") or (changed and verdict == "unjudged"):
+        if verdict in ("same", "near-tie"):
             moved.append(question)
-        else:
-            rare += [question] if verdict == "rare" else []
-            fault = f"another answer each further time, at more than a near-tie: {fault}" if changed else fault
-            faults[question] = f"{question}: {fault}"
-    if what_rare_is(rare, len(pairs), rounding, limit or 0.0) == "near-tie":
-        moved += rare
+            continue
+        rare += [question] if verdict == "rare" else []
+        unsure += [question] if changed and verdict == "unjudged" else []
+        fault = f"each further time another answer than the first: {fault}" if changed else fault
+        faults[question] = f"{question}: {fault}"
+    moved += rare if what_rare_is(rare, len(pairs), rounding, limit or 0.0) == "near-tie" else []
+    usual = [any(not same_answer(one[0], other) for other in one) for one in known.values() if one[1:]]
+    often = more_often(len(unsure), len(pairs), sum(usual), len(usual)) < UNLIKELY
+    moved += unsure if limit is None or not often else []  # other weights may round otherwise
     wrong = [fault for question, fault in faults.items() if question not in moved]
     detail: dict[str, Any] = {"faults": wrong[:SHOWN], "changed": moved, "also_without_speculation": also}
     if wrong:
