@@ -93,6 +93,8 @@ def test_rare_divergences_are_excused_one_by_one(gap: float, parted: int, own: i
     streamed = [replace(item, tokens=None) for item in got]
     rows = check_stream(Recording("g", {}, 8, plain, streamed=streamed), expected, 0.5)
     assert [row.status for row in rows] == ["fail" if real else "pass", "pass"], rows
+    recorded = Recording("p", {}, 8, plain, streamed=streamed, repeats=[RecordedPass(4, again)])
+    assert check_stream(recorded, None, 0.5) == rows, "a recording has passes of its own"
     said = check_lossless(Recording("g", {}, 8, got), expected, GateLimits()).message
     assert ("too many for chance" in said) == bool(too_often), said
     assert ("sure of itself" in said) == bool(real and not too_often), said

@@ -56,14 +56,14 @@ def _other_ways(
     got: Recording, questions: Sequence[str], plain: Recording | None, limit: float
 ) -> dict[str, list[str]]:
     """Questions by verdict, whose answer with a stop string is another one than all without it. An answer of the plain
-    server's own is none."""
-    known = by_question(got.answered)
+    server's own is none; a recording has no plain server beside it, but passes of its own."""
+    passes = [one.transcripts for one in (plain or got).repeats]
     if plain:
-        passes = [plain.transcripts, *(again.transcripts for again in plain.repeats)]
-        known = by_question(got.answered, *passes, [reply.transcript for reply in plain.stops if not reply.error])
+        passes += [plain.transcripts, [reply.transcript for reply in plain.stops if not reply.error]]
+    known = by_question(got.answered, *passes)
     items = [reply.transcript for reply in got.stops if reply.question in questions]
     found: dict[str, list[str]] = {"near-tie": [], "real": [], "unjudged": []}
-    for question, verdict in parted(items, known, (own_rounding(plain), limit)):
+    for question, verdict in parted(items, known, (own_rounding(plain or got), limit)):
         found[verdict].append(question)
     return found
 
