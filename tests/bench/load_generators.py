@@ -15,6 +15,7 @@ import pytest
 from trtspec.bench.results import BenchResults
 
 TOOLS = {"TRTSPEC_GUIDELLM_PYTHON": "guidellm", "TRTSPEC_VLLM_PYTHON": "vllm"}
+ATTEMPTS = 3  # guidellm sometimes ends with one answer still on its way between its processes
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,12 @@ def guidellm(load: Load, out: Path) -> dict[str, float]:
         "--constraint", f"kind=max_requests,count={load.count}",
         "--data", f"kind=json_file,path={load.prompts}", "--output", f"kind=json,path={out}", "--disable-console",
     ]  # fmt: skip
-    subprocess.run(command, check=True)
-    report = json.loads(out.read_text())["benchmarks"][0]
+    for _ in range(ATTEMPTS):
+        out.unlink(missing_ok=True)
+        subprocess.run(command, check=True)
+        report = json.loads(out.read_text())["benchmarks"][0]
+        if not report["scheduler_state"]["processing_requests"]:
+            break
     found, asked = report["metrics"], report["requests"]["successful"]
     assert found["request_totals"]["successful"] == len(asked) == load.count
     ends, starts = [one["request_end_time"] for one in asked], [one["request_start_time"] for one in asked]
