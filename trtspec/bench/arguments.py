@@ -2,8 +2,8 @@
 
 First whether an answer calls or writes, then what. Arguments and forms are compared as JSON. Where they differ from
 those of every pass of the plain server, its tokens tell how sure it was: they hold the whole answer with the markers of
-its calls, in which other arguments are put in the place of its own. Where it told no
-tokens, or its parser rewrites the arguments, only the number of differences can be judged.
+its calls, in which other arguments are put in the place of its own. Where it told no tokens, or its parser rewrites the
+arguments, only the number of differences can be judged.
 """
 
 from __future__ import annotations
@@ -292,8 +292,8 @@ def _as_written(plain: ToolReply, got: ToolReply, text: str) -> str | None:
 
 def _where_it_ends(plain: ToolReply, at: int, rest: str | None = None) -> AnswerDivergence:
     """Behind character `at` of the plain server's tokens one answer calls, ends or writes on, and the other does not:
-    `rest` is what the other writes there, None where it calls or ends. Markers and white space stand in no text, so the
-    another token may have been taken at each of them, up to that of the first token which is neither."""
+    `rest` is what the other writes there, None where it calls or ends. Markers and white space stand in no text, so
+    another token may have been taken at each of them, up to the first one that is neither."""
     offset, places = 0, []
     for index, token in enumerate(plain.tokens or []):
         offset += len(token.text)

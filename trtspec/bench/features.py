@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -30,9 +30,9 @@ from trtspec.bench.arguments import (
 from trtspec.bench.asking import NOT_ASKED, declined
 from trtspec.bench.battery import TOOL
 from trtspec.bench.gate import SHOWN, UNLIKELY, CheckResult, more_often, result
-from trtspec.bench.lossless import what_rare_is
-from trtspec.bench.transcript import TOOL_MARKERS, Recording, ToolReply
-from trtspec.bench.visible import own_rounding
+from trtspec.bench.lossless import RoundingBound, what_rare_is
+from trtspec.bench.transcript import Recording, ToolReply
+from trtspec.bench.visible import VERDICTS, own_rounding
 
 TOOL_REMEDY = "send the request by hand with speculation off; check --tool_parser and the chat template"
 
@@ -49,8 +49,9 @@ def check_tool_calls(got: Recording, expected: Recording | None, limit: float | 
     mine, theirs = asked(got.tools), {reply.question: reply for reply in expected.tools} if expected else {}
     if not mine:
         return result(name, "skipped", "no request with a tool was sent")
-    turns, ends = _tool_turns(mine, expected, limit), _tool_ends(mine, expected)
-    faults = [(reply, fault) for reply in mine for fault in _tool_faults(reply, expected, mine, turns)]
+    known = _tool_passes(expected)
+    turns, ends = _tool_turns(mine, known, own_rounding(expected), limit), _tool_ends(mine, expected)
+    faults = [(reply, fault) for reply in mine for fault in _tool_faults(reply, expected, known, mine, turns)]
     faults += [(reply, ends.fault) for reply in mine if reply.question in ends.wrong]
     pairs = [
         (r, theirs[r.question]) for r in mine if r.question in theirs and not theirs[r.question].error and not r.error
@@ -81,7 +82,7 @@ def check_tool_calls(got: Recording, expected: Recording | None, limit: float | 
     message = f"{len(good)} of {len(mine)} requests with a tool yield well-formed calls"
     message += (compared.message if compared else "") + turns.parted
     message += ", and none can be compared: the plain server makes no call" if pairs and not both else ""
-    unknown = not_compared(mine, expected.tools if expected else [], _tool_passes(expected))
+    unknown = not_compared(mine, expected.tools if expected else [], known)
     message += _not_ended(mine) + also_refused(mine) + unknown.message
     if compared and compared.wrong:
         return result(name, "fail", message, code, TOOL_REMEDY, **detail)
@@ -95,35 +96,19 @@ def check_tool_streams(got: Recording, expected: Recording | None, limit: float 
     that parts from it at a near-tie, by the tokens that the plain server told, is no fault of the form, nor is text
     that does; `limit` as for calls."""
     name, code = "tool-stream", "TS-CHECK-TOOL-STREAM"
-    mine = {reply.question: reply for reply in asked(got.streamed_tools)}
-    theirs = _stream_pairs(expected) if expected else {}
-    faults: dict[str, str] = {}
-    moved, also, rare, unsure = [], [], [], []
-    pairs, plain = _stream_pairs(got), expected or got
-    known, rounding = _tool_passes(plain), own_rounding(plain)
-    for question, (whole, streamed) in pairs.items():
-        fault = stream_fault(whole, streamed)
-        if fault is None:
-            continue
-        again = next((reply for reply in got.confirmed_tools if reply.question == question and not reply.error), None)
-        if question in theirs and stream_fault(*theirs[question]) == fault:
-            also.append(question)
-            continue
-        changed = again is not None and _as_the_stream(again, streamed)  # then it is the answer that changed
-        told = again if changed and again else streamed
-        verdict = answer_verdict(told, known.get(question, []), rounding, limit) if _other_answer(told) else "unjudged"
-        if verdict in ("same", "near-tie"):
-            moved.append(question)
-            continue
-        rare += [question] if verdict == "rare" else []
-        unsure += [question] if changed and verdict == "unjudged" else []
-        fault = f"each further time another answer than the first: {fault}" if changed else fault
-        faults[question] = f"{question}: {fault}"
-    moved += rare if what_rare_is(rare, len(pairs), rounding, limit or 0.0) == "near-tie" else []
-    usual = [any(not same_answer(one[0], other) for other in one) for one in known.values() if one[1:]]
-    often = more_often(len(unsure), len(pairs), sum(usual), len(usual)) < UNLIKELY
-    moved += unsure if limit is None or not often else []  # other weights may round otherwise
-    wrong = [fault for question, fault in faults.items() if question not in moved]
+    pairs = _stream_pairs(got)
+    faults = {question: fault for question, pair in pairs.items() if (fault := stream_fault(*pair))}
+    before = {q: stream_fault(*pair) for q, pair in _stream_pairs(expected).items()} if expected else {}
+    also = [question for question, fault in faults.items() if before.get(question) == fault]
+    parted = {question: pairs[question][1] for question in faults if question not in also}
+    again = {reply.question: reply for reply in got.confirmed_tools if reply.question in parted and not reply.error}
+    changed = {question: reply for question, reply in again.items() if _as_the_stream(reply, parted[question])}
+    moved = _other_answers(parted, changed, len(pairs), expected or got, limit)
+    wrong = [
+        f"{question}: {'each further time another answer than the first: ' if question in changed else ''}{fault}"
+        for question, fault in faults.items()
+        if question not in (*also, *moved)
+    ]
     detail: dict[str, Any] = {"faults": wrong[:SHOWN], "changed": moved, "also_without_speculation": also}
     if wrong:
         message = f"{len(wrong)} of {len(pairs)} streamed tool calls are not the unstreamed ones: {wrong[0]}"
@@ -133,11 +118,31 @@ def check_tool_streams(got: Recording, expected: Recording | None, limit: float 
         return result(name, "fail", message, code, remedy, **detail)
     judged = len(pairs) - len(moved) - len(also)
     if not judged:
-        reason = "no request with a tool brought a call" if mine else "no request with a tool was streamed"
+        reason = f"no request with a tool {'brought a call' if asked(got.streamed_tools) else 'was streamed'}"
         reason = "streamed calls differ on both servers, or the answers change" if pairs else reason
         return result(name, "skipped", f"not shown: {reason}", **detail)
     message = f"{judged} of {len(pairs)} streamed tool calls are the unstreamed ones, put together"
     return result(name, "pass", message, seen=judged, **detail)
+
+
+def _other_answers(
+    parted: Mapping[str, ToolReply], changed: Mapping[str, ToolReply], asked: int, plain: Recording, limit: float | None
+) -> list[str]:
+    """Questions whose stream brought another answer, and no fault of the form: one of the plain server's own, one that
+    parts from those at a near-tie, or one of `changed`, the same unstreamed, that nothing tells of and that are no more
+    than its own changes among the `asked` ones account for."""
+    known, rounding = _tool_passes(plain), own_rounding(plain)
+    found: dict[str, list[str]] = {verdict: [] for verdict in ("same", *VERDICTS)}
+    for question, reply in {**parted, **changed}.items():
+        judged = _other_answer(reply)
+        verdict = answer_verdict(reply, known.get(question, []), rounding, limit) if judged else "unjudged"
+        found[verdict].append(question)
+    moved = found["same"] + found["near-tie"]
+    moved += found["rare"] if what_rare_is(found["rare"], asked, rounding, limit or 0.0) == "near-tie" else []
+    unsure = [question for question in found["unjudged"] if question in changed]
+    own = [any(not same_answer(one[0], other) for other in one) for one in known.values() if one[1:]]
+    chance = more_often(len(unsure), asked, sum(own), len(own)) >= UNLIKELY
+    return moved + (unsure if limit is None or chance else [])  # other weights may round otherwise
 
 
 def _other_answer(reply: ToolReply) -> bool:
@@ -188,12 +193,13 @@ def stream_fault(whole: ToolReply, streamed: ToolReply) -> str | None:
     return None
 
 
-def _tool_turns(mine: Sequence[ToolReply], expected: Recording | None, limit: float | None) -> ReplyComparison:
+def _tool_turns(
+    mine: Sequence[ToolReply], known: Replies, rounding: RoundingBound | None, limit: float | None
+) -> ReplyComparison:
     """Whether each reply calls as the plain server does in one of its passes; where that never calls, calls are judged
     by their form alone. If no call is left, no statistics are needed."""
-    plain = _tool_passes(expected)
-    calls = any(reply.calls for one in plain.values() for reply in one)
-    turns = compare_turns(mine, plain if calls else {}, own_rounding(expected), limit)
+    calls = any(reply.calls for one in known.values() for reply in one)
+    turns = compare_turns(mine, known if calls else {}, rounding, limit)
     return turns if any(reply.calls for reply in mine) else replace(turns, p=0.0)
 
 
@@ -212,11 +218,11 @@ def _tool_passes(expected: Recording | None) -> Replies:
 
 
 def _tool_faults(
-    reply: ToolReply, expected: Recording | None, mine: Sequence[ToolReply], turns: ReplyComparison
+    reply: ToolReply, expected: Recording | None, known: Replies, mine: Sequence[ToolReply], turns: ReplyComparison
 ) -> Iterator[str]:
     """What is wrong with one reply; what the plain server does as well is the model's way, or its set-up."""
     plain = reply_to(expected.tools, reply.question) if expected else None
-    known = _tool_passes(expected).get(reply.question, [])
+    passes = known.get(reply.question, [])
     if reply.error:
         if refused_alone(reply, plain, mine):
             yield f"{how_it_failed(reply)}, though others are answered: {reply.error}"
@@ -224,12 +230,12 @@ def _tool_faults(
     if cut_off(reply):
         return
     faults = [fault for call in reply.calls if (fault := call_fault(call))]
-    if faults and not any(call_fault(call) for other in known for call in other.calls):
+    if faults and not any(call_fault(call) for other in passes for call in other.calls):
         yield f"malformed: {faults[0]}"
     elif reply.question in turns.wrong:
-        yield _other_turn(reply, known)
+        yield _other_turn(reply, passes)
     elif silent(reply) and not (
-        any(map(silent, known)) or reply.question in turns.near_ties or (plain and (plain.error or cut_off(plain)))
+        any(map(silent, passes)) or reply.question in turns.near_ties or (plain and (plain.error or cut_off(plain)))
     ):
         yield "neither a call nor text came"
 
@@ -245,7 +251,7 @@ def _other_turn(reply: ToolReply, known: Sequence[ToolReply]) -> str:
 def why_not_shown(replies: Sequence[ToolReply]) -> str:
     if all(cut_off(reply) for reply in replies if not reply.error):
         return "all answers were cut off while the model reasoned or called (--max-tokens)"
-    if any(marker in reply.content for reply in replies for marker in TOOL_MARKERS):
+    if any(map(left_in_text, replies)):
         return "tool-call markers appear in the text, so the server runs without the model's tool parser"
     return "this model makes no tool call here, with or without speculation"
 
