@@ -133,15 +133,13 @@ def same_questions_in_every_round(rounds: int) -> Dataset:
     return replace(found, questions=tuple(again))
 
 
-def third(
-    targets: Sequence[MeasuredEndpoint], work: measure.BenchWorkload, without: bool = False
+def part(
+    targets: Sequence[MeasuredEndpoint], work: measure.BenchWorkload, belongs: Callable[[int], bool]
 ) -> dict[int, EndpointResult]:
-    """Every third round of a run as a run of its own, by draft length, or all the rounds between them."""
+    """The rounds whose number `belongs` as a run of their own, by draft length."""
     parts = []
     for target in targets:
-        rounds = {
-            level: [run for run in runs if bool(run.number % 3) == without] for level, runs in target.rounds.items()
-        }
+        rounds = {level: [run for run in runs if belongs(run.number)] for level, runs in target.rounds.items()}
         counts = {level: all_counts([a for run in runs for a in run.answers]) for level, runs in rounds.items()}
         parts.append(replace(target, rounds=rounds, counts=counts))
     return {int(e.name.removeprefix("draft-")): e for e in assembly.assemble(parts, work).all}
@@ -169,7 +167,8 @@ def judge_choice(urls: dict[str, str], rounds: int) -> None:
     sampling = RequestSampling(48, 0.0)
     work = measure.BenchWorkload(same_questions_in_every_round(rounds), sampling, tuple(PER_ROUND), samples, rounds)
     targets, work, _ = asyncio.run(measure.measure(urls, work))
-    first, between = third(targets, work), third(targets, work, without=True)
+    first = part(targets, work, lambda number: number % 3 == 0)
+    between = part(targets, work, lambda number: number % 3 != 0)
     shares = []
     for served in (first, {1: first[1], 5: first[5]}):
         for told, truth in zip(choose(served), choose(between), strict=True):
@@ -179,7 +178,7 @@ def judge_choice(urls: dict[str, str], rounds: int) -> None:
             expected = {figure.draft_len: figure.tokens_per_s for figure in told.lengths}
             print(f"served {list(served)}, concurrency {told.concurrency}, {told.rounds} rounds: {told.best} chosen of "
                   f"{expected} (alike: {told.alike}), {100 * shares[-1]:.1f} % of the best of {speed} in "
-                  f"{truth.rounds} other rounds, to that of {truth.best}: {sure}")  # fmt: skip
+                  f"{truth.rounds} other rounds; intervals over {truth.best}: {sure}")  # fmt: skip
     assert min(shares) >= 0.97
 
 

@@ -126,11 +126,17 @@ def check_tool_streams(got: Recording, expected: Recording | None, limit: float 
 
 
 def _other_answers(
-    parted: Mapping[str, ToolReply], changed: Mapping[str, ToolReply], asked: int, plain: Recording, limit: float | None
+    parted: Mapping[str, ToolReply],
+    changed: Mapping[str, ToolReply],
+    compared: int,
+    plain: Recording,
+    limit: float | None,
 ) -> list[str]:
-    """Questions whose stream brought another answer, and no fault of the form: one of the plain server's own, one that
-    parts from those at a near-tie, or one of `changed`, the same unstreamed, that nothing tells of and that are no more
-    than its own changes among the `asked` ones account for."""
+    """Questions of `parted` streams, of so many `compared`, that brought another answer and no fault of the form:
+
+    - one of the plain server's own, or one that parts from those at a near-tie;
+    - one of `changed`, which came unstreamed as well, where no token tells why and the plain server changes its own
+      answers about as often."""
     known, rounding = _tool_passes(plain), own_rounding(plain)
     found: dict[str, list[str]] = {verdict: [] for verdict in ("same", *VERDICTS)}
     for question, reply in {**parted, **changed}.items():
@@ -138,10 +144,10 @@ def _other_answers(
         verdict = answer_verdict(reply, known.get(question, []), rounding, limit) if judged else "unjudged"
         found[verdict].append(question)
     moved = found["same"] + found["near-tie"]
-    moved += found["rare"] if what_rare_is(found["rare"], asked, rounding, limit or 0.0) == "near-tie" else []
+    moved += found["rare"] if what_rare_is(found["rare"], compared, rounding, limit or 0.0) == "near-tie" else []
     unsure = [question for question in found["unjudged"] if question in changed]
     own = [any(not same_answer(one[0], other) for other in one) for one in known.values() if one[1:]]
-    chance = more_often(len(unsure), asked, sum(own), len(own)) >= UNLIKELY
+    chance = more_often(len(unsure), compared, sum(own), len(own)) >= UNLIKELY
     return moved + (unsure if limit is None or chance else [])  # other weights may round otherwise
 
 

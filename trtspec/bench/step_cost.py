@@ -8,7 +8,7 @@ where none is. The spread of the ratios of two lengths over the rounds says how 
 
 A length between two served ones costs what a power of the tokens verified per step says, drawn through both. Experts
 touched grow less than in proportion to the tokens, so a straight line makes the lengths between too cheap: on the
-reference server with 1 and 5 drafts by 4.0 % on average of its processor time, the power by 1.1 %. In wall time at
+reference server with 1 and 5 drafts by 4.0 % of the processor time on average, the power by 1.1 %. In wall time at
 concurrency 16 even the power made 2 to 4 drafts look 11 to 18 % faster than they were: an estimate is to be measured.
 """
 
