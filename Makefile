@@ -51,11 +51,11 @@ lint: $(STAMP)  ## style, types, generated documents up to date, prose
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
-	@$(BIN)/python docs/generate.py --check
-	@$(BIN)/python docs/prose.py
+	@$(BIN)/python tools/generate.py --check
+	@$(BIN)/python tools/prose.py
 
 docs: $(STAMP)  ## the documentation as a site in site/
-	@$(BIN)/python docs/generate.py
+	@$(BIN)/python tools/generate.py
 	@$(BIN)/zensical build --clean
 
 clean:

@@ -45,7 +45,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
 def test_the_sdist_holds_what_is_tracked(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[1]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert tracked("trtspec", "tests", "docs", "configs", "README.md", "constraints.txt") <= names
+    assert tracked("trtspec", "tests", "tools", "docs", "configs", "README.md", "constraints.txt") <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", "demo-out", "site/"))]
 
 

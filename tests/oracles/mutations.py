@@ -125,7 +125,7 @@ def bases() -> list[dict[str, Any]]:
         value = yaml.safe_load(file.read_text())
         if "context_servers" not in value:
             found.append(value)
-    recipes = yaml.safe_load((ROOT / "docs" / "public_recipes.yaml").read_text())["recipes"]
+    recipes = yaml.safe_load((ROOT / "tools" / "public_recipes.yaml").read_text())["recipes"]
     found += [recipe["theirs"] for recipe in recipes]
     return found
 

@@ -17,9 +17,9 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
-from tests.benchmarks.full_size_layer import make_layer
 from tests.quant.test_streaming import tensors_of, weights
 from tests.tiny import make_target
+from tools.benchmarks.full_size_layer import make_layer
 from trtspec.checkpoint.target_tensors import shared_partners
 from trtspec.quant.conversion import ConversionOptions
 from trtspec.quant.policy import load_policy

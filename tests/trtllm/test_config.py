@@ -26,7 +26,7 @@ from trtspec.trtllm.schema import schema_for
 from trtspec.trtllm.serve.command import Given, build_command
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS, DOCS = ROOT / "configs", ROOT / "docs"
+CONFIGS = ROOT / "configs"
 RECIPES = sorted(CONFIGS.glob("*.yml"))
 CARDS = [("nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3"), ("nvidia/Kimi-K2.6-NVFP4", "nvidia/Kimi-K2.6-Eagle3")]
 CARD_COMMAND = (
@@ -145,7 +145,7 @@ def test_a_recipe_lints_clean_for_every_version_that_it_claims() -> None:
 @pytest.mark.parametrize("script", ["recipes.py", "public_recipes.py"])
 def test_what_is_written_from_the_recipes_is_up_to_date(script: str) -> None:
     """configs/, the chart's values, and the table that explains every difference from public recipes."""
-    done = subprocess.run([sys.executable, str(DOCS / script), "--check"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, str(ROOT / "tools" / script), "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -117,9 +117,9 @@ def test_the_engines_own_kimi_recipes_pass(manifests: Path) -> None:
 def test_the_list_of_differences_is_up_to_date(manifests: Path) -> None:
     import importlib.util
 
-    docs = Path(__file__).parents[2] / "docs"
-    found = importlib.util.spec_from_file_location("schema_differences", docs / "schema_differences.py")
+    root = Path(__file__).parents[2]
+    found = importlib.util.spec_from_file_location("schema_differences", root / "tools" / "schema_differences.py")
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
-    assert (docs / "schema-differences.md").read_text(encoding="utf-8") == module.page(manifests)
+    assert (root / "docs" / "schema-differences.md").read_text(encoding="utf-8") == module.page(manifests)

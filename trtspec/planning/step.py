@@ -254,7 +254,7 @@ def read_tables(gpu: str) -> dict[str, Any] | None:
 
 
 def _read(pairs: list[tuple[str, Any]]) -> Any:
-    """A mapping from numbers to numbers is a Series, one from numbers to Series a Grid; docs/kernel_tables.py writes
+    """A mapping from numbers to numbers is a Series, one from numbers to Series a Grid; tools/kernel_tables.py writes
     both in ascending order."""
     if not pairs or not pairs[0][0].isdigit():
         return dict(pairs)

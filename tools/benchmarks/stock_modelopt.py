@@ -1,6 +1,6 @@
 """What the norm that stock ModelOpt applies twice costs, as training goes on: its export against ours.
 
-    python -m tests.benchmarks.stock_modelopt --answers answers.jsonl -o DIR [--steps 1600] [--at 100 400 1600]
+    python -m tools.benchmarks.stock_modelopt --answers answers.jsonl -o DIR [--steps 1600] [--at 100 400 1600]
 
 Same target, answers, order, steps, rate, initial weights and objective; an MHA EAGLE-3 head, which both can make,
 float32. The stock module is ModelOpt's own conversion, decoder layer, masks, loss and exporter with its defaults; only
@@ -36,9 +36,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.benchmarks.head_matrix import cell
-from tests.benchmarks.small_heads import Workshop, held_out_messages, kept, last_agreement
 from tests.heads.training.test_exported_equals_trained import drafted_logits, record_logits
+from tools.benchmarks.head_matrix import cell
+from tools.benchmarks.small_heads import Workshop, held_out_messages, kept, last_agreement
 from trtspec import data_files
 from trtspec.checkpoint.heads.config import head_config
 from trtspec.heads.training import module as train

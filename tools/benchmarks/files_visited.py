@@ -1,6 +1,6 @@
 """Files of the package that somebody reads who follows one input through a command.
 
-    python -m tests.benchmarks.files_visited [COMMAND ...] [--files]      for the tree in whose root it is run
+    python -m tools.benchmarks.files_visited [COMMAND ...] [--files]      for the tree in whose root it is run
 
 Each command runs in a process of its own, on the shipped models, and a file counts once a function in it has run.
 Functions that run while a module is imported (decorators, defaults) do not count. `--files` names the files.

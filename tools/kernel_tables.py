@@ -1,4 +1,4 @@
-"""Writes trtspec/data/kernels/<gpu>.json: `python docs/kernel_tables.py CLONE`, a clone of ai-dynamo/aiconfigurator.
+"""Writes trtspec/data/kernels/<gpu>.json: `python tools/kernel_tables.py CLONE`, a clone of ai-dynamo/aiconfigurator.
 
 Only rows of Kimi-K2's shapes are taken, at the kernels that TensorRT-LLM can be told to use; latencies become
 microseconds with one decimal. Nothing is averaged, smoothed or fitted. Needs pyarrow; users of trtspec need neither.
@@ -136,7 +136,7 @@ def gemms(rows: Rows, fixed: str, varied: str) -> dict[int, Any]:
 def tables(read: Callable[[str], Rows], gpu: str, system: str, commit: str) -> dict[str, Any]:
     linear = read(f"{system}/gemm/trtllm/1.3.0rc20/gemm_perf")
     return {
-        "about": f"Measured kernel latencies on {gpu.upper()} in microseconds, taken by docs/kernel_tables.py. "
+        "about": f"Measured kernel latencies on {gpu.upper()} in microseconds, taken by tools/kernel_tables.py. "
         "Attention, all-reduce and BF16 linear layers: TensorRT-LLM 1.3.0rc20. Attention: projections and attention of "
         "one layer with an FP8 cache, measured on DeepSeek-V3's module with that many local heads; its other shapes "
         "are Kimi-K2's.",

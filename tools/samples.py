@@ -1,6 +1,6 @@
 """Makes the sample report and the pictures of README and site, in about five minutes:
 
-    TRTSPEC_CHROMIUM=/usr/bin/chromium PYTHONPATH=. python docs/samples.py
+    TRTSPEC_CHROMIUM=/usr/bin/chromium PYTHONPATH=. python tools/samples.py
 
 Everything shown is the output of the commands named beside it, run here on kimi-nano and its shipped head. The report
 is the one that `trtspec bench` writes.
@@ -26,7 +26,7 @@ from trtspec import data_files
 from trtspec.cli import demo_first_answer as first_answer
 from trtspec.cli.demo_process import Chain
 
-SAMPLES = Path(__file__).resolve().parent / "samples"
+SAMPLES = Path(__file__).resolve().parent.parent / "docs" / "samples"
 WIDTH = 104
 FIRST_PORT = 18611
 DRAFT = ("--draft-len", "3")

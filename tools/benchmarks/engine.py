@@ -1,6 +1,6 @@
 """Output tokens per second with and without speculation, side by side, and against transformers' generate.
 
-    python -m tests.benchmarks.engine --target DIR --head DIR [--prompts FILE] [--temperature 0 1] [--schedule 1:3 17:1]
+    python -m tools.benchmarks.engine --target DIR --head DIR [--prompts FILE] [--temperature 0 1] [--schedule 1:3 17:1]
 
 Variants take turns on the same requests, slots are refilled, prefill is included; figures are medians over the turns
 and every ratio is taken inside one turn, of wall time and of the process's own CPU time (the steadier one where others

@@ -1,6 +1,6 @@
 """Checks the project's public text: spelling (codespell), style (proselint), and the words of vocabulary.yaml.
 
-`python docs/prose.py` (part of `make lint`) reads every Markdown file of the repository, without its code, and for the
+`python tools/prose.py` (part of `make lint`) reads every Markdown file of the repository, without its code, and for the
 vocabulary also the messages, help texts and problem texts of the package. It prints `FILE:LINE: finding` and exits 1
 when there is one.
 """
@@ -22,9 +22,9 @@ from proselint.config import DEFAULT
 from proselint.registry import CheckRegistry
 from proselint.tools import LintFile
 
-DOCS = Path(__file__).resolve().parent
-ROOT = DOCS.parent
-VOCABULARY = yaml.safe_load((DOCS / "vocabulary.yaml").read_text(encoding="utf-8"))
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+VOCABULARY = yaml.safe_load((HERE / "vocabulary.yaml").read_text(encoding="utf-8"))
 WORDS = [(re.compile(word["avoid"], re.IGNORECASE), word["use"]) for word in VOCABULARY["words"]]
 OFF = re.compile("|".join(VOCABULARY["proselint_off"]))
 

@@ -1,6 +1,6 @@
 """Heads of the published size through inspect and convert: seconds and peak memory.
 
-    python tests/benchmarks/full_size_heads.py --room /tmp/heads
+    python tools/benchmarks/full_size_heads.py --room /tmp/heads
 
 Random BF16 weights in NVIDIA's MLA layout (16 tensors, 1,841,199,104 parameters, 3.7 GB) and in lightseek's (with
 embeddings, 3,015,604,224 parameters, 6.0 GB), written in pieces, so that this script needs no memory for them either.

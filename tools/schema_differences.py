@@ -1,6 +1,6 @@
 """Writes schema-differences.md: our schema of the newest line against TensorRT-LLM's own manifests, field by field.
 
-`TRTSPEC_UPSTREAM_DATA=<folder> python docs/schema_differences.py`; the manifests are not part of this project.
+`TRTSPEC_UPSTREAM_DATA=<folder> python tools/schema_differences.py`; the manifests are not part of this project.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import yaml
 
 from trtspec.trtllm.schema import Field, Schema, schema_for
 
-PAGE = Path(__file__).resolve().parent / "schema-differences.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "schema-differences.md"
 NEWEST, OLDER = "1.4.0rc1", "1.3.0rc20"
 PLAIN = {"int": "int", "float": "float", "bool": "bool", "str": "str"}
 
@@ -26,7 +26,7 @@ def page(manifests: Path) -> str:
     leaves, schema = {leaf["path"]: leaf for leaf in listed}, schema_for(NEWEST)
     missing = sorted(set(leaves) - set(schema.fields))
     lines = [
-        "<!-- Written by docs/schema_differences.py from upstream's manifests. -->\n",
+        "<!-- Written by tools/schema_differences.py from upstream's manifests. -->\n",
         "# Schema against manifest\n",
         f"The schema of the newest line (read for {NEWEST}) has {len(schema.fields)} fields. Upstream's manifest lists "
         f"{len(leaves)}; {len(missing)} of these are not in the schema. The manifest is made for telemetry: it omits "

@@ -1,7 +1,7 @@
 """How fast `quantize` is: the packing kernel beside ModelOpt's, and the command from start to end beside `cp`.
 
-    python -m tests.benchmarks.quantize [--rounds 5] [--gb 3.5] [--small-gb 0.7] [--workers 0] [--no-kernels]
-    python -m tests.benchmarks.quantize --memory [--formats int4 bf16]      # peak RSS for shards of 0.5 to 4 GB
+    python -m tools.benchmarks.quantize [--rounds 5] [--gb 3.5] [--small-gb 0.7] [--workers 0] [--no-kernels]
+    python -m tools.benchmarks.quantize --memory [--formats int4 bf16]      # peak RSS for shards of 0.5 to 4 GB
 
 Contestants alternate inside each round and medians are printed, because a shared machine's speed drifts from minute to
 minute: trust the ratios, not the seconds. A command is a fresh process, start-up included; `cp` ends with fsync, and
@@ -28,8 +28,8 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
-from tests.benchmarks import full_size_layer
 from tests.tiny_formats import pack_int4
+from tools.benchmarks import full_size_layer
 from trtspec.formats import WeightFormat
 from trtspec.quant.native import choose_packer
 from trtspec.quant.packing import Packer, Rows, Scaling

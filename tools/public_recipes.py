@@ -1,4 +1,4 @@
-"""Writes docs/public-recipes.md from public_recipes.yaml and what build-config writes: `python docs/public_recipes.py`.
+"""Writes docs/public-recipes.md from public_recipes.yaml and what build-config writes: `tools/public_recipes.py`.
 
 `--check` exits 1 when the document is stale, a difference is not explained, an explanation has no difference, or lint
 misjudges one of the public files that worked or failed.
@@ -20,7 +20,8 @@ from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import PREFIX, parse_intent
 from trtspec.trtllm.lint.linter import lint
 
-DOCS = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parent
+DOCS = HERE.parent / "docs"
 # options that are no setting of the YAML under another name
 OPTIONS = ("--reasoning_parser", "--tool_parser", "--no-telemetry")
 
@@ -61,7 +62,7 @@ def ours(words: str) -> dict[str, Any]:
 
 
 def compare() -> list[Compared]:
-    data = yaml.safe_load((DOCS / "public_recipes.yaml").read_text(encoding="utf-8"))
+    data = yaml.safe_load((HERE / "public_recipes.yaml").read_text(encoding="utf-8"))
     found = []
     for recipe in data["recipes"]:
         theirs, mine = flat(recipe["theirs"]), ours(recipe["command"])
@@ -85,7 +86,7 @@ def complaints(found: list[Compared]) -> list[str]:
 def judged() -> list[dict[str, Any]]:
     """The other public files, each with what lint reports: `errors` by code, those of its options too."""
     found = []
-    for item in yaml.safe_load((DOCS / "public_recipes.yaml").read_text(encoding="utf-8"))["judged"]:
+    for item in yaml.safe_load((HERE / "public_recipes.yaml").read_text(encoding="utf-8"))["judged"]:
         passed = shlex.split(item["options"]) if "options" in item else None
         text, names = yaml.safe_dump(item["settings"], sort_keys=False), (item.get("target"), item.get("head"))
         deployment, _, wrong = deployment_of(
@@ -117,7 +118,7 @@ def table(found: list[dict[str, Any]]) -> list[str]:
 
 def document(found: list[Compared]) -> str:
     lines = [
-        "<!-- Written by docs/public_recipes.py; edit public_recipes.yaml instead. -->",
+        "<!-- Written by tools/public_recipes.py; edit public_recipes.yaml instead. -->",
         "",
         "# Public recipes and what build-config writes",
         "",
@@ -153,7 +154,7 @@ def main() -> None:
     if "--check" not in sys.argv:
         path.write_text(document(found))
     elif not path.is_file() or path.read_text() != document(found):
-        wrong.append("docs/public-recipes.md is not up to date: python docs/public_recipes.py")
+        wrong.append("docs/public-recipes.md is not up to date: python tools/public_recipes.py")
     sys.exit("\n".join(wrong) if wrong else 0)
 
 

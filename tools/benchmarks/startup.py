@@ -1,4 +1,4 @@
-"""Start-up time of the torch-free commands beside a bare Typer app's: `python tests/benchmarks/startup.py [runs]`.
+"""Start-up time of the torch-free commands beside a bare Typer app's: `python tools/benchmarks/startup.py [runs]`.
 
 All run as fresh processes of the same interpreter, in turn, so that a busy machine slows each alike; bytecode is kept
 in a folder of the benchmark's own. Prints wall time and, because a busy machine stretches that, processor time.

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/plan-model.md from plan_published.yaml and the model: `python docs/plan_checks.py`."""
+"""Writes the tables of docs/plan-model.md from plan_published.yaml and the model: `python tools/plan_checks.py`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from trtspec.planning.memory import checkpoint_bytes, memory
 from trtspec.planning.points import HOST_US, Setting, Workload, assumptions, plan_layout
 from trtspec.planning.step import StepModel, kernels
 
-DOCS = Path(__file__).resolve().parent
-START, END = "<!-- tables: written by docs/plan_checks.py -->", "<!-- end of tables -->"
+HERE = Path(__file__).resolve().parent
+DOCS = HERE.parent / "docs"
+START, END = "<!-- tables: written by tools/plan_checks.py -->", "<!-- end of tables -->"
 
 
 KNOWN = 3  # draft positions that the extrapolation is shown; the further ones score it
@@ -257,7 +258,7 @@ def draft_lengths(data: dict[str, Any]) -> list[str]:
 
 
 def tables() -> str:
-    data = yaml.safe_load((DOCS / "plan_published.yaml").read_text(encoding="utf-8"))
+    data = yaml.safe_load((HERE / "plan_published.yaml").read_text(encoding="utf-8"))
     parts = (
         sizes, cache, speedups, sensitivities, single_steps, rates, agentic, decode_steps, extrapolation, draft_lengths,
     )  # fmt: skip
@@ -270,7 +271,7 @@ def main() -> None:
     head, _, rest = text.partition(START)
     wanted = f"{head}{START}\n\n{tables()}\n\n{END}{rest.partition(END)[2]}"
     if "--check" in sys.argv:
-        sys.exit(0 if wanted == text else "docs/plan-model.md is not up to date: python docs/plan_checks.py")
+        sys.exit(0 if wanted == text else "docs/plan-model.md is not up to date: python tools/plan_checks.py")
     path.write_text(wanted, encoding="utf-8")
 
 

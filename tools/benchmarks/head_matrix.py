@@ -1,6 +1,6 @@
 """Every kind of head, trained alike: is the export the trained function, what is accepted, what does EAGLE-3.1 buy?
 
-    python -m tests.benchmarks.head_matrix --answers answers.jsonl -o DIR [--only mha-3-full mla-3.1-pruned]
+    python -m tools.benchmarks.head_matrix --answers answers.jsonl -o DIR [--only mha-3-full mla-3.1-pruned]
 
 {MHA, MLA} x {EAGLE-3, EAGLE-3.1} x {full, pruned vocabulary} on kimi-nano's own answers (made by `trtspec synthesize`),
 equal data, steps, rate and seed, float32, one thread. First table: largest difference of any draft logit between the
@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.small_heads import Workshop, held_out_messages, kept, last_agreement
 from tests.heads.training.test_exported_equals_trained import ROWS, TTT, drafted_logits, record_logits
+from tools.benchmarks.small_heads import Workshop, held_out_messages, kept, last_agreement
 from trtspec import data_files
 from trtspec.heads.training import module as train
 from trtspec.heads.training.options import TrainOptions

@@ -1,6 +1,6 @@
 """What NVFP4 costs a real (small) model: perplexity, divergence from the source, acceptance of its Eagle3 head.
 
-    python -m tests.benchmarks.quantization_quality [--texts 24] [--prompts 12] [--tokens 48]
+    python -m tools.benchmarks.quantization_quality [--texts 24] [--prompts 12] [--tokens 48]
 
 kimi-nano, once from its BF16 checkpoint and once with its routed experts stored as INT4, is calibrated on its training
 prompts and quantized with `trtspec`'s own commands' code (policy k2.5, every MLP). Each row is measured on the same

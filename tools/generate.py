@@ -1,7 +1,7 @@
 """Writes the documents made from the code: cli-reference.md, problems.md (data/problems), support-matrix.md, and
 chart-values.md from the chart's schema.
 
-`python docs/generate.py` writes them; `--check` (part of `make lint`) exits 1 when one is not up to date, and when a
+`python tools/generate.py` writes them; `--check` (part of `make lint`) exits 1 when one is not up to date, and when a
 problem code is used without being documented or documented without being used.
 """
 
@@ -17,10 +17,11 @@ import typer
 import yaml
 from packaging.version import Version
 
-DOCS = Path(__file__).resolve().parent
-PACKAGE = DOCS.parent / "trtspec"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PACKAGE = ROOT / "trtspec"
 SCHEMAS = PACKAGE / "trtllm" / "schemas"
-NOTE = "<!-- Written by docs/generate.py; edit the code instead. -->\n\n"
+NOTE = "<!-- Written by tools/generate.py; edit the code instead. -->\n\n"
 CODE = re.compile(r"\bTS-[A-Z0-9]+(?:-[A-Z0-9]+)+\b")
 AREAS = {
     "cli": "Failures of any command (`error.code` of its `--json`)",
@@ -216,7 +217,7 @@ def speculation() -> list[str]:
     return lines
 
 
-CHART = DOCS.parent / "docker" / "helm" / "trtspec"
+CHART = ROOT / "docker" / "helm" / "trtspec"
 
 
 def chart_values() -> str:
@@ -281,7 +282,7 @@ def main() -> None:
         path, wanted = DOCS / name, NOTE + text
         stale = not path.is_file() or path.read_text(encoding="utf-8") != wanted
         if stale and check:
-            complaints.append(f"docs/{name} is not up to date: run `python docs/generate.py`")
+            complaints.append(f"docs/{name} is not up to date: run `python tools/generate.py`")
         elif stale:
             path.write_text(wanted, encoding="utf-8")
     for line in complaints:

@@ -1,6 +1,6 @@
 """One MoE layer of Kimi-K2.5 at full size (384 experts, 7168 x 2048, 9.5 GB of INT4), generated and converted.
 
-    python -m tests.benchmarks.full_size_layer DIRECTORY [--experts 384] [--format int4] [--workers 2] [--keep]
+    python -m tools.benchmarks.full_size_layer DIRECTORY [--experts 384] [--format int4] [--workers 2] [--keep]
 
 Needs 20 GB in DIRECTORY. Prints GB/s of source, the peak RSS of the largest process and the time for K2.5's 595 GB.
 """

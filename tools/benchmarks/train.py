@@ -1,6 +1,6 @@
 """Training speed: our loop beside ModelOpt's own and SpecForge's, on the same target, weights, batches and head shape.
 
-    python -m tests.benchmarks.train --answers answers.jsonl [--steps 6] [--batch-size 4] [--seq-len 256] [--rounds 1]
+    python -m tools.benchmarks.train --answers answers.jsonl [--steps 6] [--batch-size 4] [--seq-len 256] [--rounds 1]
         [--specforge DIR]     DIR: `pip install --no-deps --target DIR specforge`
 
 An MHA EAGLE-3 head over the whole vocabulary, three training-time-test steps, float32, one thread, whole sequences, the
@@ -75,7 +75,7 @@ def parsed() -> argparse.Namespace:
 
 
 def in_own_process(name: str, room: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.benchmarks.train", *sys.argv[1:], "--only", name, "--room", room]
+    command = [sys.executable, "-m", "tools.benchmarks.train", *sys.argv[1:], "--only", name, "--room", room]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     if done.returncode:
         sys.exit(f"{name} failed:\n{done.stderr[-2000:]}")

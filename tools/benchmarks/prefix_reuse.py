@@ -1,6 +1,6 @@
 """What prefix reuse saves and what a blind draft loses: prompts computed and acceptance, off, warm and blind.
 
-    python -m tests.benchmarks.prefix_reuse [--conversations 48] [--turns 3] [--new-tokens 48] [--temperature 0]
+    python -m tools.benchmarks.prefix_reuse [--conversations 48] [--turns 3] [--new-tokens 48] [--temperature 0]
 
 kimi-nano with its shipped head, float32, conversations from the held-out prompts; each turn's prompt holds the answers
 before it. The first turn begins alike for all. Counts do not depend on the machine, seconds do.

@@ -1,4 +1,4 @@
-"""Writes configs/ and the chart's values of each recipe: `python docs/recipes.py`; `--check` exits 1 when one is stale.
+"""Writes configs/ and the chart's values of each recipe; `--check` exits 1 when one is stale.
 
 Each file is what `trtspec build-config` with the words on its first line prints; nothing here adds to it.
 """
@@ -103,7 +103,7 @@ def claims(item: Intent, text: str) -> list[str]:
 
 def readme(rows: list[tuple[str, Intent, str, list[str]]]) -> str:
     lines = [
-        "<!-- Written by docs/recipes.py; edit that file instead. -->",
+        "<!-- Written by tools/recipes.py; edit that file instead. -->",
         "",
         "# Ready recipes",
         "",
@@ -152,7 +152,7 @@ def main() -> None:
     stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
     if "--check" in sys.argv:
         wrong = [*stale, *(here - set(wanted))]
-        sys.exit("\n".join(f"{path} is not up to date: python docs/recipes.py" for path in wrong) if wrong else 0)
+        sys.exit("\n".join(f"{path} is not up to date: python tools/recipes.py" for path in wrong) if wrong else 0)
     CHART.mkdir(parents=True, exist_ok=True)
     for path in stale:
         path.write_text(wanted[path])
