@@ -25,7 +25,7 @@ from tests.command_line import trtspec
 from trtspec.records import parse
 
 ROOT = Path(__file__).resolve().parents[1]
-GENERATED = {"cli-reference.md", "LOG.md"}
+GENERATED = {"cli-reference.md"}
 PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if path.name not in GENERATED)]
 SHELLS = ("console", "bash", "sh", "shell")
 PROGRAMS = {

@@ -24,7 +24,7 @@ from trtspec.errors import CheckFailed, MissingDependency, TrtspecError
 REAL_TARGET = "nvidia/Kimi-K2.5-NVFP4"
 REAL_HEAD = "nvidia/Kimi-K2.5-Eagle3"
 DRAFT_LEN = 3
-# Found on kimi-nano (docs/LOG.md): small batches, because the data is small; two training-time-test steps in place of
+# Found on kimi-nano: small batches, because the data is small; two training-time-test steps in place of
 # three, because the time they leave for more epochs is worth more at draft length 3.
 TRAIN_BATCH, TRAIN_LR, TTT_STEPS = 4, 0.004, 2
 ROWS = "32"  # answers written at once: a step for 32 costs little more than one for 16

@@ -40,7 +40,7 @@ from trtspec.specs import ModelSpec
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEFAULT_MAX_SEQ_LEN = 4096
-SHARED_PRODUCTS_HIDDEN = 1024  # below, a step on one thread is faster than on two (docs/LOG.md)
+SHARED_PRODUCTS_HIDDEN = 1024  # below, a step on one thread is faster than on two
 GRACE_SECONDS = 30
 
 

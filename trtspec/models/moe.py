@@ -83,7 +83,7 @@ class Experts(nn.Module):
 
     def by_slices(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Expert after expert over its slice of the sorted tokens; reads the slices' sizes. torch's grouped product is
-        the same loop on a CPU, with more work for each expert (docs/LOG.md)."""
+        the same loop on a CPU, with more work for each expert."""
         experts = ids.flatten()
         order, sizes = experts.argsort(stable=True), experts.bincount(minlength=len(self.gate_up)).tolist()
         tokens = order // ids.shape[1]

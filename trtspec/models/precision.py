@@ -2,7 +2,7 @@
 multiplies it, else float32, with large weights packed as FP16 times a power of two, equal to the original to the bit.
 
 A product of one to sixteen rows spends its time on reading the weight. Half the bytes, laid out for FBGEMM's kernels,
-take a third to nine tenths of the time, and four rows cost little more than one (docs/LOG.md). Products and sums are
+take a third to nine tenths of the time, and four rows cost little more than one. Products and sums are
 float32. A CPU without bfloat16 instructions computes bfloat16 this way too, results rounded to bfloat16 as hardware
 does: torch's own product takes up to ten times as long there.
 """

@@ -309,7 +309,7 @@ def prepare_for_decoding(model: nn.Module) -> None:
     the second time.
 
     Large float32 weights on a CPU get a packed copy. Smaller ones with at least as many outputs as inputs are laid out
-    in memory as [in, out], which takes up to a third off a product of one to sixteen rows (docs/LOG.md). Their norms
+    in memory as [in, out], which takes up to a third off a product of one to sixteen rows. Their norms
     take fewer operators. Small experts of any type are stacked, and those in NVFP4 off the CPU.
 
     Weights must not change afterwards: packed and stacked copies would not follow.
