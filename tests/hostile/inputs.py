@@ -106,102 +106,11 @@ class Case:
     directory: Path
 
 
-class Inputs:
-    """Makes cases below `room`, from the valid `target` and `head` directories. `url` is a server that answers."""
+class Damage:
+    """Makes files wrong, each time in one way, drawn by `rng`. Each method says which."""
 
-    def __init__(self, room: Path, target: Path, head: Path, url: str, seed: int) -> None:
-        self.room, self.target, self.head, self.url = room, target, head, url
-        self.rng = random.Random(seed)
-
-    def case(self, number: int) -> Case:
-        directory = self.room / f"case{number}"
-        directory.mkdir()
-        target, head = self._copy(self.target, directory / "target"), self._copy(self.head, directory / "head")
-        ways = (*[self._checkpoint] * 4, *[self._yaml] * 3, *[self._measured] * 2)
-        return self.rng.choice(ways)(directory, target, head)
-
-    def _copy(self, source: Path, place: Path) -> Path:
-        shutil.copytree(source, place, copy_function=os.link)
-        return place
-
-    def _checkpoint(self, directory: Path, target: Path, head: Path) -> Case:
-        broken = self.rng.choice([target, head])
-        name = self.rng.choice(sorted(path.name for path in broken.iterdir()))
-        if self.rng.random() < 0.12:  # a file that is there only sometimes
-            name = self.rng.choice(
-                ["hf_quant_config.json", "provenance.json", "special_tokens_map.json", "tokenizer.json"]
-            )
-        wrong = self._spoil(broken / name)
-        if self.rng.random() < 0.05:
-            wrong = f"the directory is {self._nature(broken)}"
-        version = self.rng.choice(VERSIONS)
-        commands: list[list[str]] = [
-            ["inspect", str(broken)],
-            ["inspect", str(broken), "--json"],
-            ["inspect", str(head), "--against", str(target)],
-            ["inspect", str(target), "--against", str(target)],
-            ["convert", str(head), "--to", self.rng.choice(["trtllm", "vllm", "sglang", "speculators"]), "--target",
-             str(target), "--output", str(directory / "out")],
-            ["convert", str(head), "--to", "trtllm", "--output", str(directory / "out"), "--dry-run", "--json"],
-            ["build-config", str(target), "--head", str(head), "--trtllm-version", version],
-            ["build-config", str(target), "--trtllm-version", version, "--json", "--output", str(directory / "a.yml")],
-            ["plan", str(target), "--head", str(head)],
-            ["plan", str(target), "--json"],
-            ["serve", str(target), "--head", str(head), "--dry-run", "--trtllm-version", version],
-            ["serve", str(target), "--backend", "reference", "--dry-run"],
-        ]  # fmt: skip
-        argv = self.rng.choice([words for words in commands if any(str(broken) in word for word in words)])
-        return Case(f"{broken.name}/{name}: {wrong}", argv, directory)
-
-    def _yaml(self, directory: Path, target: Path, head: Path) -> Case:
-        file = directory / "engine.yml"
-        valid = b"max_batch_size: 8\nspeculative_config: {decoding_type: Eagle, max_draft_len: 3}\n"
-        file.write_bytes(valid)
-        wrong = self._spoil(file, {**TEXTS, **YAMLS}) if self.rng.random() < 0.9 else self._nature(file)
-        version = self.rng.choice(VERSIONS)
-        commands = [
-            ["lint", str(file), "--trtllm-version", version],
-            ["lint", str(file), "--trtllm-version", version, "--json"],
-            ["lint", str(file), "--trtllm-version", version, "--target", str(target), "--head", str(head), "--fix"],
-            ["serve", str(target), "--config", str(file), "--dry-run", "--trtllm-version", version],
-            ["serve", str(target), "--head", str(head), "--config", str(file), "--dry-run"],
-            ["serve", str(target), "--disaggregated", str(file), "--dry-run"],
-        ]
-        return Case(f"engine YAML: {wrong}", self.rng.choice(commands), directory)
-
-    def _measured(self, directory: Path, target: Path, head: Path) -> Case:
-        """Prompts, results and recordings, for bench, check and plan."""
-        rows = [{"question_id": 1, "category": "code", "turns": ["Sort this."]}, {"prompt": "Why?"}]
-        acceptance = {"schema_version": 1, "acceptance": {"overall": {"length": 2.4, "by_position": [0.7, 0.5, 0.2]}}}
-        valid = {
-            "prompts.jsonl": rows,
-            "results.json": [RESULTS],
-            "recording.json": [RECORDING],
-            "acceptance.json": [acceptance],
-        }
-        file = directory / self.rng.choice(sorted(valid))
-        file.write_text("\n".join(map(json.dumps, valid[file.name])) + "\n")
-        wrong = self._spoil(file)
-        out = ["--output", str(directory / "out"), "--samples", "2", "--max-tokens", "4"]
-        commands = {
-            "prompts.jsonl": [
-                ["bench", self.url, "--dataset", str(file), *out, "--concurrency", "1"],
-                ["bench", self.url, *out, "--extra-body", wrong],
-                ["check", self.url, "--dataset", str(file), *out[2:], "--min-acceptance", "1"],
-            ],
-            "results.json": [
-                ["bench", self.url, "--compare", str(file), *out, "--concurrency", "1"],
-                ["plan", str(target), "--head", str(head), "--acceptance", str(file)],
-            ],
-            "recording.json": [
-                ["check", self.url, "--against", str(file)],
-                ["check", self.url, "--against", str(file), "--json"],
-                ["check", NOWHERE, "--against", str(file)],
-            ],
-            "acceptance.json": [["plan", str(target), "--head", str(head), "--acceptance", str(file)]],
-        }
-        argv = self.rng.choice(self.rng.choice(list(commands.values())) if wrong in SWAPPED else commands[file.name])
-        return Case(f"{file.name}: {wrong}", argv, directory)
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
 
     def _spoil(self, file: Path, texts: dict[str, bytes] | None = None) -> str:
         """Makes the file wrong in one way, and says which."""
@@ -344,3 +253,113 @@ class Inputs:
             data = data[: self.rng.randrange(len(data))]
         file.write_bytes(struct.pack("<Q", len(text)) + text + data)
         return way
+
+    def _tensor(self, file: Path, before: bytes) -> str:
+        """One or four bits of one tensor's bytes; returns its name."""
+        length = struct.unpack("<Q", before[:8])[0]
+        header = {name: entry for name, entry in json.loads(before[8 : 8 + length]).items() if name != "__metadata__"}
+        name = self.rng.choice(sorted(header))
+        begin, end = header[name]["data_offsets"]
+        data = bytearray(before)
+        for _ in range(self.rng.choice((1, 1, 4))):
+            data[8 + length + self.rng.randrange(begin, end)] ^= 1 << self.rng.randrange(8)
+        file.write_bytes(data)
+        return name
+
+
+class Inputs(Damage):
+    """Makes cases below `room`, from the valid `target` and `head` directories. `url` is a server that answers."""
+
+    def __init__(self, room: Path, target: Path, head: Path, url: str, seed: int) -> None:
+        super().__init__(random.Random(seed))
+        self.room, self.target, self.head, self.url = room, target, head, url
+
+    def case(self, number: int) -> Case:
+        directory = self.room / f"case{number}"
+        directory.mkdir()
+        target, head = self._copy(self.target, directory / "target"), self._copy(self.head, directory / "head")
+        ways = (*[self._checkpoint] * 4, *[self._yaml] * 3, *[self._measured] * 2)
+        return self.rng.choice(ways)(directory, target, head)
+
+    def _copy(self, source: Path, place: Path) -> Path:
+        shutil.copytree(source, place, copy_function=os.link)
+        return place
+
+    def _checkpoint(self, directory: Path, target: Path, head: Path) -> Case:
+        broken = self.rng.choice([target, head])
+        name = self.rng.choice(sorted(path.name for path in broken.iterdir()))
+        if self.rng.random() < 0.12:  # a file that is there only sometimes
+            name = self.rng.choice(
+                ["hf_quant_config.json", "provenance.json", "special_tokens_map.json", "tokenizer.json"]
+            )
+        wrong = self._spoil(broken / name)
+        if self.rng.random() < 0.05:
+            wrong = f"the directory is {self._nature(broken)}"
+        version = self.rng.choice(VERSIONS)
+        commands: list[list[str]] = [
+            ["inspect", str(broken)],
+            ["inspect", str(broken), "--json"],
+            ["inspect", str(head), "--against", str(target)],
+            ["inspect", str(target), "--against", str(target)],
+            ["convert", str(head), "--to", self.rng.choice(["trtllm", "vllm", "sglang", "speculators"]), "--target",
+             str(target), "--output", str(directory / "out")],
+            ["convert", str(head), "--to", "trtllm", "--output", str(directory / "out"), "--dry-run", "--json"],
+            ["build-config", str(target), "--head", str(head), "--trtllm-version", version],
+            ["build-config", str(target), "--trtllm-version", version, "--json", "--output", str(directory / "a.yml")],
+            ["plan", str(target), "--head", str(head)],
+            ["plan", str(target), "--json"],
+            ["serve", str(target), "--head", str(head), "--dry-run", "--trtllm-version", version],
+            ["serve", str(target), "--backend", "reference", "--dry-run"],
+        ]  # fmt: skip
+        argv = self.rng.choice([words for words in commands if any(str(broken) in word for word in words)])
+        return Case(f"{broken.name}/{name}: {wrong}", argv, directory)
+
+    def _yaml(self, directory: Path, target: Path, head: Path) -> Case:
+        file = directory / "engine.yml"
+        valid = b"max_batch_size: 8\nspeculative_config: {decoding_type: Eagle, max_draft_len: 3}\n"
+        file.write_bytes(valid)
+        wrong = self._spoil(file, {**TEXTS, **YAMLS}) if self.rng.random() < 0.9 else self._nature(file)
+        version = self.rng.choice(VERSIONS)
+        commands = [
+            ["lint", str(file), "--trtllm-version", version],
+            ["lint", str(file), "--trtllm-version", version, "--json"],
+            ["lint", str(file), "--trtllm-version", version, "--target", str(target), "--head", str(head), "--fix"],
+            ["serve", str(target), "--config", str(file), "--dry-run", "--trtllm-version", version],
+            ["serve", str(target), "--head", str(head), "--config", str(file), "--dry-run"],
+            ["serve", str(target), "--disaggregated", str(file), "--dry-run"],
+        ]
+        return Case(f"engine YAML: {wrong}", self.rng.choice(commands), directory)
+
+    def _measured(self, directory: Path, target: Path, head: Path) -> Case:
+        """Prompts, results and recordings, for bench, check and plan."""
+        rows = [{"question_id": 1, "category": "code", "turns": ["Sort this."]}, {"prompt": "Why?"}]
+        acceptance = {"schema_version": 1, "acceptance": {"overall": {"length": 2.4, "by_position": [0.7, 0.5, 0.2]}}}
+        valid = {
+            "prompts.jsonl": rows,
+            "results.json": [RESULTS],
+            "recording.json": [RECORDING],
+            "acceptance.json": [acceptance],
+        }
+        file = directory / self.rng.choice(sorted(valid))
+        file.write_text("\n".join(map(json.dumps, valid[file.name])) + "\n")
+        wrong = self._spoil(file)
+        out = ["--output", str(directory / "out"), "--samples", "2", "--max-tokens", "4"]
+        commands = {
+            "prompts.jsonl": [
+                ["bench", self.url, "--dataset", str(file), *out, "--concurrency", "1"],
+                ["bench", self.url, *out, "--extra-body", wrong],
+                ["check", self.url, "--dataset", str(file), *out[2:], "--min-acceptance", "1"],
+            ],
+            "results.json": [
+                ["bench", self.url, "--compare", str(file), *out, "--concurrency", "1"],
+                ["plan", str(target), "--head", str(head), "--acceptance", str(file)],
+            ],
+            "recording.json": [
+                ["check", self.url, "--against", str(file)],
+                ["check", self.url, "--against", str(file), "--json"],
+                ["check", NOWHERE, "--against", str(file)],
+            ],
+            "acceptance.json": [["plan", str(target), "--head", str(head), "--acceptance", str(file)]],
+        }
+        argv = self.rng.choice(self.rng.choice(list(commands.values())) if wrong in SWAPPED else commands[file.name])
+        return Case(f"{file.name}: {wrong}", argv, directory)
