@@ -102,7 +102,6 @@ FORWARD = ("serve", TARGET, *line("--disaggregated {front} --dry-run"))
 VLLM = ("serve", TARGET, *line("--backend vllm --dry-run"))
 MLA = "lightseekorg/kimi-k2.5-eagle3-mla"
 REFERENCE = line("serve {target} --backend reference --dry-run")
-EXECUTED = (*REFERENCE, *line("--config {engine} --max-seq-len 64 --trtllm-version 1.3.0rc20"))
 TIMES = effects(
     startup_timeout=Effect(line("--startup-timeout 5"), launches=True),
     generation_timeout=Effect(line("--generation-timeout 5"), launches=True),
@@ -296,14 +295,10 @@ SERVING: dict[str, dict[str, Situation]] = {
                 host="--host 0.0.0.0",
                 port="--port 8123",
                 dtype="--dtype float32",
-                tp_size="--tp-size 2",
                 device="--device cuda",
-                cuda_graphs=Effect(line("--cuda-graphs"), base=(*REFERENCE, "--device", "cuda")),
                 speculation="--speculation prompt-lookup",
                 draft_len=Effect(line("--draft-len 2"), base=(*REFERENCE, "--head", "{head}")),
                 draft_sampling=Effect(line("--draft-sampling probabilistic"), base=(*REFERENCE, "--head", "{head}")),
-                config=Effect(line("--config {engine} --trtllm-version 1.3.0rc20 --max-seq-len 64")),
-                trtllm_version=Effect(line("--trtllm-version 1.2.1"), base=EXECUTED),
                 prefix_reuse="--prefix-reuse off",
                 prefix_cache_mib="--prefix-cache-mib 7",
                 max_batch_size="--max-batch-size 7",

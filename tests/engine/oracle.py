@@ -50,14 +50,11 @@ class OracleDrafter:
     def learn(self, batch: DecodeBatch, verified: Verified) -> None:
         self.inner.learn(batch, verified)
 
-    def behind(self, row: int) -> int:
-        return self.inner.behind(row)
-
     def move(self, source: int, target: int, length: int) -> None:
         self.inner.move(source, target, length)
 
-    def propose(self, batch: DecodeBatch, length: int) -> list[int]:
-        counts = self.inner.propose(batch, length)
+    def propose(self, batch: DecodeBatch) -> list[int]:
+        counts, length = self.inner.propose(batch), batch.draft_len
         for row, sequence in enumerate(batch.sequences):
             done = len(sequence.token_ids)
             text = len(sequence.request.prompt_ids) + done

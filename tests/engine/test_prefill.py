@@ -114,34 +114,6 @@ def test_a_beginning_that_is_being_computed_is_waited_for(target: KimiModel, mon
     requests = [GenerationRequest(str(n), [*shared, 90 + n, n], 4, ignore_eos=True) for n in range(4)]
     plain = token_ids(Engine(target, options=EngineOptions(max_batch_size=4)).generate(requests))
     counted.passes.clear()
-    engine = Engine(target, options=EngineOptions(max_batch_size=4, prefix_reuse="warm"))
+    engine = Engine(target, options=EngineOptions(max_batch_size=4, prefix_reuse=True))
     assert token_ids(engine.generate(requests)) == plain
     assert [[p.begin for p in pieces] for pieces in counted.passes] == [[0], [64, 64, 64]]
-
-
-@pytest.mark.parametrize("step", [130, None])
-def test_without_chunks_prompts_longer_than_a_pass_decode_together(
-    target: KimiModel, step: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each within one step, in several passes, beside rows that decode: nobody waits until the batch is empty."""
-    counted = Counted(target, monkeypatch)
-    requests = [GenerationRequest(str(n), list(range(n, n + 60)), 12, ignore_eos=True) for n in range(3)]
-    plain = token_ids(Engine(target, options=EngineOptions(max_batch_size=1)).generate(requests))
-    counted.passes.clear()
-    options = EngineOptions(
-        max_batch_size=4, max_seq_len=128, prefill_tokens=32, max_num_tokens=step, chunked_prefill=False
-    )
-    engine = Engine(target, options=options)
-    for request in requests:
-        engine.submit(request)
-    made: dict[str, list[int]] = {request.id: [] for request in requests}
-    decoding, prompts = [], []
-    while engine.has_work:
-        for output in engine.step():
-            made[output.id] += output.token_ids
-        assert engine.prefilling is None and engine.iteration is not None
-        decoding.append(engine.iteration.decoding)
-        prompts.append(engine.iteration.prompt_tokens)
-    assert made == plain
-    assert max(sum(p.end - p.begin for p in pieces) for pieces in counted.passes) == 32
-    assert prompts[:2] == [120, 60] and decoding[:2] == [2, 3]

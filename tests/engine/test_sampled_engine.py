@@ -47,7 +47,7 @@ def small(target: KimiModel) -> KimiModel:
 def head_for(small: KimiModel, head: Eagle3Head, draft_ids: list[int] | None) -> Eagle3Head:
     """A random head over the small vocabulary, or over some tokens of it."""
     head = copy.deepcopy(head)
-    head.set_embedding(small.embed)
+    head.embed = small.embed
     size = VOCAB if draft_ids is None else len(draft_ids)
     head.lm_head.weight = nn.Parameter(head.lm_head.weight[:size], False)  # type: ignore[index]
     head.target_ids = None if draft_ids is None else torch.tensor(draft_ids)

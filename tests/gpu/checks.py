@@ -20,7 +20,6 @@ from tests.engine.near_ties import first_divergence, rounding_at
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.drafters import DraftSampling
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.graphs import GraphedHead, GraphedTarget, Graphs, rounded_up
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.sequence import Completion
 from trtspec.models.eagle3 import Eagle3Head
@@ -215,27 +214,22 @@ def homogeneous(left: Counter[int], right: Counter[int]) -> float | None:
 
 
 def speed(models: Models) -> list[Row]:
-    """Output tokens per second, prompts included, plain and speculative, the latter also with CUDA graphs."""
+    """Output tokens per second, prompts included, plain and speculative."""
     rows = []
     for batch in models.sizes.concurrency:
         requests = models.requests(2 * batch)
         engines = {"plain": models.engine(0, batch), "speculative": models.engine(DRAFTS, batch)}
-        if models.device.type == "cuda":
-            engines["plain, CUDA graphs"] = models.engine(0, batch, cuda_graphs=True)
-            engines["speculative, CUDA graphs"] = models.engine(DRAFTS, batch, cuda_graphs=True)
         speeds: dict[str, list[float]] = {name: [] for name in engines}
         for turn in range(models.sizes.turns + 1):
             for name, engine in engines.items():
                 per_second = timed(models, engine, requests)
-                if turn:  # the first one captures and warms up
+                if turn:  # the first one warms up
                     speeds[name].append(per_second)
         for name, engine in engines.items():
             median = statistics.median(speeds[name])
             figure = f"{median:.1f} tokens/s, {median / statistics.median(speeds['plain']):.2f} of plain"
             if engine.draft_len:
                 figure += f", acceptance length {1 + engine.totals.accepted / engine.totals.steps:.2f}"
-            if engine.graphs is not None:
-                figure += f", {engine.graphs.told} ({len(engine.graphs.captured)})"
             rows.append(Row("speed", f"{name}, {batch} at once", figure))
     return rows
 
@@ -256,20 +250,13 @@ def bandwidth(models: Models) -> list[Row]:
     prepare_for_decoding(target)
     cache, start = target.new_cache(1, 512), torch.tensor([128], device=models.device)
     token = torch.zeros(1, 1, dtype=torch.int64, device=models.device)
-    steps = {"eager": lambda: target(token, start, cache, length=129)}
-    if models.device.type == "cuda":
-        graphed = GraphedTarget(target, Graphs())
-        steps["CUDA graph"] = lambda: graphed(token, start, cache, 0, (), length=129)
     source = torch.empty(models.sizes.copied_bytes, dtype=torch.uint8, device=models.device)
     copy = torch.empty_like(source)
     reached = 2 * source.nbytes / seconds(models, lambda: copy.copy_(source))
     rows = [Row("memory", f"copy of {source.nbytes / 2**20:.0f} MiB", f"{reached / 1e9:.0f} GB/s read and written")]
-    read = weights_of_a_token(target)
-    for name, step in steps.items():
-        took = seconds(models, step)
-        figure = f"{1e3 * took:.2f} ms a step, {read / 1e6:.0f} MB: {read / took / reached:.1%} of the copy's bandwidth"
-        rows.append(Row("memory", f"plain step, {name}", figure))
-    return rows
+    read, took = weights_of_a_token(target), seconds(models, lambda: target(token, start, cache, length=129))
+    figure = f"{1e3 * took:.2f} ms a step, {read / 1e6:.0f} MB: {read / took / reached:.1%} of the copy's bandwidth"
+    return [*rows, Row("memory", "plain step", figure)]
 
 
 def seconds(models: Models, step: Callable[[], object], runs: int = 20) -> float:
@@ -290,45 +277,6 @@ def weights_of_a_token(target: KimiModel) -> float:
     routed = sum(p.nbytes for m in target.modules() if isinstance(m, Experts) for p in m.parameters())
     whole = sum(parameter.nbytes for parameter in target.parameters()) - target.embed.weight.nbytes
     return whole - routed + routed * target.spec.num_experts_per_tok / max(1, target.spec.n_routed_experts)
-
-
-@torch.inference_mode()
-def capture(models: Models) -> list[Row]:
-    """The decode, verify, draft and learn passes captured and replayed, against the same passes run as they are."""
-    if models.device.type != "cuda":
-        return [Row("CUDA graphs", "", f"nothing to capture on {models.device}")]
-    target, head = models.on(models.device, models.dtype)
-    layers, rows = tuple(head.spec.aux_layers or target.spec.default_aux_layers), []
-    for name, width in {"decode": 1, "verify": 1 + DRAFTS}.items():
-        block = torch.randint(0, 200, (4, width), device=models.device)
-        start = torch.tensor([40, 7, 90, 3], device=models.device)
-        cache, graphs = target.new_cache(4, 512), Graphs()
-        end = rounded_up(94, cache.max_len)
-        replayed = GraphedTarget(target, graphs)(block, start, cache, 0, layers, length=94)
-        eager = target(block, start, cache, 0, layers, length=end)
-        rows.append(replay_row(name, graphs, replayed.logits, eager.logits))
-        x = torch.randn(4, width, head.spec.hidden_size, device=models.device).to(models.dtype)
-        drafts, graphs = head.new_cache(4, 512), Graphs()
-        ours = GraphedHead(head, graphs)(x, block, start, drafts, length=94)[1]
-        rows.append(
-            replay_row("draft" if width == 1 else "learn", graphs, ours, head(x, block, start, drafts, length=end)[1])
-        )
-    requests = models.requests(models.sizes.answers)
-    plain = models.engine(0, 4, record_gaps=True).generate(requests)
-    engine = models.engine(DRAFTS, 4, record_gaps=True, cuda_graphs=True)
-    equal, explained = compared(target, requests, plain, engine.generate(requests))
-    assert engine.graphs is not None
-    figure = f"{equal} of {len(requests)} answers as without, {explained} part at a near-tie, "
-    figure += f"{len(engine.graphs.captured)} graphs, {engine.graphs.output_bytes / 2**20:.0f} MiB of outputs"
-    good = equal + explained == len(requests) and engine.graphs.reason is None
-    return [*rows, judged("CUDA graphs", "speculative, greedy, batch 4", f"{figure}; {engine.graphs.told}", good)]
-
-
-def replay_row(name: str, graphs: Graphs, replayed: Tensor, eager: Tensor) -> Row:
-    if graphs.reason is not None:
-        return Row("CUDA graphs", f"{name} pass", f"not captured: {graphs.reason}", "FAILED")
-    apart = float((replayed.float() - eager.float()).abs().max())
-    return judged("CUDA graphs", f"{name} pass", f"captured; replay and plain run apart by {apart:.1e}", apart == 0)
 
 
 def waits(models: Models) -> list[Row]:
@@ -356,5 +304,5 @@ def waits(models: Models) -> list[Row]:
 
 
 CHECKS: list[Callable[[Models], list[Row]]] = [
-    exactness, losslessness, distribution, waits, capture, speed, bandwidth,
+    exactness, losslessness, distribution, waits, speed, bandwidth,
 ]  # fmt: skip

@@ -240,8 +240,8 @@ def test_draft_vocabulary_maps_to_target_ids(tmp_path, target_dir, target):
     head, tensors, _ = load(tmp_path, target_dir, target, "mla", "3", draft_vocab=100)
     ids = head.to_target_ids(torch.arange(100))
     assert ids.tolist() == (torch.arange(100) + tensors["d2t"]).tolist()
-    assert head.draft_to_target is not None
+    assert head.target_ids is not None
     assert head.logits(torch.zeros(1, 64, dtype=torch.float64)).shape == (1, 100)
     whole, _, _ = load(tmp_path, target_dir, target, "mla", "3")
-    assert whole.draft_to_target is None
+    assert whole.target_ids is None
     assert whole.to_target_ids(torch.tensor([7])).tolist() == [7]

@@ -138,7 +138,7 @@ class Room:
         feedback, normed = model(x, inputs["tokens"][None], None, None)
         again = model(feedback, inputs["again"][None], None, None)[1]
         draft = model.logits(normed).shape[-1]
-        ids = torch.arange(draft) if model.draft_to_target is None else model.draft_to_target
+        ids = torch.arange(draft) if model.target_ids is None else model.target_ids
         return {"first": model.logits(normed)[0], "second": model.logits(again)[0], "ids": ids}
 
     def report(self) -> str:

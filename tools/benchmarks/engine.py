@@ -1,6 +1,6 @@
 """Output tokens per second with and without speculation, side by side, and against transformers' generate.
 
-    python -m tools.benchmarks.engine --target DIR --head DIR [--prompts FILE] [--temperature 0 1] [--schedule 1:3 17:1]
+    python -m tools.benchmarks.engine --target DIR --head DIR [--prompts FILE] [--temperature 0 1]
 
 Variants take turns on the same requests, slots are refilled, prefill is included; figures are medians over the turns
 and every ratio is taken inside one turn, of wall time and of the process's own CPU time (the steadier one where others
@@ -47,7 +47,6 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--drafters", nargs="+", choices=["eagle3", "prompt-lookup"], default=["eagle3"])
     parser.add_argument("--draft-sampling", nargs="+", choices=["argmax", "probabilistic"], default=["argmax"])
-    parser.add_argument("--schedule", nargs="+", type=step, default=[], help="ROWS:LENGTH, drafts from so many rows on")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--no-transformers", action="store_true")
@@ -68,7 +67,6 @@ def main() -> None:
                 drafter=drafter,
                 draft_len=options.draft_len,
                 draft_sampling=draft_sampling,
-                draft_schedule=tuple(options.schedule),
                 max_batch_size=concurrency,
             ),
         )
@@ -86,11 +84,6 @@ def main() -> None:
         draft_cost(target, options.head, rows)
     if not options.no_transformers:
         transformers_speed(options, head, target, read_requests(options, 0.0))
-
-
-def step(text: str) -> tuple[int, int]:
-    rows, _, length = text.partition(":")
-    return int(rows), int(length)
 
 
 def read_requests(options: argparse.Namespace, temperature: float) -> list[GenerationRequest]:

@@ -29,7 +29,6 @@ OWN_OPTIONS = {  # of serve, which a proof sets or rules out; and how a proof is
     "--port": "servers of a proof take a free port",
     "--dry-run": "pass --dry-run before it",
 }
-OWN_VALUES = {("--prefix-reuse", "blind"): "the plain server has no head whose cache could be left out"}
 GPUS = "pass --gpus before the first `--`: a server of a proof has that many, all tensor-parallel"
 HEAD = "pass --head and --draft-len before the first `--`"
 # of trtllm-serve and vllm serve, every spelling, without leading dashes and with dashes for underscores
@@ -56,14 +55,10 @@ def refuse_own_options(words: Sequence[str]) -> None:
 
 def _contradictions(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     cut = list(words).index("--") if "--" in words else len(words)
-    own = words[:cut]
-    for word, following in zip(own, [*own[1:], ""], strict=False):
-        flag, joined, value = word.partition("=")
+    for word in words[:cut]:
+        flag = word.partition("=")[0]
         if flag in OWN_OPTIONS:
             yield flag, OWN_OPTIONS[flag]
-        given = flag, value if joined else following
-        if given in OWN_VALUES:
-            yield " ".join(given), OWN_VALUES[given]
     for word in words[cut + 1 :]:
         flag = word.partition("=")[0]
         name = flag.partition(".")[0].lstrip("-").replace("_", "-")

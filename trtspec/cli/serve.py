@@ -1,6 +1,5 @@
-"""`trtspec serve`: checks, then one server: TensorRT-LLM, the front of several, vLLM, or the reference backend, which
-executes an engine YAML in this process.
-"""
+"""`trtspec serve`: checks, then one server: TensorRT-LLM, the front of several, vLLM, or the reference backend in this
+process."""
 
 from __future__ import annotations
 
@@ -15,26 +14,23 @@ import typer
 
 from trtspec.cli.options import DryRunOption, HeadOption, JsonOption, TargetArgument
 from trtspec.errors import CheckFailed, MissingDependency, UsageError, has_errors
-from trtspec.records import Mode, narrow, refuse_unused, words
+from trtspec.records import Mode, narrow, words
 from trtspec.trtllm.serve.start import EngineStart, FrontStart
 from trtspec.vllm import VllmStart
 
 if TYPE_CHECKING:
     from trtspec.checkpoint.hub import Resolved
     from trtspec.launch.preflight import ServerPlan
-    from trtspec.trtllm.reference import Executed
 
 API_KEY = "TRTSPEC_SERVE_API_KEY"  # the key itself is never printed
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceStart:
-    """The options that the reference backend uses; None leaves the choice to the file, then to the server."""
+    """The options that the reference backend uses; None leaves the choice to the server."""
 
     target: str
     head: str | None = None
-    config: Path | None = None
-    trtllm_version: str | None = None
     host: str = "localhost"
     port: int = 8000
     dtype: str = "auto"
@@ -42,7 +38,7 @@ class ReferenceStart:
     speculation: Literal["eagle3", "prompt-lookup", "none"] | None = None
     draft_len: int | None = None
     draft_sampling: Literal["argmax", "probabilistic"] | None = None
-    prefix_reuse: Literal["warm", "blind", "off"] | None = None
+    prefix_reuse: Literal["warm", "off"] | None = None
     prefix_cache_mib: int | None = None
     max_batch_size: int | None = None
     max_num_tokens: int | None = None
@@ -50,8 +46,6 @@ class ReferenceStart:
     served_model_name: str | None = None
     max_queue: int | None = None
     api_key: str | None = field(default=None, repr=False)
-    tp_size: int | None = None
-    cuda_graphs: bool = False
 
     @property
     def drafter(self) -> Literal["eagle3", "prompt-lookup"] | None:
@@ -70,14 +64,8 @@ class ReferenceStart:
             raise UsageError("--draft-len is not used without speculation", "pass --head, or leave it out")
         if self.draft_sampling is not None and self.drafter != "eagle3":
             raise UsageError("--draft-sampling is not used without a head", "pass --head, or leave it out")
-        if self.prefix_reuse == "blind" and self.drafter != "eagle3":
-            raise UsageError("--prefix-reuse blind is about a head's cache", "pass --head, or leave it out")
         if self.prefix_reuse == "off" and self.prefix_cache_mib is not None:
             raise UsageError("--prefix-cache-mib is not used with --prefix-reuse off", "leave one of the two out")
-        if self.cuda_graphs and self.device.partition(":")[0] != "cuda":
-            raise UsageError(f"--cuda-graphs needs a GPU, not --device {self.device}", "pass --device cuda")
-        if self.cuda_graphs and (self.tp_size or 1) > 1:
-            raise UsageError(f"--cuda-graphs is for one GPU, not --tp-size {self.tp_size}", "leave one of the two out")
         return self
 
 
@@ -96,7 +84,7 @@ class ServeOptions:
         typer.Option(help="trtllm: NVIDIA TensorRT-LLM. vllm: vLLM. reference: plain PyTorch, on a CPU or a GPU."),
     ] = "trtllm"
     config: Annotated[
-        Path | None, typer.Option(help="Engine YAML. Default: one generated for this launch; reference backend: none.")
+        Path | None, typer.Option(help="Engine YAML of TensorRT-LLM. Default: one generated for this launch.")
     ] = None
     trtllm_version: Annotated[
         str | None, typer.Option(help="TensorRT-LLM version to check for. Default: the installed one.")
@@ -114,9 +102,7 @@ class ServeOptions:
     ] = None
     tp_size: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Tensor-parallel size. Default: the file's, else 4; with vLLM 8; with the reference backend 1."
-        ),
+        typer.Option(min=1, help="Tensor-parallel size. Default: the file's, else 4; with vLLM 8."),
     ] = None
     max_batch_size: Annotated[
         int | None,
@@ -155,18 +141,15 @@ class ServeOptions:
         ),
     ] = None
     prefix_reuse: Annotated[
-        Literal["warm", "blind", "off"] | None,
-        typer.Option(
-            help="Reference backend: who reuses the cache of a known prefix. warm: the target and the head. blind: the "
-            "target only, as in TensorRT-LLM with a separate draft cache. off: nobody. Default: the file's, else warm."
-        ),
+        Literal["warm", "off"] | None,
+        typer.Option(help="Reference backend. warm: reuse the caches of a known prefix. off: do not. Default: warm."),
     ] = None
     prefix_cache_mib: Annotated[
         int | None,
         typer.Option(
             "--prefix-cache-mib",
             min=1,
-            help="Reference backend: memory for texts to reuse. Default: the file's, else 256.",
+            help="Reference backend: memory for texts to reuse. Default: 256.",
         ),
     ] = None
     dtype: Annotated[
@@ -176,13 +159,6 @@ class ServeOptions:
         ),
     ] = "auto"
     device: Annotated[str, typer.Option(help="Reference backend: cpu or cuda.")] = "cpu"
-    cuda_graphs: Annotated[
-        bool,
-        typer.Option(
-            "--cuda-graphs",
-            help="Reference backend, one GPU: capture the passes of a step as CUDA graphs. Experimental.",
-        ),
-    ] = False
     served_model_name: Annotated[str | None, typer.Option(help="Name in /v1/models. Default: the target's.")] = None
     max_queue: Annotated[
         int | None,
@@ -296,110 +272,20 @@ def _show_and_launch(plan: ServerPlan, options: ServeOptions) -> None:
 
 
 def _serve_reference(options: ServeOptions) -> None:
-    start: ReferenceStart = narrow(options, REFERENCE, MODES, selecting=SHARED)
-    if options.config is None:
-        refuse_unused(options, ["trtllm_version"], "without --config", "pass --config, or leave it out")
-        options, start = replace(options, trtllm_version=None), replace(start, trtllm_version=None)
-    typed = replace(options, api_key=None, dry_run=False, json_=False)
-    if start.config is None:
-        typed = replace(typed, speculation=start.drafter or "none")
-    command = words(typed, always=("backend", "host", "port", "dtype", "device"))
-    start_reference(start, command, dry_run=options.dry_run, as_json=options.json_)
+    start: ReferenceStart = narrow(options, REFERENCE, MODES, selecting=SHARED).checked()
+    if options.dry_run or options.json_:
+        chosen = vars(start) | {"api_key": None, "speculation": start.drafter or "none"}
+        typed = ServeOptions(**chosen, backend="reference")
+        _show(start, words(typed, always=("backend", "host", "port", "dtype", "device")), options.json_)
+    if not options.dry_run:
+        _run(start)
 
 
-def start_reference(start: ReferenceStart, command: list[str], *, dry_run: bool, as_json: bool) -> None:
-    """Shows what is asked for with `--dry-run` or `--json`, and serves without `--dry-run`. `command` is this one as
-    words, with every choice written out."""
-    executed = _executed(start)
-    if executed is None:
-        settings = start.checked()
-    else:
-        settings, executed = _with_file(start, executed), _beside(start, executed)
-    if dry_run or as_json:
-        _show(settings, executed, command, as_json)
-    elif executed is not None:
-        from trtspec.report import write_stderr
-
-        write_stderr("".join(f"{line}\n" for line in executed.lines()))
-    if not dry_run:
-        _run(settings, executed)
-
-
-def _executed(start: ReferenceStart) -> Executed | None:
-    """The file of `--config` as this backend means it. Raises UsageError with its errors."""
-    if start.config is None:
-        return None
-    from trtspec.trtllm.reference import execute, refuse_errors
-
-    executed = execute(start.config, start.trtllm_version)
-    refuse_errors(executed)
-    return executed
-
-
-def _with_file(start: ReferenceStart, executed: Executed) -> ReferenceStart:
-    """The options with those of the file: sizes, the head and the reuse of prefixes may be set beside it."""
-    for name in ("speculation", "draft_len", "draft_sampling"):
-        if getattr(start, name) is not None:
-            message = f"{_flag(name)} is not used with --config: the file decides"
-            raise UsageError(message, "leave it out, or change speculative_config")
-    file = executed.settings
-    if start.head and file.draft_len is None:
-        raise UsageError(f"--head is not used: {executed.path} does not speculate", "leave it out")
-    chosen = {
-        name: getattr(start, name) if getattr(start, name) is not None else getattr(file, name)
-        for name in ("head", "prefix_reuse", "max_batch_size", "max_num_tokens", "max_seq_len")
-    }
-    if file.draft_len is not None and not chosen["head"]:
-        raise UsageError(f"{executed.path} speculates and names no head", "pass --head")
-    if start.max_seq_len is None and file.max_seq_len is not None:
-        _check_positions(start.target, executed)
-    return replace(
-        start,
-        speculation="eagle3" if file.draft_len else "none",
-        draft_len=file.draft_len,
-        draft_sampling=file.draft_sampling if file.draft_len else None,
-        **chosen,
-    ).checked()
-
-
-def _beside(start: ReferenceStart, executed: Executed) -> Executed:
-    """The file's list with what the command line says instead."""
-    from trtspec.trtllm.deployment import MODEL_KEYS
-    from trtspec.trtllm.reference import RANKS, REUSE, SIZES
-
-    keys = {name: name for name in SIZES} | {"prefix_reuse": REUSE}
-    keys |= {"head": next((key for key in MODEL_KEYS if key in executed.honoured), MODEL_KEYS[0])}
-    instead = {}
-    for name, key in keys.items():
-        if getattr(start, name) is not None:
-            written = executed.honoured.get(key, "nothing").replace(" (the file's first line)", "")
-            instead[key] = f"{getattr(start, name)} ({_flag(name)}; the file: {written})"
-    if start.tp_size is not None and RANKS in executed.not_applicable:
-        instead[RANKS] = f"{start.tp_size} (--tp-size, whatever the file says)"
-    idle = {key: reason for key, reason in executed.not_applicable.items() if key not in instead}
-    return replace(executed, honoured=executed.honoured | instead, not_applicable=idle)
-
-
-def _check_positions(target: str, executed: Executed) -> None:
-    """Raises UsageError where the file asks for longer texts than the target has positions."""
-    from trtspec.checkpoint.hub import load_target
-
-    positions = load_target(target).spec.max_position_embeddings
-    wanted = executed.settings.max_seq_len
-    if wanted is not None and wanted > positions:
-        message = f"{executed.path} asks for max_seq_len {wanted}, and {target} has {positions} positions"
-        raise UsageError(message, f"pass --max-seq-len {positions} or less")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _show(start: ReferenceStart, executed: Executed | None, command: list[str], as_json: bool) -> None:
-    """The command, and what is made of a file; names are looked up, nothing is fetched."""
+def _show(start: ReferenceStart, command: list[str], as_json: bool) -> None:
+    """The `command` with every choice written out; names are looked up, nothing is fetched."""
     from trtspec.checkpoint.hub import load_head, load_target
     from trtspec.checkpoint.target_problems import require_target
-    from trtspec.report import print_json, problem_lines, write_stderr
+    from trtspec.report import print_json
 
     target = load_target(start.target)
     if target.resolved.path is not None:
@@ -408,18 +294,14 @@ def _show(start: ReferenceStart, executed: Executed | None, command: list[str], 
         load_head(start.head)
     argv = [sys.executable, "-m", "trtspec", "serve", *command]
     if as_json:
-        env = {API_KEY: "(not shown)"} if start.api_key else {}
-        problems = executed.to_dict().pop("problems") if executed else []
-        found = {"argv": argv, "env": env, "config": executed.to_dict() if executed else {}, "problems": problems}
-        print_json(found)
-        return
-    sys.stdout.write((f'{API_KEY}="${API_KEY}" ' if start.api_key else "") + shlex.join(argv) + "\n")
-    if executed is not None:
-        sys.stdout.write("\n" + "".join(f"{line}\n" for line in executed.lines()))
-        write_stderr("".join(f"{line}\n" for line in problem_lines(executed.problems)))
+        print_json(
+            {"argv": argv, "env": {API_KEY: "(not shown)"} if start.api_key else {}, "config": {}, "problems": []}
+        )
+    else:
+        sys.stdout.write((f'{API_KEY}="${API_KEY}" ' if start.api_key else "") + shlex.join(argv) + "\n")
 
 
-def _run(start: ReferenceStart, executed: Executed | None) -> None:
+def _run(start: ReferenceStart) -> None:
     """Fetches what is not here, then serves until a signal ends it."""
     from trtspec.checkpoint.hub import must_be_head, must_be_target
 
@@ -434,36 +316,17 @@ def _run(start: ReferenceStart, executed: Executed | None) -> None:
         ) from None
     target = _local(start.target, must_be_target)
     head = _local(start.head, must_be_head) if start.head else None
-    sizes: dict[str, Any] = {
-        key: getattr(start, key)
-        for key in (
-            "draft_len",
-            "draft_sampling",
-            "max_batch_size",
-            "max_num_tokens",
-            "max_seq_len",
-            "max_queue",
-            "tp_size",
-            "cuda_graphs",
-        )
-    }
-    if start.prefix_reuse is not None:
-        sizes["prefix_reuse"] = start.prefix_reuse
-    if executed is not None:
-        file = executed.settings
-        sizes |= {key: getattr(file, key) for key in ("draft_schedule", "chunked_prefill", "kv_cache_dtype")}
-        sizes |= {"prefix_bytes": file.prefix_bytes, "block_tokens": file.block_tokens}
+    sizes = ("draft_len", "draft_sampling", "max_batch_size", "max_num_tokens", "max_seq_len", "max_queue")
+    known: dict[str, Any] = {key: getattr(start, key) for key in sizes if getattr(start, key) is not None}
     if start.prefix_cache_mib is not None:
-        sizes["prefix_bytes"] = start.prefix_cache_mib << 20
-    known = {key: value for key, value in sizes.items() if value is not None}
-    if known.get("prefix_reuse") == "off":
-        known["prefix_reuse"] = None
+        known["prefix_bytes"] = start.prefix_cache_mib << 20
     options = ServerOptions(
         host=start.host,
         port=start.port,
         dtype=start.dtype,
         device=start.device,
         drafter=start.drafter,
+        prefix_reuse=start.prefix_reuse != "off",
         served_model_name=start.served_model_name or target[1],
         api_key=start.api_key,
         **known,

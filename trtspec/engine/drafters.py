@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from trtspec.engine.batch import DecodeBatch, on_device
-from trtspec.engine.graphs import GraphedHead, Graphs
 from trtspec.engine.sampling import draw
 from trtspec.engine.sequence import Sequence
 from trtspec.errors import MissingDependency, UsageError
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 DrafterName = Literal["eagle3", "prompt-lookup"]
 DraftSampling = Literal["argmax", "probabilistic"]
-BACKLOG = 32  # states that a head keeps for later while nothing is drafted
 
 
 class Drafter(Protocol):
@@ -40,17 +38,13 @@ class Drafter(Protocol):
         """Takes the target's states [1, N, n_aux*H] of pieces of prompts with the tokens [1, N] that follow each."""
         ...
 
-    def propose(self, batch: DecodeBatch, length: int) -> list[int]:
-        """Writes up to `length` drafts of each row behind its last token in `batch.block`; returns how many."""
+    def propose(self, batch: DecodeBatch) -> list[int]:
+        """Writes up to `batch.draft_len` drafts of each row behind its last token in `batch.block`; returns how
+        many."""
         ...
 
     def learn(self, batch: DecodeBatch, verified: Verified) -> None: ...
-    def behind(self, row: int) -> int:
-        """How many of a row's last tokens are not in the drafter's own cache yet, where it has one."""
-        ...
-
     def move(self, source: int, target: int, length: int) -> None: ...
-    def use_graphs(self, graphs: Graphs) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -58,15 +52,13 @@ class Verified:
     """What a verification says of the batch's rows, before they advance.
 
     aux [B, T, n_aux*H] are the captured states of the block's tokens, tokens int64 [B, T] those that follow each of
-    them, accepted int64 [B] the drafts that stand. States after the first `known` are rejected in every row. `drafted`:
-    the round had drafts.
+    them, accepted int64 [B] the drafts that stand. States after the first `known` are rejected in every row.
     """
 
     aux: Tensor | None
     tokens: Tensor
     accepted: Tensor
     known: int
-    drafted: bool
 
 
 class NoDrafter:
@@ -79,19 +71,13 @@ class NoDrafter:
     def prompts(self, aux: Tensor | None, tokens: Tensor, pieces: list[TextPiece]) -> None:
         pass
 
-    def propose(self, batch: DecodeBatch, length: int) -> list[int]:
+    def propose(self, batch: DecodeBatch) -> list[int]:
         return [0] * len(batch)
 
     def learn(self, batch: DecodeBatch, verified: Verified) -> None:
         pass
 
-    def behind(self, row: int) -> int:
-        return 0
-
     def move(self, source: int, target: int, length: int) -> None:
-        pass
-
-    def use_graphs(self, graphs: Graphs) -> None:
         pass
 
 
@@ -110,37 +96,31 @@ class Eagle3Drafter:
         self, head: Eagle3Head, target: KimiModel, rows: int, max_len: int, draft_sampling: DraftSampling
     ) -> None:
         self.head = head
-        self.step: Eagle3Head | GraphedHead = head  # over the decoding rows
         self.draws = draft_sampling == "probabilistic"
         self.aux_layers = tuple(head.spec.aux_layers or target.spec.default_aux_layers)
-        self.draft_ids = head.draft_to_target
-        self.cache = head.new_cache(rows, max_len + BACKLOG)  # catching up may write so far behind a row's end
+        self.draft_ids = head.target_ids
+        self.cache = head.new_cache(rows, max_len)
         weight, hidden = head.fc.weight, head.spec.hidden_size
         self.feedback = weight.new_zeros(rows, 1, hidden)  # of each row's last true state: the first step's input,
         self.normed = weight.new_zeros(rows, hidden)  # and what its first draft is read from
-        self.backlog = Backlog(rows, weight.new_zeros(rows, BACKLOG, head.fc.in_features))
 
     def prompts(self, aux: Tensor | None, tokens: Tensor, pieces: list[TextPiece]) -> None:
         assert aux is not None
         feedback, normed = self.head.prompts(self.head.fuse(aux), tokens, pieces, self.cache)
         rows = on_device([piece.row for piece in pieces], tokens.device)
         self.feedback[rows, 0], self.normed[rows] = feedback[0], normed[0]
-        for piece in pieces:
-            self.backlog.counts[piece.row] = 0
 
-    def propose(self, batch: DecodeBatch, length: int) -> list[int]:
+    def propose(self, batch: DecodeBatch) -> list[int]:
         """A chain from the last true state: each step's output is the next one's input.
 
         A step's own row stands at the position of the token before its draft.
         """
-        rows = len(batch)
-        if length:
-            self._catch_up(batch)
+        rows, length = len(batch), batch.draft_len
         x, normed = self.feedback[:rows], self.normed[:rows]
         start, drafts = batch.start[:rows], batch.block[:rows, 1:]
         for step in range(length):
             if step:
-                x, steps = self.step(
+                x, steps = self.head(
                     x, drafts[:, step - 1 : step], start + (step - 1), self.cache, length=batch.reach + step - 1
                 )
                 normed = steps[:, 0]
@@ -148,32 +128,20 @@ class Eagle3Drafter:
         return [length] * rows
 
     def learn(self, batch: DecodeBatch, verified: Verified) -> None:
-        """Runs the head over the true states, or only keeps them where nothing is drafted for now."""
+        """Runs the head over the true states."""
         rows, known = len(batch), verified.known
         assert verified.aux is not None
         aux, tokens = verified.aux[:, :known], verified.tokens[:, :known]
-        if not verified.drafted:
-            if self.backlog.full(rows):
-                self._catch_up(batch)
-            self.backlog.keep(aux, tokens)
-            return
         end = batch.reach + known - 1
-        feedback, normed = self.step(
+        feedback, normed = self.head(
             self.head.fuse(aux), tokens, batch.start[:rows], self.cache, length=end, at=verified.accepted
         )
         self.feedback[:rows], self.normed[:rows] = feedback, normed[:, 0]
-
-    def behind(self, row: int) -> int:
-        return self.backlog.counts[row]
 
     def move(self, source: int, target: int, length: int) -> None:
         self.cache.move(source, target, length)
         for state in (self.feedback, self.normed):
             state[target] = state[source]
-        self.backlog.move(source, target)
-
-    def use_graphs(self, graphs: Graphs) -> None:
-        self.step = GraphedHead(self.head, graphs)
 
     def _choose(self, batch: DecodeBatch, step: int, logits: Tensor) -> Tensor:
         """Draft `step` of each row in target ids, from logits [B, Vd]: the likeliest, or drawn where the row draws."""
@@ -183,48 +151,6 @@ class Eagle3Drafter:
             ids[sampling.rows] = draw(probs, batch.uniform[sampling.rows, step])
             batch.store_draft_probs(step, sampling.rows, probs)
         return self.head.to_target_ids(ids)
-
-    def _catch_up(self, batch: DecodeBatch) -> None:
-        """Runs the head over what the backlog keeps; rows with less of it write stale entries behind their end."""
-        rows, backlog = len(batch), self.backlog
-        counts = backlog.counts[:rows]
-        longest = max(counts)
-        if not longest:
-            return
-        count = on_device(counts, batch.device)
-        x = self.head.fuse(backlog.aux[:rows, :longest])
-        tokens, start, end = backlog.tokens[:rows, :longest], batch.start[:rows] - count, batch.reach - 1 + longest
-        feedback, normed = self.head(x, tokens, start, self.cache, length=end)
-        behind = on_device([row for row in range(rows) if counts[row]], batch.device)
-        last = count[behind] - 1
-        self.feedback[behind, 0], self.normed[behind] = feedback[behind, last], normed[behind, last]
-        backlog.counts[:rows] = [0] * rows
-
-
-class Backlog:
-    """True states that a head has not seen, of rounds without drafts: aux [rows, n, n_aux*H] with the tokens that
-    follow them, int64 [rows, n]; `counts` of them are kept for each row."""
-
-    def __init__(self, rows: int, aux: Tensor) -> None:
-        self.aux = aux
-        self.tokens = torch.zeros(aux.shape[:2], dtype=torch.int64, device=aux.device)
-        self.counts = [0] * rows
-
-    def full(self, rows: int) -> bool:
-        return max(self.counts[:rows]) == self.aux.shape[1]
-
-    def keep(self, aux: Tensor, tokens: Tensor) -> None:
-        """Adds one state of each of the first rows, aux [B, 1, n_aux*H] and tokens [B, 1]."""
-        rows = len(aux)
-        places = on_device(self.counts[:rows], aux.device)
-        index = torch.arange(rows, device=aux.device)
-        self.aux[index, places], self.tokens[index, places] = aux[:, 0], tokens[:, 0]
-        self.counts[:rows] = [count + 1 for count in self.counts[:rows]]
-
-    def move(self, source: int, target: int) -> None:
-        count = self.counts[target] = self.counts[source]
-        for kept in (self.aux, self.tokens):
-            kept[target, :count] = kept[source, :count]
 
 
 class PromptLookupDrafter(NoDrafter):
@@ -240,12 +166,10 @@ class PromptLookupDrafter(NoDrafter):
             ) from None
         self._lookup: Any = PromptLookupCandidateGenerator(num_output_tokens=draft_len, max_length=2**31)
 
-    def propose(self, batch: DecodeBatch, length: int) -> list[int]:
-        if not length:
-            return [0] * len(batch)
+    def propose(self, batch: DecodeBatch) -> list[int]:
         counts = []
         for row, sequence in enumerate(batch.sequences):
-            found = self._candidates(sequence)[:length]
+            found = self._candidates(sequence)[: batch.draft_len]
             counts.append(len(found))
             if len(found):
                 batch.block[row, 1 : 1 + len(found)] = found

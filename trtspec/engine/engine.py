@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,9 +18,8 @@ from torch import Tensor
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.batch import BatchSampling, DecodeBatch, on_device
 from trtspec.engine.drafters import DrafterName, DraftSampling, Verified, make_drafter
-from trtspec.engine.graphs import GraphedTarget, Graphs, graphs_for
 from trtspec.engine.prefill import Chunk, compute
-from trtspec.engine.prefix import BLOCK_TOKENS, PREFIX_BYTES, PrefixCache, PrefixReuse, PrefixStats
+from trtspec.engine.prefix import BLOCK_TOKENS, PREFIX_BYTES, PrefixCache, PrefixStats
 from trtspec.engine.request import EngineLimits, GenerationRequest, check_request
 from trtspec.engine.sampling import accept_greedy, accept_sampled, draw, on_host, token_logprobs
 from trtspec.engine.sequence import Completion, Iteration, Output, Sequence, Totals, steered
@@ -36,14 +35,11 @@ PREFILL_TOKENS = 512  # per step, so that a long prompt does not stall the rows 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """`draft_len` drafts are verified per round (0 without a drafter), or as many as `draft_schedule` says: pairs of a
-    batch size and the draft length from there on, the first for size 1. `max_seq_len` bounds prompt plus output, in
+    """`draft_len` drafts are verified per round (0 without a drafter). `max_seq_len` bounds prompt plus output, in
     tokens; `max_num_tokens` the tokens of a step, prompts and rounds together; `prefill_tokens` the share of prompts
-    that one pass takes, and one step where `max_num_tokens` is not given. Without `chunked_prefill` a prompt is
-    computed in one step, in as many passes as it takes, and prompts above `max_num_tokens` are refused.
-    `draft_sampling` is how the drafts of sampled requests are chosen. `prefix_reuse` keeps up to `prefix_bytes` of
-    computed texts (prefix.py). `record_gaps` keeps, per emitted token, how far the best logit was ahead of the second.
-    `cuda_graphs` replays the passes of rounds (graphs.py)."""
+    that one pass takes, and one step where `max_num_tokens` is not given. `draft_sampling` is how the drafts of sampled
+    requests are chosen. `prefix_reuse` keeps up to `prefix_bytes` of computed texts (prefix.py). `record_gaps` keeps,
+    per emitted token, how far the best logit was ahead of the second."""
 
     drafter: DrafterName | None = None
     draft_len: int = 3
@@ -51,27 +47,12 @@ class EngineOptions:
     max_seq_len: int = 2048
     seed: int = 0
     record_gaps: bool = False
-    cuda_graphs: bool = False
     draft_sampling: DraftSampling = "argmax"
     prefill_tokens: int = PREFILL_TOKENS
-    draft_schedule: tuple[tuple[int, int], ...] = ()
     max_num_tokens: int | None = None
-    chunked_prefill: bool = True
-    prefix_reuse: PrefixReuse | None = None
+    prefix_reuse: bool = False
     prefix_bytes: int = PREFIX_BYTES
     block_tokens: int = BLOCK_TOKENS
-
-    def draft_len_at(self, rows: int) -> int:
-        """Drafts per row in a round of so many rows."""
-        if self.drafter is None:
-            return 0
-        return next((length for first, length in reversed(self.draft_schedule) if rows >= first), self.draft_len)
-
-    @property
-    def longest_draft(self) -> int:
-        if self.drafter is None:
-            return 0
-        return max((length for _, length in self.draft_schedule), default=self.draft_len)
 
 
 class Engine:
@@ -92,7 +73,7 @@ class Engine:
             prepare_for_decoding(head)
         self.target, self.tokenizer = target, tokenizer
         self.max_seq_len, self.max_batch_size = options.max_seq_len, options.max_batch_size
-        self.draft_len = options.longest_draft
+        self.draft_len = options.draft_len if options.drafter else 0
         self.eos_ids = tokenizer.eos_ids if tokenizer else target.spec.eos_token_ids
         self.device = target.embed.weight.device
         cache_len = options.max_seq_len + self.draft_len  # drafts of a row that is nearly full reach beyond its end
@@ -100,15 +81,9 @@ class Engine:
         self.drafter = make_drafter(
             options.drafter, self.draft_len, options.draft_sampling, head, target, options.max_batch_size, cache_len
         )
-        self.verify: KimiModel | GraphedTarget = target
-        self.graphs: Graphs | None = None
-        if options.cuda_graphs:
-            self.use_graphs(graphs_for(self.device, target.sharding.size))
         self.prefix: PrefixCache | None = None
-        if options.prefix_reuse is not None:
-            self.prefix = PrefixCache(
-                self.cache, self.drafter.cache, options.prefix_reuse, options.prefix_bytes, options.block_tokens
-            )
+        if options.prefix_reuse:
+            self.prefix = PrefixCache(self.cache, self.drafter.cache, options.prefix_bytes, options.block_tokens)
         self.batch = DecodeBatch(options.max_batch_size, self.draft_len, self.device)
         self.waiting: deque[Sequence] = deque()
         self.prefilling: Sequence | None = None  # the prompt that was begun, in cache row `prefill_row`
@@ -116,11 +91,6 @@ class Engine:
         self.cancelled: set[str] = set()
         self.submitted = 0
         self.reset_counters()
-
-    def use_graphs(self, graphs: Graphs) -> None:
-        """From now on the passes of rounds run by `graphs`."""
-        self.graphs, self.verify = graphs, GraphedTarget(self.target, graphs)
-        self.drafter.use_graphs(graphs)
 
     def reset_counters(self) -> None:
         self.totals = Totals(histogram=[0] * (self.draft_len + 1))
@@ -136,8 +106,7 @@ class Engine:
     def check(self, request: GenerationRequest) -> None:
         """Raises RequestRefused for a request that can never run; reads nothing that a step changes."""
         has_tokenizer = self.tokenizer is not None
-        longest = None if self.options.chunked_prefill else self.options.max_num_tokens
-        check_request(request, EngineLimits(self.max_seq_len, self.target.spec.vocab_size, has_tokenizer, longest))
+        check_request(request, EngineLimits(self.max_seq_len, self.target.spec.vocab_size, has_tokenizer))
 
     def enqueue(self, request: GenerationRequest) -> None:
         """Queues a request that `check` took."""
@@ -149,7 +118,7 @@ class Engine:
             tokenizer=self.tokenizer,
             seed=self.options.seed + self.submitted + 1,
         )
-        self.submitted += 1  # not for one that failed above: every rank counts the same
+        self.submitted += 1
         self.waiting.append(sequence)
 
     def cancel(self, request_id: str) -> None:
@@ -185,28 +154,24 @@ class Engine:
         batch, drafter, rows = self.batch, self.drafter, len(self.batch)
 
         # Draft: guesses at each row's next tokens; a row offers none that it could not emit any more.
-        length = self.options.draft_len_at(rows)
-        found = drafter.propose(batch, length)
+        found = drafter.propose(batch)
         offered = [min(count, sequence.remaining - 1) for count, sequence in zip(found, batch.sequences, strict=True)]
 
         # Verify: one pass of the target over each row's last token and its drafts.
         block = batch.block[:rows, : 1 + max(offered)]
-        self.target.sharding.follow_first(block)
         end = batch.reach + max(offered)
-        out = self.verify(block, batch.start[:rows], self.cache, 0, drafter.aux_layers, length=end)
+        out = self.target(block, batch.start[:rows], self.cache, 0, drafter.aux_layers, length=end)
 
         # Accept: the drafts that the target would have chosen itself, then one token of its own.
         tokens, accepted = self._accept(out.logits, block[:, 1:], offered)
-        self.target.sharding.follow_first(tokens, accepted)
         emitted = on_host(tokens, accepted)  # the round's one wait for the device
 
         # Learn: the drafter reads the target's states of the emitted tokens.
-        drafter.learn(batch, Verified(out.aux, tokens, accepted, max(map(len, emitted)), length > 0))
+        drafter.learn(batch, Verified(out.aux, tokens, accepted, max(map(len, emitted))))
         batch.advance(tokens, accepted)
 
         # Emit: from the last row, because one that ends gives its place to the last.
         made = [self._emit(row, emitted[row], offered[row], out.logits) for row in range(rows)]
-        self._share_failures(batch.sequences, made)
         for row in reversed(range(rows)):
             if made[row].finish_reason:
                 self._remove(row)
@@ -243,13 +208,6 @@ class Engine:
             output = sequence.fail(error)
         return output
 
-    def _share_failures(self, sequences: list[Sequence], made: list[Any]) -> None:
-        """Fails what failed in another rank, so that all ranks go on with the same rows; `made` by each sequence."""
-        failed = self.target.sharding.anywhere([s.finish_reason == "error" for s in sequences], self.device)
-        for index, sequence in enumerate(sequences):
-            if failed[index] and sequence.finish_reason != "error":
-                made[index] = sequence.fail(RuntimeError("the request failed in another rank"))
-
     def generate(self, requests: list[GenerationRequest]) -> dict[str, Completion]:
         """Runs the requests to their end, in slots that are refilled as they become free.
 
@@ -267,18 +225,15 @@ class Engine:
 
     def _prefill(self, outputs: list[Output]) -> int:
         """Advances prompts, several in a pass, in the cache rows behind the batch; returns the tokens done."""
-        budget = room = self._room()
+        options = self.options
+        room = options.prefill_tokens
+        if options.max_num_tokens is not None:
+            room = options.max_num_tokens - len(self.batch) * (1 + self.draft_len)
+        budget = room
         while chunks := self._next_chunks(budget):
             budget -= sum(map(len, chunks))
             self._prefill_pass(chunks, outputs)
         return room - budget
-
-    def _room(self) -> int:
-        """Prompt tokens that this step may compute beside its round."""
-        options, rows = self.options, len(self.batch)
-        if options.max_num_tokens is None:
-            return options.prefill_tokens if options.chunked_prefill else self.max_seq_len
-        return options.max_num_tokens - rows * (1 + options.draft_len_at(rows))
 
     def _next_chunks(self, budget: int) -> list[Chunk]:
         """What the next pass computes: the prompt that was begun and then waiting ones, while there is room for them.
@@ -289,24 +244,21 @@ class Engine:
             self._move(self.prefill_row, len(self.batch), self.prefilling.prefilled)
         while room > 0:
             row = len(self.batch) + len(chunks)
-            sequence = self.prefilling or self._next_prompt(row, budget, chunks)
+            sequence = self.prefilling or self._next_prompt(row, chunks)
             if sequence is None:
                 break
             self.prefilling = None
             begin = sequence.prefilled
             chunks.append(Chunk(sequence, TextPiece(row, begin, min(begin + room, len(sequence.request.prompt_ids)))))
-            room, budget = room - len(chunks[-1]), budget - len(chunks[-1])
+            room -= len(chunks[-1])
         return chunks
 
-    def _next_prompt(self, row: int, budget: int, beside: list[Chunk]) -> Sequence | None:
+    def _next_prompt(self, row: int, beside: list[Chunk]) -> Sequence | None:
         """Takes the next prompt up, with what is known of its beginning; None where none may begin now. One whose
-        beginning is being computed `beside` it waits for that. Without chunked prefill, one that is longer than the
-        `budget` left of this step waits for another step."""
+        beginning is being computed `beside` it waits for that."""
         if not self.waiting or row >= self.max_batch_size:
             return None
         request = self.waiting[0].request
-        if not self.options.chunked_prefill and len(request.prompt_ids) > budget:
-            return None
         prefix = None if request.prompt_logprobs else self.prefix
         if prefix is not None and any(
             prefix.gains(request.prompt_ids, chunk.prompt, chunk.sequence.cached_tokens) for chunk in beside
@@ -329,9 +281,8 @@ class Engine:
                 for chunk in chunks:
                     self._prefill_pass([chunk], outputs)
             return
-        made = [self._advance_prompt(chunk) for chunk in chunks]
-        self._share_failures([chunk.sequence for chunk in chunks], made)
-        for chunk, output in zip(chunks, made, strict=True):
+        for chunk in chunks:
+            output = self._advance_prompt(chunk)
             if output is None:
                 self.prefilling, self.prefill_row = chunk.sequence, chunk.piece.row
             else:
@@ -396,8 +347,7 @@ class Engine:
         """Takes a row out of the batch; what it computed stays known for prompts that begin like it."""
         sequence = self.batch.sequences[row]
         if self.prefix is not None and sequence.finish_reason != "error":
-            known = sequence.length - max(1, self.drafter.behind(row))  # the last token was never run
-            self.prefix.save(sequence.text_ids[:known], row)
+            self.prefix.save(sequence.text_ids[:-1], row)  # the last token was never run
         moved = self.batch.remove(row)
         if moved != row:
             self._move(moved, row, self.batch.sequences[row].length)

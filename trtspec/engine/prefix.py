@@ -13,14 +13,12 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from trtspec.errors import UsageError
 from trtspec.models.layers import LatentCache
 
-PrefixReuse = Literal["warm", "blind"]
 BLOCK_TOKENS = 32  # TensorRT-LLM's default tokens_per_block
 PREFIX_BYTES = 256 << 20
 ROOT = 0
@@ -79,25 +77,20 @@ class BlockStore:
 
 
 class PrefixCache:
-    """Blocks of computed texts, the least recently used one leaving first. `reuse` "warm" keeps `head` beside the
-    target; "blind" does not, so that a head has nothing of a reused prefix, as in TensorRT-LLM with a cache of its own
-    for the draft. Raises UsageError where `max_bytes` hold no block."""
+    """Blocks of computed texts, the least recently used one leaving first. Raises UsageError if `max_bytes` hold no
+    block."""
 
-    def __init__(
-        self, target: LatentCache, head: LatentCache | None, reuse: PrefixReuse, max_bytes: int, block_tokens: int
-    ) -> None:
-        warm = head if reuse == "warm" else None
+    def __init__(self, target: LatentCache, head: LatentCache | None, max_bytes: int, block_tokens: int) -> None:
         self.block_tokens = block_tokens
-        block_bytes = block_tokens * (target.token_bytes + (warm.token_bytes if warm else 0))
+        block_bytes = block_tokens * (target.token_bytes + (head.token_bytes if head else 0))
         self.capacity = max_bytes // block_bytes
         if not self.capacity:
             message = f"{max_bytes} bytes for reused prefixes hold no block of {block_bytes}"
             raise UsageError(message, f"give at least {-(-block_bytes >> 20)} MiB, or switch the reuse off")
         self.stores = [(BlockStore(target, self.capacity, block_tokens), 0)]
-        if warm is not None:
-            self.stores.append((BlockStore(warm, self.capacity, block_tokens), 1))
-        self.computed_again = 1 if warm is not None else 0
-        self.blind = head if warm is None else None
+        if head is not None:
+            self.stores.append((BlockStore(head, self.capacity, block_tokens), 1))
+        self.computed_again = 1 if head is not None else 0
         # Parents are used later than their children, so the first block never has one behind it.
         self.blocks: OrderedDict[Key, Block] = OrderedDict()
         self.free = list(range(self.capacity))
@@ -113,8 +106,6 @@ class PrefixCache:
         if reused:
             for store, behind in self.stores:
                 store.load(row, -behind, slots)
-            if self.blind is not None:
-                self.blind.clear(row, reused)
         stats = self.stats
         stats.tokens += len(tokens)
         stats.cached_tokens += reused

@@ -109,13 +109,11 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """`max_seq_len` bounds prompt plus output, in tokens; without a tokenizer there are no stop strings. `longest_step`
-    bounds a prompt that must be computed in one step."""
+    """`max_seq_len` bounds prompt plus output, in tokens; without a tokenizer there are no stop strings."""
 
     max_seq_len: int
     vocab_size: int
     has_tokenizer: bool
-    longest_step: int | None = None
 
 
 def check_request(request: GenerationRequest, limits: EngineLimits) -> None:
@@ -128,12 +126,6 @@ def check_request(request: GenerationRequest, limits: EngineLimits) -> None:
         raise PromptTooLong(
             f"{length} prompt tokens leave no room in a context of {limits.max_seq_len} tokens",
             "shorten the prompt or raise --max-seq-len",
-            "prompt",
-        )
-    if limits.longest_step is not None and length > limits.longest_step:
-        raise PromptTooLong(
-            f"{length} prompt tokens do not fit in a step of {limits.longest_step}",
-            "shorten the prompt, raise --max-num-tokens, or switch chunked prefill on",
             "prompt",
         )
     if request.max_tokens < 1:

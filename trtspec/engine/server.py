@@ -11,10 +11,9 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Literal
 
 import psutil
 import torch
@@ -26,15 +25,12 @@ from trtspec.engine.app import AppOptions, create_app
 from trtspec.engine.boundary import ClientConnection
 from trtspec.engine.drafters import DrafterName, DraftSampling
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.graphs import graphs_for
-from trtspec.engine.parallel import ParallelEngine, Ranks, device_of, follow
-from trtspec.engine.prefix import BLOCK_TOKENS, PREFIX_BYTES, PrefixReuse
+from trtspec.engine.prefix import PREFIX_BYTES
 from trtspec.engine.request import GenerationRequest
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.models.head_weights import load_head, open_head
 from trtspec.models.memory import MemoryLoad, check_device, require_fitting
 from trtspec.models.precision import dtype_name, serving_dtype
-from trtspec.models.sharding import WHOLE, Sharding
 from trtspec.models.weights import load_target
 from trtspec.specs import ModelSpec
 
@@ -49,10 +45,8 @@ class ServerOptions:
     """`dtype` auto is bfloat16 where the device computes it natively, else float32; the ready line names the choice.
     `drafter` None is eagle3 with a head. `max_seq_len` None: the target's own maximum, at most 4096. `max_queue`
     requests wait beside those that run; further ones get status 429. A stop gives requests in
-    flight `grace` seconds. With an `api_key`, requests below /v1 must carry it. `draft_schedule` to `block_tokens` are
-    the engine's (EngineOptions); `kv_cache_dtype` auto is the checkpoint's
-    own. `tp_size` processes share the target and the head, each on a GPU of its own or all on the CPU.
-    `cuda_graphs`: on one GPU, the passes of a round are captured and replayed (graphs.py)."""
+    flight `grace` seconds. With an `api_key`, requests below /v1 must carry it. `max_num_tokens` and the fields after
+    it are the engine's (EngineOptions)."""
 
     host: str = "localhost"
     port: int = 8000
@@ -67,15 +61,9 @@ class ServerOptions:
     max_queue: int = 512
     grace: int = GRACE_SECONDS
     api_key: str | None = field(default=None, repr=False)
-    draft_schedule: tuple[tuple[int, int], ...] = ()
     max_num_tokens: int | None = None
-    chunked_prefill: bool = True
-    prefix_reuse: PrefixReuse | None = "warm"
+    prefix_reuse: bool = True
     prefix_bytes: int = PREFIX_BYTES
-    block_tokens: int = BLOCK_TOKENS
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    tp_size: int = 1
-    cuda_graphs: bool = False
 
 
 def run(target: Path, head: Path | None, options: ServerOptions) -> None:
@@ -84,32 +72,8 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
     Raises TrtspecError when something does not load, the port is taken, or the engine dies.
     """
     listener = bind(options.host, options.port)  # before the weights: a taken port should not cost a load
-    if options.tp_size == 1:
-        engine, tokenizer = build_engine(target, head, options)
-        serve(listener, target, engine, tokenizer, options)
-        return
-    options = replace(options, dtype=dtype_name(compute_dtype(options)))  # the same in every rank
-    require_memory(target, head, options, compute_dtype(options))
-    ranks = Ranks(options.tp_size, options.device, follow, build_part, target, head, options)
-    try:
-        engine = build_part(ranks.sharding, target, head, options)
-        engine.ranks = ranks
-        assert engine.tokenizer is not None
-        serve(listener, target, engine, engine.tokenizer, options, ranks)
-    finally:
-        ranks.close()
-
-
-def serve(
-    listener: socket.socket,
-    target: Path,
-    engine: Engine,
-    tokenizer: KimiTokenizer,
-    options: ServerOptions,
-    ranks: Ranks | None = None,
-) -> None:
-    """Serves with a loaded engine, as `run` does; with `ranks` until one of them ends, too."""
-    torch.set_num_threads(threads_of(engine))
+    engine, tokenizer = build_engine(target, head, options)
+    torch.set_num_threads(thread_count(engine.target.spec.hidden_size))
     warm_up(engine)
     name = options.served_model_name or target.resolve().name
     allow_many_connections()
@@ -123,11 +87,7 @@ def serve(
         lambda: app.state.worker.give_up(f"the server was stopped, and the answer took more than {options.grace} s"),
         options.grace,
     )
-    if ranks is not None:
-        ranks.on_loss = server.end
     server.run(sockets=[listener])
-    if ranks is not None and ranks.lost:
-        raise TrtspecError(f"the engine stopped: {ranks.lost}", "start the server again")
     failure = app.state.worker.failure
     if failure is not None:
         raise TrtspecError(
@@ -145,11 +105,7 @@ def described(engine: Engine, options: ServerOptions) -> str:
         parts += [f"drafter {options.drafter or 'eagle3'}", f"draft length {engine.draft_len}"]
     else:
         parts.append("no speculation")
-    parts.append(f"prefix reuse {options.prefix_reuse}" if options.prefix_reuse else "no prefix reuse")
-    if engine.target.sharding.size > 1:
-        parts.append(f"{engine.target.sharding.size} ranks")
-    if engine.graphs is not None:
-        parts.append(engine.graphs.told)
+    parts.append("prefix reuse warm" if options.prefix_reuse else "no prefix reuse")
     return ", ".join(parts)
 
 
@@ -160,35 +116,19 @@ def allow_many_connections() -> None:
 
 
 def compute_dtype(options: ServerOptions) -> torch.dtype:
-    """The type to compute in. Raises UsageError or MissingDependency for types and devices that are not, and for CUDA
-    graphs where there can be none."""
-    if options.cuda_graphs:
-        graphs_for(torch.device(options.device), options.tp_size)
+    """The type to compute in. Raises UsageError or MissingDependency for types and devices that are not."""
     if options.dtype not in DTYPES:
         raise UsageError(f"dtype {options.dtype!r} is not one of {', '.join(DTYPES)}", "use --dtype auto")
-    check_device(options.device, options.tp_size)
+    check_device(options.device)
     return serving_dtype(options.device) if options.dtype == "auto" else getattr(torch, options.dtype)
 
 
-def build_part(sharding: Sharding, target: Path, head: Path | None, options: ServerOptions) -> ParallelEngine:
-    """A rank's engine: the whole of it, over the rank's part of the weights."""
-    engine, _ = build_engine(target, head, options, sharding)
-    assert isinstance(engine, ParallelEngine)
-    torch.set_num_threads(threads_of(engine))
-    return engine
-
-
-def build_engine(
-    target: Path, head: Path | None, options: ServerOptions, sharding: Sharding = WHOLE
-) -> tuple[Engine, KimiTokenizer]:
+def build_engine(target: Path, head: Path | None, options: ServerOptions) -> tuple[Engine, KimiTokenizer]:
     """Loads checkpoint directories into an engine with its tokenizer. Raises MissingDependency where memory lacks."""
-    compute, device = compute_dtype(options), device_of(options.device, sharding)
-    if sharding.size == 1:
-        require_memory(target, head, options, compute)
+    compute, device = compute_dtype(options), options.device
+    require_memory(target, head, options, compute)
     tokenizer = KimiTokenizer(target)
-    model = load_target(target, dtype=compute, device=device, sharding=sharding)
-    if options.kv_cache_dtype == "fp8":
-        model.kv_dtype = torch.float8_e4m3fn
+    model = load_target(target, dtype=compute, device=device)
     draft_head = None if head is None else load_head(head, model, dtype=compute, device=device)
     sizes = EngineOptions(
         drafter=options.drafter or ("eagle3" if head else None),
@@ -196,16 +136,11 @@ def build_engine(
         draft_sampling=options.draft_sampling,
         max_batch_size=options.max_batch_size,
         max_seq_len=sequence_length(model.spec, options),
-        draft_schedule=options.draft_schedule,
         max_num_tokens=options.max_num_tokens,
-        chunked_prefill=options.chunked_prefill,
         prefix_reuse=options.prefix_reuse,
         prefix_bytes=options.prefix_bytes,
-        block_tokens=options.block_tokens,
-        cuda_graphs=options.cuda_graphs,
     )
-    kind = Engine if sharding.size == 1 else ParallelEngine
-    return kind(model, draft_head, sizes, tokenizer), tokenizer
+    return Engine(model, draft_head, sizes, tokenizer), tokenizer
 
 
 def require_memory(target: Path, head: Path | None, options: ServerOptions, dtype: torch.dtype) -> None:
@@ -217,9 +152,7 @@ def require_memory(target: Path, head: Path | None, options: ServerOptions, dtyp
         options.max_batch_size,
         sequence_length(spec, options),
         options.draft_len,
-        options.kv_cache_dtype == "fp8",
         options.prefix_bytes if options.prefix_reuse else 0,
-        options.tp_size,
     )
     require_fitting(target, spec, None if head is None else open_head(head, spec), load)
 
@@ -239,11 +172,6 @@ def warm_up(engine: Engine) -> None:
             f"the target computes NaN or infinity in {dtype_name(engine.target.dtype)}", "use --dtype float32"
         )
     engine.reset_counters()
-
-
-def threads_of(engine: Engine) -> int:
-    """CPU threads of a rank."""
-    return max(1, thread_count(engine.target.spec.hidden_size) // engine.target.sharding.size)
 
 
 def thread_count(hidden_size: int) -> int:

@@ -28,10 +28,9 @@ from trtspec.models.layers import (
     RMSNorm,
     TextPiece,
     cached_rows,
+    embedding,
     rope_tables,
-    vocabulary_linear,
 )
-from trtspec.models.sharding import WHOLE, Sharding, embedding
 from trtspec.specs import HeadSpec
 
 HeadCache = LatentCache  # one layer; the width is the latent's (MLA) or that of K and V together (MHA)
@@ -40,10 +39,9 @@ HeadCache = LatentCache  # one layer; the width is the latent's (MLA) or that of
 class LlamaAttention(nn.Module):
     """Multi-head attention with grouped keys and values; q, k and v are one matrix, rope pairs are (i, i + d/2)."""
 
-    def __init__(self, spec: HeadSpec, input_size: int, sharding: Sharding = WHOLE) -> None:
+    def __init__(self, spec: HeadSpec, input_size: int) -> None:
         super().__init__()
-        heads = sharding.part(spec.num_attention_heads, "attention heads of the head")
-        kv_heads, head_dim = sharding.part(spec.num_key_value_heads, "key-value heads of the head"), spec.head_dim
+        heads, kv_heads, head_dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.qkv_proj = Linear(input_size, (heads + 2 * kv_heads) * head_dim)
         self.o_proj = Linear(heads * head_dim, spec.hidden_size)
@@ -73,11 +71,11 @@ class LlamaAttention(nn.Module):
 class Eagle3Head(nn.Module):
     """The function that every server computes for a head of shape `spec`. Build with `head_weights.load_head`."""
 
-    target_ids: Tensor | None
+    target_ids: Tensor | None  # of each draft id, int64 [Vd], ascending; None when the vocabulary is the target's
 
-    def __init__(self, spec: HeadSpec, sharding: Sharding = WHOLE) -> None:
+    def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
-        self.spec, self.sharding = spec, sharding
+        self.spec = spec
         hidden, captured = spec.hidden_size, spec.num_aux * spec.target_hidden_size
         self.fc = Linear(captured, hidden)
         if spec.fc_norm:
@@ -87,28 +85,15 @@ class Eagle3Head(nn.Module):
         self.input_layernorm = RMSNorm(hidden, spec.rms_norm_eps)
         self.hidden_norm = RMSNorm(hidden, spec.rms_norm_eps)
         self.self_attn: nn.Module = (
-            _latent_attention(spec, sharding) if spec.attention == "mla" else LlamaAttention(spec, 2 * hidden, sharding)
+            _latent_attention(spec) if spec.attention == "mla" else LlamaAttention(spec, 2 * hidden)
         )
         self.post_attention_layernorm = RMSNorm(hidden, spec.rms_norm_eps)
-        self.mlp = MLP(hidden, spec.intermediate_size, sharding)
+        self.mlp = MLP(hidden, spec.intermediate_size)
         self.norm = RMSNorm(hidden, spec.rms_norm_eps)
-        self.lm_head: nn.Module = vocabulary_linear(hidden, spec.draft_vocab_size, sharding)
-        self.embed: nn.Module = embedding(spec.vocab_size, hidden, sharding)
+        self.lm_head: nn.Module = Linear(hidden, spec.draft_vocab_size)
+        self.embed: nn.Module = embedding(spec.vocab_size, hidden)
         self.register_buffer("target_ids", None, persistent=False)
         self.tables: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def draft_to_target(self) -> Tensor | None:
-        """Target id of each draft id, int64 [Vd], ascending; None when the draft vocabulary is the target's."""
-        return self.target_ids
-
-    def set_embedding(self, module: nn.Module) -> None:
-        """Shares the target's embedding, as servers do when the head has none of its own."""
-        self.embed = module
-
-    def set_lm_head(self, module: nn.Module) -> None:
-        """Shares the target's lm_head; only for a head over the whole vocabulary that has none of its own."""
-        self.lm_head = module
 
     def set_draft_vocabulary(self, d2t: Tensor) -> None:
         """d2t int64 [Vd] is an offset in every Eagle3 format: target id = draft id + d2t[draft id]."""
@@ -116,10 +101,8 @@ class Eagle3Head(nn.Module):
 
     def new_cache(self, rows: int, max_len: int) -> HeadCache:
         """A cache for `rows` drafts of up to `max_len` tokens, in the head's dtype."""
-        weight, width = self.fc.weight, self.spec.kv_elements_per_token
-        if self.spec.attention != "mla":
-            width //= self.sharding.size
-        return HeadCache(1, rows, max_len, width, weight.dtype, weight.device)
+        weight = self.fc.weight
+        return HeadCache(1, rows, max_len, self.spec.kv_elements_per_token, weight.dtype, weight.device)
 
     def fuse(self, aux: Tensor) -> Tensor:
         """aux [B, T, n_aux * Ht], low layer to high -> x [B, T, H]. Once per row that has a true target state."""
@@ -174,10 +157,10 @@ class Eagle3Head(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """`kept`: rows and positions, [K] each; what comes behind attention is computed for them alone, [K, 1, H]."""
         inputs = torch.cat((self.input_layernorm(self.embed(tokens)), self.hidden_norm(x)), -1)
-        y = x + self.sharding.sum(self.self_attn(inputs, step))
+        y = x + self.self_attn(inputs, step)
         if kept is not None:
             y = y[kept].unsqueeze(1)
-        y = y + self.sharding.sum(self.mlp(self.post_attention_layernorm(y)))
+        y = y + self.mlp(self.post_attention_layernorm(y))
         normed = self.norm(y)
         return (normed if self.spec.norm_output else y), normed
 
@@ -199,8 +182,8 @@ class Eagle3Head(nn.Module):
         return self.tables
 
 
-def _latent_attention(spec: HeadSpec, sharding: Sharding) -> LatentAttention:
-    attention = LatentAttention(spec, 2 * spec.hidden_size, sharding)
+def _latent_attention(spec: HeadSpec) -> LatentAttention:
+    attention = LatentAttention(spec, 2 * spec.hidden_size)
     # A head is what servers compute: TensorRT-LLM and vLLM give the latent norms the config's eps, not the class's.
     attention.q_a_layernorm.eps = attention.kv_a_layernorm.eps = spec.rms_norm_eps
     return attention

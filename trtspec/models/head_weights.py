@@ -16,7 +16,7 @@ from trtspec.checkpoint.values import compare_embeddings, embedding_rows, head_v
 from trtspec.errors import Problem, TrtspecError
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
-from trtspec.models.layers import vocabulary_linear
+from trtspec.models.layers import Linear
 from trtspec.specs import HeadSpec, ModelSpec
 
 
@@ -73,7 +73,7 @@ def read_tensors(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> dic
 def _embedding(checkpoint: Checkpoint, target: KimiModel) -> list[Problem]:
     """What is wrong with the head's own embedding, which this engine would draft with."""
     name = "embed_tokens.weight"
-    if name not in checkpoint.tensors or not isinstance(target.embed, nn.Embedding):
+    if name not in checkpoint.tensors:
         return []
     with LazyTensors(checkpoint) as stored:
         own = stored[name]
@@ -87,9 +87,9 @@ def assemble(
 ) -> Eagle3Head:
     """The head of shape `spec` from tensors by their checkpoint names (a dict, or LazyTensors)."""
     with torch.device("meta"):
-        head = Eagle3Head(spec, target.sharding)
+        head = Eagle3Head(spec)
     for parameter, names in layout(spec).items():
-        parts = [target.sharding.cut(tensors[name], name) for name in names]
+        parts = [tensors[name] for name in names]
         owner, _, leaf = parameter.rpartition(".")
         value = torch.stack(parts) if parameter == "fc_norm" else torch.cat(parts) if len(parts) > 1 else parts[0]
         setattr(head.get_submodule(owner), leaf, nn.Parameter(value.to(device=device, dtype=dtype), False))
@@ -127,11 +127,11 @@ def _attach(head: Eagle3Head, tensors: Tensors, target: KimiModel, dtype: torch.
         return tensors[name].to(device=device, dtype=dtype) if name in tensors else None
 
     if (weight := own("lm_head.weight")) is not None:
-        linear = vocabulary_linear(spec.hidden_size, spec.draft_vocab_size, target.sharding)
-        linear.weight = nn.Parameter(target.sharding.cut(weight, "lm_head.weight").contiguous(), False)
-        head.set_lm_head(linear)
+        linear = Linear(spec.hidden_size, spec.draft_vocab_size)
+        linear.weight = nn.Parameter(weight, False)
+        head.lm_head = linear
     elif spec.draft_vocab_size == target.spec.vocab_size and spec.hidden_size == target.spec.hidden_size:
-        head.set_lm_head(target.lm_head)
+        head.lm_head = target.lm_head
     else:
         raise TrtspecError(
             "[TS-HEAD-LM-HEAD] the head has no lm_head and the target's does not fit its draft vocabulary",
@@ -140,7 +140,7 @@ def _attach(head: Eagle3Head, tensors: Tensors, target: KimiModel, dtype: torch.
     if (weight := own("embed_tokens.weight")) is not None:
         head.embed = nn.Embedding.from_pretrained(weight)
     else:
-        head.set_embedding(target.embed)
+        head.embed = target.embed
     if "d2t" in tensors and spec.draft_vocab_size != spec.vocab_size:
         _check_vocabulary(tensors["d2t"], spec)
         head.set_draft_vocabulary(tensors["d2t"].to(device))

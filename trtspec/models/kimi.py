@@ -13,15 +13,15 @@ from trtspec.models.layers import (
     AttentionStep,
     LatentAttention,
     LatentCache,
+    Linear,
     PackedStep,
     RMSNorm,
     TextPiece,
     cached_rows,
+    embedding,
     rope_tables,
-    vocabulary_linear,
 )
 from trtspec.models.moe import MoE
-from trtspec.models.sharding import WHOLE, Sharding, embedding
 from trtspec.specs import ModelSpec
 
 
@@ -35,44 +35,35 @@ class TargetOutput:
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, spec: ModelSpec, index: int, sharding: Sharding = WHOLE) -> None:
+    def __init__(self, spec: ModelSpec, index: int) -> None:
         super().__init__()
-        self.sharding = sharding
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.self_attn = LatentAttention(spec, spec.hidden_size, sharding)
+        self.self_attn = LatentAttention(spec, spec.hidden_size)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         dense = index < spec.first_k_dense_replace
-        self.mlp: nn.Module = MLP(spec.hidden_size, spec.intermediate_size, sharding) if dense else MoE(spec, sharding)
+        self.mlp: nn.Module = MLP(spec.hidden_size, spec.intermediate_size) if dense else MoE(spec)
 
     def forward(self, x: Tensor, step: AttentionStep, kept: Tensor | None = None) -> Tensor:
         """x [B, T, H]; what comes behind attention is computed for the positions `kept` int64 [K] alone, if given."""
-        x = x + self.sharding.sum(self.self_attn(self.input_layernorm(x), step))
+        x = x + self.self_attn(self.input_layernorm(x), step)
         if kept is not None:
             x = x[:, kept]
-        return x + self.sharding.sum(self.mlp(self.post_attention_layernorm(x)))
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class KimiModel(nn.Module):
     """Logits, final hidden states and, on request, the outputs of given decoder layers (an Eagle3 head's input)."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        kv_dtype: torch.dtype | None = None,
-        *,
-        layers: int | None = None,
-        sharding: Sharding = WHOLE,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, kv_dtype: torch.dtype | None = None, *, layers: int | None = None) -> None:
         """`layers=0` leaves the decoder layers out: embeddings, final norm and lm_head alone (see stream.py)."""
         super().__init__()
-        self.sharding = sharding
         self.spec = spec
         self.kv_dtype = kv_dtype
-        self.embed = embedding(spec.vocab_size, spec.hidden_size, sharding)
+        self.embed = embedding(spec.vocab_size, spec.hidden_size)
         count = spec.num_hidden_layers if layers is None else layers
-        self.layers = nn.ModuleList(DecoderLayer(spec, index, sharding) for index in range(count))
+        self.layers = nn.ModuleList(DecoderLayer(spec, index) for index in range(count))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.lm_head = vocabulary_linear(spec.hidden_size, spec.vocab_size, sharding)
+        self.lm_head = Linear(spec.hidden_size, spec.vocab_size)
         self.tables: tuple[Tensor, Tensor] | None = None
 
     @property

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trtspec.models.precision import PackedWeight
-from trtspec.models.sharding import WHOLE, Sharding
 from trtspec.specs import HeadSpec, ModelSpec, RopeSpec
 
 # The published DeepSeek-V3 / Kimi definition gives its two latent norms this epsilon, not config.rms_norm_eps.
@@ -46,21 +45,11 @@ class Linear(nn.Module):
         return self.packed.product(x)
 
 
-class SplitLogits(Linear):
-    """A linear over a vocabulary of which each rank computes a part of the outputs, and returns all of them."""
-
-    def __init__(self, hidden_size: int, vocab_size: int, sharding: Sharding) -> None:
-        super().__init__(hidden_size, sharding.part(vocab_size, "words"))
-        self.sharding = sharding
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., H] -> [..., vocab]."""
-        return self.sharding.gather(super().forward(x))
-
-
-def vocabulary_linear(hidden_size: int, vocab_size: int, sharding: Sharding) -> Linear:
-    """An lm_head: whole in one process, else this rank's part."""
-    return Linear(hidden_size, vocab_size) if sharding.size == 1 else SplitLogits(hidden_size, vocab_size, sharding)
+def embedding(vocab_size: int, hidden_size: int) -> nn.Embedding:
+    if torch.empty(0).is_meta:
+        # torch's random values for a meta tensor would import torch._dynamo: over a second of every start
+        return nn.Embedding.from_pretrained(torch.empty(vocab_size, hidden_size), freeze=False)
+    return nn.Embedding(vocab_size, hidden_size)
 
 
 class RMSNorm(nn.Module):
@@ -148,13 +137,10 @@ class LatentAttention(nn.Module):
     q_a_proj and kv_a_proj_with_mqa share their input and are one matrix here, `qkv_a_proj`.
     """
 
-    def __init__(self, spec: ModelSpec | HeadSpec, input_size: int, sharding: Sharding = WHOLE) -> None:
-        """`spec` gives ranks, head sizes and rope; the input may be wider than its hidden_size, which is the output.
-
-        With `sharding` the output is this rank's summand.
-        """
+    def __init__(self, spec: ModelSpec | HeadSpec, input_size: int) -> None:
+        """`spec` gives ranks, head sizes and rope; the input may be wider than its hidden_size, which is the output."""
         super().__init__()
-        heads, rope = sharding.part(spec.num_attention_heads, "attention heads"), spec.rope
+        heads, rope = spec.num_attention_heads, spec.rope
         self.num_heads = heads
         self.q_lora_rank, self.kv_lora_rank = spec.q_lora_rank, spec.kv_lora_rank
         self.nope, self.rope_dim, self.v_head_dim = spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim
@@ -263,10 +249,6 @@ class LatentCache:
         """Copies the first `length` entries (None: all) of row `source` over those of row `target`, so that active rows
         stay together at the front."""
         self.data[:, target, :length].copy_(self.data[:, source, :length])
-
-    def clear(self, row: int, length: int) -> None:
-        """Sets the first `length` entries of a row to zero."""
-        self.data[:, row, :length].zero_()
 
 
 class CachedRows(NamedTuple):
@@ -424,14 +406,10 @@ class PackedStep(AttentionStep):
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)); gate and up are one matrix, `gate_up_proj`, until they are quantized.
+    """SwiGLU: down(silu(gate(x)) * up(x)); gate and up are one matrix, `gate_up_proj`, until they are quantized."""
 
-    With `sharding` the output is this rank's summand.
-    """
-
-    def __init__(self, hidden_size: int, intermediate_size: int, sharding: Sharding = WHOLE) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        intermediate_size = sharding.part(intermediate_size, "columns of an MLP")
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size)
         self.down_proj = Linear(intermediate_size, hidden_size)
 

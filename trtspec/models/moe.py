@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from trtspec.models.layers import MLP, Linear
 from trtspec.models.precision import capability, pack, through_float32
-from trtspec.models.sharding import WHOLE, Sharding
 from trtspec.specs import ModelSpec
 
 # Below this many weights per layer, and up to this many tokens, one product over all experts beats grouping tokens
@@ -58,10 +57,9 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The routed experts of one layer as two stacked matrices: gate_up [E, 2I, H] and down [E, H, I]."""
 
-    def __init__(self, spec: ModelSpec, sharding: Sharding = WHOLE) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        count, hidden = spec.n_routed_experts, spec.hidden_size
-        inner = sharding.part(spec.moe_intermediate_size, "columns of an expert")
+        count, hidden, inner = spec.n_routed_experts, spec.hidden_size, spec.moe_intermediate_size
         self.gate_up = nn.Parameter(torch.empty(count, 2 * inner, hidden))
         self.down = nn.Parameter(torch.empty(count, hidden, inner))
 
@@ -200,17 +198,14 @@ def combine(outputs: Tensor, weights: Tensor, order: Tensor) -> Tensor:
 
 
 class MoE(nn.Module):
-    """Routed experts plus the shared expert; `together`, where set, computes both for up to DENSE_EXPERT_TOKENS.
+    """Routed experts plus the shared expert; `together`, where set, computes both for up to DENSE_EXPERT_TOKENS."""
 
-    With `sharding` the output is this rank's summand: each rank holds a part of every expert.
-    """
-
-    def __init__(self, spec: ModelSpec, sharding: Sharding = WHOLE) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         shared = spec.moe_intermediate_size * spec.n_shared_experts
         self.gate = Router(spec)
-        self.experts: nn.Module = Experts(spec, sharding)
-        self.shared_experts: nn.Module = MLP(spec.hidden_size, shared, sharding)
+        self.experts: nn.Module = Experts(spec)
+        self.shared_experts: nn.Module = MLP(spec.hidden_size, shared)
         self.together: AllExperts | None = None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from trtspec.models.kimi import KimiModel
 from trtspec.models.layers import HypotenuseNorm, LatentAttention, Linear, RMSNorm, by_input
 from trtspec.models.moe import BlockSizes, Experts, MoE, by_blocks, dispatch, is_small, together
 from trtspec.models.precision import pack
-from trtspec.models.sharding import WHOLE, Sharding
 from trtspec.quant import nvfp4
 from trtspec.specs import ModelSpec
 
@@ -37,12 +36,10 @@ def load_target(
     device: str = "cpu",
     activation: Activation = "w4a4",
     kv_cache: Literal["auto", "none", "fp8"] = "auto",
-    sharding: Sharding = WHOLE,
 ) -> KimiModel:
     """Builds the model of a checkpoint in any format (bf16, int4, fp8-block: decoded; nvfp4: computed as NVFP4).
 
-    `dtype` is the compute type. `kv_cache="auto"` keeps latents as FP8 when the checkpoint asks for it. `sharding`: the
-    part of the model that this process holds.
+    `dtype` is the compute type. `kv_cache="auto"` keeps latents as FP8 when the checkpoint asks for it.
     Raises TrtspecError for a checkpoint in which `trtspec inspect` finds an error.
     """
     target = require_target(path)
@@ -51,13 +48,13 @@ def load_target(
         raise UsageError(f"kv_cache {kv_cache!r} is not one of auto, none, fp8")
     fp8_kv = kv_cache == "fp8" or (kv_cache == "auto" and spec.quant.kv_cache == "fp8")
     with torch.device("meta"):
-        model = KimiModel(spec, kv_dtype=torch.float8_e4m3fn if fp8_kv else None, sharding=sharding)
+        model = KimiModel(spec, kv_dtype=torch.float8_e4m3fn if fp8_kv else None)
     tensors = LazyTensors(checkpoint)
     for source in layout(spec):
         if is_nvfp4(tensors, source.names[0]):
-            install_nvfp4(model, source, tensors, NVFP4Form(activation, dtype, device, sharding))
+            install_nvfp4(model, source, tensors, NVFP4Form(activation, dtype, device))
         else:
-            install(model, source, tensors, spec, dtype=dtype, device=device, sharding=sharding)
+            install(model, source, tensors, spec, dtype=dtype, device=device)
     tensors.close()
     return model.eval().requires_grad_(False)
 
@@ -76,7 +73,6 @@ def install(
     dtype: torch.dtype,
     device: str = "cpu",
     pool: Executor | None = None,
-    sharding: Sharding = WHOLE,
 ) -> None:
     """Decodes `source` into its parameter of `module`, part by part, in the threads of `pool` if there is one.
 
@@ -89,16 +85,16 @@ def install(
     value = torch.empty(shape, dtype=keep)
     rows = value.flatten(0, 1) if value.dim() == 3 else value
     parts = zip(rows.split(rows_of(spec, source, len(rows))), source.names, strict=True)
-    decode = partial(_decode_into, tensors=tensors, spec=spec, sharding=sharding)
+    decode = partial(_decode_into, tensors=tensors, spec=spec)
     for _ in (pool.map if pool else map)(lambda part: decode(*part), parts):
         pass
     setattr(place, leaf, nn.Parameter(value.to(device), requires_grad=False))
 
 
-def _decode_into(target: torch.Tensor, name: str, tensors: LazyTensors, spec: ModelSpec, sharding: Sharding) -> None:
+def _decode_into(target: torch.Tensor, name: str, tensors: LazyTensors, spec: ModelSpec) -> None:
     from trtspec.quant.decode import decoded
 
-    value = sharding.cut(decoded(tensors, spec, name), name)
+    value = decoded(tensors, spec, name)
     if value.numel() != target.numel():
         raise TrtspecError(
             f"{name}: shape {tuple(value.shape)}, but config.json implies {tuple(target.shape)}",
@@ -263,12 +259,11 @@ class NVFP4Experts(nn.Module):
 
 
 class NVFP4Form(NamedTuple):
-    """How NVFP4 modules are made: `activation` as of `NVFP4Linear`, type, device, and the part that a rank holds."""
+    """How NVFP4 modules are made: `activation` as of `NVFP4Linear`, type and device."""
 
     activation: str
     dtype: torch.dtype
     device: str
-    sharding: Sharding = WHOLE
 
 
 def install_nvfp4(module: nn.Module, source: Source, tensors: LazyTensors, how: NVFP4Form) -> None:
@@ -294,10 +289,8 @@ def nvfp4_linear(names: tuple[str, ...], tensors: LazyTensors, how: NVFP4Form) -
                 f"{stem}weight_scale_2 or input_scale differs from that of {stems[0]}; fused kernels share one scale",
                 "requantize the checkpoint: trtspec quantize SRC -o OUT",
             )
-    cut = how.sharding.cut  # codes, two in a byte, and scales, one for 16, in the same parts
-    packed = torch.cat([cut(tensors[f"{stem}weight"], f"{stem}weight") for stem in stems])
-    scales_of = [cut(tensors[f"{stem}weight_scale"].view(torch.uint8), f"{stem}weight") for stem in stems]
-    scale = torch.cat(scales_of).view(torch.float8_e4m3fn)
+    packed = torch.cat([tensors[f"{stem}weight"] for stem in stems])
+    scale = torch.cat([tensors[f"{stem}weight_scale"].view(torch.uint8) for stem in stems]).view(torch.float8_e4m3fn)
     weight = nvfp4.NVFP4Tensor(packed, scale, scales[0][0])
     values = nvfp4.codes_times_scale(weight).to(how.dtype)
     return NVFP4Linear(values, weight.scale_2, scales[0][1], how.activation).to(how.device)
