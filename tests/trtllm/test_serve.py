@@ -99,7 +99,6 @@ def test_a_setting_in_file_and_option_is_refused(tmp_path: Path) -> None:
         (["serve", K25[0], "--trtllm-version", "new", "--dry-run"], 2, "not a TensorRT-LLM version"),
         (["serve", K25[0], "--config", "/nowhere.yml", "--dry-run"], 2, "cannot be read"),
         (["serve", "moonshotai/Kimi-K3", "--dry-run"], 1, "K3"),
-        (["serve", K25[0], "--backend", "reference", "--config", "/nowhere.yml", "--dry-run"], 2, "cannot be read"),
         (["serve", K25[0], "--backend", "reference", "--goal", "latency", "--dry-run"], 2, "--backend trtllm"),
         (["serve", K25[0], "--backend", "reference", "--speculation", "eagle3", "--dry-run"], 2, "needs a head"),
         (["serve", K25[0], "--speculation", "prompt-lookup", "--dry-run"], 2, "--backend reference"),
