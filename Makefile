@@ -37,7 +37,7 @@ test-oracles: .oracles/.made  ## against code that others wrote: vLLM, speculato
 		$(BIN)/python -m pytest tests/oracles tests/hostile/test_server_requests.py tests/quant/test_modelopt_export.py tests/docker/test_monitoring.py -m "slow or not slow" --timeout=1800 -s
 
 # TRTSPEC_GPU_PYTHON: a Python with a CUDA build of torch where .venv's is built without
-test-gpu: $(STAMP)  ## exactness, losslessness, speed and CUDA graphs on this machine's GPU: a table to send back
+test-gpu: $(STAMP)  ## exactness, losslessness and speed on this machine's GPU: a table to send back
 	@$${TRTSPEC_GPU_PYTHON:-$(BIN)/python} -m tests.gpu -o gpu-report.json
 
 .oracles/.made: $(STAMP) tests/oracles/environments.sh
