@@ -159,7 +159,7 @@ def test_honest_servers_pass(cheating: str, kind: str, untold: set[str]) -> None
     verdict = cheats.judged(got, cheats.plain(cheating, FEW, (2048,)), min_acceptance=floor)
     assert not verdict.failed, [found for found in verdict.results if found.status == "fail"]
     skipped = {name for name, status in cheats.statuses(verdict).items() if status == "skipped"}
-    assert skipped - {"streaming"} == {"distribution", "image", "task-accuracy"} | untold
+    assert skipped - {"streaming"} == {"image"} | untold
 
 
 @pytest.mark.parametrize(("kind", "cheat"), QUICK)
@@ -543,8 +543,6 @@ def test_arguments_of_calls_are_compared() -> None:
     assert judged([*other[:1], *same[1:]], tools=same, streamed_tools=same)[0] == "skipped"
     assert judged(other, tools=same, streamed_tools=named(*"ABCDEFGHIJKL"))[0] == "skipped", "its own calls differ"
     assert judged(other, tools=same, streamed_tools=other)[0] == "pass", "they are the plain server's own"
-    sides = [Recording("u", {}, 8, [], tools=calls) for calls in (other, same)]
-    assert check_tool_calls(*sides, None).seen == 12, "a quantized target"
     for gap, wanted in ((1e-5, "pass"), (2.0, "fail")):
         sure = [Token(text, "no", 3.0) for text in ("</think>", '{"name": "', "a", '"}')]
         told = [replace(same[0], tokens=[*sure[:2], Token("a", "m", gap), sure[3]])]
@@ -735,7 +733,6 @@ def test_a_stream_may_hold_text_where_a_call_came_before() -> None:
         beside = Recording("u", {}, 8, [], tools=tools, repeated_tools=tools)
         found = check_tool_streams(mine, beside, 0.5)
         assert found.status == wanted, found.message
-        assert check_tool_streams(mine, beside, None).status == "pass", "other weights"
     leaked = replied([], f"{SECTION}{BEGIN}{CALL[0]}<|tool_call_end|>")
     assert judged(leaked, calls, replace(calls, tokens=half_call_tokens(1e-5, True))) == "fail"
 
@@ -763,7 +760,7 @@ def test_what_is_required_and_not_measured_fails(cheating: str, recording: Path)
     url = cheats.at(cheating, "reference")
     done, verdict = check(url, "--against", recording, "--require", "image", "--require", "lossless")
     assert done.status == 3 and row(verdict, "image")["code"] == "TS-CHECK-REQUIRED"
-    assert row(verdict, "lossless")["status"] == "pass" and row(verdict, "task-accuracy")["status"] == "skipped"
+    assert row(verdict, "lossless")["status"] == "pass" and row(verdict, "acceptance")["status"] == "skipped"
     done, _ = check(url, "--against", recording, "--require", "all-of-it")
     assert done.status == 2 and "the rows are answers, context" in done.stderr
 

@@ -197,7 +197,7 @@ def test_tables_of_cards_from_held_out_prompts(reference: Callable[..., str]) ->
 
 
 # rows of an honest server that are not measured: nothing was asked that they need, or the model reads no images
-NOT_MEASURED = {"distribution", "image", "task-accuracy"}
+NOT_MEASURED = {"image"}
 BY_SPECULATION = {"forced-acceptance", "acceptance-warm", "acceptance-after-burst", "acceptance-long-context"}
 
 

@@ -135,10 +135,7 @@ CHECKED = effects(
     record="--record {out}",
     min_acceptance="--min-acceptance 9",
     require="--require acceptance",
-    tasks="--tasks {tasks}",
-    task_tokens=Effect(line("--task-tokens 3"), base=(*CHECK, "--tasks", "{tasks}")),
     concurrency="--concurrency 1",
-    quality_gate=Effect(line("--quality-gate"), base=(*CHECK, "--record", "{out}")),
     logprobs="--logprobs",
     timeout="--timeout 0.001",
     model="--model other",
@@ -431,13 +428,6 @@ MAKING: dict[str, dict[str, Situation]] = {
             slowly(CHECKED | PROMPTS | effects(
                 against=Effect(instead=(*CHECK, "--against", "{nowhere}")),
                 near_tie="--near-tie 0",
-                max_kl=Effect(line("--max-kl 0.5"), base=(*CHECK, "--against", "{url}", "--quality-gate")),
-                min_agreement=Effect(
-                    line("--min-agreement 0.5"), base=(*CHECK, "--against", "{url}", "--quality-gate")
-                ),
-                task_fall=Effect(
-                    line("--task-fall 0.3"), base=(*CHECK, "--against", "{url}", "--tasks", "{tasks}")
-                ),
             )) | effects(url=Effect(instead=line("check {nowhere} --against {url}"))),
             cheap=line("check {nowhere} --against {url}"),
         ),
@@ -447,17 +437,6 @@ MAKING: dict[str, dict[str, Situation]] = {
                 url=Effect(instead=line("check {nowhere} --against {recording}")),
                 against=Effect(instead=line("check {url} --against {shorter}")),
                 near_tie="--near-tie 0",
-                quality_gate="--quality-gate",
-                max_kl=Effect(line("--max-kl 0.5"), base=line("check {url} --against {recording} --quality-gate")),
-                min_agreement=Effect(
-                    line("--min-agreement 0.5"), base=line("check {url} --against {recording} --quality-gate")
-                ),
-                task_tokens=Effect(
-                    line("--task-tokens 3"), base=line("check {url} --against {recording} --tasks {tasks}")
-                ),
-                task_fall=Effect(
-                    line("--task-fall 0.3"), base=line("check {url} --against {recording} --tasks {tasks}")
-                ),
                 force=Effect(
                     line("--force"), base=line("check {url} --against {recording} --record {out}"), before=a_file
                 ),

@@ -126,10 +126,6 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     for name, word in (("questions", "why"), ("others", "where")):
         places[name] = room / f"{name}.jsonl"
         places[name].write_text("".join(json.dumps({"prompt": f"{word} {n}", "id": n}) + "\n" for n in range(24)))
-    places["tasks"] = room / "tasks.jsonl"
-    places["tasks"].write_text(
-        "".join(json.dumps({"question": f"{n} + {n}?", "answer": 2 * n}) + "\n" for n in range(4))
-    )
     places |= captured_states(room, places["target"])
     places["recipe"] = room / "recipe.yaml"
     places["recipe"].write_text("seed: 11\n")
@@ -147,7 +143,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         ["quantize", places["target"], "-o", places["parts"], "--shard", "0/2"],
         ["quantize", places["target"], "-o", places["parts"], "--shard", "1/2"],
         ["bench", server.url, "--samples", 2, "--concurrency", 1, "--max-tokens", 8, "-o", room / "bench"],
-        [*short, "--samples", 3, "--record", places["recording"], "--tasks", places["tasks"]],
+        [*short, "--samples", 3, "--record", places["recording"]],
         [*short, "--samples", 2, "--record", places["shorter"]],
     ):
         done = trtspec(*words)

@@ -252,7 +252,7 @@ def test_plain_answers_are_the_same(
 
 # rows that are not measured: nothing was asked that they need, the model reads no images, `acceptance` has no floor,
 # and the forms of so small a model end at the limit of 32 tokens or within its reasoning, with and without the head
-NOT_MEASURED = {"distribution", "image", "task-accuracy", "acceptance", "structured-output"}
+NOT_MEASURED = {"image", "acceptance", "structured-output"}
 BY_SPECULATION = {"acceptance-claims", "forced-acceptance", "acceptance-warm", "acceptance-after-burst",
                   "acceptance-long-context"}  # fmt: skip
 

@@ -76,10 +76,10 @@ def replies_by_question(*passes: Sequence[ToolReply]) -> Replies:
 
 
 def compare_turns(
-    mine: Sequence[ToolReply], plain: Replies, rounding: RoundingBound | None, limit: float | None
+    mine: Sequence[ToolReply], plain: Replies, rounding: RoundingBound | None, limit: float
 ) -> ReplyComparison:
     """Whether each reply calls the tools that some pass of the plain server called, or writes, or is silent, as it did;
-    `limit` of the rounding bound in nats, None where other weights may choose."""
+    `limit` of the rounding bound in nats."""
     found: dict[str, list[str]] = {verdict: [] for verdict in ("same", *VERDICTS)}
     for reply in mine:
         known = plain.get(reply.question, [])
@@ -88,7 +88,7 @@ def compare_turns(
         if any(turn_of(reply) == turn_of(other) for other in known):
             found["same"].append(reply.question)
         else:
-            found["unjudged" if limit is None else _kindest(reply, known, rounding, limit)].append(reply.question)
+            found[_kindest(reply, known, rounding, limit)].append(reply.question)
     again = [{str(turn_of(r)) for r in one} for one in plain.values() if one[1:]]
     return _comparison("calls, or none,", _settled(found, rounding, limit), again)
 
@@ -113,14 +113,12 @@ def compare_arguments(got: Recording, expected: Recording, limit: float) -> Repl
     return _comparison("arguments", _settled(found, rounding, limit), again)
 
 
-def answer_verdict(
-    reply: ToolReply, known: Sequence[ToolReply], rounding: RoundingBound | None, limit: float | None
-) -> str:
+def answer_verdict(reply: ToolReply, known: Sequence[ToolReply], rounding: RoundingBound | None, limit: float) -> str:
     """`same` where it calls what one of these passes called, or writes what that wrote, else how it parts from them;
     `limit` as for turns."""
     if any(same_answer(reply, other) for other in known):
         return "same"
-    return "unjudged" if limit is None else _kindest(reply, known, rounding, limit)
+    return _kindest(reply, known, rounding, limit)
 
 
 def same_answer(reply: ToolReply, other: ToolReply) -> bool:
@@ -231,10 +229,10 @@ def _comparison(what: str, found: dict[str, list[str]], again: Sequence[set[str]
     )
 
 
-def _settled(found: dict[str, list[str]], rounding: RoundingBound | None, limit: float | None) -> dict[str, list[str]]:
+def _settled(found: dict[str, list[str]], rounding: RoundingBound | None, limit: float) -> dict[str, list[str]]:
     """With rare divergences among what they are taken for."""
     rare, asked = found["rare"], sum(map(len, found.values()))
-    meant = "unjudged" if limit is None else what_rare_is(rare, asked, rounding, limit)
+    meant = what_rare_is(rare, asked, rounding, limit)
     return {**found, meant: found[meant] + rare, "rare": []}
 
 

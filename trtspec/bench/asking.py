@@ -102,7 +102,7 @@ class Asker:
         if self.logprobs:
             body |= {"logprobs": True, "top_logprobs": self.top}
         try:
-            found = read_answer(prompt, await self.reply(body), keep=self.top > TOP)
+            found = read_answer(prompt, await self.reply(body))
         except TrtspecError as error:
             return self._failed(prompt, error.message)
         except MISSHAPEN as error:
@@ -185,8 +185,8 @@ def declined(error: str | None) -> bool:
     return error is not None and error.startswith("HTTP 4") and not error.startswith("HTTP 429")
 
 
-def read_answer(prompt: AskedPrompt, reply: dict[str, Any], keep: bool = False) -> Transcript:
-    """A response that is not streamed; with `keep` all alternatives of each token are kept.
+def read_answer(prompt: AskedPrompt, reply: dict[str, Any]) -> Transcript:
+    """A response that is not streamed.
 
     Raises one of MISSHAPEN where its fields are not those of the API."""
     choice = reply["choices"][0]
@@ -209,21 +209,7 @@ def read_answer(prompt: AskedPrompt, reply: dict[str, Any], keep: bool = False) 
         completion_tokens=_tokens(usage.get("completion_tokens")),
         average=_number(choice.get("avg_decoded_tokens_per_iter")),
         spec_decode=_optional(choice.get("spec_decode"), dict),
-        tops=[told(entry) for entry in content] if content and keep else None,
     )
-
-
-def told(entry: dict[str, Any]) -> dict[str, float]:
-    """Log-probabilities of the most likely tokens at one place, by text, or by bytes that are no whole characters."""
-    found = {_named(item): float(item["logprob"]) for item in [*(entry.get("top_logprobs") or []), entry]}
-    if not all(math.isfinite(value) and value < 0.01 for value in found.values()):
-        raise ValueError("a log-probability is no logarithm of a probability")
-    return found
-
-
-def _named(item: dict[str, Any]) -> str:
-    text, data = _text(item["token"]), item.get("bytes")
-    return "0x" + bytes(data).hex() if "\ufffd" in text and isinstance(data, list) else text
 
 
 def _of_stream(prompt: AskedPrompt, answer: Answer) -> Transcript:

@@ -13,8 +13,8 @@ from trtspec.bench.transcript import Recording, Transcript
 
 # rows that say how one server differs from the other
 COMPARING = (
-    "context", "lossless", "distribution", "repeatable", "long-context", "tool-call", "tool-follow-up",
-    "structured-output", "stop-strings", "finish-reason", "task-accuracy",
+    "context", "lossless", "repeatable", "long-context", "tool-call", "tool-follow-up",
+    "structured-output", "stop-strings", "finish-reason",
 )  # fmt: skip
 ROUNDED = 0.02  # accepted drafts per step that rounded averages may seem to show
 

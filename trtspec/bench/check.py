@@ -7,26 +7,21 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trtspec.bench import baseline, drafting, endings, features, forms, pace, parameters, visible
-from trtspec.bench.distribution import QualityLimits, check_distribution
 from trtspec.bench.gate import (
     SHOWN,
     UNLIKELY,
     CheckResult,
-    mcnemar,
     more_often,
-    pairs_needed,
     pass_or_fail,
     required,
     result,
 )
 from trtspec.bench.lossless import compare_transcripts
-from trtspec.bench.quality import PairedTasks, paired
 from trtspec.bench.text_quality import RUN_SHARE, degeneration, judge_run
 from trtspec.bench.transcript import Recording, Transcript
 from trtspec.errors import UsageError
 
 ALL = "all"
-ALPHA = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,20 +47,17 @@ class GateVerdict:
 @dataclass(frozen=True, kw_only=True)
 class GateLimits:
     """What must hold: the floor of acceptance, the ceiling of the rounding bound in nats, the rows that must be
-    measured, and the fall in task accuracy (a share) that must be found. With `quality` the other server runs the
-    source that this target was quantized from: their distributions are compared, and nobody expects the same text."""
+    measured."""
 
     min_acceptance: float | None = None
     near_tie: float = 0.5
     require: tuple[str, ...] = ()
-    task_fall: float = 0.1
-    quality: QualityLimits | None = None
 
 
 def run_checks(got: Recording, expected: Recording | None, limits: GateLimits) -> GateVerdict:
     """`expected` is the same model without speculation; where it shows drafts itself, nothing is compared with it.
     Raises UsageError for a required row that there is not."""
-    shown = baseline.speculation(expected) if expected and limits.quality is None else None
+    shown = baseline.speculation(expected) if expected else None
     rows = _judged(got, None if shown else expected, limits)
     if shown:
         rows = baseline.uncompared(rows, shown)
@@ -75,7 +67,7 @@ def run_checks(got: Recording, expected: Recording | None, limits: GateLimits) -
         against={"url": expected.url, "server": expected.server} if expected else None,
         prompts=len(got.transcripts),
         max_tokens=got.max_tokens,
-        results=_with_required(rows, (*limits.require, *(["distribution"] if limits.quality and expected else []))),
+        results=_with_required(rows, limits.require),
     )
 
 
@@ -85,23 +77,20 @@ def refuse_unknown_rows(names: Sequence[str]) -> None:
 
 
 def _judged(got: Recording, expected: Recording | None, limits: GateLimits) -> list[CheckResult]:
-    same_weights = None if limits.quality else expected  # a source rounds otherwise than what was quantized from it
-    same_text = None if limits.quality else limits.near_tie
     return [
         visible.check_answers(got, expected),
         visible.check_context(got, expected),
         check_lossless(got, expected, limits),
-        check_distribution(got, expected, limits.quality),
         visible.check_visible_text(got, expected),
-        *visible.check_stream(got, same_weights, limits.near_tie),
-        visible.check_long_answers(got, same_weights, limits.near_tie),
+        *visible.check_stream(got, expected, limits.near_tie),
+        visible.check_long_answers(got, expected, limits.near_tie),
         visible.check_usage(got, expected),
         check_degenerate(got, expected),
-        features.check_tool_calls(got, expected, same_text),
-        features.check_tool_streams(got, expected, same_text),
-        features.check_follow_ups(got, expected, same_text),
-        forms.check_forms(got, expected, same_text),
-        endings.check_stops(got, expected, limits.near_tie, limits.quality is None),
+        features.check_tool_calls(got, expected, limits.near_tie),
+        features.check_tool_streams(got, expected, limits.near_tie),
+        features.check_follow_ups(got, expected, limits.near_tie),
+        forms.check_forms(got, expected, limits.near_tie),
+        endings.check_stops(got, expected, limits.near_tie),
         endings.check_finish(got, expected),
         features.check_image(got, expected),
         drafting.check_acceptance(got, limits.min_acceptance),
@@ -112,7 +101,6 @@ def _judged(got: Recording, expected: Recording | None, limits: GateLimits) -> l
         pace.check_speed(got, expected),
         pace.check_streaming(got, expected),
         parameters.check_parameters(got, expected),
-        check_tasks(got, expected, limits.task_fall),
     ]
 
 
@@ -127,8 +115,6 @@ def _with_required(rows: Sequence[CheckResult], names: Sequence[str]) -> list[Ch
 def check_lossless(got: Recording, expected: Recording | None, limits: GateLimits) -> CheckResult:
     """Greedy answers read as those of the other server, up to near-ties."""
     limit = limits.near_tie
-    if limits.quality is not None:
-        return result("lossless", "skipped", "not asked: a quantized target has other weights than its source")
     if expected is None:
         return result("lossless", "skipped", "nothing to compare with: pass --against FILE or URL of the plain server")
     passes = [again.transcripts for again in expected.repeats]
@@ -219,53 +205,3 @@ def _long_worse(got: Recording, expected: Recording) -> list[str]:
     both = {i.question for i in got.long} & {i.question for i in expected.long}
     lost, won = sorted((bad - plain) & both), (plain - bad) & both
     return lost[len(won) :]
-
-
-def check_tasks(got: Recording, expected: Recording | None, fall: float) -> CheckResult:
-    """As many tasks are solved as before, by McNemar's exact test over the tasks that both servers answered."""
-    name = "task-accuracy"
-    if not got.tasks:
-        return result(name, "skipped", "no tasks were asked (--tasks FILE)")
-    right = sum(task.correct for task in got.tasks)
-    alone = f"{right} of {len(got.tasks)} tasks solved"
-    if expected is None or not expected.tasks:
-        return result(
-            name, "skipped", f"{alone}; nothing to compare with: --against a server, or a recording with --tasks"
-        )
-    found = paired(expected.tasks, got.tasks)
-    pairs, before = found.pairs, found.before
-    failed = _failed_tasks(found, got)
-    if not pairs:
-        return result(name, "skipped", f"{alone}; the two servers answered no common task{failed}")
-    now, p = before - len(found.lost) + found.won, mcnemar(len(found.lost), found.won)
-    cut = sum(task.cut for task in got.tasks), sum(task.cut for task in expected.tasks)
-    share = min(max(before / pairs, fall + 0.01), 0.99)
-    needed = pairs_needed(round(share, 2), round(share - fall, 2), ALPHA)
-    detail = {**asdict(found), "now": now, "lost": len(found.lost), "p": round(p, 6), "pairs_needed": needed}
-    detail |= {"fall": fall, "p_failed": found.p}
-    message = f"{now} of {pairs} tasks solved, {before} before ({len(found.lost)} lost, {found.won} won, "
-    message += f"McNemar's exact p {p:.2g}){failed}"
-    if any(cut):
-        message += f"; cut off at --task-tokens: {cut[0]} answers, {cut[1]} before"
-    if p < ALPHA or found.fails:
-        remedy = (
-            "read the lost tasks in --json; a quantized target: try another policy or calibration (trtspec quantize)"
-        )
-        remedy = "look at the server's log: its failures count as not solved" if found.fails else remedy
-        detail["lost_tasks"] = found.lost[:SHOWN]
-        return result(name, "fail", message, "TS-CHECK-TASKS", remedy, **detail)
-    if before <= fall * pairs:
-        message += f"; with so few right before, a fall of {100 * fall:g} points cannot show"
-        return result(name, "skipped", message, **detail)
-    if pairs < needed:
-        message += f"; a fall of {100 * fall:g} points needs {needed} tasks to be found 9 times in 10"
-        return result(name, "skipped", message, **detail)
-    return result(name, "pass", f"{message}; enough to find a fall of {100 * fall:g} points", seen=pairs, **detail)
-
-
-def _failed_tasks(found: PairedTasks, got: Recording) -> str:
-    if not found.failed:
-        return ""
-    first = next(str(task.error) for task in got.tasks if task.error)
-    counted = "count as not solved" if found.fails else "are left out"
-    return f"; {found.failed} failed, {found.failed_before} before (p {found.p:.2g}), and {counted}: {first[:120]}"

@@ -13,9 +13,9 @@ from trtspec.bench.transcript import Recording, ToolReply, Transcript
 from trtspec.bench.visible import by_question, own_rounding, parted
 
 
-def check_stops(got: Recording, expected: Recording | None, limit: float, same_weights: bool = True) -> CheckResult:
+def check_stops(got: Recording, expected: Recording | None, limit: float) -> CheckResult:
     """An answer ends where a stop string begins, and not before. Where it took another way than without the string, it
-    did so at a near-tie under `limit` nats, of which the plain server's answers tell if it has the `same_weights`."""
+    did so at a near-tie under `limit` nats, of which the plain server's answers tell."""
     name, remedy = "stop-strings", "ask with speculation off; a stop string may lie across the end of a draft"
     mine, theirs = _asked(got), _asked(expected) if expected else []
     if not mine:
@@ -23,9 +23,7 @@ def check_stops(got: Recording, expected: Recording | None, limit: float, same_w
     plain = _stop_faults(expected, theirs) if expected else {}
     also = {question for question, fault in plain.items() if fault}
     found = {question: fault for question, fault in _stop_faults(got, mine).items() if question not in also}
-    ways = _other_ways(
-        got, [q for q, fault in found.items() if fault is None], expected if same_weights else None, limit
-    )
+    ways = _other_ways(got, [q for q, fault in found.items() if fault is None], expected, limit)
     p = more_often(len(ways["unjudged"]), len(found), list(plain.values()).count(None), len(plain))
     refused = [reply for reply in mine if reply.error]
     alone = [reply for reply in refused if _refused_stop(reply, mine, theirs)]

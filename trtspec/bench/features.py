@@ -42,9 +42,9 @@ def asked(replies: Sequence[ToolReply]) -> list[ToolReply]:
     return [reply for reply in replies if reply.error != NOT_ASKED]
 
 
-def check_tool_calls(got: Recording, expected: Recording | None, limit: float | None) -> CheckResult:
+def check_tool_calls(got: Recording, expected: Recording | None, limit: float) -> CheckResult:
     """Requests with a tool yield well-formed calls, and the same ones as without speculation, up to near-ties under
-    `limit`; None where other weights may choose other arguments."""
+    `limit`."""
     name, code = "tool-call", "TS-CHECK-TOOL-CALL"
     mine, theirs = asked(got.tools), {reply.question: reply for reply in expected.tools} if expected else {}
     if not mine:
@@ -56,7 +56,7 @@ def check_tool_calls(got: Recording, expected: Recording | None, limit: float | 
     pairs = [
         (r, theirs[r.question]) for r in mine if r.question in theirs and not theirs[r.question].error and not r.error
     ]
-    compared = compare_arguments(got, expected, limit) if expected and limit is not None else None
+    compared = compare_arguments(got, expected, limit) if expected else None
     detail: dict[str, Any] = {
         "got": [asdict(reply) for reply in mine[:3]],
         "expected": [asdict(reply) for reply in theirs.values()][:3],
@@ -91,7 +91,7 @@ def check_tool_calls(got: Recording, expected: Recording | None, limit: float | 
     return result(name, "pass", message, seen=len(good), **detail)
 
 
-def check_tool_streams(got: Recording, expected: Recording | None, limit: float | None) -> CheckResult:
+def check_tool_streams(got: Recording, expected: Recording | None, limit: float) -> CheckResult:
     """A call put together from a stream is the call that comes unstreamed: names, arguments, index, finish_reason. One
     that parts from it at a near-tie, by the tokens that the plain server told, is no fault of the form, nor is text
     that does; `limit` as for calls."""
@@ -130,7 +130,7 @@ def _other_answers(
     changed: Mapping[str, ToolReply],
     compared: int,
     plain: Recording,
-    limit: float | None,
+    limit: float,
 ) -> list[str]:
     """Questions of `parted` streams, of so many `compared`, that brought another answer and no fault of the form:
 
@@ -144,11 +144,11 @@ def _other_answers(
         verdict = answer_verdict(reply, known.get(question, []), rounding, limit) if judged else "unjudged"
         found[verdict].append(question)
     moved = found["same"] + found["near-tie"]
-    moved += found["rare"] if what_rare_is(found["rare"], compared, rounding, limit or 0.0) == "near-tie" else []
+    moved += found["rare"] if what_rare_is(found["rare"], compared, rounding, limit) == "near-tie" else []
     unsure = [question for question in found["unjudged"] if question in changed]
     own = [any(not same_answer(one[0], other) for other in one) for one in known.values() if one[1:]]
     chance = more_often(len(unsure), compared, sum(own), len(own)) >= UNLIKELY
-    return moved + (unsure if limit is None or chance else [])  # other weights may round otherwise
+    return moved + (unsure if chance else [])
 
 
 def _other_answer(reply: ToolReply) -> bool:
@@ -200,7 +200,7 @@ def stream_fault(whole: ToolReply, streamed: ToolReply) -> str | None:
 
 
 def _tool_turns(
-    mine: Sequence[ToolReply], known: Replies, rounding: RoundingBound | None, limit: float | None
+    mine: Sequence[ToolReply], known: Replies, rounding: RoundingBound | None, limit: float
 ) -> ReplyComparison:
     """Whether each reply calls as the plain server does in one of its passes; where that never calls, calls are judged
     by their form alone. If no call is left, no statistics are needed."""
@@ -274,9 +274,9 @@ def call_fault(call: dict[str, str]) -> str | None:
     return f"its arguments lack {', '.join(missing)}" if missing else None
 
 
-def check_follow_ups(got: Recording, expected: Recording | None, limit: float | None) -> CheckResult:
+def check_follow_ups(got: Recording, expected: Recording | None, limit: float) -> CheckResult:
     """After the tool has answered, the model writes: text, and not only reasoning, and the plain server's, up to
-    near-ties under `limit`; None where other weights may write other text."""
+    near-ties under `limit`."""
     name, code = "tool-follow-up", "TS-CHECK-TOOL-FOLLOW-UP"
     mine, theirs = asked(got.follow_ups), expected.follow_ups if expected else []
     if not mine:
@@ -314,7 +314,7 @@ def check_follow_ups(got: Recording, expected: Recording | None, limit: float | 
     seen = kinds["text"] + kinds["silent"] + kinds["call"]
     if not seen:
         return result(name, "skipped", f"not shown: {_no_text(mine, kinds, bool(theirs))}", **detail)
-    compared = compare_texts(mine, known, own_rounding(expected), limit) if expected and limit is not None else None
+    compared = compare_texts(mine, known, own_rounding(expected), limit) if expected else None
     message = f"{kinds['text']} of {len(mine)} follow-ups of a tool are answered in text"
     message += f", {kinds['silent']} are empty on both servers" if kinds["silent"] else ""
     message += f", {kinds['call']} bring another call as on the plain server" if kinds["call"] else ""

@@ -23,9 +23,9 @@ from trtspec.bench.transcript import Recording, ToolReply
 from trtspec.bench.visible import own_rounding
 
 
-def check_forms(got: Recording, expected: Recording | None, limit: float | None) -> CheckResult:
-    """Answers that must be JSON of a schema are, and they are the plain server's, up to near-ties under `limit`; None
-    where other weights may fill in something else. Cut off before their end, they are judged by how often."""
+def check_forms(got: Recording, expected: Recording | None, limit: float) -> CheckResult:
+    """Answers that must be JSON of a schema are, and they are the plain server's, up to near-ties under `limit`; those
+    cut off before their end are judged by how often."""
     name, code = "structured-output", "TS-CHECK-STRUCTURED"
     remedy = "check guided_decoding_backend and the engine's log; ask with speculation off"
     mine, theirs = asked(got.forms), expected.forms if expected else []
@@ -46,12 +46,12 @@ def check_forms(got: Recording, expected: Recording | None, limit: float | None)
         refused = f"the server refused response_format: {mine[0].error}"
         return result(name, "skipped", f"not shown: {message if cut or both else refused}")
     sound = {q: [r for r in one if parsed(r.content) is not None and not form_fault(r)] for q, one in known.items()}
-    compared = compare_texts(good, sound, own_rounding(expected), limit) if limit is not None else None
-    detail: dict[str, Any] = {"texts": asdict(compared) if compared else None, "ends": asdict(ends)}
-    message += compared.message if compared else ""
-    if compared and compared.wrong:
+    compared = compare_texts(good, sound, own_rounding(expected), limit)
+    detail: dict[str, Any] = {"texts": asdict(compared), "ends": asdict(ends)}
+    message += compared.message
+    if compared.wrong:
         return result(name, "fail", message, code, "compare the texts of both servers in their recordings", **detail)
-    if unknown.most or (compared and compared.unjudged):
+    if unknown.most or compared.unjudged:
         return result(name, "skipped", message, **detail)
     return result(name, "pass", message, seen=len(good), **detail)
 

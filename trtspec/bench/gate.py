@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from typing import Any, Literal
 
 Status = Literal["pass", "fail", "skipped"]
@@ -90,63 +89,3 @@ def more_often(found: int, asked: int, usual: int, among: int) -> float:
     both = found + usual
     ways = (math.comb(asked, k) * math.comb(among, both - k) for k in range(found, min(asked, both) + 1))
     return sum(ways) / math.comb(asked + among, both)
-
-
-def mcnemar(lost: int, won: int) -> float:
-    """One-sided exact p of McNemar's test: `lost` pairs turned from right to wrong, `won` from wrong to right.
-
-    Under equal accuracy each discordant pair is lost with probability 1/2 (Biometrika 12, 1947, 153-157).
-    """
-    return binomial_at_least(lost, lost + won, 0.5)
-
-
-@cache
-def pairs_needed(before: float, after: float, alpha: float = 0.05, power: float = 0.9) -> int:
-    """Smallest number of paired tasks at which McNemar's exact test finds a fall in accuracy from `before` to `after`.
-
-    The answers of both servers are taken as independent given the task, which has the most discordant pairs and so the
-    least power: a real pair needs fewer. Returns 10,000 where even that is too few.
-    """
-    lost, won = before * (1.0 - after), (1.0 - before) * after
-    low, high = 4, 8
-    while paired_power(high, lost, won, alpha) < power:
-        low, high = high, high * 2
-        if high > 10_000:
-            return 10_000
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if paired_power(middle, lost, won, alpha) >= power else (middle, high)
-    return high
-
-
-def paired_power(pairs: int, lost: float, won: float, alpha: float = 0.05) -> float:
-    """Probability that McNemar's exact test rejects at `alpha`; `lost` and `won` are the shares of discordant pairs."""
-    discordant, toll = lost + won, lost / (lost + won)
-    total = 0.0
-    for count in range(1, pairs + 1):
-        here = _binomial(count, pairs, discordant)
-        if here < 1e-12:
-            continue
-        critical = _critical(count, alpha)
-        if critical <= count:
-            total += here * sum(_binomial(k, count, toll) for k in range(critical, count + 1))
-    return total
-
-
-@cache
-def _critical(count: int, alpha: float) -> int:
-    """Smallest number of losses among `count` discordant pairs that is significant; count + 1 where none is."""
-    tail, losses = 0.0, count + 1
-    while losses > 0:
-        tail += _binomial(losses - 1, count, 0.5)
-        if tail > alpha:
-            return losses
-        losses -= 1
-    return losses
-
-
-def _binomial(k: int, n: int, p: float) -> float:
-    if p in (0.0, 1.0):
-        return float(k == n * p)
-    log = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) + k * math.log(p) + (n - k) * math.log1p(-p)
-    return math.exp(log)

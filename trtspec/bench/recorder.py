@@ -21,7 +21,6 @@ from trtspec.bench.features import stream_fault
 from trtspec.bench.findings import RequestLimits
 from trtspec.bench.metrics import Counters
 from trtspec.bench.parameters import probe_parameters
-from trtspec.bench.quality import TaskSet, ask_tasks
 from trtspec.bench.transcript import (
     AskedPrompt,
     BurstReply,
@@ -49,7 +48,7 @@ ROOM = 1024  # tokens for an answer that was cut off while it reasoned, where fe
 @dataclass(frozen=True, kw_only=True)
 class RecorderOptions:
     """`baseline`: the server should run without speculation, and its own rounding is measured. `logprobs`: ask for
-    log-probabilities whatever is known of the release, of `top` tokens. `timeout`: seconds for one answer."""
+    log-probabilities whatever is known of the release. `timeout`: seconds for one answer."""
 
     concurrency: int = 4
     model: str | None = None
@@ -57,8 +56,6 @@ class RecorderOptions:
     baseline: bool = False
     logprobs: bool = False
     timeout: float = 120.0
-    tasks: TaskSet | None = None
-    top: int = TOP
 
 
 async def record(url: str, asked: Battery, options: RecorderOptions) -> Recording:
@@ -66,7 +63,7 @@ async def record(url: str, asked: Battery, options: RecorderOptions) -> Recordin
     async with new_client(url, options.concurrency * max(REPEAT, BURST), options.timeout) as client:
         server = await adapters.detect_server(client, options.model)
         endpoint = Endpoint(url, server.model)
-        asker = Asker(client, endpoint, asked.max_tokens, options.timeout, options.concurrency, top=options.top)
+        asker = Asker(client, endpoint, asked.max_tokens, options.timeout, options.concurrency)
         watching = asyncio.create_task(asker.watch_clock())
         try:
             return await _record(asker, server, asked, options)
@@ -103,8 +100,6 @@ async def _record(asker: Asker, server: adapters.DetectedServer, asked: Battery,
             repeated_follow_ups=await _told_again(asker, _follow_up_asks(asked.each), cut_off),
             repeated_forms=await _told_again(asker, _form_asks(asked.each), at_limit),
         )
-    if options.tasks is not None:
-        found = replace(found, tasks=await ask_tasks(asker, options.tasks))
     return replace(found, stopped=asker.stopped)
 
 
@@ -154,11 +149,10 @@ def _pooled(before: Counters | None, after: Counters | None, answers: Sequence[T
 async def _cold(asker: Asker, asked: Battery) -> list[Transcript]:
     """The first pass. A server that refuses log-probabilities with a plain error is asked for fewer, then without."""
     first = await asker.ask(asked.prompts[0])
-    for fewer in (TOP, PAIR):
-        if first.error and asker.logprobs and fewer < asker.top:
-            most, asker.top = asker.top, fewer
-            first = await asker.ask(asked.prompts[0])
-            asker.top = most if first.error else fewer
+    if first.error and asker.logprobs:
+        asker.top = PAIR
+        first = await asker.ask(asked.prompts[0])
+        asker.top = TOP if first.error else PAIR
     if first.error and asker.logprobs:
         asker.logprobs = False
         again = await asker.ask(asked.prompts[0])
@@ -311,7 +305,7 @@ async def _told_again(
     faster = replace(asker, concurrency=REPEAT * asker.concurrency)
     found: list[ToolReply] = []
     if asker.logprobs:
-        told = {"logprobs": True, "top_logprobs": min(asker.top, TOP)}
+        told = {"logprobs": True, "top_logprobs": asker.top}
         telling = [(messages, {**extra, **told}, name) for messages, extra, name in asks]
         found = await _with_room(faster, telling, unfinished)
     if any(not reply.error for reply in found):

@@ -81,8 +81,6 @@ class Transcript:
     `tokens` is None where the server gives no logprobs; `spelled` is the text of these tokens where it is known.
     `average` and `spec_decode` are what the server claims about its steps, `counted` its tokens so far at each piece of
     a stream, `pieces` how many there were, `arrivals` at how many times they came. `error` says why there is no answer.
-    `tops` holds, at each token, the log-probabilities of the most likely ones, where more than the runner-up was asked
-    for.
     """
 
     question: str
@@ -104,7 +102,6 @@ class Transcript:
     arrivals: int | None = None
     timing: AnswerTiming | None = None
     error: str | None = None
-    tops: list[dict[str, float]] | None = None
 
     @property
     def content(self) -> str:
@@ -171,20 +168,6 @@ class RecordedPass:
 
 
 @dataclass(frozen=True)
-class TaskReply:
-    """One graded task; `cut` where the limit of tokens ended its answer. `digest` is of its question, answer and
-    grader, `max_tokens` the limit; older recordings have neither."""
-
-    id: str
-    correct: bool
-    text: str = ""
-    error: str | None = None
-    cut: bool = False
-    digest: str | None = None
-    max_tokens: int | None = None
-
-
-@dataclass(frozen=True)
 class BurstReply:
     """How a burst of short requests ended: a server may refuse some of it, and must answer the rest."""
 
@@ -236,7 +219,6 @@ class Recording:
     burst: BurstReply | None = None
     parameters: list[ParameterReply] = field(default_factory=list)
     after_probes: list[Transcript] = field(default_factory=list)
-    tasks: list[TaskReply] = field(default_factory=list)
     stopped: str | None = None
     streamed_counts: list[TurnCounts] = field(default_factory=list)
 

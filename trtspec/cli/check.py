@@ -18,7 +18,6 @@ from trtspec.records import Mode, narrow, refuse_empty, refuse_unused
 if TYPE_CHECKING:
     from trtspec.bench.battery import Battery
     from trtspec.bench.check import GateVerdict
-    from trtspec.bench.quality import TaskSet
     from trtspec.bench.transcript import Recording
 
 MARKS = {"pass": "pass   ", "fail": "FAIL   ", "skipped": "skipped"}
@@ -53,19 +52,6 @@ class CheckOptions:
         str, typer.Option(help="Lengths, in tokens, of long prompts; 0 asks none. A recording brings its own.")
     ] = "512,2048,8192"
     context_samples: Annotated[int, typer.Option(min=1, help="Long prompts of each length.")] = 4
-    tasks: Annotated[
-        Path | None,
-        typer.Option(help="Questions with answers, graded and compared by task: rows, or a task file of lm-eval."),
-    ] = None
-    task_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a task's answer.")] = 512
-    task_fall: Annotated[
-        float,
-        typer.Option(
-            min=0.01,
-            max=0.9,
-            help="Fall in task accuracy that must be detectable, as a share of all tasks (0.1: 10 points).",
-        ),
-    ] = 0.1
     concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of requests in flight.")] = 4
     near_tie: Annotated[
         float,
@@ -74,23 +60,6 @@ class CheckOptions:
             help="Upper limit, in nats, of the measured rounding bound below which a divergence counts as a tie.",
         ),
     ] = 0.5
-    quality_gate: Annotated[
-        bool,
-        typer.Option(
-            "--quality-gate",
-            help="The baseline is the source that this target was quantized from: compare their distributions of the "
-            "next token, not their text. With --record: keep what that needs.",
-        ),
-    ] = False
-    max_kl: Annotated[
-        float, typer.Option(min=0.0, help="Mean KL divergence, in nats per token, that --quality-gate allows.")
-    ] = 0.1
-    min_agreement: Annotated[
-        float,
-        typer.Option(
-            min=0.0, max=1.0, help="Share of positions whose most likely token must agree under --quality-gate."
-        ),
-    ] = 0.9
     logprobs: Annotated[
         bool,
         typer.Option("--logprobs", help="Request log-probabilities even from releases that may crash on them."),
@@ -110,10 +79,7 @@ class _AnyCheck:
     record: Path | None
     min_acceptance: float | None
     require: tuple[str, ...]
-    tasks: Path | None
-    task_tokens: int
     concurrency: int
-    quality_gate: bool
     logprobs: bool
     timeout: float
     model: str | None
@@ -135,9 +101,6 @@ class CheckAlone(_AnyCheck):
 class CheckAgainstServer(CheckAlone):
     against: str
     near_tie: float
-    task_fall: float
-    max_kl: float
-    min_agreement: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,9 +109,6 @@ class CheckAgainstRecording(_AnyCheck):
 
     against: str
     near_tie: float
-    task_fall: float
-    max_kl: float
-    min_agreement: float
 
 
 ALONE = Mode("`check` without --against", CheckAlone, "`check` without --against")
@@ -179,7 +139,7 @@ def check(options: CheckOptions) -> None:
 def _refuse_shared_files(options: CheckOptions) -> None:
     """A file that is written is no other file of the command: a server would be its own baseline the next time."""
     recorded = Path(options.against) if options.against and "://" not in options.against else None
-    files = {"--against": recorded, "--tasks": options.tasks, "--record": options.record, "--junit": options.junit}
+    files = {"--against": recorded, "--record": options.record, "--junit": options.junit}
     places: dict[Path, str] = {}
     for flag, path in files.items():
         if path is None:
@@ -192,7 +152,6 @@ def _refuse_shared_files(options: CheckOptions) -> None:
 def _verdict(options: CheckOptions) -> GateVerdict:
     from trtspec.bench.baseline import failures, speculation
     from trtspec.bench.check import GateLimits, refuse_unknown_rows, run_checks
-    from trtspec.bench.distribution import QualityLimits
 
     used = narrow(options, _mode(options), MODES)
     refuse_unknown_rows(options.require)
@@ -200,12 +159,6 @@ def _verdict(options: CheckOptions) -> GateVerdict:
         refuse_unused(options, ["force"], "without --record or --junit")
     if options.contexts == NO_CONTEXTS:
         refuse_unused(options, ["context_samples"], "with --contexts 0")
-    if options.tasks is None:
-        refuse_unused(options, ["task_tokens", "task_fall"], "without --tasks")
-    if not options.quality_gate:
-        refuse_unused(options, ["max_kl", "min_agreement"], "without --quality-gate")
-    elif options.against is None and options.record is None:
-        refuse_unused(options, ["quality_gate"], "without --against or --record")
     got, expected = collect(used)
     if options.record is not None:
         report.write_json(options.record, {**got.to_dict(), **_stamp(options.url)})
@@ -216,13 +169,7 @@ def _verdict(options: CheckOptions) -> GateVerdict:
             report.announce(f"{options.record} is no whole baseline, record it again: {failed}")
         elif expected is None:
             report.say(f"next: trtspec check URL --against {options.record}, for the server with speculation")
-    limits = GateLimits(
-        min_acceptance=options.min_acceptance,
-        near_tie=options.near_tie,
-        require=options.require,
-        task_fall=options.task_fall,
-        quality=QualityLimits(options.max_kl, options.min_agreement) if options.quality_gate else None,
-    )
+    limits = GateLimits(min_acceptance=options.min_acceptance, near_tie=options.near_tie, require=options.require)
     return run_checks(got, expected, limits)
 
 
@@ -244,11 +191,8 @@ def collect(options: CheckAlone | CheckAgainstServer | CheckAgainstRecording) ->
     import asyncio
     from dataclasses import replace
 
-    from trtspec.bench.asking import TOP
     from trtspec.bench.battery import battery_of
     from trtspec.bench.client import base_url
-    from trtspec.bench.distribution import MOST_TOLD
-    from trtspec.bench.quality import refuse_other_tasks
     from trtspec.bench.recorder import RecorderOptions
     from trtspec.bench.recorder import record as ask_server
     from trtspec.bench.transcript import read_recording
@@ -266,11 +210,7 @@ def collect(options: CheckAlone | CheckAgainstServer | CheckAgainstRecording) ->
         baseline=baseline,
         logprobs=options.logprobs,
         timeout=options.timeout,
-        tasks=_tasks(options),
-        top=MOST_TOLD if options.quality_gate else TOP,
     )
-    if expected and settings.tasks:
-        refuse_other_tasks(expected.tasks, settings.tasks)
     report.say(f"asking {options.url} {len(asked.prompts)} prompts at temperature 0")
     got = asyncio.run(ask_server(url, asked, settings))
     if got.withheld:
@@ -292,12 +232,6 @@ def _battery(options: CheckAlone | CheckAgainstServer | CheckAgainstRecording) -
         report.announce(f"{options.dataset}: {missing}; the tools that check offers are its own")
     lengths = [] if options.contexts == NO_CONTEXTS else numbers(options.contexts, "--contexts")
     return make_battery(questions, options.max_tokens, lengths, options.context_samples)
-
-
-def _tasks(options: _AnyCheck) -> TaskSet | None:
-    from trtspec.bench.quality import load_tasks
-
-    return None if options.tasks is None else load_tasks(options.tasks, options.task_tokens)
 
 
 def show(verdict: GateVerdict, options: CheckOptions) -> None:
