@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.bench.test_statistics import as_old, run_of
+from tests.bench.test_statistics import run_of
 from trtspec.bench.client import RequestSampling
 from trtspec.bench.compare import compare
 from trtspec.bench.conditions import parse
 from trtspec.bench.datasets import DatasetChoice, load_dataset
 from trtspec.bench.measure import BenchWorkload
-from trtspec.bench.results import BenchResults, ComparedRun
+from trtspec.bench.results import BenchResults
 from trtspec.errors import UsageError
 
 NAMES = [str(place) for place in range(12)]
@@ -45,10 +45,6 @@ def run() -> BenchResults:
     return run_of(np.random.default_rng(1), NAMES, np.zeros(len(NAMES)), 0.0)
 
 
-def earlier(run: BenchResults, workload: dict[str, Any]) -> ComparedRun:
-    return replace(as_old(run), workload=workload, server={"model": run.server.model})
-
-
 @pytest.mark.parametrize(
     ("before", "now", "differs"),
     [
@@ -65,27 +61,16 @@ def test_what_was_asked_of_one_file_is_compared(
 ) -> None:
     new, old = asked(questions, **now), asked(questions, **before)
     assert new["dataset_sha256"] == old["dataset_sha256"]
-    found = compare(replace(run, workload=new), earlier(run, old), 0.05)
-    assert found.differs == differs and found.unknown == []
+    found = compare(replace(run, workload=new), replace(run, workload=old), 0.05)
+    assert found.differs == differs
     errors = [(p.code, p.severity) for p in found.problems if p.severity == "error"]
     assert errors == ([("TS-BENCH-DIFFERENT-WORKLOAD", "error")] if differs else [])
     assert any(figure.judged for figure in found.figures) is not bool(differs)
 
 
-def test_another_model_is_named(run: BenchResults, questions: Path) -> None:
-    old = replace(earlier(run, run.workload), server={"model": "another"})
+def test_another_model_is_named(run: BenchResults) -> None:
+    old = replace(run, server=replace(run.server, model="another"))
     assert compare(run, old).differs == ["server.model"]
-
-
-def test_what_results_of_an_earlier_release_do_not_say_is_not_known_and_refuses_nothing(
-    run: BenchResults, questions: Path
-) -> None:
-    new = asked(questions)
-    old = {key: value for key, value in new.items() if key not in ("questions_sha256", "under")}
-    found = compare(replace(run, workload=new), replace(earlier(run, old), server={}), 0.05)
-    assert found.differs == [] and found.unknown == ["questions_sha256", "under", "server.model"]
-    assert {p.code: p.severity for p in found.problems}["TS-BENCH-UNKNOWN-WORKLOAD"] == "info"
-    assert found.figures[0].judged and "error" not in {p.severity for p in found.problems}
 
 
 def test_two_system_prompts_are_two_conditions(tmp_path: Path) -> None:

@@ -11,17 +11,16 @@ import pytest
 
 from tests.command_line import trtspec
 from trtspec.bench.results import read_results, read_whole
-from trtspec.bench.transcript import read_recording
+from trtspec.bench.transcript import SCHEMA, read_recording
 from trtspec.errors import UsageError
 
 COUNTS = {"question": "1", "category": "all", "tokens": 4, "steps": 2, "accepted": 2, "drafted": None,
           "histogram": [1, 1], "source": "header"}  # fmt: skip
 ANSWER = {"question": "1", "category": "all", "messages": [{"role": "user", "content": "Why?"}], "text": "So.",
           "finish_reason": "stop", "tokens": [{"text": "So.", "second": "No.", "gap": 1}]}  # fmt: skip
-RECORDING = {"schema": 1, "url": "http://a", "server": {}, "max_tokens": 4, "transcripts": [ANSWER],
-             "tool": {"calls": [], "content": "", "error": None}, "counts": [COUNTS]}  # fmt: skip
-RESULTS = {"name": "a", "url": "http://a", "server": {}, "workload": {}, "categories": {}, "turns_detail": [COUNTS],
-           "concurrency": [{"concurrency": 1, "rounds": [3.5, None]}]}  # fmt: skip
+RECORDING = {"schema": SCHEMA, "url": "http://a", "server": {}, "max_tokens": 4, "transcripts": [ANSWER],
+             "tools": [{"calls": [], "content": "", "error": None}], "counts": [COUNTS]}  # fmt: skip
+RESULTS = {"workload": {}, "categories": {}, "turns_detail": [COUNTS]}
 
 
 def write(path: Path, value: dict[str, Any]) -> Path:
@@ -34,10 +33,10 @@ def test_what_was_recorded_is_read(tmp_path: Path) -> None:
     assert read.counts[0].histogram == (1, 1) and read.transcripts[0].tokens[0].gap == 1.0  # type: ignore[index]
     shown = [{"type": "image_url", "image_url": {"url": "data:,"}}, {"type": "text", "text": "What is it?"}]
     picture = {**ANSWER, "messages": [{"role": "user", "content": shown}]}
-    pictures = read_recording(write(tmp_path / "c.json", {**RECORDING, "schema": 2, "transcripts": [picture]}))
+    pictures = read_recording(write(tmp_path / "c.json", {**RECORDING, "transcripts": [picture]}))
     assert pictures.transcripts[0].messages[0]["content"] == shown
     results = read_results(write(tmp_path / "b.json", RESULTS))
-    assert results.concurrency[0].rounds == [3.5, None] and results.turns_detail[0].accepted == 2
+    assert results.turns_detail[0].accepted == 2
 
 
 @pytest.mark.parametrize(
@@ -51,11 +50,11 @@ def test_what_was_recorded_is_read(tmp_path: Path) -> None:
         ({"transcripts": [{**ANSWER, "messages": []}]}, "not a recording"),
         ({"transcripts": [{**ANSWER, "messages": [{"role": "user"}]}]}, "'content' is missing"),
         ({"transcripts": [{**ANSWER, "text": 3}]}, "transcripts.0.text"),
-        ({"tool": {"calls": [{"name": "lookup", "arguments": [1]}]}}, "tool.calls.0.arguments"),
-        ({"tool": {"calls": [{"name": "lookup"}]}}, "no name or no arguments"),
-        ({"tool": {"content": [{}]}}, "tool.content"),
+        ({"tools": [{"calls": [{"name": "lookup", "arguments": [1]}]}]}, "tools.0.calls.0.arguments"),
+        ({"tools": [{"calls": [{"name": "lookup"}]}]}, "no name or no arguments"),
+        ({"tools": [{"content": [{}]}]}, "tools.0.content"),
         ({"schema": 99}, "its schema is '99'"),
-        ({"streemed": []}, "knows no 'streemed'"),
+        ({"schema": 1}, "its schema is '1', and this release reads 3"),
         ({"transcripts": [ANSWER, ANSWER]}, "2 answers to the question"),
         ({"repeats": [{"concurrency": 1, "transcripts": [ANSWER, ANSWER]}]}, "2 answers to the question"),
     ],
@@ -65,7 +64,7 @@ def test_a_recording_with_other_kinds_of_values_is_refused(tmp_path: Path, chang
         read_recording(write(tmp_path / "a.json", {**RECORDING, **change}))
 
 
-@pytest.mark.parametrize("key", ["name", "url", "server", "workload", "categories", "concurrency", "turns_detail"])
+@pytest.mark.parametrize("key", ["workload", "categories", "turns_detail"])
 def test_results_with_other_kinds_of_values_are_refused(tmp_path: Path, key: str) -> None:
     with pytest.raises(UsageError, match=key):
         read_results(write(tmp_path / "b.json", {**RESULTS, key: 3}))

@@ -19,7 +19,7 @@ from trtspec.bench.client import Answer, RequestSampling
 from trtspec.bench.compare import compare
 from trtspec.bench.datasets import DatasetChoice, load_dataset
 from trtspec.bench.load import Round, steady_rate
-from trtspec.bench.results import read_results, read_whole
+from trtspec.bench.results import read_whole
 
 Start = Callable[..., str]
 
@@ -163,18 +163,14 @@ def test_command_writes_results_report_and_compares(stand_in: Start, dataset: Pa
     again = trtspec("bench", url, *common, "--compare", out, "--json")
     comparison = json.loads(again.stdout)["comparison"]
     assert comparison["figures"][0]["ratio"] == 1.0 and not comparison["differs"]
-    assert set(comparison["acceptance"]) == {"all", *results["categories"]}, "the keys of the first layout stay"
-    assert comparison["acceptance"]["all"]["ratio"] == 1.0
-    assert comparison["acceptance"]["all"]["low"] <= 1.0 <= comparison["acceptance"]["all"]["high"]
-    assert [(speed["concurrency"], speed["rounds"]) for speed in comparison["speed"]] == [(1, [1, 1]), (4, [1, 1])]
-    assert all(speed["low"] == speed["ratio"] == speed["high"] > 0 for speed in comparison["speed"])
+    assert comparison["figures"][0]["low"] <= 1.0 <= comparison["figures"][0]["high"]
     other = trtspec("bench", url, *common[:-2], "--compare", out, "--json")
     assert json.loads(other.stdout)["comparison"]["differs"] == ["max_tokens"]
-    whole, read = read_whole(out), read_results(out)
+    whole = read_whole(out)
     for temperature, differs in ((1.0, ["draft_sampling"]), (0.0, [])):
         new = replace(whole, workload={**whole.workload, "temperature": temperature})
         new = replace(new, server=replace(whole.server, draft_sampling="argmax"))
-        old = replace(read, workload=new.workload, server={**read.server, "draft_sampling": "probabilistic"})
+        old = replace(new, server=replace(whole.server, draft_sampling="probabilistic"))
         assert compare(new, old).differs == differs, "drafts are drawn in sampled requests alone"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from math import inf
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from tests.bench import cheats
 from trtspec.bench.asking import PAIR, TOP, Asker, read_token
 from trtspec.bench.check import GateLimits, check_lossless
 from trtspec.bench.lossless import SPACING, compare_transcripts, tokens_show
-from trtspec.bench.transcript import RecordedPass, Recording, Token, Transcript, read_recording
+from trtspec.bench.transcript import RecordedPass, Recording, Token, Transcript
 from trtspec.bench.visible import check_stream
 
 THIRD = {"b": 1e-5, "c": 2e-5, "d": 0.2, "e": 3.0}
@@ -196,17 +195,6 @@ def test_what_a_server_tells_of_a_token() -> None:
     assert told("c", -0.75, a=-0.5, b=-0.625, c=-0.75) == Token("c", "a", 0.125, {"a": 0.0, "b": 0.125}, 0.25)
     assert told("z", -3.5, a=-0.5, b=-0.625).behind == 3.0  # sampled from beyond the list
     assert told("a", -0.5) == Token("a", None, None) and told("a", -0.5, a=-0.5) == Token("a", None, None)
-
-
-def test_recordings_with_runners_up_alone_are_read(tmp_path: Path) -> None:
-    old = Recording("u", {}, 9, [answer(Token("a", "b", 1e-5), Token("x", "y", 2.0))]).to_dict()
-    for token in old["transcripts"][0]["tokens"]:
-        del token["others"], token["behind"]
-    path = tmp_path / "old.json"
-    path.write_text(json.dumps(old))
-    plain = read_recording(path).transcripts
-    assert compare_transcripts(plain, [answer(Token("b", "a", 1e-5, THIRD | {"a": 1e-5}))], 0.5, [plain]).near_ties == 1
-    assert compare_transcripts(plain, [answer(Token("c", "a", 1e-5, {"a": 1e-5}))], 0.5, [plain]).real == 1
 
 
 @pytest.mark.parametrize(("options", "most"), [pytest.param((), TOP, marks=pytest.mark.slow), (("few-told",), PAIR)])

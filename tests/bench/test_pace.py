@@ -49,14 +49,6 @@ def test_streams_in_pieces(got: Recording, plain: Recording | None, wanted: str)
     assert found.status == wanted, found.message
 
 
-def test_recordings_without_arrivals_tell_pieces() -> None:
-    old = [replace(item, arrivals=None) for item in streams().streamed]
-    assert check_streaming(Recording("u", {}, 128, [], streamed=old), None).status == "pass"
-    few = Recording("u", {}, 128, [], streamed=[replace(item, pieces=3) for item in old])
-    assert check_streaming(few, None).status == "fail"
-    assert check_streaming(streams(), few).status == "pass"
-
-
 def test_a_stream_that_a_parser_holds_back_is_not_judged() -> None:
     """A model may write the marker of a call where none was offered; what follows is held until no call can follow."""
     held = [replace(stream(index, 1), text="<|tool_call_begin|>words" + "/test" * 80) for index in range(3)]

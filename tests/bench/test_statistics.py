@@ -19,7 +19,7 @@ from trtspec.bench.acceptance import (
     t_quantile,
 )
 from trtspec.bench.adapters import DetectedServer
-from trtspec.bench.results import BenchResults, ComparedRun, LevelResult, QuestionSpeed, Throughput
+from trtspec.bench.results import BenchResults, LevelResult, QuestionSpeed, Throughput
 from trtspec.bench.text_quality import judge_run
 
 RUNS = 1000
@@ -125,12 +125,6 @@ def run_of(rng: np.random.Generator, names: list[str], ease: np.ndarray, fall: f
     )  # fmt: skip
 
 
-def as_old(run: BenchResults) -> ComparedRun:
-    fields = {"name": "old", "url": "u", "server": {}, "workload": run.workload, "categories": {}}
-    return ComparedRun(**fields, concurrency=run.concurrency, turns_detail=run.turns_detail,  # type: ignore[arg-type]
-                       questions_detail=run.questions_detail)  # fmt: skip
-
-
 def in_a_mood(rng: np.random.Generator, run: BenchResults, mood: float, rounds: int) -> BenchResults:
     """The same run on a machine that is faster or slower for all of its answers, by one factor for each level."""
     speeds, levels = [], []
@@ -150,7 +144,7 @@ def alarms(
     names, raised, proposed = [str(i) for i in range(count)], 0, []
     for _ in range(runs):
         ease = rng.normal(0, 0.35, count)
-        old = [as_old(in_a_mood(rng, run_of(rng, names, ease, 0.0), mood, rounds)) for _ in range(earlier)]
+        old = [in_a_mood(rng, run_of(rng, names, ease, 0.0), mood, rounds) for _ in range(earlier)]
         new = in_a_mood(rng, run_of(rng, names, ease, fall), mood, rounds)
         found = comparing.compare(new, old[0], None, old[1:])
         raised += any(problem.code == "TS-BENCH-REGRESSION" for problem in found.problems)
@@ -178,7 +172,7 @@ def test_a_fall_of_speed_is_found_where_earlier_runs_say_so() -> None:
     names, ease = [str(i) for i in range(40)], rng.normal(0, 0.35, 40)
 
     def compared(fall: float) -> tuple[bool, float]:
-        old = [as_old(in_a_mood(rng, run_of(rng, names, ease, 0.0), 0.02, 1)) for _ in range(6)]
+        old = [in_a_mood(rng, run_of(rng, names, ease, 0.0), 0.02, 1) for _ in range(6)]
         slower = in_a_mood(rng, run_of(rng, names, ease, 0.0), 0.02, 1)
         levels = [
             replace(level, rounds=[rate * (1 - fall) for rate in level.rounds if rate]) for level in slower.concurrency
@@ -197,7 +191,7 @@ def test_a_fall_of_speed_is_found_where_earlier_runs_say_so() -> None:
 def test_speed_of_one_earlier_run_is_a_warning_and_of_four_a_regression() -> None:
     rng = np.random.default_rng(9)
     names, ease = [str(i) for i in range(40)], rng.normal(0, 0.35, 40)
-    old = [as_old(in_a_mood(rng, run_of(rng, names, ease, 0.0), 0.01, 1)) for _ in range(4)]
+    old = [in_a_mood(rng, run_of(rng, names, ease, 0.0), 0.01, 1) for _ in range(4)]
     half = run_of(rng, names, ease, 0.0)
     levels = [replace(level, rounds=[50.0]) for level in half.concurrency]
     seconds = [replace(speed, seconds=2 * speed.seconds) for speed in half.questions_detail]
@@ -224,10 +218,10 @@ def test_comparison_in_small() -> None:
     rng = np.random.default_rng(6)
     names, ease = [str(i) for i in range(80)], rng.normal(0, 0.35, 80)
     old, new = run_of(rng, names, ease, 0.0), run_of(rng, names, ease, 0.05)
-    assert any(p.code == "TS-BENCH-REGRESSION" for p in comparing.compare(new, as_old(old)).problems)
-    assert not any(p.severity == "error" for p in comparing.compare(new, as_old(old), 0.15).problems)
+    assert any(p.code == "TS-BENCH-REGRESSION" for p in comparing.compare(new, old).problems)
+    assert not any(p.severity == "error" for p in comparing.compare(new, old, 0.15).problems)
     other = replace(old, workload={**WORKLOAD, "thinking": "on"})
-    gate = comparing.compare(new, as_old(other), 0.15)
+    gate = comparing.compare(new, other, 0.15)
     assert [p.severity for p in gate.problems] == ["error"] and not any(f.judged for f in gate.figures)
 
 

@@ -287,16 +287,13 @@ def independent_ratio(new: ArrayLike, old: ArrayLike, confidence: float = CONFID
     return _bounds(float(a.mean() / b.mean()), error, freedom, min(len(a), len(b)), confidence)
 
 
-def next_ratio(
-    new: float, old: Sequence[float], confidence: float = CONFIDENCE, least: float = 0.0
-) -> RatioTest | None:
+def next_ratio(new: float, old: Sequence[float], confidence: float = CONFIDENCE) -> RatioTest | None:
     """Of one more run over the geometric mean of earlier ones, by Student's prediction interval for their logarithms:
-    what runs of the same setup differ by is in it, and is taken to be `least` (a share) or more. None below LEAST_RUNS
-    earlier ones."""
+    what runs of the same setup differ by is in it. None below LEAST_RUNS earlier ones."""
     if len(old) < LEAST_RUNS or min(new, *old) <= 0:
         return None
     logs = np.log(np.asarray(old, dtype=np.float64))
-    error = max(float(logs.std(ddof=1)), least) * math.sqrt(1 + 1 / len(old))
+    error = float(logs.std(ddof=1)) * math.sqrt(1 + 1 / len(old))
     return _bounds(math.exp(math.log(new) - float(logs.mean())), error, len(old) - 1, len(old), confidence)
 
 

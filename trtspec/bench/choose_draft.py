@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from trtspec.bench.acceptance import AcceptanceSummary
-from trtspec.bench.compare import SAME, SINCE
+from trtspec.bench.compare import SAME
 from trtspec.bench.results import BenchResults, EndpointResult, LevelResult
 from trtspec.bench.step_cost import ENOUGH_ROUNDS, StepCost, between, ratio_interval, step_costs, tokens_per_step
 from trtspec.errors import UsageError
@@ -123,7 +123,6 @@ def refuse_stored(stored: Mapping[int, BenchResults], workload: Mapping[str, Any
             raise UsageError(f"{name} are of {told} drafts per step", f"write --at {told}=RESULTS")
         refuse_mute(given, results)
         differing = [key for key in SAME if results.workload.get(key) != workload.get(key)]
-        differing += [k for k in SINCE if k in results.workload and results.workload[k] != workload.get(k)]
         if differing:
             raise UsageError(
                 f"{name} differ from this run in {', '.join(differing)}",

@@ -5,37 +5,38 @@ each interval is widened (Bonferroni) so that two equal runs raise an alarm in a
 over all questions is judged wherever there is an interval for it; where not, that is said. Speed differs from run to
 run of one server, for reasons that all answers of a run share, so it is judged only where LEAST_RUNS earlier runs show
 by how much. Categories and times to the first token are shown.
+
+Acceptance is compared question by question. A server that only keeps counters (vLLM) tells what each category accepted;
+both runs asked the same questions in it, so categories are pairs as questions are, from LEAST_GROUPS of them on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from trtspec.bench.acceptance import (
     LEAST_RUNS,
     RatioTest,
+    TurnCounts,
+    acceptance_length,
     independent_ratio,
     next_ratio,
     paired_ratio,
     pairs_needed,
+    per_question,
 )
-from trtspec.bench.acceptance_ratio import GROUP, RUN, AcceptanceRatio, Either, category_ratio, overall_ratio
-from trtspec.bench.results import (
-    BenchResults,
-    ComparedFigure,
-    ComparedRun,
-    Comparison,
-    QuestionSpeed,
-    RatioSpread,
-    SpeedRatio,
-)
-from trtspec.bench.text_quality import OutputQuality
+from trtspec.bench.adapters import FROM_COUNTERS
+from trtspec.bench.results import BenchResults, ComparedFigure, Comparison, QuestionSpeed
 from trtspec.errors import Problem
 
-SAME = ("dataset_sha256", "temperature", "max_tokens", "api", "thinking", "isl", "osl", "extra_body")
-SINCE = ("questions_sha256", "under")  # as SAME; results of earlier releases do not say these
+SAME = (
+    "dataset_sha256", "questions_sha256", "under", "temperature", "max_tokens", "api", "thinking", "isl", "osl",
+    "extra_body",
+)  # fmt: skip
 MODEL = "server.model"
+LEAST_GROUPS = 4  # t is within 2 % of Student's
+QUESTION, GROUP, RUN = "question", "group", "run"
 ALARMS = 0.05  # share of comparisons of equal runs that may raise one
 SOUGHT = 0.05
 ROUNDS = 3  # from which rounds are compared instead of questions: they hold a machine's moods within a run
@@ -46,7 +47,7 @@ ALL = "all"
 
 
 def compare(
-    new: BenchResults, old: ComparedRun, max_regression: float | None = None, others: Sequence[ComparedRun] = ()
+    new: BenchResults, old: BenchResults, max_regression: float | None = None, others: Sequence[BenchResults] = ()
 ) -> Comparison:
     """Ratios new / old with intervals, and the workload keys that differ.
 
@@ -54,14 +55,13 @@ def compare(
     With `max_regression` (0.05: 5 %) the comparison is a gate: acceptance that cannot be judged is an error too.
     Nothing is judged of degenerate output, which says nothing of a drafter."""
     earlier = [old, *others]
-    differing, unknown = differences(new, earlier)
+    differing = differences(new, earlier)
     everywhere = set.intersection(*({level.label for level in run.concurrency} for run in earlier))
     levels = [level.label for level in new.concurrency if level.label in everywhere]
     confidence = 1 - ALARMS / (1 + (len(earlier) >= LEAST_RUNS) * len(levels))
     allowed, gate = max_regression or 0.0, max_regression is not None
-    overall = overall_ratio(new, earlier, confidence)
-    runs: list[Either] = [new, *earlier]
-    bad = [degenerate_parts(run) for run in runs]
+    overall = overall_ratio(new, old, confidence)
+    bad = [degenerate_parts(run) for run in (new, *earlier)]
     unsound = set.union(*bad)
     found = [
         unjudged(figure) if differing or {part, ALL} & unsound else figure
@@ -72,55 +72,117 @@ def compare(
         wrong = ["this run"] if bad[0] & {ALL, *levels} else []
         wrong += ["an earlier run"] if set.union(*bad[1:]) & {ALL, *levels} else []
         problems += not_judged(overall, wrong, gate) or nothing_judged(found, gate)
-        problems += not_known(unknown)
     return Comparison(
-        old={"name": old.name, "url": old.url, "server": old.server},
+        old={"name": old.name, "url": old.url, "server": old.server.to_dict()},
         differs=differing,
         max_regression=allowed,
         confidence=round(confidence, 5),
         figures=found,
         problems=problems,
         runs=len(earlier),
-        acceptance={
-            figure.figure.removeprefix(ACCEPTANCE): RatioSpread(figure.ratio, figure.low, figure.high)
-            for figure in found
-            if figure.figure.startswith(ACCEPTANCE)
-        },
-        speed=speed_ratios(new, old),
-        unknown=unknown,
     )
 
 
-def differences(new: BenchResults, earlier: Sequence[ComparedRun]) -> tuple[list[str], list[str]]:
-    """(what the runs were not asked alike, what some earlier run does not say)."""
+def differences(new: BenchResults, earlier: Sequence[BenchResults]) -> list[str]:
+    """What the runs were not asked alike."""
     differing = [key for key in SAME if any(new.workload.get(key) != run.workload.get(key) for run in earlier)]
-    unknown = [key for key in SINCE if any(key not in run.workload for run in earlier)]
-    for key in SINCE:
-        if any(key in run.workload and new.workload.get(key) != run.workload[key] for run in earlier):
-            differing.append(key)
-    models = [run.server.get("model") for run in earlier]
-    if any(model not in (None, new.server.model) for model in models):
+    if any(run.server.model != new.server.model for run in earlier):
         differing.append(MODEL)
-    if None in models:
-        unknown.append(MODEL)
     if new.workload.get("temperature") and any(_drafts_otherwise(new, run) for run in earlier):
         differing.append("draft_sampling")
-    return differing, unknown
+    return differing
 
 
-def not_known(unknown: Sequence[str]) -> list[Problem]:
-    if not unknown:
-        return []
-    message = (
-        f"an earlier run's results do not say {', '.join(unknown)}: whether both runs were alike in it is not known"
+@dataclass(frozen=True)
+class AcceptanceRatio:
+    """`plain`: length over length, None where a run tells none. Without a `test`, `reason` says why and `remedy` what
+    would make one; `paired_by` names the units of the test."""
+
+    plain: float | None
+    test: RatioTest | None = None
+    paired_by: str = QUESTION
+    reason: str = ""
+    remedy: str = "ask the same questions in both runs"
+
+
+def overall_ratio(new: BenchResults, old: BenchResults, confidence: float) -> AcceptanceRatio | None:
+    """Over all that both runs asked; None where neither tells of acceptance."""
+    lengths = [length_of(run) for run in (new, old)]
+    if lengths == [None, None]:
+        return None
+    if None in lengths:
+        silent, other = ("this run", "the earlier one") if lengths[0] is None else ("the earlier run", "this one")
+        remedy = "look at what the server says of its speculation, and whether its head is loaded"
+        return AcceptanceRatio(None, reason=f"{silent} tells nothing of acceptance, and {other} does", remedy=remedy)
+    if all(by_question(run.turns_detail) for run in (new, old)):
+        return question_ratio(new.turns_detail, old.turns_detail, confidence)
+    plain = lengths[0] / lengths[1]  # type: ignore[operator]
+    reason = (
+        f"a server tells only of all answers together, and fewer than {LEAST_GROUPS} categories were counted apart in "
+        "both runs"
     )
-    remedy = "measure the earlier setup again with this release"
-    return [Problem("TS-BENCH-UNKNOWN-WORKLOAD", "info", "--compare", message, remedy)]
+    remedy = (
+        f"ask {LEAST_GROUPS} categories or more; of SGLang, which keeps one mean since its start, compare the means of "
+        "two fresh servers by eye"
+    )
+    first, second = category_counts(new), category_counts(old)
+    common = [name for name in first if name in second]
+    if new.workload.get("questions") != old.workload.get("questions") or len(common) < LEAST_GROUPS:
+        return AcceptanceRatio(plain, reason=reason, remedy=remedy)
+    return AcceptanceRatio(plain, _paired(first, second, common, confidence), GROUP, reason, remedy)
+
+
+def category_ratio(new: BenchResults, old: BenchResults, category: str, confidence: float) -> AcceptanceRatio:
+    """Of one category: over its questions, else the ratio alone."""
+    turns = [[turn for turn in run.turns_detail if turn.category == category] for run in (new, old)]
+    if all(by_question(side) for side in turns):
+        return question_ratio(turns[0], turns[1], confidence)
+    groups = [category_counts(run).get(category) for run in (new, old)]
+    known = [acceptance_length(*group) if group else None for group in groups]
+    return AcceptanceRatio(known[0] / known[1] if known[0] and known[1] else None)
+
+
+def by_question(turns: Sequence[TurnCounts]) -> dict[str, list[int]]:
+    """`per_question`, nothing where the counters of a part stand for its answers."""
+    return {} if any(turn.source == FROM_COUNTERS for turn in turns) else per_question(turns)
+
+
+def question_ratio(new: Sequence[TurnCounts], old: Sequence[TurnCounts], confidence: float) -> AcceptanceRatio:
+    """Tokens out of steps over steps, of the questions that both answered."""
+    first, second = by_question(new), by_question(old)
+    common = [question for question in first if question in second]
+    lengths = [
+        acceptance_length(sum(t.verifications for t in side), sum(t.accepted for t in side)) for side in (new, old)
+    ]
+    plain = lengths[0] / lengths[1] if lengths[0] and lengths[1] else None
+    reason = f"{len(common)} questions in common, and an interval takes 3"
+    return AcceptanceRatio(plain, _paired(first, second, common, confidence), QUESTION, reason)
+
+
+def _paired(
+    new: Mapping[str, Sequence[int]], old: Mapping[str, Sequence[int]], common: Sequence[str], confidence: float
+) -> RatioTest | None:
+    """Tokens out of steps over steps, of the units in `common`, each with (steps, accepted, ...) on both sides."""
+    sides = [([side[q][0] + side[q][1] for q in common], [side[q][0] for q in common]) for side in (new, old)]
+    return paired_ratio(sides[0], sides[1], confidence) if common else None
+
+
+def category_counts(run: BenchResults) -> dict[str, tuple[int, int]]:
+    """(steps, accepted) by category, where the server told of a category's own answers."""
+    groups = run.categories.items()
+    return {name: (group.steps, group.accepted) for name, group in groups if group.steps and group.accepted is not None}
+
+
+def length_of(run: BenchResults) -> float | None:
+    """Acceptance length over all answers: from their counts, or as the results state it."""
+    turns = run.turns_detail
+    counted = acceptance_length(sum(t.verifications for t in turns), sum(t.accepted for t in turns))
+    return counted or run.acceptance_length
 
 
 def compared_figures(
     new: BenchResults,
-    earlier: Sequence[ComparedRun],
+    earlier: Sequence[BenchResults],
     overall: AcceptanceRatio | None,
     levels: Sequence[str],
     limits: tuple[float, float],
@@ -141,22 +203,8 @@ def compared_figures(
     return [(part, figure) for part, figure in found if figure]
 
 
-def speed_ratios(new: BenchResults, old: ComparedRun) -> list[SpeedRatio]:
-    """Per concurrency that both have, where every round has a rate."""
-    before = {level.concurrency: level.rounds for level in old.concurrency if level.rate is None}
-    found = []
-    for level in new.concurrency:
-        a, b = level.rounds, [rate for rate in before.get(level.concurrency, []) if rate]
-        if level.rate is not None or not a or not all(a) or not b or len(b) != len(before[level.concurrency]):
-            continue
-        ratio = (sum(a) / len(a)) / (sum(b) / len(b))
-        low, high, rounds = min(a) / max(b), max(a) / min(b), (len(a), len(b))
-        found.append(SpeedRatio(level.concurrency, round(ratio, 4), round(low, 4), round(high, 4), rounds))
-    return found
-
-
 def unjudged(figure: ComparedFigure) -> ComparedFigure:
-    return ComparedFigure(**{**vars(figure), "judged": False, "verdict": UNJUDGED})
+    return replace(figure, judged=False, verdict=UNJUDGED)
 
 
 def comparison_problems(
@@ -228,18 +276,11 @@ def nothing_judged(figures: Sequence[ComparedFigure], gate: bool) -> list[Proble
     return [Problem("TS-BENCH-NOT-COMPARED", "error", "--compare", message, remedy)]
 
 
-def degenerate_parts(run: Either) -> set[str]:
-    """The categories and levels of a run whose output is noise or loops, and ALL; results of earlier releases may not
-    say so."""
-
-    def bad(quality: OutputQuality | dict[str, Any] | None) -> bool:
-        if isinstance(quality, dict):
-            return quality.get("degenerate") is True
-        return isinstance(quality, OutputQuality) and quality.degenerate
-
-    found = {name for name, quality in run.quality.items() if bad(quality)}
-    found |= {level.label for level in run.concurrency if bad(level.degeneration)}
-    return found | ({ALL} if bad(run.degeneration) else found & {ALL})
+def degenerate_parts(run: BenchResults) -> set[str]:
+    """The categories and levels of a run whose output is noise or loops, and ALL."""
+    found = {name for name, quality in run.quality.items() if quality.degenerate}
+    found |= {level.label for level in run.concurrency if level.degeneration and level.degeneration.degenerate}
+    return found | ({ALL} if run.degeneration.degenerate else found & {ALL})
 
 
 def _figure(
@@ -280,9 +321,9 @@ def _needed(test: RatioTest, paired_by: str) -> int | None:
     return pairs_needed(test, SOUGHT) if test.high > test.ratio else 3
 
 
-def _drafts_otherwise(new: BenchResults, old: ComparedRun) -> bool:
+def _drafts_otherwise(new: BenchResults, old: BenchResults) -> bool:
     """Whether the servers say that they choose the drafts of sampled requests in different ways."""
-    modes = (new.server.draft_sampling, old.server.get("draft_sampling"))
+    modes = (new.server.draft_sampling, old.server.draft_sampling)
     return None not in modes and modes[0] != modes[1]
 
 
@@ -294,7 +335,7 @@ def acceptance_figure(name: str, found: AcceptanceRatio | None, allowed: float) 
 
 
 def speed_figure(
-    new: BenchResults, old: ComparedRun, label: str, confidence: float, allowed: float
+    new: BenchResults, old: BenchResults, label: str, confidence: float, allowed: float
 ) -> ComparedFigure | None:
     """Output tokens per second of one level, not judged: round by round where both runs have ROUNDS, else question by
     question. The interval holds what differs within a run, not from run to run."""
@@ -312,11 +353,11 @@ def speed_figure(
 
 
 def predicted_speed_figure(
-    new: BenchResults, earlier: Sequence[ComparedRun], label: str, confidence: float, allowed: float
+    new: BenchResults, earlier: Sequence[BenchResults], label: str, confidence: float, allowed: float
 ) -> ComparedFigure | None:
     """Output tokens per second of one level over the mean of earlier runs, whose spread says how much equal runs
     differ: the means of the rounds, or where a round has no rate the questions that all runs answered."""
-    runs: list[Either] = [new, *earlier]
+    runs = [new, *earlier]
     rounds = [_rounds(run, label) for run in runs]
     rates: list[float] = []
     if all(some and all(some) for some in rounds):
@@ -330,11 +371,11 @@ def predicted_speed_figure(
     return _figure(f"{SPEED}{label}", test, None, RUN, test is not None, allowed)
 
 
-def _rounds(run: Either, label: str) -> Sequence[float | None]:
+def _rounds(run: BenchResults, label: str) -> Sequence[float | None]:
     return next(level.rounds for level in run.concurrency if level.label == label)
 
 
-def first_token_figure(new: BenchResults, old: ComparedRun, label: str, confidence: float) -> ComparedFigure | None:
+def first_token_figure(new: BenchResults, old: BenchResults, label: str, confidence: float) -> ComparedFigure | None:
     """Time to the first token of the questions that both answered; higher is slower, so it is shown and not judged."""
     first, second = (_speeds(run, label) for run in (new, old))
     common = [q for q in first if q in second and first[q].ttft_s and second[q].ttft_s]
@@ -345,8 +386,8 @@ def first_token_figure(new: BenchResults, old: ComparedRun, label: str, confiden
     if figure is None or figure.verdict == NONE:
         return figure
     slower = figure.low is not None and figure.low > 1
-    return ComparedFigure(**{**vars(figure), "verdict": "slower, not judged" if slower else "faster, not judged"})
+    return replace(figure, verdict="slower, not judged" if slower else "faster, not judged")
 
 
-def _speeds(run: Either, label: str) -> dict[str, QuestionSpeed]:
+def _speeds(run: BenchResults, label: str) -> dict[str, QuestionSpeed]:
     return {speed.question: speed for speed in run.questions_detail if speed.level == label and speed.seconds > 0}

@@ -82,8 +82,8 @@ def _in_pieces(item: Transcript) -> bool:
 
 
 def _times(item: Transcript) -> int:
-    """At how many times its pieces came: at most as many as there were, which is all that older recordings tell."""
-    return item.arrivals or item.pieces or 0
+    """At how many times its pieces came."""
+    return item.arrivals or 0
 
 
 def _per_arrival(streams: Sequence[Transcript]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from trtspec.bench.asking import MISSHAPEN, Asker, declined, read_answer
@@ -121,8 +121,8 @@ def _deadly(probe: ParameterProbe, limits: RequestLimits) -> ParameterReply | No
 def check_parameters(got: Recording, expected: Recording | None) -> CheckResult:
     """What became of each request parameter; a table, which fails nothing: releases say what they drop. Whether the
     server is still there afterwards is the business of the row `answers`."""
-    mine = [_read(reply) for reply in got.parameters]
-    theirs = {reply.name: _read(reply) for reply in expected.parameters} if expected else {}
+    mine = got.parameters
+    theirs = {reply.name: reply for reply in expected.parameters} if expected else {}
     if not mine:
         return result("parameters", "skipped", "no parameter was sent")
     table = [
@@ -141,10 +141,3 @@ def check_parameters(got: Recording, expected: Recording | None) -> CheckResult:
     message += f" ({failed[0].words[:120]})" if failed else ""
     status: Status = "skipped" if len(failed) == sum(r.outcome != NOT_SENT for r in mine) > 0 else "pass"
     return result("parameters", status, message, table=table, lost=lost)
-
-
-def _read(reply: ParameterReply) -> ParameterReply:
-    """Older recordings call every failure a refusal."""
-    if reply.outcome == REFUSED and not declined(reply.words):
-        return replace(reply, outcome=NO_ANSWER)
-    return reply

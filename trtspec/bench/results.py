@@ -170,35 +170,10 @@ class ComparedFigure:
     pairs_for_5_percent: int | None = None
 
 
-@dataclass(frozen=True)
-class RatioSpread:
-    """A ratio and its interval, null where there is too little for one."""
-
-    ratio: float
-    low: float | None
-    high: float | None
-
-
-@dataclass(frozen=True)
-class SpeedRatio:
-    """tokens/s of one concurrency: mean over mean of the rounds, `low` and `high` of any two of them; `rounds` counts
-    this run's and the earlier one's."""
-
-    concurrency: int
-    ratio: float
-    low: float
-    high: float
-    rounds: tuple[int, int]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """This run over an earlier one. `differs`: what of the workload is not the same; `unknown`: what of it results of
-    an earlier release do not say. `confidence`: of each interval. `runs`: how many earlier runs there are; `old` is the
-    first of them.
-
-    `acceptance` (by category, and "all") and `speed` (by concurrency) repeat, for programs that read the first layout
-    of this object, what `figures` says with its verdicts."""
+    """This run over an earlier one. `differs`: what of the workload is not the same. `confidence`: of each interval.
+    `runs`: how many earlier runs there are; `old` is the first of them."""
 
     old: dict[str, Any]
     differs: list[str]
@@ -206,10 +181,7 @@ class Comparison:
     confidence: float
     figures: list[ComparedFigure]
     problems: list[Problem]
-    acceptance: dict[str, RatioSpread] = field(default_factory=dict)
-    speed: list[SpeedRatio] = field(default_factory=list)
     runs: int = 1
-    unknown: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,32 +234,13 @@ def from_dict(found: dict[str, Any]) -> BenchResults:
 
 
 @dataclass(frozen=True)
-class ComparedLevel:
-    concurrency: Count
-    rounds: list[NotNegative | None]
-    rate: float | None = None
-    degeneration: dict[str, Any] | None = None
+class StoredAcceptance:
+    """What a watch reads of results.json."""
 
-    @property
-    def label(self) -> str:
-        return level_label(self.concurrency, self.rate)
-
-
-@dataclass(frozen=True)
-class ComparedRun:
-    """What a comparison reads of results.json, which may be an older release's."""
-
-    name: str
-    url: str
-    server: dict[str, Any]
     workload: dict[str, Any]
     categories: dict[str, Any]
-    concurrency: list[ComparedLevel]
     turns_detail: list[TurnCounts] = field(default_factory=list)
-    questions_detail: list[QuestionSpeed] = field(default_factory=list)
     quality: dict[str, Any] = field(default_factory=dict)
-    acceptance_length: float | None = None
-    degeneration: dict[str, Any] | None = None
 
     @property
     def sound_categories(self) -> dict[str, Any]:
@@ -301,14 +254,14 @@ def level_label(concurrency: int, rate: float | None) -> str:
     return f"concurrency {concurrency}" if rate is None else f"{rate:g} requests/s"
 
 
-def read_results(path: Path) -> ComparedRun:
-    """What a comparison reads of results.json of a directory or a file. Raises UsageError when it is not one."""
-    return _read(path, lambda found: _adapter(ComparedRun).validate_json(json.dumps(found), strict=True))
+def read_results(path: Path) -> StoredAcceptance:
+    """What a watch reads of results.json of a directory or a file. Raises UsageError when it is not one."""
+    return _read(path, lambda found: _adapter(StoredAcceptance).validate_json(json.dumps(found), strict=True))
 
 
 def read_whole(path: Path) -> BenchResults:
-    """All of results.json of a directory or a file, of this release, with all that tables say of its workload. Raises
-    UsageError when it is not one."""
+    """All of results.json of a directory or a file, with all that tables say of its workload. Raises UsageError when it
+    is not one."""
     return _read(path, _whole)
 
 

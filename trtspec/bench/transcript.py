@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from trtspec import files
 from trtspec.bench.acceptance import TurnCounts
 from trtspec.errors import TrtspecError, UsageError
 
-SCHEMA = 2  # of a recording; a file may be of any form up to it
-STAMPED = ("schema", "created", "versions")  # keys of the file beside those of the record
+SCHEMA = 3  # of a recording
 THINKING, THOUGHT = "<think>", "</think>"  # around the reasoning, where no parser of the server takes it out
 TOOL_MARKERS = ("<|tool_call", "<tool_call", "[TOOL_CALLS]")  # what a call begins with, and a parser takes out
 
@@ -34,7 +33,7 @@ class Token:
     """One emitted token, the runner-up, and the gap between the best and the second logprob in nats.
 
     `others` says of each other token that the server told how far it is behind the best, in nats, and `behind` the same
-    of this token, which a greedy server leaves at 0. Recordings made before these were kept have the runner-up alone.
+    of this token, which a greedy server leaves at 0.
     """
 
     text: str
@@ -195,7 +194,6 @@ class Recording:
     server: dict[str, Any]
     max_tokens: int
     transcripts: list[Transcript]
-    tool: ToolReply | None = None
     counts: list[TurnCounts] = field(default_factory=list)
     withheld: str | None = None
     concurrency: int = 1
@@ -244,9 +242,10 @@ def read_recording(path: Path) -> Recording:
     """A file of --record. Raises UsageError when it is something else."""
     try:
         raw = files.read_object(path)
-        _refuse_form(raw)
+        if raw.get("schema") != SCHEMA:
+            raise ValueError(f"its schema is {str(raw.get('schema'))[:20]!r}, and this release reads {SCHEMA}")
         read = TypeAdapter(Recording).validate_json(json.dumps(raw, allow_nan=False), strict=True)
-        replies = [*([read.tool] if read.tool else []), *read.tools, *read.streamed_tools, *read.follow_ups]
+        replies = [*read.tools, *read.streamed_tools, *read.follow_ups]
         replies += [*read.confirmed_tools, *read.repeated_tools, *read.repeated_follow_ups, *read.forms]
         replies += [*read.repeated_forms, *read.stops]
         if any({"name", "arguments"} - set(call) for reply in replies for call in reply.calls):
@@ -262,16 +261,6 @@ def read_recording(path: Path) -> Recording:
     except (OSError, TrtspecError, ValueError, IndexError, RecursionError) as error:
         raise _no_recording(path, str(error)) from None
     return read
-
-
-def _refuse_form(raw: dict[str, Any]) -> None:
-    """Raises ValueError for another form of file: what it calls otherwise would be missed without a word."""
-    if raw.get("schema", SCHEMA) not in range(1, SCHEMA + 1):
-        raise ValueError(f"its schema is {str(raw['schema'])[:20]!r}, and this release reads 1 to {SCHEMA}")
-    known = {*STAMPED, *(item.name for item in fields(Recording))}
-    unknown = [key for key in raw if key not in known]
-    if unknown:
-        raise ValueError(f"this release knows no {unknown[0][:40]!r} in it")
 
 
 def _refuse_twice(read: Recording) -> None:

@@ -156,11 +156,11 @@ def bench(options: BenchOptions) -> None:
     """
     from trtspec.bench import choose_draft
     from trtspec.bench.compare import compare
-    from trtspec.bench.results import read_results, read_whole
+    from trtspec.bench.results import read_whole
 
     refuse_empty(options)
     _refuse_unused(options)
-    earlier = [read_results(path) for path in options.compare]
+    earlier = [read_whole(path) for path in options.compare]
     allowed = None if options.max_regression is None else fraction(options.max_regression, "--max-regression")
     others = [read_whole(path) for path in options.beside]
     named, stored = served_at(options.at)
