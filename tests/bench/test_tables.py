@@ -18,7 +18,7 @@ from trtspec.report import Table
 
 LENGTHS = {"concurrency": 1, "draft_len": 3, "tokens_per_step": 2.0, "step_s": 0.01, "tokens_per_s": 200.0}
 CHOICE = {
-    "loads": [{"concurrency": 1, "best": 3, "lengths": [{**LENGTHS, "measured": True}]}],
+    "loads": [{"concurrency": 1, "best": 3, "lengths": [LENGTHS]}],
     "schedule": None, "draft_len": 3, "options": ["--draft-len", "3"], "notes": ["SAMPLE"],
 }  # fmt: skip
 COMPARED = Comparison(old={"name": "old"}, differs=[], max_regression=0.05, confidence=0.99, figures=[], problems=[])

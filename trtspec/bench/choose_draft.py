@@ -1,14 +1,12 @@
-"""Which draft length pays, at each load: acceptance by position against the measured cost of a step.
+"""Which of the draft lengths that were measured pays, at each load: acceptance against the measured cost of a step.
 
-tokens per step at length k    1 + the shares of steps that accepted 1 .. k drafts, where k was not served those of the
-                               longest length served; from all loads together, since a load decides what a step costs
-                               and not what is accepted, unless a load's own figure contradicts that
-seconds per step at length k   measured where k was served, else between two served lengths (step_cost.py)
-tokens per second of a user    the quotient; of lengths measured in turns with how sure their order is
+tokens per step     from all loads together, since a load decides what a step costs and not what is accepted, unless a
+                    load's own figure contradicts that
+seconds per step    see step_cost.py
+tokens per second   of a user: the quotient; of lengths measured in turns with how sure their order is
 
-Never proposed is a length longer than what was served, one whose cost lies beyond what was measured, and one that was
-not served unless it looks clearly faster than those that were. A schedule over batch sizes falls or stays with the
-load, reaches every batch and never ends at 0, where acceptance stays collapsed after a burst.
+A schedule over batch sizes falls or stays with the load, reaches every batch and never ends at 0, where acceptance
+stays collapsed after a burst.
 """
 
 from __future__ import annotations
@@ -24,12 +22,11 @@ import numpy as np
 from trtspec.bench.acceptance import AcceptanceSummary
 from trtspec.bench.compare import SAME
 from trtspec.bench.results import BenchResults, EndpointResult, LevelResult
-from trtspec.bench.step_cost import ENOUGH_ROUNDS, StepCost, between, ratio_interval, step_costs, tokens_per_step
+from trtspec.bench.step_cost import ENOUGH_ROUNDS, StepCost, ratio_interval, step_costs, tokens_per_step
 from trtspec.errors import UsageError
 from trtspec.report import say
 
 CLOSE = 0.01  # two lengths that differ by less are alike, and the shorter one is proposed
-DOUBT = 0.02  # a length that nobody served must look faster than the best served one by more: its cost is estimated
 ROUNDS = 5  # of several servers: enough for an interval of each ratio
 SCHEDULE = "speculative_config.draft_len_schedule"
 LARGEST_BATCH = 2048  # what an engine that names no max_batch_size may run, and more than any that does
@@ -38,21 +35,20 @@ REMEDY = "serve other draft lengths too and pass each as --at K=URL or --at K=RE
 
 @dataclass(frozen=True, kw_only=True)
 class LengthFigures:
-    """One draft length at one load. `measured`: it was served; else its step cost lies between served ones. `of_best`:
-    95 % interval of its tokens per second over those of the best, where both were measured in turns."""
+    """One draft length at one load. `of_best`: 95 % interval of its tokens per second over those of the best length, where
+    both were measured in turns."""
 
     draft_len: int
     tokens_per_step: float
     step_s: float
     tokens_per_s: float
-    measured: bool
     of_best: list[float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadChoice:
-    """The lengths at one concurrency, shortest first, and the best of them; `rounds` in which all of the served ones
-    were measured in turns, and the served ones that these rounds cannot tell from the best."""
+    """The lengths at one concurrency, shortest first, and the best of them; `rounds` in which all of them
+    were measured in turns, and those that these rounds cannot tell from the best."""
 
     concurrency: int
     lengths: list[LengthFigures]
@@ -160,25 +156,20 @@ def _choice(served: Mapping[int, EndpointResult], concurrency: int, apart: Colle
                 f"no step was timed with {drafts} drafts at concurrency {concurrency}", "ask longer answers"
             )
         costs[drafts] = cost
-    lengths = _lengths(served, levels)
-    seconds = {drafts: cost.seconds for drafts, cost in costs.items()}
-    steps = {k: found for k in sorted(lengths) if (found := seconds.get(k) or between(seconds, k)) is not None}
-    rates = {k: lengths[k] / step for k, step in steps.items()}
-    served_rate = max(rate for k, rate in rates.items() if k in costs)
-    sound = {k: rate for k, rate in rates.items() if k in costs or rate > (1 + DOUBT) * served_rate}
-    best = next(k for k, rate in sound.items() if rate >= (1 - CLOSE) * max(sound.values()))
-    by_round = {k: lengths[k] / np.array(cost.by_round) for k, cost in costs.items() if cost.by_round and k in rates}
+    lengths = {k: tokens_per_step(levels[k][0], _answers(*levels[k])) if k else 1.0 for k in sorted(levels)}
+    rates = {k: length / costs[k].seconds for k, length in lengths.items()}
+    best = next(k for k, rate in rates.items() if rate >= (1 - CLOSE) * max(rates.values()))
+    by_round = {k: lengths[k] / np.array(cost.by_round) for k, cost in costs.items() if cost.by_round}
     sure = {k: ratio_interval(by_round[k], by_round[best]) for k in by_round if best in by_round and k != best}
     figures = [
         LengthFigures(
             draft_len=k,
             tokens_per_step=round(lengths[k], 4),
-            step_s=round(step, 7),
+            step_s=round(costs[k].seconds, 7),
             tokens_per_s=round(rates[k], 3),
-            measured=k in costs,
             of_best=[round(end, 4) for end in ends] if (ends := sure.get(k)) else None,
         )
-        for k, step in steps.items()
+        for k in lengths
     ]
     return LoadChoice(
         concurrency=concurrency,
@@ -187,18 +178,6 @@ def _choice(served: Mapping[int, EndpointResult], concurrency: int, apart: Colle
         rounds=min((len(cost.by_round or ()) for cost in costs.values()), default=0),
         alike=[f.draft_len for f in figures if f.of_best and f.of_best[0] <= 1 <= f.of_best[1]],
     )
-
-
-def _lengths(
-    served: Mapping[int, EndpointResult], levels: Mapping[int, tuple[EndpointResult, LevelResult]]
-) -> dict[int, float]:
-    """Tokens per step at one load, by draft length."""
-    found = {k: tokens_per_step(pair[0], _answers(*pair)) if k else 1.0 for k, pair in levels.items()}
-    longest = max(served)
-    shares = _answers(*levels[longest]).cumulative or served[longest].cumulative
-    if shares and not served[longest].surplus:
-        found |= {k: 1 + sum(shares[:k]) for k in range(1, longest) if k not in found}
-    return found
 
 
 def _answers(endpoint: EndpointResult, level: LevelResult) -> AcceptanceSummary:
@@ -255,13 +234,6 @@ def propose(
             f"TensorRT-LLM {version} has no draft_len_schedule whose meaning is known: one length for all loads"
         )
     drafts = max(schedule.values()) if schedule else one_length(loads)
-    proposed = {drafts, *(schedule or {}).values()}
-    measured = {figure.draft_len for load in loads for figure in load.lengths if figure.measured}
-    for length in sorted(proposed - measured):
-        notes.append(
-            f"draft length {length} was not served: the cost of its steps is estimated from the lengths that were; "
-            f"to measure it, serve it and add --at {length}=URL"
-        )
     off = [load.concurrency for load in loads if load.best == 0]
     if off:
         where = ", ".join(map(str, off))
@@ -285,7 +257,7 @@ def propose(
 
 def how_sure(loads: Sequence[LoadChoice]) -> list[str]:
     """What the rounds cannot tell of the choice."""
-    if all(sum(figure.measured for figure in load.lengths) < 2 for load in loads):
+    if all(len(load.lengths) < 2 for load in loads):
         return [f"nothing was compared, because one length was served: {REMEDY}"]
     fewest = min(load.rounds for load in loads)
     if fewest == 0:

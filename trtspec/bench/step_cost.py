@@ -5,11 +5,6 @@ lengths of that round, so a length's cost is its ratio to the round's mean over 
 the slowest round decide. Over the rounds the centre is the median of the means of all pairs (Hodges and Lehmann, Annals
 of Mathematical Statistics 34, 1963), which one disturbed round cannot move far and which is nearly as sharp as the mean
 where none is. The spread of the ratios of two lengths over the rounds says how sure their order is (Student's t).
-
-A length between two served ones costs what a power of the tokens verified per step says, drawn through both. Experts
-touched grow less than in proportion to the tokens, so a straight line makes the lengths between too cheap: on the
-reference server with 1 and 5 drafts by 4.0 % of the processor time on average, the power by 1.1 %. In wall time at
-concurrency 16 even the power made 2 to 4 drafts look 11 to 18 % faster than they were: an estimate is to be measured.
 """
 
 from __future__ import annotations
@@ -95,16 +90,6 @@ def _seconds_by_round(endpoint: EndpointResult, level: LevelResult) -> dict[int,
     length = tokens_per_step(endpoint, level)
     found = {number: _seconds(speeds, length) for number, speeds in sorted(rounds.items())}
     return {number: seconds for number, seconds in found.items() if seconds} if all(found.values()) else {}
-
-
-def between(costs: Mapping[int, float], drafts: int) -> float | None:
-    """Seconds per step at a length that was not served, from the nearest served ones on both sides; None beyond."""
-    below = max((length for length in costs if length < drafts), default=None)
-    above = min((length for length in costs if length > drafts), default=None)
-    if below is None or above is None:
-        return None
-    part = math.log((drafts + 1) / (below + 1)) / math.log((above + 1) / (below + 1))
-    return costs[below] * (costs[above] / costs[below]) ** part
 
 
 def ratio_interval(of: NDArray[np.float64], over: NDArray[np.float64]) -> tuple[float, float] | None:

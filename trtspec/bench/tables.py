@@ -265,7 +265,6 @@ def draft_table(results: BenchResults, choice: dict[str, Any]) -> Table:
             number(1000 * figures["step_s"], 2),
             number(figures["tokens_per_s"], 1),
             over_best(figures),
-            "served" if figures["measured"] else "between served ones",
             "best" if figures["draft_len"] == load["best"] else "",
         ]
         for load in choice["loads"]
@@ -275,17 +274,8 @@ def draft_table(results: BenchResults, choice: dict[str, Any]) -> Table:
     what = f"schedule {schedule} (batch size: drafts)" if schedule else f"draft length {choice['draft_len']}"
     words = " ".join(f"'{word}'" if " " in word else word for word in choice["options"])
     note = f"Proposed: {what}; trtspec build-config TARGET --head HEAD {words}. " + ". ".join(choice["notes"])
-    columns = [
-        "concurrency",
-        "drafts",
-        "tokens per step",
-        "step ms",
-        "tokens/s per user",
-        "of the best",
-        "step cost",
-        "",
-    ]
-    return Table(f"Draft length by load, {condition(results)}", columns, rows, note, frozenset({6, 7}))
+    columns = ["concurrency", "drafts", "tokens per step", "step ms", "tokens/s per user", "of the best", ""]
+    return Table(f"Draft length by load, {condition(results)}", columns, rows, note, frozenset({6}))
 
 
 def over_best(figures: dict[str, Any]) -> str:
