@@ -1,13 +1,255 @@
-"""Datasets that somebody else wrote: each line is a question, or an error that names the line."""
+"""The field's data sets, in files with the fields that each of them really has, and files that somebody else wrote:
+each line is a question, or an error that names the line."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trtspec.bench.datasets import DatasetChoice, load_dataset
+from trtspec.bench.dataset_rows import DatasetSource, NamedSet, catalogue
+from trtspec.bench.datasets import Dataset, DatasetChoice, load_dataset, read_questions, text_of
 from trtspec.errors import UsageError
+
+PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 16
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+SPEED_BENCH = (
+    "coding", "humanities", "math", "multilingual", "qa", "rag", "reasoning", "roleplay", "stem", "summarization",
+    "writing",
+)  # fmt: skip
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        from pyarrow import Table, parquet
+
+        parquet.write_table(Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def codes(dataset: Dataset) -> list[str]:
+    return [problem.code for problem in dataset.problems]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_mt_bench_as_its_own_file_and_as_the_hub_has_it(tmp_path: Path, suffix: str) -> None:
+    rows = [
+        {"question_id": 81 + i, "category": MT_BENCH[i // 10], "turns": [f"Tell me about {i}", f"And shorter, {i}"]}
+        for i in range(80)
+    ]
+    own = load_dataset(f"mt-bench={write(tmp_path / f'own{suffix}', rows)}")
+    hub = [
+        {"prompt": row["turns"], "prompt_id": row["question_id"], "category": row["category"], "reference": []}
+        for row in rows
+    ]
+    published = load_dataset(f"mt-bench={write(tmp_path / f'hub{suffix}', hub)}")
+    for found in (own, published):
+        assert len(found.questions) == 80 and {q.requests for q in found.questions} == {2}
+        assert {q.category for q in found.questions} == set(MT_BENCH)
+        assert found.questions[3].turns == ("Tell me about 3", "And shorter, 3") and found.questions[3].id == "84"
+        assert found.licence == "Apache-2.0" and codes(found) == []
+    part = load_dataset(f"mt-bench={write(tmp_path / f'part{suffix}', rows[:79])}")
+    assert codes(part) == ["TS-BENCH-DATASET-SIZE"] and "79 questions instead of 80" in part.problems[0].message
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("form", ["turns", "messages"])
+def test_speed_bench_resolved_by_prepare_data(tmp_path: Path, suffix: str, form: str) -> None:
+    rows = []
+    for i in range(880):
+        turns = [f"Explain the case number {i} to a colleague"] * (2 if i % 7 == 0 else 1)
+        said = turns if form == "turns" else [{"role": "user", "content": turn} for turn in turns]
+        rows.append({"question_id": f"{i:032x}", "category": SPEED_BENCH[i // 80], "sub_category": "x", form: said,
+                     "source": "mmlu", "src_id": str(i), "difficulty": "", "multiturn": i % 7 == 0})  # fmt: skip
+    found = load_dataset(f"speed-bench={write(tmp_path / f'qualitative{suffix}', rows)}")
+    assert len(found.questions) == 880 and codes(found) == []
+    assert sorted({q.category for q in found.questions}) == sorted(SPEED_BENCH)
+    assert found.questions[0].requests == 2 and found.questions[1].requests == 1
+    rows[5][form] = [PLACEHOLDER] if form == "turns" else [{"role": "user", "content": PLACEHOLDER}]
+    with pytest.raises(UsageError, match=r":6 holds a placeholder") as failed:
+        load_dataset(f"speed-bench={write(tmp_path / f'raw{suffix}', rows)}")
+    assert "prepare_data.py" in failed.value.remedy
+
+
+@pytest.mark.parametrize("split", ["throughput_1k", "throughput_8k", "throughput_32k"])
+def test_speed_bench_throughput_splits(tmp_path: Path, split: str) -> None:
+    size = {"throughput_1k": 900, "throughput_8k": 7000, "throughput_32k": 28000}[split]
+    text = "the report says that the river rose again after the storm "
+    rows = [
+        {"question_id": f"{i:032x}", "category": ("low_entropy", "mixed", "high_entropy")[i % 3],
+         "turns": [text * (size // 11)], "multiturn": False}
+        for i in range(6)
+    ]  # fmt: skip
+    found = load_dataset(f"speed-bench:{split}={write(tmp_path / f'{split}.jsonl', rows)}")
+    assert len(found.questions[0].turns[0].split()) >= 0.9 * size
+    assert {q.category for q in found.questions} == {"low_entropy", "mixed", "high_entropy"} and not codes(found)
+    with pytest.raises(UsageError, match="has no configuration throughput_64k"):
+        load_dataset("speed-bench:throughput_64k")
+
+
+QA: dict[str, tuple[dict[str, Any], str, str]] = {
+    "gsm8k": ({"question": "How many?", "answer": "so #### 4"}, "How many?", "math"),
+    "humaneval": (
+        {"task_id": "HumanEval/0", "prompt": "def f():\n", "canonical_solution": "  return 1", "test": "check(f)",
+         "entry_point": "f"},
+        "Complete the code I provided.\n\ndef f():", "code",
+    ),
+    "math500": (
+        {"problem": "Find $x$.", "solution": "x=1", "answer": "1", "subject": "Algebra", "level": 2,
+         "unique_id": "test/algebra/1.json"},
+        "Find $x$.", "Algebra",
+    ),
+    "aime": (
+        {"id": 60, "problem": "Find m+n.", "solution": "..", "answer": "204", "url": "x", "year": "2024"},
+        "Find m+n.", "math",
+    ),
+    "ceval": (
+        {"id": 0, "question": "哪一项正确?", "A": "一", "B": "二", "C": "三", "D": "四", "answer": "B"},
+        "哪一项正确?\nA. 一\nB. 二\nC. 三\nD. 四", "all",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QA)
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_question_and_answer_sets(tmp_path: Path, name: str, suffix: str) -> None:
+    row, asks, category = QA[name]
+    found = load_dataset(f"{name}={write(tmp_path / f'rows{suffix}', [row, row])}")
+    assert [q.turns for q in found.questions] == [(asks,), (asks,)] and found.questions[0].category == category
+    assert found.questions[0].id != found.questions[1].id, "the same id twice is two questions"
+    assert found.licence and found.source == catalogue()[name].source
+    broken = {key: value for key, value in row.items() if key not in ("question", "prompt", "problem")}
+    with pytest.raises(UsageError, match="has no "):
+        load_dataset(f"{name}={write(tmp_path / f'broken{suffix}', [broken])}")
+
+
+MADE_OF = {
+    "gsm8k": ("question",), "humaneval": ("prompt",), "math500": ("problem",), "aime": ("problem",),
+    "ceval": ("question", "A", "D"), "mmstar": ("question",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MADE_OF)
+def test_a_question_is_made_of_words_alone(tmp_path: Path, name: str) -> None:
+    """Null, blank, a list, an object, a truth value: no Python text of it is ever asked, the row is named instead."""
+    good = hub_rows_of(name)[0]
+    row = {**good, "image": "https://x/a.png"} if name == "mmstar" else good
+    for column in MADE_OF[name]:
+        for bad in (None, "", " \n", ["a", "b"], {"a": 1}, True, 1.5):
+            file = write(tmp_path / "rows.jsonl", [row, {**row, column: bad}])
+            with pytest.raises(UsageError, match=f":2 has (no {column},|a {column} that is not)") as failed:
+                load_dataset(f"{name}={file}")
+            assert failed.value.code == "TS-DATA-ROW" and failed.value.remedy
+        numbered = load_dataset(f"{name}={write(tmp_path / 'rows.jsonl', [{**row, column: 42}])}")
+        assert "42" in numbered.questions[0].turns[0], "an option of C-Eval that a table keeps as a number"
+    if name in ("gsm8k", "humaneval"):
+        with pytest.raises(UsageError, match=f"has no {MADE_OF[name][0]}, which rows"):
+            load_dataset(f"{name}={write(tmp_path / 'rows.parquet', [row, {**row, MADE_OF[name][0]: None}])}")
+
+
+def test_a_picture_is_passed_through(tmp_path: Path) -> None:
+    rows = [{"index": 0, "question": "What is it?", "image": {"bytes": PNG, "path": "0.png"}, "answer": "A",
+             "category": "coarse perception", "l2_category": "x"}]  # fmt: skip
+    question = load_dataset(f"mmstar={write(tmp_path / 'mmstar.parquet', rows)}").questions[0]
+    text, picture = question.request(0, [])[0]["content"]
+    assert text == {"type": "text", "text": "What is it?"} and question.has_pictures
+    assert picture["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
+    parts = [{"type": "text", "text": "Compare"}, {"type": "image_url", "image_url": {"url": "https://x/a.png"}}]
+    said = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "ok"},
+        {"role": "user", "content": "And?"},
+    ]
+    question = load_dataset(str(write(tmp_path / "own.jsonl", [{"messages": said}]))).questions[0]
+    assert question.opening[0]["content"] == parts and question.turns == ("And?",) and question.has_pictures
+    with pytest.raises(UsageError, match="neither a URL nor PNG"):
+        load_dataset(f"mmstar={write(tmp_path / 'bad.jsonl', [{'question': 'x', 'image': 'zzz'}])}")
+
+
+def test_a_question_about_a_picture_is_not_asked_without_it(tmp_path: Path) -> None:
+    row = {"index": 0, "question": "What is it?", "image": {"bytes": PNG, "path": "0.png"}, "category": "x"}
+    without = {key: value for key, value in row.items() if key != "image"}
+    for suffix, bad in ((".parquet", {**row, "image": None}), (".jsonl", {**without, "image": None}),
+                        (".jsonl", {**without, "image": []}), (".jsonl", without)):  # fmt: skip
+        rows = [row, bad] if suffix == ".parquet" else [bad]
+        with pytest.raises(UsageError, match=f":{len(rows)} has no image, which rows of MMStar have"):
+            load_dataset(f"mmstar={write(tmp_path / f'rows{suffix}', rows)}")
+    address = "https://x/a.png"
+    parts = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": address}}]
+    for own in ({"prompt": "What is it?", "images": [address]}, {"prompt": "What is it?", "image": address},
+                {"messages": [{"role": "user", "content": parts}]}):  # fmt: skip
+        asked = load_dataset(f"mmstar={write(tmp_path / 'own.jsonl', [own])}").questions[0].request(0, [])
+        assert asked[0]["content"] == parts, own
+    with pytest.raises(UsageError, match="has no image"):
+        load_dataset(f"mmstar={write(tmp_path / 'own.jsonl', [{'prompt': 'What is it?'}])}")
+
+
+def hub_rows_of(name: str) -> tuple[dict[str, Any], str, str]:
+    """(a row with the fields of the hub's copy, the words that are asked first, the category)"""
+    more: dict[str, tuple[dict[str, Any], str, str]] = {
+        "mt-bench": ({"prompt": ["One?", "Two?"], "prompt_id": 7, "category": "math", "reference": []}, "One?", "math"),
+        "speed-bench": ({"question_id": "a", "category": "qa", "turns": ["Who?"], "multiturn": False}, "Who?", "qa"),
+        "mmstar": ({"index": 0, "question": "What?", "image": {"bytes": PNG, "path": "0.png"}, "category": "x"},
+                   "What?", "x"),
+    }  # fmt: skip
+    return more[name] if name in more else QA[name]
+
+
+def read_from_hub(name: str, known: NamedSet, count: int) -> None:
+    """Reads the set and looks at its first question."""
+    _, asks, category = hub_rows_of(name)
+    found = read_questions(DatasetSource(label=name, known=known), DatasetChoice())
+    assert len(found) == count
+    assert text_of(found[0].first_request()[0][-1]) == asks
+    assert found[0].category == ("computer_network" if name == "ceval" else category)  # of its configuration
+    assert found[0].has_pictures == (name == "mmstar")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(catalogue()))
+def test_sets_read_from_the_hub_by_the_datasets_library(tmp_path: Path, name: str) -> None:
+    """From a repository with the set's configurations and its split."""
+    known = catalogue()[name]
+    configs = known.configs[:2] or ("default",)
+    files = [{"config_name": config, "data_files": [{"split": known.split, "path": f"{config}.parquet"}]}
+             for config in configs]  # fmt: skip
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(files)}\n---\n")
+    for config in configs:
+        write(tmp_path / f"{config}.parquet", [hub_rows_of(name)[0]])
+    read_from_hub(name, replace(known, hub=str(tmp_path), configs=known.configs[:2]), len(configs))
+
+
+def test_every_known_set_states_its_licence_and_source() -> None:
+    for name, known in catalogue().items():
+        assert known.licence and known.source.startswith("https://") and known.hub.count("/") == 1, name
+    with pytest.raises(UsageError, match="does not exist") as failed:
+        load_dataset("mt-bensh")
+    assert "mt-bench" in failed.value.remedy
+
+
+def test_a_recorded_session_is_asked_again_message_by_message(tmp_path: Path) -> None:
+    call = {"id": "c0", "type": "function", "function": {"name": "ls", "arguments": "{}"}}
+    said = [
+        {"role": "system", "content": "You fix bugs."}, {"role": "user", "content": "Fix the parser."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "a.py", "tool_call_id": "c0"}, {"role": "assistant", "content": "Done."},
+        {"role": "user", "content": "Thanks."},
+    ]  # fmt: skip
+    file = str(write(tmp_path / "rows.jsonl", [{"messages": said}]))
+    (question,) = load_dataset(file, choice=DatasetChoice(replay=True)).questions
+    assert [len(added) for added in question.replay] == [2, 2, 2]
+    sent: list[dict[str, Any]] = []
+    for turn in range(question.requests):
+        sent += question.request(turn, sent)
+    assert [message["role"] for message in sent] == [message["role"] for message in said]
+    (short,) = load_dataset(file, choice=DatasetChoice(replay=True, turns=2)).questions
+    assert short.requests == 2
 
 
 @pytest.mark.parametrize(
@@ -35,7 +277,7 @@ def test_a_line_that_is_no_prompt_is_refused(tmp_path: Path, line: str, says: st
         load_dataset(str(file))
 
 
-@pytest.mark.parametrize("name", ["nano", "{file}", "{directory}", "gsm8k={file}", "bfcl"])
+@pytest.mark.parametrize("name", ["nano", "{file}", "{directory}", "gsm8k={file}"])
 def test_a_split_of_what_has_none_is_refused(tmp_path: Path, name: str) -> None:
     file = tmp_path / "test.jsonl"
     file.write_text('{"prompt": "Why?", "question": "Why?", "answer": "4"}\n')

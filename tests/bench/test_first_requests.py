@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.bench import cheats
-from tests.bench.test_dataset_formats import PNG, trace, write
+from tests.bench.test_datasets import PNG, write
 from tests.bench.test_malformed_metadata import pages, served
 from tests.bench.test_prove import SETUP
 from tests.command_line import trtspec
@@ -28,18 +28,21 @@ from trtspec.data_files import kimi_nano_dir
 from trtspec.errors import UsageError
 
 TURNS = {"question_id": 1, "category": "math", "turns": ["One?", "Two?"]}
-SMITH = {"messages": json.dumps(trace(2)), "traj_id": "t1"}
 STAR = {"index": 0, "question": "What is it?", "image": {"bytes": PNG, "path": "0.png"}, "category": "x"}
-FUNCTION = {"name": "area", "description": "Area.", "parameters": {"type": "dict", "properties": {}}}
+FUNCTION = {"name": "area", "description": "Area.", "parameters": {"type": "object", "properties": {}}}
 COUNT = 16
-BFCL = {"id": "a_0", "question": [[{"role": "user", "content": "Area?"}]], "function": [FUNCTION]}
+OWN = {
+    "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Area?"}],
+    "tools": [{"type": "function", "function": FUNCTION}],
+}
 
 
 @pytest.fixture
 def sets(tmp_path: Path) -> dict[str, str]:
-    rows = {"mt-bench": TURNS, "swe-smith": SMITH, "mmstar": STAR, "bfcl": BFCL}
+    rows = {"mt-bench": TURNS, "mmstar": STAR, "own": OWN}
     files = {name: tmp_path / f"{name}{'.parquet' if name == 'mmstar' else '.jsonl'}" for name in rows}
-    return {name: f"{name}={write(files[name], [row] * COUNT)}" for name, row in rows.items()}
+    written = {name: write(files[name], [row] * COUNT) for name, row in rows.items()}
+    return {name: str(file) if name == "own" else f"{name}={file}" for name, file in written.items()}
 
 
 def questions(name: str) -> list[Question]:
@@ -49,11 +52,11 @@ def questions(name: str) -> list[Question]:
 def test_a_question_gives_its_first_request_whole(sets: dict[str, str]) -> None:
     found = {name: questions(words) for name, words in sets.items()}
     messages = {name: asked[0].first_request()[0] for name, asked in found.items()}
-    assert [message["role"] for message in messages["swe-smith"]] == ["system", "user"]
+    assert [message["role"] for message in messages["own"]] == ["system", "user"]
     assert [part["type"] for part in messages["mmstar"][0]["content"]] == ["text", "image_url"]
-    assert found["bfcl"][0].first_request()[1][0]["function"]["name"] == "area"
+    assert found["own"][0].first_request()[1][0]["function"]["name"] == "area"
     assert left_out(found["mt-bench"]) == "the requests after the first of 16 of 16 questions are not asked"
-    assert "the tools of 16 of 16" in left_out(found["bfcl"], tools=False) and not left_out(found["bfcl"])
+    assert "the tools of 16 of 16" in left_out(found["own"], tools=False) and not left_out(found["own"])
     for name, asked in found.items():
         battery = make_battery(asked, 16, [64], 1)
         assert battery.prompts[0].messages == messages[name] and "base64" not in str(battery.long)
@@ -61,7 +64,7 @@ def test_a_question_gives_its_first_request_whole(sets: dict[str, str]) -> None:
 
 @pytest.mark.slow
 def test_check_says_what_it_does_not_ask(sets: dict[str, str], cheating: str, tmp_path: Path) -> None:
-    for name, says in (("swe-smith", "the requests after the first of 2 of 2"), ("bfcl", "the tools of 2 of 2")):
+    for name, says in (("mt-bench", "the requests after the first of 2 of 2"), ("own", "the tools of 2 of 2")):
         out = tmp_path / f"{name}.json"
         words = ("--dataset", sets[name], "--contexts", "0", "--samples", 2, "--record", out, "--json")
         done = trtspec("check", cheats.at(cheating, "plain"), *words)
@@ -81,19 +84,19 @@ def test_a_probe_sends_messages_pictures_and_tools(sets: dict[str, str]) -> None
 
     asyncio.run(served(pages("vllm").get, probes, sent))
     found = dict(zip(sets, sent, strict=True))
-    assert [message["role"] for message in found["swe-smith"]["messages"]] == ["system", "user"]
+    assert [message["role"] for message in found["own"]["messages"]] == ["system", "user"]
     assert "image_url" in found["mmstar"]["messages"][0]["content"][1]
-    assert found["bfcl"]["tools"][0]["function"]["name"] == "area" and "tools" not in found["mt-bench"]
+    assert found["own"]["tools"][0]["function"]["name"] == "area" and "tools" not in found["mt-bench"]
 
 
 def test_the_proof_makes_prompts_of_every_set_and_says_what_they_lack(
     sets: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("swe-smith", "mmstar"):
+    for name in ("mt-bench", "mmstar"):
         with Journal(tmp_path / name / "journal.jsonl", {}) as journal:
             prepare(ProofRun(replace(SETUP, dataset=sets[name]), tmp_path / name, 1.0, journal), False)
         row = json.loads((tmp_path / name / "work" / "warm.jsonl").read_text().splitlines()[0])
-        assert row["prompt"].endswith("Fix the parser." if name == "swe-smith" else "What is it?")
+        assert row["prompt"].endswith("One?" if name == "mt-bench" else "What is it?")
     said = capfd.readouterr().err
     assert "the requests after the first of 16 of 16" in said and "the pictures of 16 of 16" in said
 
@@ -102,7 +105,7 @@ def test_a_head_is_run_on_the_tools_of_a_question_and_not_on_pictures(
     sets: dict[str, str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     fields = {"sample": None, "hashes": False, "run": True, "draft_len": 3, "seed": 0, "device": "cpu", "json_": True}
-    options = InspectRun(path="h", against="t", prompts=sets["bfcl"], samples=COUNT, **fields)  # type: ignore[arg-type]
+    options = InspectRun(path="h", against="t", prompts=sets["own"], samples=COUNT, **fields)  # type: ignore[arg-type]
     tokenizer = KimiTokenizer(kimi_nano_dir())
     names, rendered = _prompts(options, tokenizer)
     assert len(names) == COUNT and all("Area." in tokenizer.decode(ids) for ids in rendered)

@@ -252,10 +252,9 @@ def test_fuzzed_answers_end_in_words() -> None:
 ROWS: list[dict[str, Any]] = [
     {"question_id": 1, "category": "a", "turns": ["One?", "Two?"]},
     {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "x"}]}],
-     "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "dict"}}}]},
-    {"id": "simple_0", "question": [[{"role": "user", "content": "Area?"}]], "function": [{"name": "f"}]},
-    {"prompt": "Why?", "images": ["https://x/y.png"], "extras": '{"tools": "[]"}'},
-    {"messages": '[{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "tool_calls": []}]'},
+     "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]},
+    {"prompt": "Why?", "images": ["https://x/y.png"]},
+    {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "tool_calls": []}]},
 ]  # fmt: skip
 
 
@@ -265,7 +264,7 @@ def test_fuzzed_data_sets_are_read_or_refused_in_words(tmp_path: Path) -> None:
     for trial in range(500):
         rows = [mutated(rng.choice(ROWS), rng) for _ in range(2)]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        name = rng.choice(["", "bfcl=", "swe-smith=", "mt-bench=", "speed-bench:agentic="])
+        name = rng.choice(["", "gsm8k=", "mt-bench=", "speed-bench="])
         try:
             load_dataset(f"{name}{file}")
             read += 1

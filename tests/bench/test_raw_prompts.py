@@ -78,9 +78,8 @@ def test_a_condition_without_a_template_asks_text_alone(tmp_path: Path) -> None:
 def test_a_set_of_tools_is_refused_by_name(
     stand_in: Callable[..., str], tmp_path: Path, option: tuple[str, str]
 ) -> None:
-    file = tmp_path / "bfcl.jsonl"
-    row = {"id": "simple_0", "question": [[{"role": "user", "content": "Area?"}]], "function": [TOOL["function"]]}
-    file.write_text(json.dumps(row) + "\n")
-    done = trtspec("bench", stand_in(), "--dataset", f"bfcl={file}", *option)
+    file = tmp_path / "tools.jsonl"
+    file.write_text(json.dumps(TOOLS) + "\n")
+    done = trtspec("bench", stand_in(), "--dataset", file, *option)
     assert done.status == 2 and " ".join(option) in done.stderr, done.stderr
-    assert "1 of 1 questions have tools, which a raw prompt cannot hold (for example simple_0)" in done.stderr
+    assert "1 of 1 questions have tools, which a raw prompt cannot hold (for example tools)" in done.stderr

@@ -35,7 +35,7 @@ REMEDY = "serve other draft lengths too and pass each as --at K=URL or --at K=RE
 
 @dataclass(frozen=True, kw_only=True)
 class LengthFigures:
-    """One draft length at one load. `of_best`: 95 % interval of its tokens per second over those of the best length, where
+    """One draft length at one load. `of_best`: 95 % interval of its tokens per second over those of the best one, where
     both were measured in turns."""
 
     draft_len: int

@@ -1,7 +1,7 @@
 """Rows of the data sets that are known by name, in the words that the one reader of conversations knows.
 
 What a set calls its fields, where it lies and what a whole copy holds stands in data/datasets.yaml; here is how a field
-becomes a question, a tool or a picture. Pictures are taken out before the words are read, and passed to servers as
+becomes a question or a picture. Pictures are taken out before the words are read, and passed to servers as
 parts of content.
 """
 
@@ -24,7 +24,6 @@ from trtspec.checkpoint.rows import CODE, DataRow, from_hub, hub_rows, read_rows
 from trtspec.errors import UsageError
 
 LISTS = ("messages", "conversations", "conversation", "turns", "prompt")
-JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}  # BFCL writes Python's names
 NAMED = re.compile(r"(?P<name>[a-z0-9-]+)(?::(?P<config>[\w.-]+))?(?:=(?P<file>.+))?")
 PICTURES = ((b"\x89PNG", "png"), (b"\xff\xd8", "jpeg"), (b"GIF8", "gif"), (b"RIFF", "webp"))
 
@@ -42,11 +41,8 @@ class NamedSet:
     split: str = "test"
     configs: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
-    files: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
     fields: dict[str, str] = field(default_factory=dict)
     category: str = ""
-    replay: bool = False
     questions: int | None = None
     turns_each: int | None = None
     categories: int | None = None
@@ -68,7 +64,7 @@ class DatasetSource:
 def catalogue() -> dict[str, NamedSet]:
     found = {}
     for name, entry in data_files.load_yaml("datasets.yaml")["datasets"].items():
-        lists = {key: tuple(entry[key]) for key in ("configs", "others", "files", "optional") if key in entry}
+        lists = {key: tuple(entry[key]) for key in ("configs", "others") if key in entry}
         found[name] = NamedSet(name=name, **{**entry, **lists})
     return found
 
@@ -95,21 +91,17 @@ def locate(text: str) -> DatasetSource:
 
 def rows_of(source: DatasetSource, split: str | None = None) -> Iterator[DataRow]:
     """The rows of a source in the reader's words, each with its pictures still in it. Raises UsageError, also for a
-    `split` of what is not read by splits."""
-    known = source.known
-    if split is not None:
-        _refuse_split(source, split)
+    `split` of files, all of whose rows are read."""
+    known, file = source.known, source.file
+    if split is not None and file and not from_hub(file):
+        kind = "a directory" if Path(file).is_dir() else "a file"
+        remedy = "pass the file of that split alone as --dataset, without --split"
+        raise UsageError(f"--split {split} is not used: the data set {source.label} is {kind}", remedy)
     if known is None:
-        yield from (row_in_words(row, None) for row in read_rows(source.file, split))
+        yield from read_rows(file, split)
         return
-    if source.file:
-        yield from (row_in_words(row, known) for row in read_rows(source.file))
-        return
-    if known.files:
-        for name in known.files:
-            path = hub_file(known, name)
-            category = known.category or Path(name).stem.partition("_v3_")[2] or Path(name).stem
-            yield from (row_in_words(row, replace(known, category=category)) for row in read_rows(path))
+    if file:
+        yield from (row_in_words(row, known) for row in read_rows(file))
         return
     configs = (source.config,) if source.config else known.configs or ("",)
     for config in configs:
@@ -122,52 +114,16 @@ def rows_of(source: DatasetSource, split: str | None = None) -> Iterator[DataRow
             yield row_in_words(replace(row, value=value), own)
 
 
-def _refuse_split(source: DatasetSource, split: str) -> None:
-    """Only the hub divides a data set into splits; of files, all rows are read, whatever they are called."""
-    known, where = source.known, source.file
-    if where and from_hub(where):
-        return
-    if where:
-        kind = "a directory" if Path(where).is_dir() else "a file"
-        remedy = "pass the file of that split alone as --dataset, without --split"
-    elif known is not None and known.files:
-        kind = "read from the hub by the names of its files"
-        remedy = "leave --split out, or download one file and pass --dataset NAME=FILE"
-    else:
-        return
-    raise UsageError(f"--split {split} is not used: the data set {source.label} is {kind}", remedy)
-
-
-def hub_file(known: NamedSet, name: str) -> str:
-    """The local copy of one file of a hub data set. Raises UsageError where it cannot be had."""
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return hf_hub_download(known.hub, name, repo_type="dataset", revision=known.revision)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        remedy = f"download {name} from {known.source} and pass --dataset {known.name}=FILE"
-        raise UsageError(f"cannot read {name} of the hub data set {known.hub}: {reason}", remedy) from None
-
-
-def row_in_words(row: DataRow, known: NamedSet | None) -> DataRow:
+def row_in_words(row: DataRow, known: NamedSet) -> DataRow:
     """One row with the fields that `conversations` reads, its `pictures` beside them. Raises UsageError for a row of a
     known set without one of the fields that make its question, and for a text that is only a placeholder."""
     if not isinstance(row.value, dict):
         return row
-    value = dict(row.value)
-    if known:
-        value = _renamed(row, value, known)
-    for key in ("messages", "turns"):
-        value[key] = _from_json(row, value.get(key), key)
-    value["messages"], value["turns"] = _flat(value["messages"], value["turns"])
-    tools = _from_json(row, value.pop("tools", None), "tools") or _extra_tools(row, value)
-    if tools:
-        value["tools"] = [_tool(row, entry) for entry in tools] if isinstance(tools, list) else tools
+    value = _renamed(row, row.value, known)
     found = {key: item for key, item in value.items() if item is not None}
-    if known and known.placeholder and known.placeholder in json.dumps(found, default=str):
+    if known.placeholder and known.placeholder in json.dumps(found, default=str):
         raise UsageError(f"{CODE} {row.where} holds a placeholder instead of the text", known.prepare)
-    if known and "images" in known.fields and not _has_picture(found):
+    if "images" in known.fields and not _has_picture(found):
         raise _no_field(row, known.fields["images"], known)
     return replace(row, value=found)
 
@@ -176,21 +132,20 @@ def _renamed(row: DataRow, value: dict[str, Any], known: NamedSet) -> dict[str, 
     """The fields of a known set under the reader's names; a row that is in the reader's words already stays."""
     fields = known.fields
     template = fields.get("template", "")
-    wanted = [name for _, name, _, _ in string.Formatter().parse(template) if name] or [
-        fields[key] for key in ("turns", "messages") if key in fields
-    ]
-    missing = [name for name in wanted if name not in value and name not in known.optional]
+    wanted = [name for _, name, _, _ in string.Formatter().parse(template) if name]
+    wanted = wanted or ([fields["turns"]] if "turns" in fields else [])
+    missing = [name for name in wanted if name not in value]
     about = {key: value[fields[key]] for key in ("id", "category") if value.get(fields.get(key, "")) not in (None, "")}
     if missing and not any(key in value for key in LISTS):
         raise _no_field(row, " and no ".join(missing), known)
     made: dict[str, Any] = {}
     if missing or not wanted:
-        made = {key: value[key] for key in (*LISTS, "tools", "extras", "system", "images") if key in value}
+        made = {key: value[key] for key in (*LISTS, "tools", "system", "images") if key in value}
     elif template:
         words = {name: _words_in(row, value.get(name), name, known) for name in wanted}
         made["prompt"] = template.format(**words).strip()
     else:
-        made = {key: value[fields[key]] for key in ("turns", "messages", "tools") if fields.get(key) in value}
+        made = {"turns": value[fields["turns"]]}
     if fields.get("images") in value:
         made["images"] = value[fields["images"]]
     if fields.get("id") != "":  # an empty name: the set's ids are not unique
@@ -202,8 +157,6 @@ def _renamed(row: DataRow, value: dict[str, Any], known: NamedSet) -> dict[str, 
 def _words_in(row: DataRow, item: Any, name: str, known: NamedSet) -> str:
     """The words of one field of a question. Raises UsageError for a field without any, or of another kind."""
     if item is None or (isinstance(item, str) and not item.strip()):
-        if name in known.optional:
-            return ""
         raise _no_field(row, name, known)
     if not isinstance(item, (str, int)) or isinstance(item, bool):
         raise UsageError(f"{CODE} {row.where} has a {name} that is not text", f"write {name} as a string")
@@ -215,67 +168,6 @@ def _no_field(row: DataRow, names: str, known: NamedSet) -> UsageError:
         f"{CODE} {row.where} has no {names}, which rows of {known.title} have",
         f"the fields are listed at {known.source}",
     )
-
-
-def _from_json(row: DataRow, value: Any, key: str) -> Any:
-    """A list or an object that a table keeps as JSON text; the reader says what is wrong with any other text."""
-    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        raise UsageError(f"{CODE} {row.where} has {key} that are neither a list nor JSON text of one",
-                         f"write {key} as a list") from None  # fmt: skip
-
-
-def _flat(messages: Any, turns: Any) -> tuple[Any, Any]:
-    """(messages, turns) where the turns of a set are messages, or lists of messages, themselves."""
-    if isinstance(turns, list) and turns and all(isinstance(turn, list) for turn in turns):
-        turns = [message for turn in turns for message in turn]
-    if isinstance(turns, list) and turns and all(isinstance(turn, dict) for turn in turns):
-        messages, turns = messages or turns, None
-    if isinstance(messages, list):
-        messages = [_tool_answer(message) for message in messages]
-    return messages, turns
-
-
-def _tool_answer(message: Any) -> Any:
-    """SWE-agent keeps the id of a call that a tool answers in a list."""
-    if isinstance(message, dict) and isinstance(message.get("tool_call_ids"), list) and message["tool_call_ids"]:
-        first, rest = message["tool_call_ids"][0], {k: v for k, v in message.items() if k != "tool_call_ids"}
-        return {**rest, "tool_call_id": message.get("tool_call_id") or str(first)}
-    return message
-
-
-def _extra_tools(row: DataRow, value: dict[str, Any]) -> Any:
-    """SPEED-Bench's agentic rows keep their tools as JSON inside `extras`."""
-    extras = _from_json(row, value.pop("extras", None), "extras")
-    return _from_json(row, extras.get("tools"), "tools") if isinstance(extras, dict) else None
-
-
-def _tool(row: DataRow, entry: Any) -> Any:
-    """A function in OpenAI's form: JSON text of one and BFCL's bare function with Python's type names are taken too."""
-    entry = _from_json(row, entry, "tools")
-    if isinstance(entry, dict) and "function" not in entry and "name" in entry:
-        entry = {"type": "function", "function": entry}
-    function = entry.get("function") if isinstance(entry, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise UsageError(
-            f"{CODE} {row.where} has a tool without function.name",
-            "write {type: function, function: {name, description, parameters}}",
-        )
-    return {**entry, "function": {key: _json_types(item) for key, item in function.items()}}
-
-
-def _json_types(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_json_types(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    found = {key: _json_types(item) for key, item in value.items()}
-    if isinstance(found.get("type"), str):
-        found["type"] = JSON_TYPES.get(found["type"], found["type"])
-    return found
 
 
 def without_pictures(row: DataRow) -> tuple[DataRow, dict[int, list[dict[str, Any]]]]:

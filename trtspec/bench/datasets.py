@@ -135,16 +135,10 @@ def read_questions(source: DatasetSource, choice: DatasetChoice) -> list[Questio
     for index, row in enumerate(itertools.islice(rows, choice.limit)):
         plain, pictures = without_pictures(row)
         one = conversation(plain, unread)
-        replay = choice.replay or (source.known.replay if source.known else False) or _is_trace(source.known, one)
-        asked = trace_of(one, index, pictures) if replay else question_of(one, index, pictures)
+        asked = trace_of(one, index, pictures) if choice.replay else question_of(one, index, pictures)
         found.append(shortened(asked, choice.turns))
     note_unread(source.file or source.label, unread)
     return unique_ids(found)
-
-
-def _is_trace(known: NamedSet | None, one: Conversation) -> bool:
-    """Whether a row of a known set is a recorded session, as SPEED-Bench's agentic rows are among its questions."""
-    return known is not None and any(message.get("tool_calls") for message in one.chat)
 
 
 def question_of(conversation: Conversation, index: int, pictures: dict[int, list[Message]] | None = None) -> Question:
@@ -199,6 +193,12 @@ def _refuse_unanswerable(conversation: Conversation, messages: list[Message]) ->
     if not any(message["role"] == "user" for message in messages):
         raise UsageError(
             f"{conversation.where} has no user message", "a row holds a prompt, turns, or messages with a user's"
+        )
+    functions = [tool.get("function") for tool in conversation.tools]
+    if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
+        raise UsageError(
+            f"{conversation.where} has a tool without function.name",
+            "write {type: function, function: {name, description, parameters}}",
         )
 
 
