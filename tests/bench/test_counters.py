@@ -25,7 +25,9 @@ from trtspec.bench.raw_results import RawResults
 from trtspec.bench.recorder import _pooled
 from trtspec.bench.results import BenchResults
 from trtspec.bench.transcript import Transcript
+from trtspec.data_files import kimi_nano_dir
 
+NANO = str(kimi_nano_dir())
 TOKENS = 30
 DRAFTS = 3
 QUESTIONS = tuple(Question(f"q{n}", "code" if n % 2 else "prose", (f"Question {n}?",)) for n in range(8))
@@ -46,14 +48,10 @@ class CountingServer:
     """Drafts three tokens in each step and counts as vLLM does: every step when it is made, and drafts accepted
     past the end of an answer too. Answers to prompts with a word of `cut` end without their last event, and their
     steps go on for a while. `received`: (steps, accepted) of each answer by its prompt, as a client that counts itself
-    would have them. It says that a prompt has `extra_tokens` more than words, in answers of more than one token
-    `grows_by` more, or always `fixed_prompt`; `longest`: characters of a prompt."""
+    would have them. It says that a prompt has `fixed_prompt` tokens, where that is given."""
 
     cut: set[str] = field(default_factory=set)
-    extra_tokens: int = 0
-    grows_by: int = 0
     fixed_prompt: int | None = None
-    longest: int = 0
     asked: list[str] = field(default_factory=list)
     received: dict[str, tuple[int, int]] = field(default_factory=dict)
     steps: int = 0
@@ -80,7 +78,7 @@ class CountingServer:
             text = " ".join(words[sum(sizes[:place]) :][:size]) + " "
             yield {"choices": [{"index": 0, "delta": {"content": text}}]}
         yield {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
-        counted = self.fixed_prompt or len(prompt.split()) + self.extra_tokens + self.grows_by * (tokens > 1)
+        counted = self.fixed_prompt or len(prompt.split())
         yield {"choices": [], "usage": {"prompt_tokens": counted, "completion_tokens": tokens}}
 
     def metrics(self) -> str:
@@ -97,7 +95,6 @@ class CountingServer:
 
     def answer(self, body: dict[str, Any]) -> bytes:
         prompt = body["messages"][-1]["content"]
-        self.longest = max(self.longest, len(prompt))
         events = list(self.events(prompt, min(TOKENS, body["max_tokens"])))
         if body["max_tokens"] > 1:
             self.asked.append(prompt)
@@ -167,8 +164,8 @@ def test_counters_give_the_truth_for_all_and_by_category() -> None:
 def test_a_condition_is_measured_with_the_prompts_that_the_load_asked() -> None:
     """Acceptance by category is counted in a pass of its own, which asked for the short questions."""
     server = CountingServer()
-    results = server.run(lambda url: bench(url, conditions=tuple(parse(["context=200"]))))
-    long = [prompt for prompt in dict.fromkeys(server.asked) if len(prompt.split()) > 100]
+    results = server.run(lambda url: bench(url, conditions=tuple(parse(["context=200"])), tokenizer=NANO))
+    long = [prompt for prompt in dict.fromkeys(server.asked) if len(prompt.split()) > 20]
     short = [prompt for prompt in dict.fromkeys(server.asked) if prompt not in long]
     assert len(long) == len(short) == 8 and all(server.asked.count(prompt) == 2 for prompt in long + short)
     told = {name: found.acceptance_length for name, found in results.categories.items()}

@@ -148,9 +148,8 @@ def part(
 def test_the_chosen_draft_length_is_within_3_percent_of_the_best_measured(reference: Callable[..., str]) -> None:
     """Chosen from every third round of one run, judged by the rounds between them, so that both see the same machine; a
     second run of the same servers is up to a quarter slower or faster. Greedy: all lengths give the same text and
-    differ in speed alone. Once all lengths were served, and once 1 and 5 alone, where what lies between is estimated.
-    The rounds must tell 3 %: on cores of their own, servers and bench spread half as much from round to round.
-    TRTSPEC_CHOICE_ROUNDS is the number of rounds, 54."""
+    differ in speed alone. The rounds must tell 3 %: on cores of their own, servers and bench spread half as much from
+    round to round. TRTSPEC_CHOICE_ROUNDS is the number of rounds, 54."""
     rounds, cores = int(os.environ.get("TRTSPEC_CHOICE_ROUNDS", "54")), os.sched_getaffinity(0)
     mine = {min(cores)} if len(cores) > 1 else cores
     try:
@@ -170,15 +169,14 @@ def judge_choice(urls: dict[str, str], rounds: int) -> None:
     first = part(targets, work, lambda number: number % 3 == 0)
     between = part(targets, work, lambda number: number % 3 != 0)
     shares = []
-    for served in (first, {1: first[1], 5: first[5]}):
-        for told, truth in zip(choose(served), choose(between), strict=True):
-            speed = {figure.draft_len: figure.tokens_per_s for figure in truth.lengths}
-            sure = {figure.draft_len: figure.of_best for figure in truth.lengths}
-            shares.append(speed[told.best] / max(speed.values()))
-            expected = {figure.draft_len: figure.tokens_per_s for figure in told.lengths}
-            print(f"served {list(served)}, concurrency {told.concurrency}, {told.rounds} rounds: {told.best} chosen of "
-                  f"{expected} (alike: {told.alike}), {100 * shares[-1]:.1f} % of the best of {speed} in "
-                  f"{truth.rounds} other rounds; intervals over {truth.best}: {sure}")  # fmt: skip
+    for told, truth in zip(choose(first), choose(between), strict=True):
+        speed = {figure.draft_len: figure.tokens_per_s for figure in truth.lengths}
+        sure = {figure.draft_len: figure.of_best for figure in truth.lengths}
+        shares.append(speed[told.best] / max(speed.values()))
+        expected = {figure.draft_len: figure.tokens_per_s for figure in told.lengths}
+        print(f"concurrency {told.concurrency}, {told.rounds} rounds: {told.best} chosen of {expected} (alike: "
+              f"{told.alike}), {100 * shares[-1]:.1f} % of the best of {speed} in {truth.rounds} other rounds; "
+              f"intervals over {truth.best}: {sure}")  # fmt: skip
     assert min(shares) >= 0.97
 
 
@@ -187,7 +185,7 @@ def test_tables_of_cards_from_held_out_prompts(reference: Callable[..., str]) ->
     urls = {"eagle3": reference("--head", HEAD), "shorter": reference("--head", HEAD, "--draft-len", "2")}
     urls["plain"] = reference()
     conditions = tuple(parse(["context=256", "template=none", "system=Answer in Python."]))
-    results = run(urls, conditions=conditions, samples=(5,), max_tokens=48)
+    results = run(urls, conditions=conditions, tokenizer=NANO, samples=(5,), max_tokens=48)
     tables = {table.title: table for table in card_tables(results)}
     for table in tables.values():
         print(table.title, list(table.columns), *table.rows, sep="\n")

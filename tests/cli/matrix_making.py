@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli.matrix import Effect, Situation, effects, slowly
+from trtspec.data_files import kimi_nano_dir
 from trtspec.models.precision import has_native_bf16
 
+NANO = str(kimi_nano_dir())
 UNUSUAL_DTYPE = "float32" if has_native_bf16() else "bfloat16"  # not the one that `auto` takes on this machine
 
 
@@ -393,7 +395,8 @@ MAKING: dict[str, dict[str, Situation]] = {
                 turns=Effect(line("--turns 1"), base=(*BENCH, *line("--dataset {trace} --replay"))),
                 replay=Effect(line("--replay"), base=(*BENCH, "--dataset", "{trace}")),
                 rate=Effect(line("--rate 50"), base=line("bench {url} --samples 2 --max-tokens 8")),
-                isl="--isl 30",
+                isl=Effect(("--isl", "48", "--tokenizer", NANO)),
+                tokenizer=Effect(("--tokenizer", NANO), base=(*BENCH, "--isl", "48")),
                 osl=Effect(line("--osl 4"), base=line("bench {url} --samples 2 --concurrency 1")),
                 thinking="--thinking off",
                 under="--under system=briefly",

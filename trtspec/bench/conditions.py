@@ -9,29 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import shorten
+from typing import TYPE_CHECKING
 
-import httpx
-
-from trtspec.bench.client import Endpoint, RequestSampling, request_body, stream_answer
-from trtspec.bench.datasets import Message, Question, text_of
+from trtspec.bench.datasets import Question, text_of
 from trtspec.bench.raw_prompts import beyond_text
+from trtspec.checkpoint.hub import cached_snapshot, hub_id_and_entry
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.files import read_text
+from trtspec.report import say
+
+if TYPE_CHECKING:
+    from trtspec.checkpoint.tokenizer import KimiTokenizer
 
 FORMS = "context=TOKENS, template=none, system=TEXT or system=FILE"
-SMALLEST = 32  # tokens; a chat template alone takes about as many
-TRIALS = 4
-PROBED = 4
-CLOSE = 0.01
 TITLE = 32  # characters of a system prompt that its condition is called by
-FAR = 0.1  # from the wanted length: it cannot be reached
-FIRST_GUESS = 4.0  # characters per token
-MOST_CHARACTERS = 64  # per token, of no text that anybody wrote
+BETWEEN = "\n\n"
 
 
 @dataclass(frozen=True)
@@ -89,88 +85,63 @@ def under(questions: Sequence[Question], conditions: Sequence[Condition]) -> lis
     ] or list(questions)
 
 
-async def fitted(
-    client: httpx.AsyncClient, endpoint: Endpoint, questions: Sequence[Question], tokens: int, option: str
-) -> list[Question]:
-    """Every question with one turn whose prompt has about `tokens` tokens as the server counts them: its text is cut,
-    or put behind text of the other questions, which begins elsewhere for each so that no two share a prefix. Tools,
-    pictures and opening messages stay as they are and count.
-
-    The server counts the first PROBED of them whole, and of the rest what stays; their text follows the characters per
-    token. `option` is how the length was asked for. Raises UsageError below SMALLEST and where what stays is longer,
-    TrtspecError where the server does not count prompts or what it counts does not come near."""
-    if tokens < SMALLEST:
-        raise UsageError(f"{option} is less than {SMALLEST} tokens", "a chat template alone takes about as many")
-    fixed = await _fixed_tokens(client, endpoint, questions, option)
-    most = max(fixed)
-    if most >= tokens:
-        question = questions[fixed.index(most)]
-        where, what = "for a prompt without words", "chat template takes"
-        if _stays(question):
-            where, what = (
-                f"beside the text of {question.id}",
-                "chat template, tools, pictures and earlier messages take",
-            )
-        message = f"{option}: {endpoint.base_url} counts {most} tokens {where}"
-        raise UsageError(message, f"its {what} them: ask for more than {most} tokens")
-    corpus = "\n\n".join(_words(question) for question in questions)
-    per_token, lengths = FIRST_GUESS, list[int]()
-    for place, question in enumerate(questions[:PROBED]):
-        search = _Length(client, endpoint, tokens, option, fixed[place])
-        at = (place, len(questions))
-        lengths.append(await search.found(question, corpus, at, max(1, round(per_token * (tokens - fixed[place])))))
-        per_token = lengths[-1] / (tokens - fixed[place])
-    per_token = sum(lengths) / sum(tokens - short for short in fixed[:PROBED])
-    lengths += [max(1, round(per_token * (tokens - short))) for short in fixed[PROBED:]]
-    return [
-        # the mark at the beginning keeps what was counted just now out of the server's prefix cache
-        _sized(question, corpus, (place, len(questions)), lengths[place], f"({place}) ")
-        for place, question in enumerate(questions)
-    ]
-
-
-async def _fixed_tokens(
-    client: httpx.AsyncClient, endpoint: Endpoint, questions: Sequence[Question], option: str
-) -> list[int]:
-    """Of each question, the tokens of all but its text: equal tools, pictures and openings are counted once."""
-    counted: dict[str, int] = {}
-    found = []
-    for question in questions:
-        key = json.dumps(_stays(question))
-        if key not in counted:
-            counted[key] = await prompt_tokens(client, endpoint, _asking(question, "."), option)
-        found.append(counted[key])
-    return found
-
-
 @dataclass(frozen=True)
-class _Length:
-    """A search for the characters of a prompt of `tokens` tokens. `short`: what the server counts for one word."""
+class PromptSizes:
+    """Prompts of a given length, by the tokenizer of `target` (a directory or a hub id). `raw`: no chat template is
+    used; `thinking` as for the template, None where that decides."""
 
-    client: httpx.AsyncClient
-    endpoint: Endpoint
-    tokens: int
-    option: str
-    short: int
+    target: str
+    raw: bool = False
+    thinking: bool | None = None
 
-    async def found(self, question: Question, corpus: str, at: tuple[int, int], length: int) -> int:
-        """Of one question, the closest of TRIALS. Raises TrtspecError where none is within FAR."""
-        tried: list[tuple[int, int, int]] = []  # distance, characters, tokens
-        for _ in range(TRIALS):
-            prompt = _sized(question, corpus, at, length, f"[{at[0]}] ")
-            counted = await prompt_tokens(self.client, self.endpoint, prompt, self.option)
-            tried.append((abs(counted - self.tokens), length, counted))
-            if tried[-1][0] <= max(1, CLOSE * self.tokens):
-                break
-            length = max(1, round(length * (self.tokens - self.short) / max(1, counted - self.short)))
-            length = min(length, MOST_CHARACTERS * self.tokens)
-        distance, length, counted = min(tried)
-        if distance > max(4, FAR * self.tokens):
-            message = (
-                f"{self.option}: {self.endpoint.base_url} counts {counted} tokens in a prompt of {length} characters"
-            )
-            raise TrtspecError(message, f"leave {self.option} out, or ask the server, not a proxy")
-        return length
+    def fitted(self, questions: Sequence[Question], tokens: int, option: str) -> list[Question]:
+        """Every question with one turn whose prompt has `tokens` tokens: its text is cut, or put behind text of the
+        other questions, which begins elsewhere for each, and numbered so that no two share a prefix. Tools, pictures
+        and opening messages stay as they are and count. Raises UsageError where these are longer, or no tokenizer is
+        here.
+
+        `option` is how the length was asked for."""
+        tokenizer = read_tokenizer(self.target, option)
+        corpus = tokenizer.encode(BETWEEN.join(_words(question) for question in questions) + BETWEEN)
+        between = tokenizer.encode(BETWEEN)
+        found = []
+        for place, question in enumerate(questions):
+            fixed = self._tokens(tokenizer, _asking(question, f"({place}) "))
+            if fixed >= tokens:
+                message = f"{option}: {question.id} has {fixed} tokens beside its text"
+                what = "chat template, tools, pictures and earlier messages take"
+                raise UsageError(message, f"its {what} them: ask for more than {fixed} tokens")
+            asked = tokenizer.encode("\n".join(question.turns))[fixed - tokens :]
+            missing = tokens - fixed - len(asked) - len(between)
+            if missing > 0:
+                start = len(corpus) * place // len(questions)
+                text = (corpus[start:] + corpus) * (1 + missing // len(corpus))
+                asked = [*text[:missing], *between, *asked]
+            found.append(_asking(question, f"({place}) {tokenizer.decode(asked)}"))
+        counted = [self._tokens(tokenizer, question) for question in found]
+        say(f"{option}: prompts of {min(counted)} to {max(counted)} tokens by the tokenizer of {self.target}")
+        return found
+
+    def _tokens(self, tokenizer: KimiTokenizer, question: Question) -> int:
+        messages = question.request(0, [])
+        if self.raw or question.raw:
+            return len(tokenizer.encode(BETWEEN.join(text_of(message) for message in messages)))
+        return len(tokenizer.encode_chat(messages, list(question.tools) or None, thinking=self.thinking)[1])
+
+
+def read_tokenizer(target: str, option: str) -> KimiTokenizer:
+    """Of a directory, or of a hub id that is in the cache. Raises UsageError where there is none."""
+    from trtspec.checkpoint.tokenizer import KimiTokenizer
+
+    remedy = "name the target with --tokenizer: a directory, or a hub id whose tokenizer `hf download ID` has fetched"
+    try:
+        hub_id, _ = hub_id_and_entry(target)
+        directory = cached_snapshot(hub_id, complete=False) if hub_id else Path(target).expanduser()
+        if directory is None:
+            raise UsageError(f"{hub_id} is not in the hub cache", "")
+        return KimiTokenizer(directory)
+    except TrtspecError as error:
+        raise UsageError(f"{option}: no tokenizer of {target} is here ({error.message})", remedy) from None
 
 
 def as_text(question: Question) -> Question:
@@ -188,36 +159,7 @@ def _words(question: Question) -> str:
     return "\n".join([*said, *question.turns])
 
 
-def _stays(question: Question) -> list[Message]:
-    """What a length leaves alone: pictures, opening messages and tools."""
-    return [*itertools.chain.from_iterable(question.parts), *question.opening, *question.tools]
-
-
 def _asking(question: Question, text: str) -> Question:
     """A question whose turns are one, with all their pictures and this text."""
     shown = tuple(itertools.chain.from_iterable(question.parts))
     return replace(question, turns=(text,), parts=(shown,) if shown else ())
-
-
-def _sized(question: Question, corpus: str, at: tuple[int, int], length: int, before: str = "") -> Question:
-    """`length` characters: the question at the end, other questions' text from place `at` (i of n) before it."""
-    asked = "\n".join(question.turns)[-length:]
-    missing = length - len(asked) - 2
-    if missing > 0:
-        start = len(corpus) * at[0] // at[1]
-        text = (corpus[start:] + "\n\n" + corpus) * (1 + missing // max(1, len(corpus)))
-        asked = f"{text[:missing]}\n\n{asked}"
-    return _asking(question, before + asked)
-
-
-async def prompt_tokens(client: httpx.AsyncClient, endpoint: Endpoint, question: Question, option: str) -> int:
-    """As the server counts the prompt, from an answer of one token; `option` asks for a length."""
-    body = request_body(endpoint, question.request(0, []), RequestSampling(max_tokens=1), 0)
-    body.pop("min_tokens", None)
-    if question.tools:
-        body["tools"] = list(question.tools)
-    answer = await stream_answer(client, endpoint, body, question.id, question.category, 0)
-    if answer.error or not answer.prompt_tokens:
-        reason = answer.error or "it does not say how many tokens a prompt has"
-        raise TrtspecError(f"{endpoint.base_url} cannot be given prompts of a length: {reason}", f"leave {option} out")
-    return answer.prompt_tokens

@@ -18,7 +18,7 @@ import httpx
 from trtspec.bench import adapters, findings
 from trtspec.bench.acceptance import TurnCounts, without_surplus
 from trtspec.bench.client import BENCH_OWNED, Answer, Endpoint, RequestSampling, first_model, new_client
-from trtspec.bench.conditions import Condition, as_text, fitted, under, whole
+from trtspec.bench.conditions import Condition, PromptSizes, as_text, under, whole
 from trtspec.bench.datasets import Dataset, Question, spread
 from trtspec.bench.load import Ask, Load, Round, ServiceLevel, closed_loop, open_loop, total_rate
 from trtspec.bench.raw_prompts import asked_as_text, sessions_left_out, text_alone
@@ -47,7 +47,8 @@ class LoadLevel:
 @dataclass(frozen=True)
 class BenchWorkload:
     """What is asked. `samples[i]` questions (None = all) are asked at level i, in `rounds` equal parts; levels are
-    `concurrency`, or where set `rates` (conversations per second). `isl`, `osl`: tokens of every prompt and answer."""
+    `concurrency`, or where set `rates` (conversations per second). `isl`, `osl`: tokens of every prompt and answer;
+    `tokenizer`: the target that counts prompts, None for the model that the server names."""
 
     dataset: Dataset
     sampling: RequestSampling
@@ -63,6 +64,7 @@ class BenchWorkload:
     promise: ServiceLevel | None = None
     isl: int | None = None
     osl: int | None = None
+    tokenizer: str | None = None
     conditions: tuple[Condition, ...] = ()
 
     def __post_init__(self) -> None:
@@ -81,6 +83,10 @@ class BenchWorkload:
 
     def questions(self, level: int) -> list[Question]:
         return under(spread(list(self.dataset.questions), self.samples[level]), self.conditions)
+
+    def sizes(self, model: str) -> PromptSizes:
+        thinking = {"on": True, "off": False}.get(self.thinking or "")
+        return PromptSizes(self.tokenizer or model, self.api == "completions", thinking)
 
     def turns(self) -> int:
         """Answers asked of one endpoint over all levels."""
@@ -117,6 +123,7 @@ class BenchWorkload:
             "under": [condition.label for condition in self.conditions],
             "isl": self.isl,
             "osl": self.osl,
+            "tokenizer": self.tokenizer,
             "limit_s": self.limit_s,
             "promise": self.promise.words() if self.promise else None,
             "extra_body": self.body(),
@@ -202,9 +209,9 @@ async def measure(
         workload, problems = await prepare(targets, workload)
         for target in targets:
             await warm_up(target, workload)
+        sizes = workload.sizes(targets[0].server.model)
         asked = [
-            await in_context(targets[0], workload.questions(number), workload.conditions)
-            for number in range(len(workload.levels))
+            in_context(workload.questions(number), workload.conditions, sizes) for number in range(len(workload.levels))
         ]
         kept = progress.raw.kept({question.id: question.requests for part in asked for question in part})
         if kept:
@@ -265,9 +272,8 @@ async def prepare(targets: Sequence[MeasuredEndpoint], workload: BenchWorkload) 
             )
             break
     if workload.isl:
-        questions = await fitted(
-            targets[0].client, targets[0].endpoint, questions, workload.isl, f"--isl {workload.isl}"
-        )
+        sizes = workload.sizes(targets[0].server.model)
+        questions = sizes.fitted(questions, workload.isl, f"--isl {workload.isl}")
     return replace(workload, dataset=replace(workload.dataset, questions=tuple(questions))), problems
 
 
@@ -292,16 +298,14 @@ async def warm_up(target: MeasuredEndpoint, workload: BenchWorkload) -> None:
     target.restless |= any(answer.error for answer in run.answers)
 
 
-async def in_context(
-    target: MeasuredEndpoint, questions: list[Question], conditions: Sequence[Condition]
-) -> list[Question]:
+def in_context(questions: list[Question], conditions: Sequence[Condition], sizes: PromptSizes) -> list[Question]:
     """The questions with those of a condition of long context filled to its length."""
     lengths = {condition.label: condition.context for condition in conditions if condition.context}
     found: dict[str, Question] = {}
     for label, tokens in lengths.items():
         part = [whole(question) for question in questions if question.category == label]
         if part:
-            filled = await fitted(target.client, target.endpoint, part, tokens, f"--under context={tokens}")
+            filled = sizes.fitted(part, tokens, f"--under context={tokens}")
             found |= {question.id: question for question in filled}
     return [found.get(question.id, question) for question in questions]
 

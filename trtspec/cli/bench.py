@@ -61,6 +61,13 @@ class BenchOptions:
     ] = None
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 256
     isl: Annotated[int | None, typer.Option(min=1, help="Tokens of every prompt, made of the data set's text.")] = None
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="Target, as directory or hub id, whose tokenizer counts prompts for --isl and --under context=TOKENS.",
+            show_default="the model that the server names",
+        ),
+    ] = None
     osl: Annotated[
         int | None, typer.Option(min=1, help="Tokens of every answer, past the model's own end; for timings only.")
     ] = None
@@ -212,6 +219,8 @@ def _refuse_unused(options: BenchOptions) -> None:
     if options.rate is not None:
         refuse_unused(options, ["choose_draft"], "with --rate, at which the load is no setting")
         refuse_unused(options, ["concurrency"], "with --rate, which does not limit how many are in flight")
+    if options.isl is None and not any(condition.startswith("context=") for condition in options.under):
+        refuse_unused(options, ["tokenizer"], "without --isl or --under context=TOKENS")
     if options.osl is not None:
         refuse_unused(options, ["max_tokens"], "with --osl, which is the length of every answer")
     if options.api == "completions":
@@ -249,6 +258,7 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
         promise=None if options.goodput is None else promise_of(options.goodput),
         isl=options.isl,
         osl=options.osl,
+        tokenizer=options.tokenizer,
         conditions=tuple(conditions.parse(options.under)),
     )
 
