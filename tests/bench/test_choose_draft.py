@@ -62,6 +62,7 @@ def endpoint(drafts: int, tells: bool = True, per_draft: float = 0.08) -> Endpoi
                 )
             )
         more = {"concurrency": concurrency, "categories": {}, "throughput": SPEED, "rounds": [1.0]}
+        more |= {"degeneration": judge_run([])}
         levels.append(LevelResult(**vars(summary), **more))  # type: ignore[arg-type]
     return EndpointResult(
         **vars(summary), name=f"draft-{drafts}", url="u", server=DetectedServer("reference", "m"), categories={},

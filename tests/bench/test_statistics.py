@@ -117,6 +117,7 @@ def run_of(rng: np.random.Generator, names: list[str], ease: np.ndarray, fall: f
             for name, t, s in zip(names, tokens, seconds, strict=True)
         ]
         level = {"concurrency": concurrency, "categories": {}, "throughput": NO_RATES, "rounds": [1.0]}
+        level |= {"degeneration": judge_run([])}
         levels.append(LevelResult(**vars(summary), **level))  # type: ignore[arg-type]
     return BenchResults(
         **vars(summary), name="new", url="u", server=SERVER, categories={}, degeneration=judge_run([]),

@@ -279,7 +279,7 @@ def nothing_judged(figures: Sequence[ComparedFigure], gate: bool) -> list[Proble
 def degenerate_parts(run: BenchResults) -> set[str]:
     """The categories and levels of a run whose output is noise or loops, and ALL."""
     found = {name for name, quality in run.quality.items() if quality.degenerate}
-    found |= {level.label for level in run.concurrency if level.degeneration and level.degeneration.degenerate}
+    found |= {level.label for level in run.concurrency if level.degeneration.degenerate}
     return found | ({ALL} if run.degeneration.degenerate else found & {ALL})
 
 

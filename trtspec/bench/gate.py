@@ -32,7 +32,7 @@ class CheckResult:
     @property
     def power(self) -> float | None:
         """Probability that the row shows a fault which 5 % of the answers have."""
-        return None if self.seen is None else round(chance_to_see(self.seen), 4)
+        return None if self.seen is None else round(1.0 - (1.0 - RARE) ** self.seen, 4)
 
     def to_dict(self) -> dict[str, Any]:
         found = {key: value for key, value in asdict(self).items() if key != "seen"}
@@ -65,14 +65,9 @@ def required(found: CheckResult) -> CheckResult:
     )
 
 
-def chance_to_see(answers: int, share: float = RARE) -> float:
-    """Probability that at least one of `answers` shows a fault which each shows with probability `share`."""
-    return 1.0 - (1.0 - share) ** answers
-
-
-def answers_needed(share: float = RARE, power: float = POWER) -> int:
-    """Smallest number of answers of which at least one shows the fault with probability `power`."""
-    return math.ceil(math.log(1.0 - power) / math.log(1.0 - share))
+def answers_needed() -> int:
+    """Smallest number of answers of which at least one shows a rare fault with probability POWER."""
+    return math.ceil(math.log(1.0 - POWER) / math.log(1.0 - RARE))
 
 
 def binomial_at_least(successes: int, trials: int, chance: float) -> float:

@@ -97,7 +97,7 @@ class LevelResult(AcceptanceSummary):
     categories: dict[str, AcceptanceSummary]
     throughput: Throughput
     rounds: list[float]
-    degeneration: OutputQuality | None = None
+    degeneration: OutputQuality
 
     @property
     def label(self) -> str:

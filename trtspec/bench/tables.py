@@ -110,7 +110,7 @@ def is_degenerate(endpoint: EndpointResult, category: str) -> bool:
 def is_degenerate_at(endpoint: EndpointResult, label: str) -> bool:
     """Whether the output at one level is such that no speed-up and no headline is made of its speed."""
     level = next((level for level in endpoint.concurrency if level.label == label), None)
-    return level is not None and level.degeneration is not None and level.degeneration.degenerate
+    return level is not None and level.degeneration.degenerate
 
 
 def acceptance_note(results: BenchResults, endpoint: EndpointResult) -> str:
