@@ -120,7 +120,7 @@ OUTPUT_ONLY = {
     "plan": {"output", "verbose", "force", "json_"},
     "build_config": {"context_urls", "generation_urls", "format", "image", "quantize_from", "output", "disaggregated",
                      "dry_run", "force", "json_"},
-    "quantize": {"shard", "merge", "engine", "json_"},
+    "quantize": {"engine", "json_"},
     "convert": {"json_"},
 }  # fmt: skip
 OF_THE_API = {"config", "options", "progress"}

@@ -165,7 +165,7 @@ def stood_in(room: Room, words: list[str]) -> list[str]:
     if verb == "inspect" and "--run" in made:
         given = ["--samples", "16"]
     writes = verb != "prove" and {"-o", "--output", "--record"} & set(made)
-    if writes and not {"--merge", "--force"} & set(made):
+    if writes and "--force" not in made:
         given = [*given, "--force"]
     return [*made[:at], *given, *made[at:]]
 

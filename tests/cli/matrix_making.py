@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +38,6 @@ def a_file(out: Path) -> None:
     out.write_text("mine")
 
 
-def finished_parts(out: Path) -> None:
-    shutil.copytree(out.parent.parent / "parts", out)
-
-
 def line(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
@@ -67,7 +62,6 @@ STREAM = BYTES | RUNS | effects(
     device="--device cuda:7",
     dry_run="--dry-run",
 )  # fmt: skip
-PART_BASE = (*QUANTIZE, "--shard", "0/2")
 MODELOPT_RUN = (*QUANTIZE, "--engine", "modelopt")
 MODELOPT_BASE = (*MODELOPT_RUN, "--dry-run")
 TRAIN = line("train {target} {data} -o {out}")
@@ -239,29 +233,6 @@ MAKING: dict[str, dict[str, Situation]] = {
     },
     "quantize": {
         "the streaming engine": Situation(QUANTIZE, STREAM, cheap=line("quantize {missing} -o {out}")),
-        "--shard": Situation(
-            PART_BASE,
-            STREAM | effects(
-                shard=Effect(instead=(*QUANTIZE, "--shard", "1/2")),
-                source=Effect(instead=line("quantize {other} -o {out} --shard 0/2")),
-                output=Effect(instead=line("quantize {target} -o {out}-2 --shard 0/2")),
-                restart=Effect(line("--restart"), base=(*PART_BASE, *DRY),
-                               before=journal("{out}/.trtspec-quantize.0-of-2.jsonl")),
-                force=Effect(line("--force"), base=(*PART_BASE, *DRY), before=occupied),
-                workers=Effect(line("--workers 2"), base=(*PART_BASE, *DRY)),
-            ),
-            cheap=line("quantize {missing} -o {out} --shard 0/2"),
-        ),
-        "--merge": Situation(
-            (*QUANTIZE, "--merge"),
-            BYTES | effects(
-                weight_scales="--weight-scales mse",
-                source=Effect(instead=line("quantize {other} -o {out} --merge")),
-                output=Effect(instead=line("quantize {target} -o {out}-2 --merge")),
-            ),
-            cheap=line("quantize {missing} -o {out} --merge"),
-            before=finished_parts,
-        ),
         "--engine modelopt": Situation(
             MODELOPT_BASE,
             BYTES | effects(

@@ -112,7 +112,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     places["mla"] = make_head(room / "mla", places["target"], attention="mla", draft_vocab=128)
     places["hidden"] = make_target(room / "hidden", layers=5, hidden=128, shards=1)
     places["broken"] = make_head(room / "broken", places["target"], draft_vocab=128)
-    places |= {name: room / name for name in ("missing", "nvfp4", "parts", "results", "recording", "shorter")}
+    places |= {name: room / name for name in ("missing", "nvfp4", "results", "recording", "shorter")}
     rows = [f"what is {word}" for word in ("red", "green", "blue", "yellow", "white", "black", "brown", "pink", "grey")]
     turns = [[{"role": "user", "content": row}, {"role": "assistant", "content": f"{row} indeed"}] for row in rows]
     kept = [{"conversation_id": str(n), "conversations": turn} for n, turn in enumerate(turns)]
@@ -140,8 +140,6 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     short = ["check", server.url, "--max-tokens", 8, "--contexts", 0]
     for words in (
         ["quantize", places["target"], "-o", places["nvfp4"]],
-        ["quantize", places["target"], "-o", places["parts"], "--shard", "0/2"],
-        ["quantize", places["target"], "-o", places["parts"], "--shard", "1/2"],
         ["bench", server.url, "--samples", 2, "--concurrency", 1, "--max-tokens", 8, "-o", room / "bench"],
         [*short, "--samples", 3, "--record", places["recording"]],
         [*short, "--samples", 2, "--record", places["shorter"]],

@@ -16,7 +16,6 @@ from tests.tiny import make_target
 from trtspec.checkpoint.tensors import CODES
 from trtspec.errors import TrtspecError
 from trtspec.quant.conversion import ConversionOptions
-from trtspec.quant.modelopt import quantize_with_modelopt
 from trtspec.quant.packing import PATTERNS, first_not_finite
 from trtspec.quant.policy import load_policy
 from trtspec.quant.streaming import quantize_checkpoint
@@ -89,7 +88,7 @@ def test_the_modelopt_engine_looks_too(tmp_path):
     source = make_target(tmp_path / "in", nested=False, layers=2)
     shard, place = spoiled(source, "model.layers.1.self_attn.o_proj.weight", torch.nan)
     with pytest.raises(TrtspecError, match=re.escape(f"o_proj.weight in {shard} holds NaN or infinity at {place}")):
-        quantize_with_modelopt(source, tmp_path / "out", load_policy("k2.5"))
+        quantize_checkpoint(source, tmp_path / "out", load_policy("k2.5"), ConversionOptions(engine="modelopt"))
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 

@@ -71,7 +71,7 @@ def test_every_tensor_is_what_its_source_decodes_to(tmp_path, format, policy, ne
         amax = weight.abs().max()
         if pair:
             amax = torch.maximum(amax, decoded(origin, spec, name.replace(name.split(".")[-2], pair)).abs().max())
-        packed = nvfp4.quantize_plain(weight, amax.float(), policy.weight_scales)
+        packed = nvfp4.quantize(weight, amax.float(), policy.weight_scales)
         expected[name] = packed.packed
         expected[f"{name}_scale"], expected[f"{name}_scale_2"] = packed.scale, packed.scale_2
         expected[name.replace(".weight", ".input_scale")] = torch.tensor(1.0)

@@ -21,7 +21,7 @@ from trtspec.cli.options import (
     source_directory,
 )
 from trtspec.errors import UsageError
-from trtspec.records import Mode, narrow, refuse_unused
+from trtspec.records import Mode, narrow
 
 if TYPE_CHECKING:
     from trtspec.checkpoint.headers import Checkpoint
@@ -59,15 +59,6 @@ class QuantizeOptions:
     ] = None
     workers: Annotated[int, typer.Option(min=0, help="Worker processes; 0 starts one per core for a large source.")] = 0
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N. A GPU writes the same bytes, faster.")] = "cpu"
-    shard: Annotated[
-        str | None,
-        typer.Option(
-            help="i/n, counted from 0: convert only part i of n, so that n machines share one output directory."
-        ),
-    ] = None
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Check that all parts are complete, then write index, card and configs.")
-    ] = False
     engine: Annotated[
         Literal["stream", "modelopt"],
         typer.Option(help="stream: shard by shard in bounded memory. modelopt: ModelOpt's whole-model PTQ and export."),
@@ -80,7 +71,7 @@ class QuantizeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeWhole:
-    """One machine, shard by shard."""
+    """Shard by shard, in bounded memory."""
 
     source: str
     output: Path
@@ -94,27 +85,6 @@ class QuantizeWhole:
     dry_run: bool
     restart: bool
     force: bool
-    json_: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantizePart(QuantizeWhole):
-    """One of several machines."""
-
-    shard: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantizeMerge:
-    """Once all parts are complete. The options that decide bytes must be those of the parts."""
-
-    source: str
-    output: Path
-    policy: str | None
-    kv_cache: KvCache
-    input_scales: str
-    accept_input_scales: bool
-    weight_scales: WeightScales | None
     json_: bool
 
 
@@ -136,10 +106,8 @@ class QuantizeByModelOpt:
 
 
 WHOLE = Mode("the streaming engine", QuantizeWhole, "--engine stream")
-PART = Mode("--shard", QuantizePart, "--shard i/n")
-MERGE = Mode("--merge", QuantizeMerge, "--merge")
 MODELOPT = Mode("--engine modelopt", QuantizeByModelOpt, "--engine modelopt")
-MODES = (WHOLE, PART, MERGE, MODELOPT)
+MODES = (WHOLE, MODELOPT)
 ENGINES = {"stream": WHOLE, "modelopt": MODELOPT}
 
 
@@ -153,7 +121,7 @@ def quantize(options: QuantizeOptions) -> None:
     from trtspec.quant.conversion import to_json
     from trtspec.report import print_json, progress_bar
 
-    used = narrow(options, _mode(options), MODES, selecting=("engine", "shard", "merge"))
+    used = narrow(options, ENGINES[options.engine], MODES, selecting=("engine",))
     with progress_bar("quantizing") as bar:
         result = run(used, bar.show)
     if options.json_:
@@ -162,18 +130,10 @@ def quantize(options: QuantizeOptions) -> None:
         _show(result, options.source)
 
 
-def _mode(options: QuantizeOptions) -> Mode:
-    if options.shard is not None and options.merge:
-        raise UsageError("--shard and --merge exclude each other", "run --merge once all parts are complete")
-    if ENGINES[options.engine] is MODELOPT:
-        refuse_unused(options, ("shard", "merge"), "by --engine modelopt", "leave it out, or use --engine stream")
-        return MODELOPT
-    return MERGE if options.merge else PART if options.shard is not None else WHOLE
-
-
 def run(options: Any, progress: Any = None) -> Quantized | QuantizePlan:
     """What one of the records of MODES asks for."""
     from trtspec.quant.conversion import ConversionOptions
+    from trtspec.quant.streaming import quantize_checkpoint
     from trtspec.report import OutputOptions
 
     source = _source(options)
@@ -184,38 +144,23 @@ def run(options: Any, progress: Any = None) -> Quantized | QuantizePlan:
         weight_scales=options.weight_scales,
         accept_input_scales=options.accept_input_scales,
     )
-    if isinstance(options, QuantizeMerge):
-        settings = replace(settings, merge=True)
-        again = OutputOptions()
-    else:
-        again = OutputOptions(options.dry_run, options.restart, options.force)
     if isinstance(options, QuantizeByModelOpt):
-        from trtspec.quant.modelopt import quantize_with_modelopt
-
-        return quantize_with_modelopt(source, options.output, policy, settings, again, progress)
-    from trtspec.quant.streaming import quantize_checkpoint
-
-    if isinstance(options, QuantizeWhole):
-        settings = replace(settings, **_work(options))
+        settings = replace(settings, engine="modelopt")
+    elif options.device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", options.device):
+        raise UsageError(f"--device {options.device} is not one of cpu, cuda, cuda:N", "see `trtspec quantize --help`")
+    else:
+        settings = replace(settings, workers=options.workers, device=options.device)
+    again = OutputOptions(options.dry_run, options.restart, options.force)
     return quantize_checkpoint(source, options.output, policy, settings, again, progress)
 
 
 def _source(options: Any) -> Path | Checkpoint:
     """The directory with the weights; for a dry run what the headers tell, which are read from the hub if need be."""
-    if not getattr(options, "dry_run", False):
+    if not options.dry_run:
         return source_directory(options.source)
     from trtspec.checkpoint.remote import open_headers
 
     return open_headers(options.source)
-
-
-def _work(options: QuantizeWhole) -> dict[str, Any]:
-    from trtspec.quant.streaming import parse_part
-
-    if options.device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", options.device):
-        raise UsageError(f"--device {options.device} is not one of cpu, cuda, cuda:N", "see `trtspec quantize --help`")
-    part = parse_part(options.shard) if isinstance(options, QuantizePart) else None
-    return {"workers": options.workers, "device": options.device, "part": part}
 
 
 def _show(result: Quantized | QuantizePlan, source: str) -> None:
@@ -259,9 +204,6 @@ def _done(result: Quantized, source: str) -> list[str]:
         f"{result.bytes_in:,} -> {result.bytes_out:,} bytes in {result.seconds} s, "
         f"{result.shards_resumed} shards resumed"
     ]
-    if result.part not in (None, "merge"):
-        merge = shlex.join(["trtspec", "quantize", source, "-o", str(result.output), "--merge"])
-        return [*lines, f"part {result.part} is done; once all are: {merge}"]
     if result.zero_tensors:
         lines.append(f"entirely zero: {', '.join(result.zero_tensors)}")
     inspect = shlex.join(["trtspec", "inspect", str(result.output), "--against", source])

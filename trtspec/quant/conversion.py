@@ -25,8 +25,8 @@ FORMAT_VERSION = 2  # raised when the same options would give other bytes
 @dataclass(frozen=True)
 class ConversionOptions:
     """The first three decide the bytes. `input_scales` None is 1.0 everywhere, `weight_scales` None the policy's.
-    `accept_input_scales` takes a scale file that is not bound to the source. `workers` 0 is one per core. `part` (i, n)
-    converts every n-th shard file only; `merge` finishes what they wrote."""
+    `accept_input_scales` takes a scale file that is not bound to the source. `workers` 0 is one per core. `engine` is
+    stream or modelopt."""
 
     kv_cache: str | None = "fp8"
     input_scales: Path | None = None
@@ -34,8 +34,7 @@ class ConversionOptions:
     accept_input_scales: bool = False
     workers: int = 0
     device: str = "cpu"
-    part: tuple[int, int] | None = None
-    merge: bool = False
+    engine: str = "stream"
 
 
 @dataclass(frozen=True)
@@ -169,11 +168,10 @@ class QuantizeSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized(QuantizeSize):
-    """What was written. `part` is i/n, merge or None for one machine; `classes` by kind of linear."""
+    """What was written; `classes` by kind of linear."""
 
     classes: dict[str, LinearErrors]
     zero_tensors: list[str]
-    part: str | None = None
     seconds: float = 0.0
     peak_rss_bytes: int = 0
     shards_resumed: int = 0

@@ -1,8 +1,8 @@
 """`--engine modelopt`: ModelOpt's own PTQ and export of a model that fits in memory, ending in the same files.
 
 ModelOpt sees the text model alone, as transformers' DeepSeek-V3 class, in a process of its own: its failures leave
-torch patched, and its export of the multimodal class writes other names than the hub's. Only the quantized linears are
-taken from its export; everything else is carried over from the source as the streaming engine does.
+torch patched, and its export of the multimodal class writes other names than the hub's. The streaming engine writes the
+shards; then the quantized linears of ModelOpt's export take the place of its own.
 """
 
 from __future__ import annotations
@@ -10,111 +10,39 @@ from __future__ import annotations
 import copy
 import math
 import multiprocessing
+import os
 import tempfile
-import time
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 
-from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.headers import Checkpoint, read_header
 from trtspec.checkpoint.target_problems import target_spec
-from trtspec.checkpoint.target_tensors import shared_partners
 from trtspec.checkpoint.tensors import LazyTensors
-from trtspec.checkpoint.writer import Journal, ShardFile
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
-from trtspec.formats import WeightFormat
-from trtspec.quant import nvfp4
-from trtspec.quant.conversion import (
-    Conversion,
-    ConversionOptions,
-    Quantized,
-    QuantizePlan,
-    estimate,
-    prepare,
-)
+from trtspec.quant.conversion import Conversion
 from trtspec.quant.decode import decoded
-from trtspec.quant.output import JOURNAL_NAME, check_output, claim_output, clear_output, source_identity
-from trtspec.quant.packing import Scaling, first_not_finite, not_finite
-from trtspec.quant.plan import ShardPlan
 from trtspec.quant.policy import TEXT_PREFIX, Policy
-from trtspec.quant.shard import ERROR_ROWS, Statistics
-from trtspec.quant.streaming import finish, summarize
-from trtspec.quant.torch_packer import TorchPacker, rows_of
-from trtspec.report import OutputOptions, file_sha256, peak_rss
 from trtspec.specs import ModelSpec
 
 CONSTANT_AMAX = 2688.0  # 6 * 448: input_scale becomes exactly 1 without a calibration forward
-WEIGHT_SCALES = ("max",)  # what it computes on a CPU
-CHECK_BYTES = 1 << 20
 MEMORY_FACTOR = 1.4  # whole BF16 model, ModelOpt's own working set and the packed weights
 
 
-def quantize_with_modelopt(
-    source: Path | Checkpoint,
-    output: Path,
-    policy: Policy,
-    options: ConversionOptions | None = None,
-    again: OutputOptions | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Quantized | QuantizePlan:
-    """Same arguments, files and result as `quantize_checkpoint`; not resumable, and one process whatever `workers`."""
-    start = time.monotonic()
-    if not policy.config:
-        raise UsageError(f"ModelOpt has no configuration for policy {policy.name}", "use --engine stream")
-    options, again = options or ConversionOptions(), again or OutputOptions()
-    conversion = prepare(source, output, policy, options)
-    if conversion.weight_scales not in WEIGHT_SCALES:
+def check_engine(conversion: Conversion) -> None:
+    """Raises UsageError or TrtspecError for a conversion that ModelOpt cannot do on this machine."""
+    if not conversion.policy.config:
+        raise UsageError(f"ModelOpt has no configuration for policy {conversion.policy.name}", "use --engine stream")
+    if conversion.weight_scales != "max":
         raise UsageError(
             f"ModelOpt computes --weight-scales {conversion.weight_scales} on a CUDA device with Triton only",
             "use --engine stream, which gives the same bytes anywhere, or pass --weight-scales max",
         )
-    _check_memory(conversion)
-    if (output / JOURNAL_NAME).exists() and not again.restart:
-        raise UsageError(f"{output} holds an earlier conversion, which this engine cannot resume", "pass --restart")
-    if again.dry_run:
-        check_output(conversion, JOURNAL_NAME, restart=True, force=again.force)
-        return estimate(conversion, 1)
-    claim_output(conversion, JOURNAL_NAME, restart=True, force=again.force)
-    header = {"source": source_identity(conversion.checkpoint), "options": conversion.options, "engine": "modelopt"}
-    with Journal(output / JOURNAL_NAME, header, restart=True) as journal:
-        clear_output(conversion, fresh=True)
-        _check_values(conversion.checkpoint)
-        with tempfile.TemporaryDirectory(dir=output, prefix=".modelopt-", suffix=".partial") as export:
-            _export_apart(conversion.checkpoint.path, policy, Path(export))
-            done = 0
-            for plan in conversion.plans:
-                journal.record(plan.shard, **_write_shard(conversion, plan, Path(export)))
-                done += plan.bytes_in
-                if progress:
-                    progress(done, conversion.bytes_in)
-        records = {plan.shard: journal.done[plan.shard] for plan in conversion.plans}
-        result = summarize(conversion, records)
-        finish(conversion, records, result, header)
-    seconds = round(time.monotonic() - start, 3)
-    return replace(result, seconds=seconds, peak_rss_bytes=peak_rss())
-
-
-def packed_by_modelopt(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
-    """uint8 [N, K/2]: ModelOpt's codes of bf16 [N, K] under given scales (float8_e4m3fn [N, K/16], float32)."""
-    try:
-        from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
-    except ImportError:
-        raise MissingDependency("nvidia-modelopt is not installed", "pip install 'trtspec[modelopt]'") from None
-    return NVFP4QTensor.quantize(weight.clone(), 16, scale, scale_2)[0]._quantized_data
-
-
-def _check_memory(conversion: Conversion) -> None:
-    elements = 0
-    for plan in conversion.plans:
-        for weight in plan.weights:
-            elements += torch.Size(weight.shape).numel()
+    elements = sum(math.prod(weight.shape) for plan in conversion.plans for weight in plan.weights)
     needed, free = int(2 * elements * MEMORY_FACTOR), psutil.virtual_memory().available
     if needed > free:
         raise TrtspecError(
@@ -123,20 +51,30 @@ def _check_memory(conversion: Conversion) -> None:
         )
 
 
-def _check_values(checkpoint: Checkpoint) -> None:
-    """Raises TrtspecError for NaN or infinity in any tensor, before ModelOpt spends its time on it."""
-    with LazyTensors(checkpoint) as source:
-        for info in checkpoint.tensors.values():
-            for number, chunk in enumerate(source.chunks(info.name, CHECK_BYTES)):
-                found = first_not_finite(np.frombuffer(chunk, "u1"), info.dtype)
-                if found is not None:
-                    before = number * (CHECK_BYTES * info.numel // info.nbytes)
-                    raise not_finite(info.name, info.shard, info.shape, before + found)
+def replace_linears(conversion: Conversion) -> None:
+    """Puts the quantized linears of ModelOpt's export into the shards of the output.
 
-
-def _export_apart(source: Path, policy: Policy, export: Path) -> None:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        pool.submit(_export, source, policy, export).result()
+    An all-zero weight, whose scales ModelOpt exports as NaN, keeps the streaming engine's.
+    """
+    with tempfile.TemporaryDirectory(dir=conversion.output, prefix=".modelopt-", suffix=".partial") as export:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            pool.submit(_export, conversion.checkpoint.path, conversion.policy, Path(export)).result()
+        with LazyTensors(Checkpoint.open(export)) as theirs:
+            for plan in conversion.plans:
+                path = conversion.output / plan.shard
+                places = read_header(path)
+                with path.open("r+b", buffering=0) as stream:
+                    for module in (weight.module for weight in plan.weights if weight.action == "quantize"):
+                        stem = module.removeprefix(TEXT_PREFIX)
+                        if not bool(theirs[f"{stem}.weight_scale"].float().isfinite().all()):
+                            continue
+                        for part in ("weight", "weight_scale", "weight_scale_2"):
+                            tensor, place = theirs[f"{stem}.{part}"], places[f"{module}.{part}"]
+                            data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+                            assert data.nbytes == place.nbytes, f"ModelOpt exported {stem}.{part} {list(tensor.shape)}"
+                            stream.seek(place.begin)
+                            stream.write(data)
+                    os.fsync(stream.fileno())
 
 
 def _export(source: Path, policy: Policy, export: Path) -> None:
@@ -187,57 +125,13 @@ def _fill_experts(
         fused[expert].copy_(torch.cat(parts))
 
 
-def _write_shard(conversion: Conversion, plan: ShardPlan, export: Path) -> dict[str, Any]:
-    """An output shard of ModelOpt's linears and the source's other tensors."""
-    path, statistics = conversion.output / plan.shard, Statistics()
-    file = ShardFile(path, plan.layout())
-    with LazyTensors(Checkpoint.open(export)) as theirs, LazyTensors(conversion.checkpoint) as source:
-        for weight in plan.weights:
-            if weight.action == "copy":
-                file.write_chunks(weight.name, source.chunks(weight.name))
-                continue
-            original = decoded(source, conversion.spec, weight.name)
-            if weight.action == "decode":
-                file.write(weight.name, original)
-                continue
-            stem = weight.module.removeprefix(TEXT_PREFIX)
-            packed, scale, scale_2 = (theirs[f"{stem}.{part}"] for part in ("weight", "weight_scale", "weight_scale_2"))
-            tensor = nvfp4.NVFP4Tensor(packed, scale, scale_2)
-            if not bool(torch.isfinite(scale.float()).all()):  # an all-zero weight, which ModelOpt exports as NaN
-                tensor = nvfp4.quantize(original)
-            input_scale = conversion.scales.scale([weight.module, *shared_partners(weight.module)])
-            for suffix, value in (
-                ("weight", tensor.packed),
-                ("weight_scale", tensor.scale),
-                ("weight_scale_2", tensor.scale_2),
-                ("input_scale", torch.tensor(input_scale)),
-            ):
-                file.write(f"{weight.module}.{suffix}", value)
-            _count(statistics, weight.module, original, tensor)
-    file.finish()
-    return _record(plan, path, statistics)
-
-
-def _count(statistics: Statistics, module: str, original: torch.Tensor, tensor: nvfp4.NVFP4Tensor) -> None:
-    head = min(ERROR_ROWS, original.shape[0])
-    scaling = Scaling(0.0, float(tensor.scale_2))
-    packed, scale = tensor.packed[:head].numpy(), tensor.scale[:head].view(torch.uint8).numpy()
-    rows = rows_of(WeightFormat.BF16, original[:head])
-    statistics.add(module, *TorchPacker().errors(rows, scaling, packed, scale))
-    maxima = nvfp4.block_amax(original)
-    statistics.blocks(module, maxima.numel(), int((maxima == 0).sum()))
-
-
-def _record(plan: ShardPlan, path: Path, statistics: Statistics) -> dict[str, Any]:
-    actions = [weight.action for weight in plan.weights]
-    return {
-        "bytes": path.stat().st_size,
-        "sha256": file_sha256(path),
-        "quantized": actions.count("quantize"),
-        "decoded": actions.count("decode"),
-        "copied": actions.count("copy"),
-        **statistics.record(),
-    }
+def packed_by_modelopt(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, K/2]: ModelOpt's codes of bf16 [N, K] under given scales (float8_e4m3fn [N, K/16], float32)."""
+    try:
+        from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
+    except ImportError:
+        raise MissingDependency("nvidia-modelopt is not installed", "pip install 'trtspec[modelopt]'") from None
+    return NVFP4QTensor.quantize(weight.clone(), 16, scale, scale_2)[0]._quantized_data
 
 
 class InputObserver(torch.nn.Module):

@@ -26,7 +26,6 @@ from trtspec.specs import ModelSpec
 
 JOURNAL_NAME = ".trtspec-quantize.jsonl"
 SPARE_BYTES = 64 << 20  # configs, tokenizer and headers
-JOURNALS = ".trtspec-quantize*.jsonl"
 OWN_PREFIX = ".trtspec-"
 TEMPORARY = (".partial", ".tmp")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -53,31 +52,26 @@ def disk_errors(output: Path) -> Iterator[None]:
         raise TrtspecError(f"cannot write {output}: {error.strerror}", remedy) from error
 
 
-def check_output(conversion: Conversion, journal: str, *, restart: bool, force: bool) -> bool:
+def check_output(conversion: Conversion, *, restart: bool, force: bool) -> bool:
     """Whether an earlier run is resumed in `conversion.output`; reads only, so a dry run does it too.
 
-    Raises UsageError where the directory holds what no conversion of ours wrote, TrtspecError where there is no room.
+    Raises UsageError if the directory contains files that quantize did not write, TrtspecError if there is no room.
     """
     output = conversion.output
-    begun = (output / journal).exists()
-    if not any(output.glob(JOURNALS)):
+    begun = (output / JOURNAL_NAME).exists()
+    if not begun:
         _refuse_foreign(conversion, force)
-    refuse_strays(conversion)
+    present = {path.name for path in output.glob("*.safetensors")}
+    if strays := sorted(present - _ours(conversion)):
+        raise UsageError(
+            f"{output} also holds {_listed(strays)}, which a loader would take for part of the checkpoint",
+            "move it away, or choose another --output",
+        )
     _check_space(conversion)
     return begun and not restart
 
 
-def refuse_strays(conversion: Conversion) -> None:
-    """Weights that no conversion wrote would be taken for the checkpoint's."""
-    present = {path.name for path in conversion.output.glob("*.safetensors")}
-    if strays := sorted(present - _ours(conversion)):
-        raise UsageError(
-            f"{conversion.output} also holds {_listed(strays)}, which a loader would take for part of the checkpoint",
-            "move it away, or choose another --output",
-        )
-
-
-def claim_output(conversion: Conversion, journal: str, *, restart: bool, force: bool) -> bool:
+def claim_output(conversion: Conversion, *, restart: bool, force: bool) -> bool:
     """Makes the output directory ours, or says why it cannot be. True when a new conversion begins there."""
     output = conversion.output
     try:
@@ -87,22 +81,16 @@ def claim_output(conversion: Conversion, journal: str, *, restart: bool, force: 
         probe.unlink(missing_ok=True)  # another run that begins there may have tidied up
     except OSError as error:
         raise TrtspecError(f"cannot write {output}: {error.strerror}", "choose another --output") from None
-    return not check_output(conversion, journal, restart=restart, force=force)
+    return not check_output(conversion, restart=restart, force=force)
 
 
-def clear_output(conversion: Conversion, fresh: bool, whole: bool = True) -> None:
-    """Removes what a killed run left half-written and, for a new conversion, the weights that were there before.
-
-    Of an output that is not `whole` ours, only the files of our shards.
-    """
+def clear_output(conversion: Conversion, fresh: bool) -> None:
+    """Removes what a killed run left half-written and, for a new conversion, the weights that were there before."""
     output = conversion.output
-    patterns = [f".{plan.shard}.*.partial" for plan in conversion.plans]
-    if whole:
-        patterns = [".*.partial", *(f".{name}.*.tmp" for name in REPLACED)]
-    names = ["config.json", "model.safetensors.index.json"] if fresh else []
+    names = ["config.json", INDEX_NAME] if fresh else []
     if fresh:
-        mine = _ours(conversion) if whole else {plan.shard for plan in conversion.plans}
-        names += [name for name in mine if name.endswith(".safetensors")]
+        names += [name for name in _ours(conversion) if name.endswith(".safetensors")]
+    patterns = (".*.partial", *(f".{name}.*.tmp" for name in REPLACED))
     for path in (*(path for pattern in patterns for path in output.glob(pattern)), *(output / name for name in names)):
         path.unlink(missing_ok=True)
 
@@ -132,10 +120,10 @@ def _is_temporary(name: str) -> bool:
 
 
 def _ours(conversion: Conversion) -> set[str]:
-    """The names that this conversion, and earlier ones by their journals and provenance.json, write."""
+    """The names that this conversion, and earlier ones by their journal and provenance.json, write."""
     output, found = conversion.output, set(conversion.checkpoint.shards) | set(REPLACED)
-    for journal in output.glob(JOURNALS):
-        found |= recorded_keys(journal)
+    if (output / JOURNAL_NAME).exists():
+        found |= recorded_keys(output / JOURNAL_NAME)
     provenance = _provenance(output)
     found |= set(provenance.get("shards", {})) | set(provenance.get("carried", []))
     return found | {path.name for path in carried_files(conversion.checkpoint.path)}

@@ -21,9 +21,6 @@ SMALLEST, LARGEST = 1, 0x7E
 ONE = 0x38
 CHUNK = 1 << 13  # blocks
 TINIEST = 2.0**-88  # an amax below it leaves float32's range in ModelOpt's search; then every block has one scale
-# of a tensor's amax. Beyond, squared errors overflow, or those of whole blocks are all zero (2^-75 squared), and then
-# the scale chosen may clip everything: a value is many times the largest code
-SMALLEST_SEARCHED, LARGEST_SEARCHED = 2.0**-50, 2.0**60
 
 
 def search_unit(amax: torch.Tensor) -> torch.Tensor:

@@ -54,15 +54,11 @@ class TorchPacker:
         return dequantize(rows.format, [values, scale, *shape], rows.block)
 
     def amax(self, rows: Rows) -> float:
-        weight = self.decoded(rows)
-        return float(weight.abs().amax() if self.device.type != "cpu" else nvfp4.block_amax(weight).amax())
+        return float(self.decoded(rows).abs().amax())
 
     def pack(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> int:
-        weight, amax = self.decoded(rows), torch.tensor(scaling.amax)
-        if self.device.type == "cpu":
-            result = nvfp4.quantize(weight, amax, weight_scales=self.weight_scales)
-        else:
-            result = nvfp4.quantize_plain(weight, amax.to(self.device), self.weight_scales)
+        weight, amax = self.decoded(rows), torch.tensor(scaling.amax, device=self.device)
+        result = nvfp4.quantize(weight, amax, self.weight_scales)
         _tensor(packed, "U8").copy_(result.packed)
         _tensor(scale, "U8").copy_(result.scale.view(torch.uint8))
         return int((weight.view(-1, BLOCK) == 0).all(-1).sum())

@@ -281,7 +281,7 @@ class _Repacked:
             self.packed_otherwise.append(name)
             return
         for rule in sorted(self.alike, key=lambda rule: -self.alike[rule]):
-            again = nvfp4.quantize(old, amax, weight_scales=rule)
+            again = nvfp4.quantize(old, amax, rule)
             if torch.equal(again.packed, stored.packed) and torch.equal(_bits(again.scale), _bits(stored.scale)):
                 self.alike[rule] += 1
                 return

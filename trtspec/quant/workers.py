@@ -60,11 +60,9 @@ def worker_count(asked: int, plans: list[ShardPlan]) -> int:
 def usable_cores(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
     """Cores that this process may use: its affinity, and the CPU quota of its cgroup and of every one above it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for directory in _cgroups(cgroup, membership, "cpu"):
-        quota, period = (_number(directory / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
-        if (directory / "cpu.max").is_file():
-            quota, period = (_words(directory / "cpu.max") + [None, None])[:2]
-        if quota and period and quota > 0:
+    for directory in _cgroups(cgroup, membership):
+        quota, period = (_numbers(directory / "cpu.max") + [None, None])[:2]
+        if quota and period:
             cores = min(cores, math.ceil(quota / period))
     return max(1, cores)
 
@@ -72,46 +70,31 @@ def usable_cores(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
 def usable_memory(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
     """Bytes that this process may still take: the machine's, and what the limits of its cgroups leave."""
     free = psutil.virtual_memory().available
-    for directory in _cgroups(cgroup, membership, "memory"):
-        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            most, taken = _number(directory / limit), _number(directory / used)
-            if most is not None:
-                free = min(free, most - max(0, (taken or 0) - _cache_bytes(directory)))
+    for directory in _cgroups(cgroup, membership):
+        most, used = (_numbers(directory / name)[0] for name in ("memory.max", "memory.current"))
+        if most is not None:
+            free = min(free, most - max(0, (used or 0) - _cache_bytes(directory)))
     return max(0, free)
 
 
-def _cgroups(root: Path, membership: Path, controller: str) -> Iterator[Path]:
-    """This process's group and those above it, in version 2 or in version 1 for `controller`. In a container the root
-    is its own group, whatever the path says."""
-    try:
-        lines = membership.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    mounts = {root}
-    for line in lines:
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
-        if controllers and controller not in controllers.split(","):
-            continue
-        mount = root / controllers if controllers else root
-        mount = mount if mount.is_dir() else root / controller
-        mounts.add(mount)
-        group = mount / path.strip("/")
-        while group != mount and group.is_relative_to(mount):
-            yield group
-            group = group.parent
-    yield from mounts
+def _cgroups(root: Path, membership: Path) -> Iterator[Path]:
+    """This process's group and those above it, in version 2. In a container the root is its own group, whatever the
+    path says."""
+    with contextlib.suppress(OSError):
+        for line in membership.read_text(encoding="utf-8").splitlines():
+            if line.startswith("0::"):
+                group = root / line[3:].strip("/")
+                while group != root and group.is_relative_to(root):
+                    yield group
+                    group = group.parent
+    yield root
 
 
-def _words(path: Path) -> list[int | None]:
-    """Numbers of a file of words; None for `max` and where there is no such file."""
-    try:
-        return [int(word) if word.lstrip("-").isdigit() else None for word in path.read_text("ascii").split()]
-    except (OSError, UnicodeDecodeError):
-        return [None]
-
-
-def _number(path: Path) -> int | None:
-    return (_words(path) or [None])[0]
+def _numbers(path: Path) -> list[int | None]:
+    """The words of a file as numbers; None for `max` and where there is no such file."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return [int(word) if word.isdigit() else None for word in path.read_text("ascii").split()] or [None]
+    return [None]
 
 
 def _cache_bytes(directory: Path) -> int:
@@ -119,7 +102,7 @@ def _cache_bytes(directory: Path) -> int:
     with contextlib.suppress(OSError, ValueError):
         for line in (directory / "memory.stat").read_text(encoding="ascii").splitlines():
             name, _, value = line.partition(" ")
-            if name in ("inactive_file", "total_inactive_file"):
+            if name == "inactive_file":
                 return int(value)
     return 0
 
