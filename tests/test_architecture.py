@@ -27,7 +27,7 @@ LEVEL = {
     "checkpoint": 3,
     "data_files": 2,
     "specs": 1, "report": 1, "records": 1,
-    "files": 0, "addresses": 0, "request_keys": 0,
+    "files": 0, "machine": 0, "addresses": 0, "request_keys": 0,
     "formats": -1, "errors": -1,
 }  # fmt: skip
 TORCH_FREE = (
@@ -44,11 +44,12 @@ TORCH_FREE = (
     "errors",
     "data_files",
     "files",
+    "machine",
     "addresses",
     "request_keys",
     "bench",
 )
-TORCH_FREE_CHECKPOINT = ("headers", "target_problems", "heads", "hub", "tokenizer", "rows", "conversations")
+TORCH_FREE_CHECKPOINT = ("headers", "identity", "target_problems", "heads", "hub", "tokenizer", "rows", "conversations")
 HEAVY = ("torch", "transformers", "modelopt", "accelerate", "datasets")
 MODELOPT_FILES = ("quant/modelopt.py", "heads/training/module.py")
 FORBIDDEN_NAMES = ("utils", "util", "common", "core", "base", "helpers", "misc")
@@ -211,6 +212,20 @@ def test_no_cycles_between_files() -> None:
     while tops := set(ahead) - {need for needs in ahead.values() for need in needs}:
         ahead = {name: needs for name, needs in ahead.items() if name not in tops}
     assert not ahead, f"files that import each other in a circle are among {sorted(ahead)}"
+
+
+OF_THE_MACHINE = {"cpu_count", "process_cpu_count", "sched_getaffinity", "virtual_memory", "disk_usage", "statvfs"}
+
+
+def test_cores_memory_and_disk_are_asked_for_in_machine_only() -> None:
+    offenders = []
+    for path in FILES:
+        for node in ast.walk(parsed(path)) if module_name(path) != "machine" else ():
+            asks = isinstance(node, ast.Attribute) and node.attr in OF_THE_MACHINE
+            reads = isinstance(node, ast.Constant) and "/sys/fs/cgroup" in str(node.value)
+            if asks or reads:
+                offenders.append(f"{module_name(path)}:{node.lineno}")
+    assert not offenders, "\n".join(offenders)
 
 
 def owned_words() -> dict[str, tuple[str, ...]]:

@@ -20,12 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trtspec import machine
 from trtspec.checkpoint.conversations import REMEDY, Conversation, read_conversations
+from trtspec.checkpoint.identity import identity
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.checkpoint.writer import Journal, write_shard
 from trtspec.errors import TrtspecError, UsageError
@@ -33,12 +34,11 @@ from trtspec.models.kimi import DecoderLayer
 from trtspec.models.moe import Experts, MoE, dispatch
 from trtspec.models.precision import default_dtype
 from trtspec.models.stream import LayerStream, States
-from trtspec.quant.conversion import Calibrated, CalibrationPlan, fingerprint
+from trtspec.quant.conversion import Calibrated, CalibrationPlan
 from trtspec.quant.modelopt import InputObserver
-from trtspec.quant.policy import METADATA_KEY, Policy, source_fingerprint, source_name
+from trtspec.quant.policy import METADATA_KEY, Policy, source_name
 from trtspec.report import (
     OutputOptions,
-    existing,
     file_sha256,
     package_versions,
     peak_rss,
@@ -99,7 +99,7 @@ class Calibration:
     def states(self) -> States:
         budget = self.options.states_budget
         if budget is None:
-            budget = psutil.virtual_memory().available / 2
+            budget = machine.free_memory() / 2
         size = (self.stream.spec.hidden_size, self.stream.dtype)
         return States(self.batches, *size, budget=budget, directory=self.work, durable=True)
 
@@ -161,7 +161,7 @@ def prepare(source: Path, data: Path, output: Path, policy: Policy, options: Cal
         )
     calibration = Calibration(stream, policy, texts, equal_length_batches(texts), output, options, data)
     calibration.header = {
-        "source": fingerprint(stream.checkpoint),
+        "source": identity(stream.checkpoint),
         "options": {
             "policy": {"name": policy.name, "quantize": list(policy.quantize)},
             "samples": options.samples,
@@ -366,12 +366,13 @@ def _claim(calibration: Calibration, force: bool) -> None:
         probe = calibration.work / f".{os.getpid()}.partial"
         probe.touch()
         probe.unlink()
-        for path in output.parent.glob(f".{output.name}.*.partial"):  # a killed run's half-written file
-            path.unlink()
+        for pattern in (f".{output.name}.*.partial", f".{output.name}.provenance.json.*.tmp"):
+            for path in output.parent.glob(pattern):  # a killed run's half-written file
+                path.unlink()
     except OSError as error:
         raise TrtspecError(f"cannot write {output.parent}: {error.strerror}", "choose another --output") from None
     present = sum(path.stat().st_size for path in calibration.work.glob("states-*"))
-    needed, free = 2 * calibration.states().bytes, shutil.disk_usage(calibration.work).free + present
+    needed, free = 2 * calibration.states().bytes, machine.free_disk(calibration.work) + present
     if free < needed:
         raise TrtspecError(
             f"the hidden states of two layers take {needed:,} bytes and the disk of {output.parent} has {free:,} free",
@@ -388,7 +389,7 @@ def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
     about["unreached_experts"] = sum(len(layer["unreached"]) for layer in layers)
     spec = calibration.stream.spec
     checkpoint = calibration.stream.checkpoint
-    about |= {"source": source_name(checkpoint.path), "fingerprint": source_fingerprint(checkpoint)}
+    about |= {"source": source_name(checkpoint.path), "fingerprint": calibration.header["source"]}
     about["model"] = [spec.model_type, spec.num_hidden_layers, spec.n_routed_experts]
     about["modelopt"] = package_versions().get("nvidia-modelopt")
     source = {"path": str(calibration.stream.checkpoint.path), **calibration.header["source"]}
@@ -477,7 +478,7 @@ def _estimate(calibration: Calibration, resumes: bool) -> CalibrationPlan:
         load_ahead=stream.load_ahead,
         memory_bytes_estimate=(1 + stream.load_ahead) * layer + (states.bytes if states.in_memory else 0),
         disk_bytes=2 * states.bytes,
-        free_bytes=shutil.disk_usage(existing(calibration.output.parent)).free,
+        free_bytes=machine.free_disk(calibration.output.parent),
         bytes_read=stream.checkpoint.bytes,
         resumes=resumes,
     )

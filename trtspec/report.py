@@ -93,14 +93,6 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def existing(path: Path) -> Path:
-    """`path`, else the nearest directory above it that exists: where its free space is."""
-    path = path.resolve()
-    while not path.exists():
-        path = path.parent
-    return path
-
-
 def peak_rss() -> int:
     """The largest resident set of this process so far, in bytes.
 

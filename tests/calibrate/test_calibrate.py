@@ -202,10 +202,21 @@ def test_changes_are_refused_and_damage_is_repaired(tmp_path, data):
     assert output.read_bytes() == whole.read_bytes()
     with pytest.raises(UsageError, match="already exists"):
         calibrate_checkpoint(source, other, output, K26, FLOAT32)
-    interrupted(source, data, tmp_path / "third.safetensors")
+
+
+def test_other_times_are_no_other_source_but_another_model_of_the_same_size_is(tmp_path, data):
+    source, output = make_target(tmp_path / "in", layers=4), tmp_path / "scales.safetensors"
+    sizes = {path.name: path.stat().st_size for path in source.iterdir()}
+    interrupted(source, data, output)
+    for path in source.glob("*.safetensors"):
+        os.utime(path, (1, 1))
+    assert calibrate_checkpoint(source, data, output, K26, FLOAT32).layers_resumed == 2
+    output.unlink()
+    interrupted(source, data, output)
     make_target(source, layers=4, seed=1)
-    with pytest.raises(UsageError, match=r"source\.\S+ was"):
-        calibrate_checkpoint(source, data, tmp_path / "third.safetensors", K26, FLOAT32)
+    assert {path.name: path.stat().st_size for path in source.iterdir()} == sizes
+    with pytest.raises(UsageError, match=r"source\.sample was"):
+        calibrate_checkpoint(source, data, output, K26, FLOAT32)
 
 
 def test_dry_run_tells_and_writes_nothing(tmp_path, data):

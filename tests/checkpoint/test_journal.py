@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -53,13 +52,13 @@ def hold(path: Path, key: str, environment: dict[str, str]) -> subprocess.Popen[
 
 
 @pytest.mark.parametrize("name", ["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
-def test_where_there_is_no_flock_a_directory_is_the_lock(tmp_path, no_flock, name):
+def test_where_there_is_no_flock_a_file_is_the_lock(tmp_path, no_flock, name):
     path, environment = tmp_path / "j", no_flock[name]
     first = hold(path, "one", environment)
     assert first.stdout is not None and first.stdout.readline() == "held\n"
-    assert (tmp_path / "j.lock").is_dir()
+    assert (tmp_path / "j.lock").is_file()
     refused, _ = hold(path, "two", environment).communicate()
-    assert f"another run is writing {tmp_path} (process {first.pid} on " in refused
+    assert f"another run is writing {tmp_path} (it holds j.lock, as process {first.pid})" in refused
     assert f"remove {tmp_path / 'j.lock'}" in refused
     _, told = first.communicate("\n")
     assert "file system without flock; j.lock is the lock instead" in told
@@ -74,14 +73,10 @@ def test_where_there_is_no_flock_a_directory_is_the_lock(tmp_path, no_flock, nam
 
 
 def test_a_holder_on_another_machine_is_believed(tmp_path, no_flock):
-    (tmp_path / "j.lock").mkdir()
-    holder = {"host": "node7", "pid": 12, "boot": "x", "namespace": "y", "started": 1}
-    (tmp_path / "j.lock" / "holder.json").write_text(json.dumps(holder))
+    (tmp_path / "j.lock").write_text("12\nnode7\n")
     refused, _ = hold(tmp_path / "j", "one", no_flock["ENOSYS"]).communicate()
-    assert "process 12 on node7 holds j.lock" in refused
-    (tmp_path / "j.lock" / "holder.json").write_text("{")
-    assert "holds j.lock" in hold(tmp_path / "j", "one", no_flock["ENOSYS"]).communicate()[0]
-    shutil.rmtree(tmp_path / "j.lock")
+    assert "it holds j.lock, as process 12" in refused
+    (tmp_path / "j.lock").unlink()
     assert hold(tmp_path / "j", "one", no_flock["ENOSYS"]).communicate("\n")[0] == "held\n"
 
 

@@ -13,17 +13,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_target
+from trtspec.checkpoint.headers import NOT_FINITE_BITS
 from trtspec.checkpoint.tensors import CODES
 from trtspec.errors import TrtspecError
 from trtspec.quant.conversion import ConversionOptions
-from trtspec.quant.packing import PATTERNS, first_not_finite
+from trtspec.quant.packing import first_not_finite
 from trtspec.quant.policy import load_policy
 from trtspec.quant.streaming import quantize_checkpoint
 
 BAD = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
 
 
-@pytest.mark.parametrize("dtype", [kind for kind in CODES if CODES[kind] in PATTERNS], ids=lambda kind: CODES[kind])
+@pytest.mark.parametrize(
+    "dtype", [kind for kind in CODES if CODES[kind] in NOT_FINITE_BITS], ids=lambda kind: CODES[kind]
+)
 def test_the_bits_of_every_float(dtype):
     """Every pattern of eight and sixteen bits, and the edges of the wider ones, as torch judges them."""
     width = torch.empty(0, dtype=dtype).element_size()
@@ -88,7 +91,7 @@ def test_the_modelopt_engine_looks_too(tmp_path):
     source = make_target(tmp_path / "in", nested=False, layers=2)
     shard, place = spoiled(source, "model.layers.1.self_attn.o_proj.weight", torch.nan)
     with pytest.raises(TrtspecError, match=re.escape(f"o_proj.weight in {shard} holds NaN or infinity at {place}")):
-        quantize_checkpoint(source, tmp_path / "out", load_policy("k2.5"), ConversionOptions(engine="modelopt"))
+        quantize_checkpoint(source, tmp_path / "out", load_policy("k2.5"), ConversionOptions(by_modelopt=True))
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 

@@ -13,6 +13,11 @@ import pytest
 from safetensors import safe_open
 
 from tests.tiny import make_target
+from trtspec import machine
+from trtspec.errors import TrtspecError
+from trtspec.quant.output import SPARE_BYTES
+from trtspec.quant.policy import load_policy
+from trtspec.quant.streaming import quantize_checkpoint
 
 SHIM = r"""
 #define _GNU_SOURCE
@@ -101,3 +106,11 @@ def test_full_at_points_from_the_first_write_to_the_last(tmp_path, shim, points)
         assert files(out) == files(expected), at
         shutil.rmtree(out)
     print(f"full at {len(steps)} of {calls} writes: each said, nothing half-written, the same bytes afterwards")
+
+
+def test_too_small_a_disk_is_told_before_the_first_byte(tmp_path, monkeypatch):
+    source, out = make_target(tmp_path / "in", layers=2, shards=1), tmp_path / "out"
+    monkeypatch.setattr(machine, "free_disk", lambda _: SPARE_BYTES)
+    with pytest.raises(TrtspecError, match=r"needs [\d,]+ bytes and its disk has [\d,]+ free"):
+        quantize_checkpoint(source, out, load_policy("k2.6"))
+    assert not list(out.iterdir())

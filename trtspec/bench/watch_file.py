@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,7 +58,7 @@ def locked(path: Path) -> Iterator[None]:
     finally:
         os.close(handle)
         if holder is not None:
-            shutil.rmtree(holder, ignore_errors=True)
+            holder.release()
 
 
 def open_watch(path: Path, fresh: WatchState, baseline: WatchBaseline | None, restart: bool = False) -> Watch:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from trtspec import machine
 from trtspec.checkpoint.headers import (
     DOWNLOAD_AGAIN,
     Checkpoint,
@@ -247,7 +248,7 @@ def hash_problems(directory: Path, shards: tuple[str, ...]) -> tuple[int, list[P
     """How many of `shards` are what was recorded, and what is wrong with the others. Reads every byte."""
     recorded = recorded_hashes(directory)
     known = [shard for shard in shards if shard in recorded]
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(machine.cores()) as pool:
         same = list(pool.map(lambda shard: file_sha256(directory / shard) == recorded[shard], known))
     problems = []
     for shard, whole in zip(known, same, strict=True):

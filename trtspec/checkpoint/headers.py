@@ -36,6 +36,16 @@ DTYPE_BITS = {
     "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32,
     "U64": 64, "I64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
+# safetensors code -> the bits without the sign, and the least of them that is not finite
+NOT_FINITE_BITS = {
+    "BF16": (0x7FFF, 0x7F80),
+    "F16": (0x7FFF, 0x7C00),
+    "F32": (0x7FFFFFFF, 0x7F800000),
+    "F64": (0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
+    "F8_E4M3": (0x7F, 0x7F),  # has no infinity
+    "F8_E5M2": (0x7F, 0x7C),
+    "F8_E8M0": (0xFF, 0xFF),
+}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ reads. For a terabyte of weights that is a few megabytes."""
 from __future__ import annotations
 
 import re
-import shutil
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trtspec import machine
 from trtspec.checkpoint.headers import INDEX_NAME, MAX_HEADER_BYTES, Checkpoint, TensorInfo, header_tensors
 from trtspec.checkpoint.hub import (
     SMALL_PATTERNS,
@@ -23,7 +23,6 @@ from trtspec.checkpoint.hub import (
     require_online,
 )
 from trtspec.errors import TrtspecError
-from trtspec.report import existing
 
 if TYPE_CHECKING:
     import httpx
@@ -96,7 +95,7 @@ class HubFiles:
             "bytes_read": self.read + self.small,
             "weight_bytes_read": self.read,
             "weight_bytes": self.total,
-            "cache_free_bytes": shutil.disk_usage(existing(cache_directory())).free,
+            "cache_free_bytes": machine.free_disk(cache_directory()),
         }
 
     def header(self, shard: str) -> dict[str, TensorInfo]:

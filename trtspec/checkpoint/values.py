@@ -19,12 +19,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from trtspec import files
-from trtspec.checkpoint.headers import Checkpoint, ShardReader, TensorInfo
+from trtspec.checkpoint.headers import DTYPE_BITS, NOT_FINITE_BITS, Checkpoint, ShardReader, TensorInfo
 from trtspec.checkpoint.heads.dialects import recorded
 from trtspec.checkpoint.target_problems import ReadTarget
 from trtspec.checkpoint.target_tensors import AGAIN, EXPERT_NUMBER, LAYER_NUMBER, grouped, shared_partners
 from trtspec.errors import Problem
-from trtspec.formats import SIDE_PARTS, WeightFormat
+from trtspec.formats import NVFP4_RANGE, SIDE_PARTS, WeightFormat
 from trtspec.specs import HeadSpec, ModelSpec
 
 FLOATS = ("BF16", "F16", "F32")
@@ -32,13 +32,11 @@ PIECE = 1 << 18  # bytes
 PIECES = 64
 MAP_DTYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I8")}
 WHOLE = 1 << 24  # a tensor up to this size is read entirely
-EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000)}
 KINDS = {"F16": "<f2", "F32": "<f4", "I64": "<i8", "I32": "<i4", "BOOL": "?", "U8": "u1", "I8": "i1"}
 SMALL = 1 << 16  # bytes; a tensor up to this size is always read
 READ = 1 << 23  # bytes of one read, and of a piece of a large tensor
 GAP = 1 << 12  # bytes that are read along rather than begun anew behind them
 READERS = 8  # shards read side by side: each small read waits for the storage
-FULL_SCALE = 6.0 * 448.0  # the largest E2M1 value times the largest E4M3 one
 BF16_MOST = 3.39e38
 ON_GRID = 2.0**-22  # relative; a quotient of float32 and back is within 2^-23
 MOST = 0.9  # of the linears follow a rule: the others break it
@@ -68,9 +66,17 @@ def decode(raw: bytes, dtype: str) -> np.ndarray:
 
 
 def count_not_finite(raw: bytes | memoryview, dtype: str) -> int:
-    """How many values of BF16, F16 or F32 bytes are NaN or infinite (all exponent bits set)."""
-    kind, mask = EXPONENTS[dtype]
-    return int(np.count_nonzero((np.frombuffer(raw, kind) & mask) == mask))
+    """How many values of BF16, F16 or F32 bytes are NaN or infinite."""
+    return int(np.count_nonzero(_not_finite(_codes(raw, dtype), dtype)))
+
+
+def _codes(raw: bytes | memoryview, dtype: str) -> np.ndarray:
+    return np.frombuffer(raw, f"<u{DTYPE_BITS[dtype] // 8}")
+
+
+def _not_finite(codes: np.ndarray, dtype: str) -> np.ndarray:
+    mask, least = NOT_FINITE_BITS[dtype]
+    return (codes & codes.dtype.type(mask)) >= least
 
 
 def head_value_problems(
@@ -83,7 +89,7 @@ def head_value_problems(
     with ShardReader(checkpoint.path) as reader:
         for name, info in tensors.items():
             nbytes, digest = info.nbytes, noted.get(info.name)
-            floats = info.dtype in EXPONENTS and name not in MAP_DTYPES
+            floats = info.dtype in FLOATS and name not in MAP_DTYPES
             if not nbytes or not (floats or digest):
                 continue
             whole = everything or nbytes <= WHOLE
@@ -315,19 +321,18 @@ def _judge_bytes(info: TensorInfo, raw: memoryview | bytes, seen: _Seen) -> None
     scale = suffix in SIDE_PARTS and suffix != "weight_shape"
     if info.dtype == "F8_E4M3":
         codes = np.frombuffer(raw, "u1")
-        bad = (codes & 0x7F) == 0x7F
+        bad = _not_finite(codes, info.dtype)
         if scale:
             bad |= (codes == 0) | (codes >= 0x80)
         if bad.any():
             _note(seen, BAD_SCALE if scale else NOT_FINITE, info.name)
         return
-    if info.dtype not in EXPONENTS:
+    if info.dtype not in FLOATS:
         return
-    kind, mask = EXPONENTS[info.dtype]
-    codes = np.frombuffer(raw, kind)
-    if ((codes & mask) == mask).any():
+    codes = _codes(raw, info.dtype)
+    if _not_finite(codes, info.dtype).any():
         _note(seen, BAD_SCALE if scale else NOT_FINITE, info.name)
-    elif scale and not _positive(codes, kind, zero=suffix in ("weight_scale", "weight_scale_inv")):
+    elif scale and not _positive(codes, zero=suffix in ("weight_scale", "weight_scale_inv")):
         _note(seen, BAD_SCALE, info.name)
     elif not codes.any() and not scale and not suffix.endswith("bias"):
         _note(seen, ZERO, info.name)
@@ -338,7 +343,7 @@ def _note(seen: _Seen, code: str, name: str) -> None:
         seen.faults[code].append(name)
 
 
-def _positive(codes: np.ndarray, kind: str, zero: bool) -> bool:
+def _positive(codes: np.ndarray, zero: bool) -> bool:
     """Whether no sign bit is set; a zero is the scale of a group of zeros, and of nothing else."""
     sign = 1 << (8 * codes.dtype.itemsize - 1)
     return not ((codes & sign) != 0).any() and (zero or bool(codes.all()))
@@ -388,7 +393,7 @@ def _pairs(modules: list[str], scalars: dict[str, float]) -> list[Problem]:
 def _grid(modules: list[str], scalars: dict[str, float]) -> list[Problem]:
     """weight_scale_2 x 2688 is the largest of BF16 weights wherever the weights were BF16 when they were quantized."""
     scales = {name: scalars[name] for module in modules if (name := f"{module}.weight_scale_2") in scalars}
-    off = {name: value * FULL_SCALE for name, value in scales.items() if not _is_bf16(value * FULL_SCALE)}
+    off = {name: value * NVFP4_RANGE for name, value in scales.items() if not _is_bf16(value * NVFP4_RANGE)}
     if not off or len(off) > (1 - MOST) * len(scales):
         return []
     names = [f"{name} x 2688 is {amax:.7g}" for name, amax in off.items()]
@@ -418,7 +423,7 @@ def _inputs(modules: list[str], scalars: dict[str, float]) -> list[Problem]:
         for name, value in scales.items():
             ratio = value / median
             text = f"{name} is {value:.3g}, the median of its kind {median:.3g}"
-            if value * FULL_SCALE > BF16_MOST or not 1 / ABSURD < ratio < ABSURD:
+            if value * NVFP4_RANGE > BF16_MOST or not 1 / ABSURD < ratio < ABSURD:
                 absurd.append(text)
             elif not 1 / FAR < ratio < FAR:
                 far.append(text)

@@ -10,14 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import math
 import os
-import shutil
-import socket
 import struct
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,12 +24,14 @@ from trtspec.report import PRIVATE, announce, fsync_directory, write_json
 
 if TYPE_CHECKING:
     import torch
+    from filelock import BaseFileLock
 
 INDEX_NAME = "model.safetensors.index.json"
 VECTOR = 512  # views in one pwritev; the limit of Linux is 1024
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 # what file systems without flock answer; OPNOTSUPP and NOTSUP are one number on Linux
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+STALE_SECONDS = 2.0  # to find out that the holder of a lock file is dead
 REPEAT = "pass --restart to start over"
 
 
@@ -224,11 +222,11 @@ class Journal:
     ) -> None:
         self.path, self.remedy = path, remedy
         self.done: dict[str, dict[str, Any]] = {}
-        self._holder: Path | None = None
+        self._lock: BaseFileLock | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, PRIVATE if private else 0o644)
         try:
-            self._holder = lock_file(self._file, path)
+            self._lock = lock_file(self._file, path)
             if restart:
                 os.ftruncate(self._file, 0)
             if private:  # also where it was begun by another umask or release
@@ -268,9 +266,9 @@ class Journal:
 
     def close(self) -> None:
         os.close(self._file)
-        if self._holder is not None:
-            shutil.rmtree(self._holder, ignore_errors=True)
-            self._holder = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def __enter__(self) -> Journal:
         return self
@@ -320,100 +318,33 @@ def _differences(old: Any, new: Any, where: str) -> list[str]:
     return [] if old == new else [f"{where} was {_short(old)}, now {_short(new)}"]
 
 
-def lock_file(file: int, path: Path) -> Path | None:
-    """Locks `path`, open as `file`, until it is closed; the directory that is the lock where there is no flock, which
-    the caller removes. Raises UsageError while another process holds it."""
+def lock_file(file: int, path: Path) -> BaseFileLock | None:
+    """Locks `path`, open as `file`, until it is closed.
+
+    Where the file system has no flock, returns a lock file beside it, which the caller releases; the lock file of a
+    process that was killed on this machine is replaced. Raises UsageError while another process holds the lock.
+    """
+    from filelock import SoftFileLock, Timeout, lock_descriptor  # here, because `--help` needs none
+
+    remedy, beside = "wait for it to end, or choose another output", path.with_name(f"{path.name}.lock")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return None
-    except BlockingIOError:
-        raise UsageError(
-            f"another run is writing {path.parent} (it holds {path.name})",
-            "wait for it to end, or choose another output",
-        ) from None
+        if lock_descriptor(file, blocking=False):
+            return None
+        holder = path.name
     except OSError as error:
         if error.errno not in NO_FLOCK:
             text = f"{path} cannot be locked: {error.strerror}"
             raise TrtspecError(text, "choose an output on another file system") from None
-    holder = take_directory(path)
-    announce(f"{path.parent} lies on a file system without flock; {holder.name} is the lock instead")
-    return holder
-
-
-def take_directory(path: Path) -> Path:
-    """The lock of `path` where there is no flock: a directory with the holder's name in it, renamed into place, which
-    one process alone can do on any file system. Raises UsageError while the holder lives or cannot be asked.
-
-    A holder on this machine that was killed is found dead by its process id and start time, and replaced.
-    """
-    lock = path.with_name(f"{path.name}.lock")
-    mine = Path(tempfile.mkdtemp(prefix=f"{lock.name}.", dir=path.parent))
-    try:
-        (mine / "holder.json").write_text(json.dumps(_identity(os.getpid())), encoding="utf-8")
-        for _ in range(2):
-            try:
-                os.rename(mine, lock)  # refused where a directory with anything in it stands
-                return lock
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    text = f"{path} cannot be locked: {error.strerror}"
-                    raise TrtspecError(text, "choose an output on another file system") from None
-            _remove_dead(lock)
-    except BaseException:
-        shutil.rmtree(mine, ignore_errors=True)
-        raise
-    shutil.rmtree(mine, ignore_errors=True)
-    raise _held(lock, _holder(lock))
-
-
-def _remove_dead(lock: Path) -> None:
-    """Raises UsageError unless the holder is known to be dead."""
-    holder = _holder(lock)
-    if holder is None or not _is_dead(holder):
-        raise _held(lock, holder)
-    aside = Path(tempfile.mkdtemp(prefix=f"{lock.name}.", dir=lock.parent))
-    with contextlib.suppress(FileNotFoundError):  # another run was first
-        os.rename(lock, aside / "dead")
-        if _holder(aside / "dead") != holder:  # another run was first and holds the lock
-            os.rename(aside / "dead", lock)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _held(lock: Path, holder: dict[str, Any] | None) -> UsageError:
-    who = f"process {holder.get('pid')} on {holder.get('host')}" if holder else "nobody who says so"
-    return UsageError(
-        f"another run is writing {lock.parent} ({who} holds {lock.name})",
-        f"wait for it to end; if it has been killed, remove {lock}",
-    )
-
-
-def _holder(lock: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads((lock / "holder.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _is_dead(holder: dict[str, Any]) -> bool:
-    """Only of a process of this machine, boot and process namespace can that be said."""
-    pid = holder.get("pid")
-    now = _identity(pid if isinstance(pid, int) else 0)
-    here = all(holder.get(key) == now[key] for key in ("host", "boot", "namespace"))
-    return here and now["boot"] is not None and holder.get("started") != now["started"]
-
-
-def _identity(pid: int) -> dict[str, Any]:
-    """A process so that no later one is taken for it; `started` is None where there is no such process."""
-    found: dict[str, Any] = {"host": socket.gethostname(), "pid": pid, "boot": None, "namespace": None, "started": None}
-    with contextlib.suppress(OSError, IndexError):
-        found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        found["namespace"] = os.readlink("/proc/self/ns/pid")
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        fields = status.rpartition(")")[2].split()
-        if fields[0] not in "ZX":  # killed, and its parent has not asked yet
-            found["started"] = int(fields[19])  # clock ticks after the boot
-    return found
+        lock = SoftFileLock(beside, timeout=STALE_SECONDS)
+        try:
+            lock.acquire()
+        except Timeout:
+            holder = f"{beside.name}, as process {lock.pid}"
+            remedy = f"wait for it to end; if it was killed on another machine, remove {beside}"
+        else:
+            announce(f"{path.parent} lies on a file system without flock; {beside.name} is the lock instead")
+            return lock
+    raise UsageError(f"another run is writing {path.parent} (it holds {holder})", remedy)
 
 
 def _short(value: Any) -> str:

@@ -130,15 +130,14 @@ def termination_as_interrupt() -> Iterator[None]:
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
-    import os
     import platform
 
-    import psutil
+    from trtspec.machine import cores, total_memory
 
     return {
         "processor": cpu_name() or platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "cores": cores(),
+        "memory_gib": round(total_memory() / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
     }
 

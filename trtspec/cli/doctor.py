@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from trtspec import machine
 from trtspec.cli.options import JsonOption
 from trtspec.errors import CheckFailed, Problem, has_errors
 
@@ -79,7 +80,7 @@ def examine() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu_count": os.cpu_count(),
+        "cpu_count": machine.cores(),
         "packages": {name: found for extra in extras.values() for name, found in extra.items()},
         "commands": {command: command_state(needs, extras, bool(gpus)) for command, needs in NEEDS.items()},
         "trtllm_serve": shutil.which("trtllm-serve"),
@@ -160,12 +161,10 @@ def disk_state() -> dict[str, int]:
     """Free bytes where outputs, the hub cache and shared memory lie."""
     from huggingface_hub import constants
 
-    from trtspec.report import existing
-
     places = {"here": Path.cwd(), "hub_cache": Path(constants.HF_HUB_CACHE), "shared_memory": Path("/dev/shm")}
     free = {}
     for name, place in places.items():
-        free[name] = shutil.disk_usage(existing(place)).free
+        free[name] = machine.free_disk(place)
     return free
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from trtspec import report
+from trtspec import machine, report
 from trtspec.cli.options import (
     DryRunOption,
     ForceOption,
@@ -213,7 +213,7 @@ def _import(options: ProveImport) -> None:
 
 def _refuse_place(directory: Path, force: bool) -> None:
     """Raises UsageError where no directory can be, and for files that somebody may have edited."""
-    above = report.existing(directory)
+    above = machine.existing(directory)
     if not above.is_dir():
         raise UsageError(f"{above} is a file", f"-o names the directory of {FINDINGS} and {PATCH}")
     for name in (FINDINGS, PATCH):

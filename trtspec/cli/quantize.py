@@ -145,7 +145,7 @@ def run(options: Any, progress: Any = None) -> Quantized | QuantizePlan:
         accept_input_scales=options.accept_input_scales,
     )
     if isinstance(options, QuantizeByModelOpt):
-        settings = replace(settings, engine="modelopt")
+        settings = replace(settings, by_modelopt=True)
     elif options.device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", options.device):
         raise UsageError(f"--device {options.device} is not one of cpu, cuda, cuda:N", "see `trtspec quantize --help`")
     else:

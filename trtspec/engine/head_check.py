@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
@@ -28,6 +28,7 @@ from trtspec.models.head_faults import HeadTensors, Suspicion, suspicions
 from trtspec.models.head_weights import assemble
 from trtspec.models.kimi import KimiModel, TargetOutput
 from trtspec.models.layers import LatentCache, TextPiece
+from trtspec.models.stream import similar_length
 from trtspec.specs import HeadSpec
 
 FALSE_ALARMS = 0.01  # of checks of a sound head: chance that anything is named; kinds share it equally
@@ -38,7 +39,6 @@ LEAST_LATER_GAIN = 0.05
 MOST_FAULTS = 3
 SIEVE, CLEARLY_WORSE = 16, 0.03  # a suspicion that makes so many texts so much worse is not tried on the others
 BATCH = 8  # texts at a time
-FORWARD_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ def first_draft_hits(head: Eagle3Head, layers: tuple[int, ...], texts: list[Capt
     run together, padded on the right: a causal pass does not see what comes later.
     """
     weight, hits = head.fc.weight, {}
-    for batch in _similar_length(texts):
+    for batch in similar_length([len(text.tokens) for text in texts]):
         longest = max(len(texts[at].tokens) for at in batch)
         aux = weight.new_zeros(len(batch), longest - 1, head.fc.in_features)
         following = torch.zeros(len(batch), longest - 1, dtype=torch.int64)
@@ -312,18 +312,6 @@ def first_draft_hits(head: Eagle3Head, layers: tuple[int, ...], texts: list[Capt
             rows = normed[row, texts[at].begin - 1 : len(texts[at].tokens) - 1]
             hits[at] = head.to_target_ids(head.logits(rows).argmax(-1)).cpu() == texts[at].wanted
     return [hits[at] for at in range(len(texts))]
-
-
-def _similar_length(texts: list[CapturedText]) -> Iterator[list[int]]:
-    """Numbers of texts, short ones first, in batches of at most FORWARD_TOKENS padded tokens."""
-    batch: list[int] = []
-    for at in sorted(range(len(texts)), key=lambda at: len(texts[at].tokens)):
-        if batch and (len(batch) + 1) * len(texts[at].tokens) > FORWARD_TOKENS:
-            yield batch
-            batch = []
-        batch.append(at)
-    if batch:
-        yield batch
 
 
 class ReplayTarget(KimiModel):

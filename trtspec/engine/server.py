@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-import psutil
 import torch
 import uvicorn
 
+from trtspec import machine
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.app import AppOptions, create_app
@@ -183,8 +183,7 @@ def thread_count(hidden_size: int) -> int:
         return int(wanted)
     if hidden_size < SHARED_PRODUCTS_HIDDEN:
         return 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(usable, psutil.cpu_count(logical=False) or usable)
+    return machine.physical_cores()
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trtspec import machine
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.hub import Resolved
 from trtspec.errors import CheckFailed, MissingDependency, Problem, TrtspecError, has_errors
@@ -92,7 +93,6 @@ def used_memory(environ: Mapping[str, str] = os.environ) -> list[int] | None:
 OF_THIS_MACHINE = ("TS-SERVE-NO-ENGINE", "TS-SERVE-PORT", "TS-SERVE-NO-GPU", "TS-SERVE-OFFLINE", "TS-SERVE-REMOTE-CODE")
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_RECIPE = 179 * 2**30  # the smallest that a published Kimi recipe for an engine gives it
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 GIB = 2**30
 
 
@@ -195,7 +195,7 @@ def check_host(targets: list[Resolved], host: str, remote_code: bool, environ: M
     """What else of the machine a launch needs. Only asked for a real one."""
     yield from check_shared_memory(SHARED_MEMORY)
     size = sum(file.stat().st_size for target in targets if target.path for file in target.path.glob("*.safetensors"))
-    yield from check_memory_limit(CGROUP_LIMIT, size)
+    yield from check_memory_limit(machine.memory_limit(), size)
     if remote_code:
         yield from check_modules_cache(environ)
     yield from check_reachable(host, environ)
@@ -204,7 +204,7 @@ def check_host(targets: list[Resolved], host: str, remote_code: bool, environ: M
 def check_shared_memory(place: Path) -> Iterator[Problem]:
     if not place.is_dir():
         return
-    total = shutil.disk_usage(place).total
+    total = machine.disk_size(place)
     if total < SHARED_MEMORY_RECIPE:
         message = f"{place} has {total / GIB:.1f} GiB; a load can die with a bus error (published recipes give it "
         message += f"{SHARED_MEMORY_RECIPE // GIB} GiB, the engine's guide for Kimi-K2-Thinking about 640 GB)"
@@ -212,16 +212,10 @@ def check_shared_memory(place: Path) -> Iterator[Problem]:
         yield Problem("TS-SERVE-SHARED-MEMORY", "warning", str(place), message, remedy)
 
 
-def check_memory_limit(limit: Path, size: int) -> Iterator[Problem]:
+def check_memory_limit(limit: int | None, size: int) -> Iterator[Problem]:
     """A container's limit counts the pages of the files that are read."""
-    try:
-        text = limit.read_text(encoding="utf-8").strip()
-    except OSError:
-        return
-    if text.isdigit() and int(text) < size:
-        message = (
-            f"this container may use {int(text) / GIB:.0f} GiB and the checkpoint has {size / GIB:.0f} GiB; pods were"
-        )
+    if limit is not None and limit < size:
+        message = f"this container may use {limit / GIB:.0f} GiB and the checkpoint has {size / GIB:.0f} GiB; pods were"
         message += " killed while they loaded"
         yield Problem("TS-SERVE-HOST-MEMORY", "warning", "memory limit", message, "raise the container's memory limit")
 

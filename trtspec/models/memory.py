@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
+from trtspec import machine
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.errors import MissingDependency, UsageError
 from trtspec.models.kimi import KimiModel
 from trtspec.models.precision import dtype_name, through_float32
 from trtspec.models.weights import is_nvfp4, layout
-from trtspec.quant.workers import usable_memory
 from trtspec.specs import HeadSpec, ModelSpec
 
 PACKED_SHARE = 0.5  # of a float32 weight on a CPU: its copy for products of few rows (precision.py)
@@ -37,7 +37,7 @@ def check_device(device: str) -> None:
 def free_bytes(device: str) -> int:
     """Bytes that this process may still take on `device`: cgroup limits count, and so do other processes of a GPU."""
     if device == "cpu":
-        return usable_memory()
+        return machine.free_memory()
     return int(torch.cuda.mem_get_info(device)[0])
 
 

@@ -11,16 +11,16 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trtspec import machine
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError
@@ -32,6 +32,7 @@ from trtspec.report import file_sha256, fsync_directory
 Activation = Literal["w4a4", "weight-only", "decoded"]
 ENDS = ("embed.weight", "norm.weight", "lm_head.weight")
 ROOM = 4  # layers: two of weights, what is being decoded, and as much again for the rest
+FORWARD_TOKENS = 2048  # per forward of the target: large enough for full matrix multiplications
 ROPE_POSITIONS = 2048  # the smallest table that KimiModel makes
 
 
@@ -59,7 +60,7 @@ class LayerStream:
         self.dtype, self.device, self.activation, self.threads = dtype, device, activation, threads
         self._tensors = LazyTensors(self.checkpoint)
         if load_ahead is None:
-            load_ahead = psutil.virtual_memory().available > ROOM * self.layer_bytes(self.num_layers - 1)
+            load_ahead = machine.free_memory() > ROOM * self.layer_bytes(self.num_layers - 1)
         self.load_ahead = load_ahead
         self._tables: tuple[Tensor, Tensor] | None = None
         self._step: tuple[tuple[int, ...], AttentionStep] | None = None
@@ -330,3 +331,15 @@ def _write(file: int, data: memoryview, offset: int, path: Path) -> None:
         raise TrtspecError(
             f"cannot write {path}: {error.strerror}", "free space on that disk, then run the command again"
         ) from error
+
+
+def similar_length(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Indices of `lengths` in batches, short ones first, at most FORWARD_TOKENS padded tokens each."""
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
+        if batch and (len(batch) + 1) * lengths[index] > FORWARD_TOKENS:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch

@@ -3,12 +3,11 @@ that `quantize` and `calibrate` report, whose fields are the keys of their `--js
 
 from __future__ import annotations
 
-import hashlib
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trtspec import machine
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.errors import UsageError
@@ -16,7 +15,6 @@ from trtspec.quant.native import seconds_per_element
 from trtspec.quant.plan import ShardPlan, class_counts, plain_names, plan_conversion
 from trtspec.quant.policy import ACCEPT, InputScales, Policy
 from trtspec.quant.workers import worker_count
-from trtspec.report import existing, file_sha256
 from trtspec.specs import ModelSpec
 
 FORMAT_VERSION = 2  # raised when the same options would give other bytes
@@ -25,8 +23,8 @@ FORMAT_VERSION = 2  # raised when the same options would give other bytes
 @dataclass(frozen=True)
 class ConversionOptions:
     """The first three decide the bytes. `input_scales` None is 1.0 everywhere, `weight_scales` None the policy's.
-    `accept_input_scales` takes a scale file that is not bound to the source. `workers` 0 is one per core. `engine` is
-    stream or modelopt."""
+    `accept_input_scales` takes a scale file that is not bound to the source. `workers` 0 is one per core. With
+    `by_modelopt` ModelOpt quantizes."""
 
     kv_cache: str | None = "fp8"
     input_scales: Path | None = None
@@ -34,7 +32,7 @@ class ConversionOptions:
     accept_input_scales: bool = False
     workers: int = 0
     device: str = "cpu"
-    engine: str = "stream"
+    by_modelopt: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,16 +99,6 @@ def prepare(source: Path | Checkpoint, output: Path, policy: Policy, options: Co
     )
 
 
-def fingerprint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Tells whether the source is still the one that the journal began with, without reading its weights."""
-    shards = {}
-    for shard in checkpoint.shards:
-        status = (checkpoint.path / shard).stat()
-        shards[shard] = [status.st_size, status.st_mtime_ns]
-    names = hashlib.sha256(repr(sorted(checkpoint.tensors.items())).encode()).hexdigest()
-    return {"config": file_sha256(checkpoint.path / "config.json"), "tensors": names, "shards": shards}
-
-
 def estimate(conversion: Conversion, workers: int) -> QuantizePlan:
     """Sizes, counts and an estimate of the time; writes nothing."""
     actions = [weight.action for plan in conversion.plans for weight in plan.weights]
@@ -137,7 +125,7 @@ def estimate(conversion: Conversion, workers: int) -> QuantizePlan:
         exclude_modules=conversion.policy.exclude_patterns(conversion.spec),
         workers=count,
         packing_seconds_estimate=round(per_element * elements / count, 1),
-        free_bytes=shutil.disk_usage(existing(conversion.output)).free,
+        free_bytes=machine.free_disk(conversion.output),
     )
 
 

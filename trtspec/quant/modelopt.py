@@ -17,19 +17,19 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
+from trtspec import machine
 from trtspec.checkpoint.headers import Checkpoint, read_header
 from trtspec.checkpoint.target_problems import target_spec
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
+from trtspec.formats import NVFP4_RANGE
 from trtspec.quant.conversion import Conversion
 from trtspec.quant.decode import decoded
 from trtspec.quant.policy import TEXT_PREFIX, Policy
 from trtspec.specs import ModelSpec
 
-CONSTANT_AMAX = 2688.0  # 6 * 448: input_scale becomes exactly 1 without a calibration forward
 MEMORY_FACTOR = 1.4  # whole BF16 model, ModelOpt's own working set and the packed weights
 
 
@@ -43,7 +43,7 @@ def check_engine(conversion: Conversion) -> None:
             "use --engine stream, which gives the same bytes anywhere, or pass --weight-scales max",
         )
     elements = sum(math.prod(weight.shape) for plan in conversion.plans for weight in plan.weights)
-    needed, free = int(2 * elements * MEMORY_FACTOR), psutil.virtual_memory().available
+    needed, free = int(2 * elements * MEMORY_FACTOR), machine.free_memory()
     if needed > free:
         raise TrtspecError(
             f"ModelOpt holds the whole model, about {needed:,} bytes, and {free:,} are free",
@@ -73,7 +73,7 @@ def replace_linears(conversion: Conversion) -> None:
                             data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
                             assert data.nbytes == place.nbytes, f"ModelOpt exported {stem}.{part} {list(tensor.shape)}"
                             stream.seek(place.begin)
-                            stream.write(data)
+                            stream.write(data.data)
                     os.fsync(stream.fileno())
 
 
@@ -90,7 +90,7 @@ def _export(source: Path, policy: Policy, export: Path) -> None:
     config = copy.deepcopy(getattr(mtq, policy.config))
     for entry in config["quant_cfg"]:
         if entry["quantizer_name"].endswith("input_quantizer") and "cfg" in entry:
-            entry["cfg"]["constant_amax"] = CONSTANT_AMAX
+            entry["cfg"]["constant_amax"] = NVFP4_RANGE  # input_scale becomes 1 without a calibration forward
     config["algorithm"] = {"method": "max", "skip_forward_without_activation_calib": True}
     export_hf_checkpoint(mtq.quantize(model, config), dtype=torch.bfloat16, export_dir=export)
 
@@ -135,10 +135,7 @@ def packed_by_modelopt(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch
 
 
 class InputObserver(torch.nn.Module):
-    """ModelOpt's NVFP4 input quantizer while it calibrates: it keeps the largest |x| it has seen and changes nothing.
-
-    One observer serves every linear that reads the same input, as ModelOpt's export makes them share a scale.
-    """
+    """ModelOpt's NVFP4 input quantizer while it calibrates: it keeps the largest |x| of linears that share an input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
-from trtspec.checkpoint.headers import DTYPE_BITS
+from trtspec.checkpoint.headers import DTYPE_BITS, NOT_FINITE_BITS
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.formats import WeightFormat
-from trtspec.quant.packing import BLOCK, PATTERNS, Array, Packer, Rows, Scaling
+from trtspec.quant.packing import BLOCK, Array, Packer, Rows, Scaling
 
 SOURCE = Path(__file__).with_name("nvfp4_kernel.c")
 # contraction would fuse a product and a sum into one rounding; then the bytes would depend on the processor.
@@ -196,8 +196,8 @@ class NativePacker:
 
     def is_finite(self, data: Array, dtype: str) -> bool:
         if dtype not in FLOATS:
-            return dtype not in PATTERNS or self._torch.is_finite(data, dtype)
-        width, (_, least) = DTYPE_BITS[dtype] // 8, PATTERNS[dtype]
+            return dtype not in NOT_FINITE_BITS or self._torch.is_finite(data, dtype)
+        width, (_, least) = DTYPE_BITS[dtype] // 8, NOT_FINITE_BITS[dtype]
         largest = self.kernel.bf16_amax if width == 2 else self.kernel.f32_amax
         return bool(largest(_at(data), data.size // width) < least)
 

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from trtspec.errors import TrtspecError
-from trtspec.formats import NVFP4_BLOCK
+from trtspec.formats import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK, NVFP4_RANGE
 from trtspec.quant.scale_search import best_scales
 
 BLOCK = NVFP4_BLOCK
-E2M1_MAX = 6.0
-E4M3_MAX = 448.0
 E4M3_SMALLEST = 2.0**-9  # smaller block scales are raised to it, so that tiny blocks do not vanish
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # midpoints; ties go to the even code
@@ -42,8 +40,8 @@ class NVFP4Tensor:
 
 def scale_2_of(amax: torch.Tensor) -> torch.Tensor:
     """amax / (6 * 448) in float32, one division; of 1.0 where that is zero."""
-    scale_2 = amax.float() / (E2M1_MAX * E4M3_MAX)
-    return torch.where(scale_2 == 0, AMAX_OF_ZERO / (E2M1_MAX * E4M3_MAX), scale_2)
+    scale_2 = amax.float() / NVFP4_RANGE
+    return torch.where(scale_2 == 0, AMAX_OF_ZERO / NVFP4_RANGE, scale_2)
 
 
 def block_scales(block_amax: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -15,13 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME, Checkpoint
+from trtspec import machine
+from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME
 from trtspec.checkpoint.writer import recorded_keys
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.formats import NVFP4_BLOCK
 from trtspec.quant.conversion import Conversion, LinearErrors
 from trtspec.quant.policy import Policy
-from trtspec.report import existing, file_sha256, fsync_directory, refuse_overwrite, write_atomic, write_json
+from trtspec.report import fsync_directory, refuse_overwrite, write_atomic, write_json
 from trtspec.specs import ModelSpec
 
 JOURNAL_NAME = ".trtspec-quantize.jsonl"
@@ -30,14 +30,6 @@ OWN_PREFIX = ".trtspec-"
 TEMPORARY = (".partial", ".tmp")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 MOST_NAMES = 5  # of files that a message lists
-
-
-def source_identity(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Which source the journal was begun with, from headers and sizes. Times are left out: another mount of the same
-    files has others, and what has been converted is compared by content."""
-    names = hashlib.sha256(repr(sorted(checkpoint.tensors.items())).encode()).hexdigest()
-    config = file_sha256(checkpoint.path / "config.json")
-    return {"config": config, "tensors": names, "shards": checkpoint.shard_bytes}
 
 
 @contextmanager
@@ -146,7 +138,7 @@ def _listed(names: list[str]) -> str:
 def _check_space(conversion: Conversion) -> None:
     """Shards of ours that are there already make room for their successors."""
     output = conversion.output
-    free = shutil.disk_usage(existing(output)).free
+    free = machine.free_disk(output)
     present = sum(path.stat().st_size for plan in conversion.plans if (path := output / plan.shard).exists())
     if free + present < conversion.bytes_out + SPARE_BYTES:
         raise TrtspecError(

@@ -16,23 +16,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from trtspec.checkpoint.headers import DTYPE_BITS
+from trtspec.checkpoint.headers import DTYPE_BITS, NOT_FINITE_BITS
 from trtspec.errors import TrtspecError
-from trtspec.formats import FP8_BLOCK_SIZE, NVFP4_BLOCK, WeightFormat
+from trtspec.formats import FP8_BLOCK_SIZE, NVFP4_BLOCK, NVFP4_RANGE, WeightFormat
 
 Array = np.ndarray[Any, np.dtype[Any]]
 BLOCK = NVFP4_BLOCK
-LARGEST = 6.0 * 448.0  # the largest E2M1 value times the largest E4M3 scale
-# safetensors code -> the bits without the sign, and the least of them that is not finite
-PATTERNS = {
-    "BF16": (0x7FFF, 0x7F80),
-    "F16": (0x7FFF, 0x7C00),
-    "F32": (0x7FFFFFFF, 0x7F800000),
-    "F64": (0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
-    "F8_E4M3": (0x7F, 0x7F),  # has no infinity
-    "F8_E5M2": (0x7F, 0x7C),
-    "F8_E8M0": (0xFF, 0xFF),
-}
 
 
 @dataclass(frozen=True)
@@ -77,8 +66,8 @@ class Scaling(NamedTuple):
     @staticmethod
     def of(amax: float) -> Scaling:
         """`nvfp4.scale_2_of`: of doubles, one division rounded to float32 is the float32 division."""
-        scale_2 = ctypes.c_float(amax / LARGEST).value
-        return Scaling(amax, scale_2 or ctypes.c_float(1.0 / LARGEST).value)
+        scale_2 = ctypes.c_float(amax / NVFP4_RANGE).value
+        return Scaling(amax, scale_2 or ctypes.c_float(1.0 / NVFP4_RANGE).value)
 
 
 class Packer(Protocol):
@@ -106,9 +95,9 @@ class Packer(Protocol):
 def first_not_finite(data: Array, dtype: str) -> int | None:
     """Which element of the uint8 bytes of a tensor of that safetensors dtype is NaN or infinite first; None: none is,
     or the dtype has neither."""
-    if dtype not in PATTERNS:
+    if dtype not in NOT_FINITE_BITS:
         return None
-    mask, least = PATTERNS[dtype]
+    mask, least = NOT_FINITE_BITS[dtype]
     bits = data.view(f"u{DTYPE_BITS[dtype] // 8}")
     found = np.flatnonzero((bits & bits.dtype.type(mask)) >= least)
     return int(found[0]) if found.size else None

@@ -6,7 +6,7 @@ every difference.
 Activation scales are 1.0 everywhere, or read from a file of calibrated ones: input_scale = amax / (6 * 448). NVIDIA's
 data-free recipes pin amax to 2688, so that it is 1.0; block scales are computed per token anyway, so 1.0 costs only
 where a block's amax / 6 leaves E4M3's range. A scale fits one model only, and nothing in its value tells which:
-`trtspec calibrate` writes the source's fingerprint into the file, and `check` refuses it for any other.
+`trtspec calibrate` writes the source's identity into the file, and `check` refuses it for any other.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from safetensors import SafetensorError, safe_open
 
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.hub import hub_id_of
+from trtspec.checkpoint.identity import MODEL, identity
 from trtspec.data_files import load_yaml
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.files import load_file
+from trtspec.formats import NVFP4_RANGE
 from trtspec.specs import ModelSpec
 
 TEXT_PREFIX = "language_model."
@@ -37,14 +39,10 @@ WEIGHT_SCALES = {
 }
 INPUT_SCALES = {"one": "1.0 for every linear, uncalibrated", "calibrated": "measured on text"}
 KV_CACHES = {"fp8": "FP8 E4M3 by a plain cast, no scales", "none": "as the engine chooses"}
-FP4_RANGE = 6.0 * 448.0
 KINDS = ("input_scale", "input_amax")
 METADATA_KEY = "trtspec"  # of the safetensors header
-SAMPLED, SAMPLE_BYTES = 48, 1 << 12  # tensors whose first bytes belong to the fingerprint
 ACCEPT = "--accept-input-scales"
 REMEDY = f"calibrate SRC itself with `trtspec calibrate`, or pass {ACCEPT} if you know that they belong to it"
-VOLATILE = {"_name_or_path", "transformers_version", "auto_map"}  # of config.json: says nothing about the model
-FINGERPRINT = {"the config": "config", "tensor names, dtypes or shapes": "tensors", "the weights": "sample"}
 
 
 @dataclass(frozen=True)
@@ -160,33 +158,9 @@ def default_policy(*names: str) -> Policy:
     return _policy(table["default"], table["policies"][table["default"]])
 
 
-def source_fingerprint(checkpoint: Checkpoint) -> dict[str, str]:
-    """What a scale file is bound to: the config, the tensors' names, dtypes and shapes, and a sample of their bytes.
-
-    Neither the place of the files nor how tensors are dealt to shards counts. Reads at most 192 KiB.
-    """
-    config = {key: value for key, value in checkpoint.config.items() if key not in VOLATILE}
-    headers = sorted((info.name, info.dtype, info.shape) for info in checkpoint.tensors.values())
-    return {
-        "config": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
-        "tensors": hashlib.sha256(repr(headers).encode()).hexdigest(),
-        "sample": _sample(checkpoint),
-    }
-
-
 def source_name(directory: Path) -> str:
     """How files name their source: its hub id where the directory is a hub's snapshot, else the directory's name."""
     return hub_id_of(directory) or directory.resolve().name
-
-
-def _sample(checkpoint: Checkpoint) -> str:
-    """sha256 of the first bytes of some tensors, evenly spread by name."""
-    names = sorted(checkpoint.tensors)
-    digest, step = hashlib.sha256(), -(-len(names) // SAMPLED)
-    for name in names[::step]:
-        info = checkpoint.tensors[name]
-        digest.update(checkpoint.bytes_at(info.shard, info.begin, min(SAMPLE_BYTES, info.nbytes)))
-    return digest.hexdigest()
 
 
 class InputScales:
@@ -249,8 +223,8 @@ class InputScales:
             raise UsageError(f"{self.source} does not say which source it was measured on", REMEDY)
         other = []
         if bound is not None:
-            found = source_fingerprint(checkpoint)
-            other = [name for name, key in FINGERPRINT.items() if bound.get(key) != found[key]]
+            found = identity(checkpoint)
+            other = [name for key, name in MODEL.items() if bound.get(key) != found[key]]
         self.bound = bound is not None and not other
         if other and not accept:
             named = self.about.get("source", "another one")
@@ -289,7 +263,7 @@ class InputScales:
 def _divide(amax: float) -> float:
     import torch  # one float32 division, as everywhere else
 
-    return float(torch.tensor(amax) / FP4_RANGE)
+    return float(torch.tensor(amax) / NVFP4_RANGE)
 
 
 def _read(path: Path) -> tuple[dict[str, float], dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from trtspec import machine
 from trtspec.checkpoint.headers import Checkpoint, ShardReader
+from trtspec.checkpoint.identity import identity
 from trtspec.checkpoint.writer import Journal, header_of, refuse_changed, write_index
 from trtspec.errors import UsageError
 from trtspec.quant.conversion import (
@@ -32,7 +33,6 @@ from trtspec.quant.output import (
     disk_errors,
     model_card,
     publication,
-    source_identity,
     write_card,
     write_configs,
 )
@@ -63,22 +63,21 @@ def quantize_checkpoint(
     options, again = options or ConversionOptions(), again or OutputOptions()
     conversion = prepare(source, output, policy, options)
     choose_packer(conversion.weight_scales, options.device)  # a missing device is reported before anything is written
-    header = {"source": source_identity(conversion.checkpoint), "options": conversion.options}
-    if options.engine == "modelopt":
+    if options.by_modelopt:
         from trtspec.quant import modelopt  # only now: it imports torch
 
         modelopt.check_engine(conversion)
         if (output / JOURNAL_NAME).exists() and not again.restart:
             raise UsageError(f"{output} holds an earlier conversion, which this engine cannot resume", "pass --restart")
         options, again = replace(options, workers=1), replace(again, restart=True)
-        header["engine"] = "modelopt"
     if again.dry_run:
         resumes = check_output(conversion, restart=again.restart, force=again.force)
         if resumes and (begun := header_of(output / JOURNAL_NAME)):
-            refuse_changed(output / JOURNAL_NAME, begun, header)
+            refuse_changed(output / JOURNAL_NAME, begun, _header(conversion, options.by_modelopt))
         hub = conversion.checkpoint.remote
         planned = estimate(conversion, options.workers)
         return replace(planned, device=options.device, resumes=resumes, hub=hub.to_dict() if hub else None)
+    header = _header(conversion, options.by_modelopt)
     fresh = claim_output(conversion, restart=again.restart, force=again.force)
     with disk_errors(output), Journal(output / JOURNAL_NAME, header, restart=again.restart) as journal:
         clear_output(conversion, fresh)
@@ -86,7 +85,7 @@ def quantize_checkpoint(
         _check_source(conversion, journal, kept)
         resumed = _convert(conversion, journal, kept, options.workers, options.device, progress)
         records = {plan.shard: journal.done[plan.shard] for plan in conversion.plans}
-        if options.engine == "modelopt":
+        if options.by_modelopt:
             modelopt.replace_linears(conversion)
             for shard, record in records.items():
                 record["sha256"] = file_sha256(output / shard)
@@ -100,6 +99,12 @@ def quantize_checkpoint(
     )
 
 
+def _header(conversion: Conversion, by_modelopt: bool) -> dict[str, Any]:
+    """What the journal is begun with: all that decides the bytes."""
+    header = {"source": identity(conversion.checkpoint), "options": conversion.options}
+    return header | {"engine": "modelopt"} if by_modelopt else header
+
+
 def _verified(conversion: Conversion, done: dict[str, dict[str, Any]]) -> set[str]:
     """Shards that need no work: recorded, present, of the recorded size and content. Read by one thread per core."""
 
@@ -109,7 +114,7 @@ def _verified(conversion: Conversion, done: dict[str, dict[str, Any]]) -> set[st
         return present and record is not None and file_sha256(path) == record["sha256"]
 
     shards = [plan.shard for plan in conversion.plans]
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(machine.cores()) as pool:
         return {shard for shard, whole in zip(shards, pool.map(is_whole, shards), strict=True) if whole}
 
 

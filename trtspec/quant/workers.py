@@ -6,8 +6,6 @@ the worker is at its next shard.
 
 from __future__ import annotations
 
-import contextlib
-import math
 import multiprocessing
 import os
 import sys
@@ -19,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from trtspec import machine
 from trtspec.checkpoint.headers import ShardReader
 from trtspec.checkpoint.writer import publish
 from trtspec.errors import TrtspecError
@@ -33,7 +30,6 @@ Written = tuple[Path, dict[str, Any]]  # under its temporary name, and the journ
 Done = tuple[ShardPlan, dict[str, Any]]
 AUTO_BYTES = 2 << 30  # below it, starting processes costs more than they save
 WORKER_BYTES = 1 << 30  # more than a worker ever holds: its buffers, tables and interpreter
-CGROUP, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
@@ -53,58 +49,8 @@ def worker_count(asked: int, plans: list[ShardPlan]) -> int:
     """0 means: for a large source as many as cores and memory allow, one for a small one."""
     if asked == 0:
         large = sum(plan.bytes_in for plan in plans) >= AUTO_BYTES
-        asked = min(usable_cores(), usable_memory() // WORKER_BYTES) if large else 1
+        asked = min(machine.cores(), machine.free_memory() // WORKER_BYTES) if large else 1
     return max(1, min(asked, len(plans)))
-
-
-def usable_cores(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
-    """Cores that this process may use: its affinity, and the CPU quota of its cgroup and of every one above it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for directory in _cgroups(cgroup, membership):
-        quota, period = (_numbers(directory / "cpu.max") + [None, None])[:2]
-        if quota and period:
-            cores = min(cores, math.ceil(quota / period))
-    return max(1, cores)
-
-
-def usable_memory(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
-    """Bytes that this process may still take: the machine's, and what the limits of its cgroups leave."""
-    free = psutil.virtual_memory().available
-    for directory in _cgroups(cgroup, membership):
-        most, used = (_numbers(directory / name)[0] for name in ("memory.max", "memory.current"))
-        if most is not None:
-            free = min(free, most - max(0, (used or 0) - _cache_bytes(directory)))
-    return max(0, free)
-
-
-def _cgroups(root: Path, membership: Path) -> Iterator[Path]:
-    """This process's group and those above it, in version 2. In a container the root is its own group, whatever the
-    path says."""
-    with contextlib.suppress(OSError):
-        for line in membership.read_text(encoding="utf-8").splitlines():
-            if line.startswith("0::"):
-                group = root / line[3:].strip("/")
-                while group != root and group.is_relative_to(root):
-                    yield group
-                    group = group.parent
-    yield root
-
-
-def _numbers(path: Path) -> list[int | None]:
-    """The words of a file as numbers; None for `max` and where there is no such file."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return [int(word) if word.isdigit() else None for word in path.read_text("ascii").split()] or [None]
-    return [None]
-
-
-def _cache_bytes(directory: Path) -> int:
-    """Page cache that counts as used but makes room."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in (directory / "memory.stat").read_text(encoding="ascii").splitlines():
-            name, _, value = line.partition(" ")
-            if name == "inactive_file":
-                return int(value)
-    return 0
 
 
 def convert_all(

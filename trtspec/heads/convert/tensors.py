@@ -20,13 +20,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from trtspec import machine
 from trtspec.checkpoint.headers import DTYPE_BITS, Checkpoint, ShardReader, TensorInfo, read_config
 from trtspec.checkpoint.heads.dialects import Dialect
 from trtspec.checkpoint.heads.shapes import MAPS, OPTIONAL, canonical_names, required_names
-from trtspec.checkpoint.values import EXPONENTS, MAP_DTYPES, count_not_finite, not_finite, read_values
+from trtspec.checkpoint.values import FLOATS, MAP_DTYPES, count_not_finite, not_finite, read_values
 from trtspec.checkpoint.writer import ShardFile, write_shard
 from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError
-from trtspec.report import existing, fsync_directory, refuse_overwrite, write_atomic, write_json
+from trtspec.report import fsync_directory, refuse_overwrite, write_atomic, write_json
 from trtspec.specs import HeadSpec, ModelSpec
 
 Choice = Literal["auto", "keep", "drop", "target"]
@@ -195,7 +196,7 @@ def _lost(own: OutputTensor, lent: OutputTensor | None, where: str, code: str, w
 
 
 def _misfit(lent: OutputTensor, wanted: tuple[int, int], where: str, code: str) -> list[Problem]:
-    if lent.shape == wanted and lent.dtype in EXPONENTS:
+    if lent.shape == wanted and lent.dtype in FLOATS:
         return []
     message = f"the target's is {lent.dtype} {list(lent.shape)}, the head needs {list(wanted)} in BF16"
     return [Problem(code, "error", where, message, "pass the target that the head was trained for")]
@@ -314,7 +315,7 @@ def check_output(output: Path, source: Path, force: bool) -> None:
     if output.resolve() == source.resolve() or output.resolve() in source.resolve().parents:
         raise UsageError(f"{output} is, or holds, the head that is converted", "choose another --output")
     refuse_overwrite(output, force)
-    parent = existing(output.resolve().parent)
+    parent = machine.existing(output.resolve().parent)
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UsageError(f"{output} cannot be written: no permission to write in {parent}", "choose another --output")
     strangers = [file.name for file in output.iterdir() if file.name not in OWN_FILES] if output.is_dir() else []
@@ -327,8 +328,8 @@ def check_output(output: Path, source: Path, force: bool) -> None:
 
 def check_room(output: Path, size: int) -> None:
     """Raises UsageError where the file system has less than the head will take."""
-    parent = existing(output.resolve().parent)
-    free = shutil.disk_usage(parent).free
+    parent = machine.existing(output.resolve().parent)
+    free = machine.free_disk(parent)
     if free < size + MARGIN:
         raise UsageError(
             f"{output} needs {size:,} bytes, and {parent} has {free:,} free", "make room, or choose another --output"
@@ -392,7 +393,7 @@ def write_tensors(
                     nonlocal bad, done
                     for piece in pieces(entry, opened):
                         digest.update(piece)
-                        bad += count_not_finite(piece, entry.dtype) if entry.dtype in EXPONENTS else 0
+                        bad += count_not_finite(piece, entry.dtype) if entry.dtype in FLOATS else 0
                         done += len(piece)
                         yield piece
                         if progress is not None:

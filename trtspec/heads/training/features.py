@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shutil
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -24,14 +23,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from trtspec import machine
+from trtspec.checkpoint.identity import identity_digest
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.samples import Sample, loss_mask
-from trtspec.report import existing, file_sha256
+from trtspec.models.stream import similar_length
+from trtspec.report import file_sha256
 from trtspec.specs import ModelSpec
 
 VOCABULARIES = ("tiktoken.model", "tokenizer.json")
 STATES_OF = "states_of"  # in our dumps; those of engines say nothing about their target
-FORWARD_TOKENS = 2048  # per forward of the target: large enough for full matrix multiplications
 
 
 class CapturingTarget(Protocol):
@@ -123,7 +124,7 @@ def compute_features(
 ) -> HeldFeatures:
     """Runs the target once over every sample (right-padded batches of similar length); `advance` gets token counts."""
     features = HeldFeatures(samples, target.spec.hidden_size, len(aux_layers))
-    for batch in similar_length(samples):
+    for batch in similar_length([len(sample.tokens) for sample in samples]):
         tokens = padded([samples[index] for index in batch])
         with torch.inference_mode():
             output = target(tokens, None, None, aux_layers=aux_layers, last_only=True)
@@ -143,21 +144,9 @@ def padded(samples: list[Sample]) -> Tensor:
     return tokens
 
 
-def similar_length(samples: list[Sample]) -> Iterator[list[int]]:
-    """Indices in batches, short samples first, at most FORWARD_TOKENS padded tokens each."""
-    batch: list[int] = []
-    for index in sorted(range(len(samples)), key=lambda i: len(samples[i].tokens)):
-        if batch and (len(batch) + 1) * len(samples[index].tokens) > FORWARD_TOKENS:
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
-
-
 @dataclass(frozen=True)
 class StatesOf:
-    """What dumped states belong to. `target` and `tokenizer` are digests of the target's files."""
+    """What dumped states belong to. `target` is its `identity_digest`, `tokenizer` of its vocabulary."""
 
     target: str
     tokenizer: str
@@ -176,15 +165,7 @@ def states_of(target_dir: Path, layers: tuple[int, ...]) -> StatesOf:
     """Of the target in a directory and these capture layers."""
     vocabulary = next((target_dir / name for name in VOCABULARIES if (target_dir / name).is_file()), None)
     tokenizer = file_sha256(vocabulary) if vocabulary else ""
-    return StatesOf(target_digest(target_dir), tokenizer, tuple(sorted(layers)))
-
-
-def target_digest(target_dir: Path) -> str:
-    """Config and the sizes of the weight files: enough to notice another target without reading a terabyte."""
-    digest = hashlib.sha256((target_dir / "config.json").read_bytes())
-    for path in sorted(target_dir.glob("*.safetensors")):
-        digest.update(f"{path.name}:{path.stat().st_size}".encode())
-    return digest.hexdigest()
+    return StatesOf(identity_digest(target_dir), tokenizer, tuple(sorted(layers)))
 
 
 def dump_path(directory: Path, sample: Sample) -> Path:
@@ -207,7 +188,7 @@ def dump_features(
     because batches are made of all samples, a resumed run writes the same bytes.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    for batch in list(similar_length(samples))[part]:
+    for batch in list(similar_length([len(sample.tokens) for sample in samples]))[part]:
         chosen = [samples[index] for index in batch]
         if not all(dump_path(directory, sample).exists() for sample in chosen):
             write_dumps(compute_features(target, chosen, of.layers), directory, of)
@@ -216,9 +197,9 @@ def dump_features(
 
 def check_room(directory: Path, size: int, tokens: int) -> None:
     """Raises TrtspecError where the states, of which some may be there already, do not fit the disk."""
-    place = existing(directory)
+    place = machine.existing(directory)
     there = sum(path.stat().st_size for path in directory.glob("*.pt")) if directory.is_dir() else 0
-    free = shutil.disk_usage(place).free
+    free = machine.free_disk(place)
     if size - there > free:
         raise TrtspecError(
             f"TS-FEATURES-DISK the states of {tokens:,} tokens take {size:,} bytes, {there:,} of them are in "

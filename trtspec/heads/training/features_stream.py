@@ -16,20 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from trtspec import machine
 from trtspec.checkpoint.writer import Layout, ShardFile
 from trtspec.errors import TrtspecError
-from trtspec.heads.training.features import Features, all_dumps, bytes_per_token, padded, similar_length
+from trtspec.heads.training.features import Features, all_dumps, bytes_per_token, padded
 from trtspec.heads.training.options import Streamed, TrainOptions
 from trtspec.heads.training.plan import TrainingPlan
 from trtspec.heads.training.processes import ALONE, World, require_shared
 from trtspec.heads.training.samples import MAX_HELD_OUT, Sample, TrainingData, split_data
-from trtspec.models.stream import ROOM, LayerStream, States
-from trtspec.report import existing, say
+from trtspec.models.stream import ROOM, LayerStream, States, similar_length
+from trtspec.report import say
 from trtspec.specs import ModelSpec
 
 CHUNK_BYTES = 256 * 2**30
@@ -54,7 +54,8 @@ class ChunkWriter:
     def write(self, path: Path, samples: dict[int, Sample]) -> None:
         """One file for this process's part of `samples` (by index), complete or absent."""
         every, spec = sorted(samples), self.stream.spec
-        groups = [[every[place] for place in group] for group in similar_length([samples[i] for i in every])]
+        batches_of = similar_length([len(samples[index].tokens) for index in every])
+        groups = [[every[place] for place in group] for group in batches_of]
         groups = groups[self.world.rank :: self.world.size]
         batches = [padded([samples[index] for index in group]) for group in groups]
         names, indices = ("hidden", *map(str, self.aux_layers)), [index for group in groups for index in group]
@@ -71,7 +72,7 @@ class ChunkWriter:
             if layer in self.aux_layers:
                 keep(str(layer), number, output)
 
-        budget = psutil.virtual_memory().available / 2 / self.world.local_size
+        budget = machine.free_memory() / 2 / self.world.local_size
         where = self.directory / f"states-{self.world.rank}"
         try:
             for index in indices:
@@ -182,7 +183,7 @@ def open_stream(target_dir: Path, dtype: torch.dtype, device: str, world: World 
     threads = min(8, max(1, torch.get_num_threads() // world.local_size))
     stream = LayerStream(target_dir, dtype=dtype, device=device, threads=threads)
     layer = stream.layer_bytes(stream.num_layers - 1)
-    share = psutil.virtual_memory().available / world.local_size
+    share = machine.free_memory() / world.local_size
     stream.load_ahead = share > ROOM * layer
     if layer > share:
         raise TrtspecError(
@@ -250,7 +251,7 @@ def stream_features(
     directory = place or work / "features"
     layers = tuple(sorted(plan.spec.aux_layers or stream.spec.default_aux_layers))
     if chunk_bytes is None:
-        chunk_bytes = min(CHUNK_BYTES, DISK_SHARE * shutil.disk_usage(existing(directory)).free)
+        chunk_bytes = min(CHUNK_BYTES, DISK_SHARE * machine.free_disk(directory))
         chunk_bytes = world.agree(chunk_bytes)  # the disk fills while the others look
     data = (plan.data or split_data(plan.samples, options)).of(options)
     chunks, kept = chunks_in_order(plan.samples, data, stream.spec, len(layers), chunk_bytes)
@@ -301,8 +302,8 @@ def chunks_in_order(
 
 def _check_disk(plan: TrainingPlan, directory: Path, *, once: bool) -> None:
     """Every chunk stays when samples come again; then all of them must fit."""
-    place = existing(directory)
-    free = shutil.disk_usage(place).free + sum(path.stat().st_size for path in directory.glob("chunk-*"))
+    place = machine.existing(directory)
+    free = machine.free_disk(place) + sum(path.stat().st_size for path in directory.glob("chunk-*"))
     if not once and plan.feature_bytes > free:
         raise TrtspecError(
             f"the states of {plan.tokens:,} tokens take {plan.feature_bytes:,} bytes, kept for later epochs, and the "

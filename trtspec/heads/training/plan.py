@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from trtspec import machine
 from trtspec.checkpoint.heads.dialects import ENGINES
+from trtspec.checkpoint.identity import identity_digest
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.checkpoint.writer import write_shard
 from trtspec.errors import TrtspecError, UsageError
@@ -31,7 +32,6 @@ from trtspec.heads.training.features import (
     check_room,
     find_dumps,
     states_of,
-    target_digest,
 )
 from trtspec.heads.training.options import (
     DataFiles,
@@ -136,7 +136,7 @@ def make_plan(
     if isinstance(features, Dumped) and dumped is None:
         check_room(features.directory, size, tokens)
     bounded = isinstance(features, InMemory) and features.bounded
-    if bounded and size > MEMORY_SHARE * psutil.virtual_memory().available:
+    if bounded and size > MEMORY_SHARE * machine.free_memory():
         raise UsageError(
             f"the states of {tokens:,} tokens take {size / 2**30:.1f} GiB, more than half of the free memory",
             "pass --features DIR to keep them on disk, or less data",
@@ -207,7 +207,7 @@ def check_run(run: TrainingRun, plan: TrainingPlan, options: TrainOptions) -> di
     saved = saved_run(run.work)
     if saved is not None:
         check_saved(saved, run_fingerprint(run, plan.samples, data, options), data.order.total, run.output)
-    free = psutil.virtual_memory().available
+    free = machine.free_memory()
     return {"best_head_by": best, "steps_done": saved.step if saved else 0, "free_memory_bytes": free}
 
 
@@ -368,7 +368,7 @@ def run_fingerprint(
     return {
         "options": {key: value for key, value in options.to_dict().items() if key not in (*LENGTH, *IN_DATA)},
         "data": _data_digest(samples, data),
-        "target": target_digest(run.target_dir),
+        "target": identity_digest(run.target_dir),
         "init": file_sha256(run.init / "model.safetensors") if run.init else None,
     }
 

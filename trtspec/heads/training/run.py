@@ -12,12 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
+from trtspec import machine
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.config import head_config
 from trtspec.checkpoint.heads.read import head_spec
+from trtspec.checkpoint.identity import identity_digest
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.writer import write_shard
 from trtspec.errors import TrtspecError
@@ -33,7 +34,6 @@ from trtspec.heads.training.features import (
     dump_features,
     dumps_of,
     states_of,
-    target_digest,
 )
 from trtspec.heads.training.features_server import ServedFeatures, check_first_layers, served_model
 from trtspec.heads.training.features_stream import open_stream, stream_features
@@ -66,7 +66,7 @@ def open_target(target_dir: Path, plan: TrainingPlan, dtype: torch.dtype, device
     """(the target, whether with its layers). Its embeddings, final norm and lm_head suffice where the states come by
     another way: streamed, from a server, or from dumps of a target that does not fit."""
     stored = sum(path.stat().st_size for path in target_dir.glob("*.safetensors"))
-    large = stored > MEMORY_SHARE * psutil.virtual_memory().available
+    large = stored > MEMORY_SHARE * machine.free_memory()
     apart = not plan.features.needs_layers or (large and plan.dumped is not None)
     if not apart:
         return load_target(target_dir, dtype=dtype, device=device), True
@@ -147,7 +147,7 @@ def _features(run: TrainingRun, model: KimiModel, plan: TrainingPlan, options: T
             return served
         case Streamed():
             stream = open_stream(run.target_dir, model.dtype, str(model.embed.weight.device), world)
-            return stream_features(stream, plan, options, run.work, target_digest(run.target_dir), world=world)
+            return stream_features(stream, plan, options, run.work, identity_digest(run.target_dir), world=world)
     features = gather_features(model, plan, run.target_dir, world)
     if isinstance(features, DumpedFeatures) and features.unnamed is not None:
         _compare(run, plan, features, features.unnamed, model.dtype, world)

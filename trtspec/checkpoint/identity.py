@@ -1,0 +1,43 @@
+"""The one fingerprint of a checkpoint: what a journal, a file of scales or dumped states belong to.
+
+It takes the config, the tensors' names, types, shapes and places, the size of each shard and the first bytes of some
+tensors: 192 KiB of a terabyte. Neither paths nor times count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from trtspec.checkpoint.headers import Checkpoint
+
+SAMPLED, SAMPLE_BYTES = 48, 1 << 12  # tensors, and bytes of each
+VOLATILE = {"_name_or_path", "transformers_version", "auto_map"}  # of config.json: says nothing about the model
+MODEL = {"config": "the config", "tensors": "tensor names, dtypes or shapes", "sample": "the weights"}
+
+
+def identity(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Digests by name, and the size of each shard. Those of MODEL are the same however tensors are dealt to shards."""
+    config = {key: value for key, value in checkpoint.config.items() if key not in VOLATILE}
+    infos = sorted(checkpoint.tensors.values(), key=lambda info: info.name)
+    sample = hashlib.sha256()
+    for info in infos[:: -(-len(infos) // SAMPLED)]:
+        sample.update(checkpoint.bytes_at(info.shard, info.begin, min(SAMPLE_BYTES, info.nbytes)))
+    return {
+        "config": _digest(json.dumps(config, sort_keys=True)),
+        "tensors": _digest(repr([(info.name, info.dtype, info.shape) for info in infos])),
+        "sample": sample.hexdigest(),
+        "places": _digest(repr([(info.name, info.shard, info.begin) for info in infos])),
+        "shards": checkpoint.shard_bytes,
+    }
+
+
+def identity_digest(directory: Path) -> str:
+    """One digest of all that `identity` takes."""
+    return _digest(json.dumps(identity(Checkpoint.open(directory)), sort_keys=True))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
