@@ -8,10 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.command_line import trtspec as here
+from tests.quant.test_streaming import same_bytes, tensors_of
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
+from trtspec.quant.conversion import ConversionOptions, prepare
+from trtspec.quant.modelopt import replace_linears
+from trtspec.quant.policy import load_policy
 
 
 def trtspec(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -67,13 +72,23 @@ def test_read_only_output_is_a_message(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_modelopt_engine_writes_the_same_weights_and_configs(tmp_path):
+@pytest.mark.parametrize("policy", ["k2.5", "k2.7-code"])
+def test_the_modelopt_engine_writes_the_same_weights_and_configs(tmp_path, policy):
     source = make_target(tmp_path / "in", format="int4", layers=3, vision=True)
-    for policy in ("k2.5", "k2.7-code"):
-        stream, modelopt = tmp_path / f"stream-{policy}", tmp_path / f"modelopt-{policy}"
-        assert trtspec("quantize", source, "-o", stream, "--policy", policy).returncode == 0
-        run = trtspec("quantize", source, "-o", modelopt, "--policy", policy, "--engine", "modelopt")
-        assert run.returncode == 0, run.stderr
-        same = [*stream.glob("*.safetensors"), *stream.glob("*config.json"), stream / "model.safetensors.index.json"]
-        for path in same:
-            assert path.read_bytes() == (modelopt / path.name).read_bytes(), path.name
+    stream, modelopt = tmp_path / "stream", tmp_path / "modelopt"
+    assert trtspec("quantize", source, "-o", stream, "--policy", policy).returncode == 0
+    run = trtspec("quantize", source, "-o", modelopt, "--policy", policy, "--engine", "modelopt")
+    assert run.returncode == 0, run.stderr
+    same = [*stream.glob("*.safetensors"), *stream.glob("*config.json"), stream / "model.safetensors.index.json"]
+    for path in same:
+        assert path.read_bytes() == (modelopt / path.name).read_bytes(), path.name
+    for shard in modelopt.glob("*.safetensors"):  # every NVFP4 byte is ModelOpt's
+        tensors = load_file(shard)
+        for name in [name for name in tensors if f"{name}_scale_2" in tensors]:
+            for part in (name, f"{name}_scale", f"{name}_scale_2"):
+                tensors[part].zero_()
+        save_file(tensors, shard, {"format": "pt"})
+        assert shard.read_bytes() != (stream / shard.name).read_bytes()
+    replace_linears(prepare(source, modelopt, load_policy(policy), ConversionOptions()))
+    ours, theirs = tensors_of(stream), tensors_of(modelopt)
+    assert ours.keys() == theirs.keys() and all(same_bytes(ours[name], theirs[name]) for name in ours)

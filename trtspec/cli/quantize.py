@@ -70,25 +70,6 @@ class QuantizeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizeWhole:
-    """Shard by shard, in bounded memory."""
-
-    source: str
-    output: Path
-    policy: str | None
-    kv_cache: KvCache
-    input_scales: str
-    accept_input_scales: bool
-    weight_scales: WeightScales | None
-    workers: int
-    device: str
-    dry_run: bool
-    restart: bool
-    force: bool
-    json_: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class QuantizeByModelOpt:
     """The whole model in memory, one process."""
 
@@ -103,6 +84,14 @@ class QuantizeByModelOpt:
     restart: bool
     force: bool
     json_: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeWhole(QuantizeByModelOpt):
+    """Shard by shard, in bounded memory."""
+
+    workers: int
+    device: str
 
 
 WHOLE = Mode("the streaming engine", QuantizeWhole, "--engine stream")
@@ -144,7 +133,7 @@ def run(options: Any, progress: Any = None) -> Quantized | QuantizePlan:
         weight_scales=options.weight_scales,
         accept_input_scales=options.accept_input_scales,
     )
-    if isinstance(options, QuantizeByModelOpt):
+    if not isinstance(options, QuantizeWhole):
         settings = replace(settings, by_modelopt=True)
     elif options.device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", options.device):
         raise UsageError(f"--device {options.device} is not one of cpu, cuda, cuda:N", "see `trtspec quantize --help`")
