@@ -154,16 +154,6 @@ def vllm_gate(name: str) -> Gate:
     return Gate(name, row["what"], row["after"], row["by"], f"{row['evidence']}: {row['source']}")
 
 
-def vllm_gates() -> tuple[Gate, ...]:
-    return tuple(vllm_gate(name) for name in _flags()["gates"])
-
-
-def options_passed(words: Sequence[str], version: Version) -> list[str]:
-    """Of words for `trtspec serve`, the options behind a `--`, by their long spelling without dashes."""
-    rest = words[list(words).index("--") + 1 :] if "--" in words else ()
-    return [item.option.name for item in parse_options(rest, version)[0]]
-
-
 def releases_read() -> tuple[str, str]:
     """Oldest and newest release whose options are known."""
     return _flags()["read"][0], _flags()["read"][-1]

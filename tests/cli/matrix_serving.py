@@ -149,27 +149,12 @@ def watched(base: tuple[str, ...], **more: Effect | str) -> dict[str, Effect]:
 PROVE = line("prove {target} --head {head} --backend reference -o {out}")
 
 
-def a_bundle(out: Path) -> None:
-    from trtspec.bench.prove_bundle import write_bundle
-    from trtspec.bench.prove_redaction import Redactor
-
-    evidence: dict[str, Any] = {"backend": "reference", "engine": None}
-    evidence |= {key: {} for key in ("outputs", "setup", "speed", "memory")} | {"gpus": []}
-    files = {"evidence.json": json.dumps(evidence), "verdict.json": json.dumps({"ok": True, "results": []})}
-    write_bundle(out.with_suffix(".gz"), files, Redactor({}))
-
-
-def a_review(out: Path) -> None:
-    a_bundle(out)
-    out.mkdir()
-    (out / "schemas.patch").write_text("mine")
-
-
 SERVING: dict[str, dict[str, Situation]] = {
     "prove": {
-        "a proof run": Situation(
+        "": Situation(
             PROVE,
             effects(
+                target=Effect(instead=line("prove {other} --head {head} --backend reference -o {out}")),
                 passed=Effect(line("-- --dtype float32")),
                 head="--head {mla}",
                 output="--output {out}.2",
@@ -188,15 +173,6 @@ SERVING: dict[str, dict[str, Situation]] = {
                 dry_run="--dry-run",
                 json_="--json",
             ),
-        ),
-        "--import": Situation(
-            line("prove --import {out}.gz"),
-            effects(
-                output="-o {out}",
-                force=Effect(line("--force"), base=line("prove --import {out}.gz -o {out}"), before=a_review),
-                json_="--json",
-            ),
-            before=a_bundle,
         ),
     },
     "watch": {

@@ -20,8 +20,8 @@ from tests.cli.matrix_making import MAKING
 from tests.cli.matrix_serving import SERVING, an_engine_file
 from tests.command_line import trtspec
 from tests.tiny import make_head, make_target
+from trtspec.bench.prove import ProveLine
 from trtspec.cli.app import COMMANDS
-from trtspec.cli.prove_run import Proof
 from trtspec.records import Mode, click_command, flag_of, variable
 
 NAMES = [name for names in COMMANDS.values() for name in names]
@@ -38,7 +38,6 @@ SELECTING = {
     "check": {"against"},
     "inspect": {"against", "run", "states"},
     "watch": {"once"},
-    "prove": {"import_", "target", "passed"},
 }
 
 
@@ -224,9 +223,9 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
             lambda found, *more: stage.handed.append(repr((found.settings, found.baseline, more))) or ([], None),
         )
 
-    def prove_all(*given: Any) -> Proof:
+    def prove_all(*given: Any) -> list[ProveLine]:
         stage.handed.append(repr(given))
-        return Proof([], "proof.tar.gz", "0")
+        return []
 
     monkeypatch.setattr("trtspec.cli.prove_run.prove_all", prove_all)
     monkeypatch.setattr("trtspec.cli.demo.run_stages", lambda demo: stage.handed.append(repr(demo.sizes)))
@@ -347,7 +346,7 @@ def required(command: str, stage: Stage, besides: str) -> list[str]:
     words = {"quantize": "{target} -o x", "calibrate": "{target} {data} -o x", "synthesize": "{prompts} -o x",
              "train": "{target} {data} -o x", "convert": "{head} -o x --to vllm", "bench": "{url}", "check": "{url}",
              "inspect": "{target}", "plan": "{target}", "build-config": "{target}", "lint": "{engine}",
-             "serve": "{target}", "watch": "{url}"}  # fmt: skip
+             "serve": "{target}", "prove": "{target}", "watch": "{url}"}  # fmt: skip
     found = stage.words(tuple(words.get(command, "").split()))
     if besides in found:
         del found[found.index(besides) : found.index(besides) + 2]

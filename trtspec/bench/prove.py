@@ -1,15 +1,14 @@
 """`prove`: which commands make a proof, with which prompts, and what their outputs amount to. Runs nothing.
 
 A proof is a list of steps, each one command of trtspec with its output. Steps that need a server name its launch; the
-launches follow each other, the plain one first, because they want the same GPUs. The verdict is judged line by line,
-and figures that leave the plan are named.
+launches follow each other, the plain one first, because they want the same GPUs. The verdict is judged line by line.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from trtspec.bench.gate import Status
 from trtspec.bench.tables import thinking_words
@@ -54,21 +53,15 @@ class ProveSetup:
     serve_words: tuple[str, ...] = ()
     thinking: str | None = None
 
-    @property
-    def dated(self) -> bool:
-        """Whether the backend is one whose releases schemas describe."""
-        return self.backend == "trtllm"
-
 
 @dataclass(frozen=True)
 class ProveStep:
-    """One command: `words` after `trtspec`, or after `python -m MODULE`. `launch` is the server that it needs (""
-    without one). `statuses` are those that count as done: 3 is a finding, not a failure. Seconds are an estimate."""
+    """One command: `words` after `trtspec`. `launch` is the server that it needs ("" without one). `statuses` are those
+    that count as done: 3 is a finding, not a failure. Seconds are an estimate."""
 
     name: str
     words: tuple[str, ...]
     launch: str = ""
-    module: str = "trtspec"
     statuses: tuple[int, ...] = (0, 3)
     seconds: float = 5.0
 
@@ -105,9 +98,7 @@ def _offline(setup: ProveSetup) -> Iterator[ProveStep]:
         levels = ",".join(map(str, setup.concurrency))
         sizes = ("--gpu", setup.gpu, "--gpus", str(setup.gpus), "--concurrency", levels, "--json")
         yield ProveStep("plan", ("plan", setup.target, *pair, *sizes), statuses=(0, 1, 3))
-    if setup.dated:
-        schema = ("from-installed", "-o", f"{WORK}/schema.yaml")
-        yield ProveStep("schema", schema, module="trtspec.trtllm.schema_tools", statuses=(0, 4), seconds=60)
+    if setup.backend == "trtllm":
         for name, head in (("plain", ()), ("head", pair)):
             file = f"{WORK}/engine-{name}.yml"
             size = ("--tp-size", str(setup.gpus), "--force")
@@ -128,38 +119,22 @@ def _measured(setup: ProveSetup, launch: str) -> Iterator[ProveStep]:
 
     each, middle = 2 * setup.samples, sorted(setup.concurrency)[len(setup.concurrency) // 2]
     speed = bench(f"bench-{launch}", *asked, "--concurrency", levels, answers=each * len(setup.concurrency), at=middle)
-    checked = (
-        "--dataset",
-        setup.dataset,
-        "--samples",
-        str(min(setup.samples, CHECKED)),
-        "--max-tokens",
-        "128",
-        "--json",
-    )
-    cost = min(setup.samples, CHECKED) * 128 / RATES[setup.backend] / 3
+    checked, recording = min(setup.samples, CHECKED), f"{WORK}/recording.json"
+    cost = checked * 128 / RATES[setup.backend] / 3
     if launch == PLAIN:
-        record = ("check", URL, "--record", f"{WORK}/recording.json", "--force", *checked)
-        yield ProveStep("record", record, launch, seconds=cost)
+        sizes = ("--dataset", setup.dataset, "--samples", str(checked), "--max-tokens", "128", "--json")
+        yield ProveStep("record", ("check", URL, "--record", recording, "--force", *sizes), launch, seconds=cost)
         yield speed
         return
-    if launch == launches(setup)[1]:
-        against = (
-            "check",
-            URL,
-            "--against",
-            f"{WORK}/recording.json",
-            "--min-acceptance",
-            str(MIN_ACCEPTANCE),
-            "--json",
-        )
-        yield ProveStep("check", against, launch, seconds=cost)
+    if launch != launches(setup)[1]:
         yield speed
-        hot = (*asked, "--concurrency", str(setup.concurrency[0]), "--temperature", "1")
-        yield bench("bench-sampled", *hot, answers=setup.samples, at=setup.concurrency[0])
-        yield from _own_prompts(setup, bench)
         return
+    against = ("check", URL, "--against", recording, "--min-acceptance", str(MIN_ACCEPTANCE), "--json")
+    yield ProveStep("check", against, launch, seconds=cost)
     yield speed
+    hot = (*asked, "--concurrency", str(setup.concurrency[0]), "--temperature", "1")
+    yield bench("bench-sampled", *hot, answers=setup.samples, at=setup.concurrency[0])
+    yield from _own_prompts(setup, bench)
 
 
 def _own_prompts(setup: ProveSetup, bench: Callable[..., ProveStep]) -> Iterator[ProveStep]:
@@ -211,17 +186,32 @@ class ProveLine:
 
 
 @dataclass(frozen=True)
-class PlanFinding:
-    """One figure of the plan beside the measured one. `status`: verified within the tolerance, refuted beyond it."""
+class ProveEvidence:
+    """What the steps left: their `outputs` by name, `speed_of` each launch, and by launch the `memory` and the seconds
+    of its start. `mode` is what the name of every figure says of thinking."""
 
-    what: str
-    planned: float
-    measured: float
-    status: Literal["verified", "refuted"]
+    setup: ProveSetup
+    outputs: Mapping[str, Any]
+    speed: Mapping[str, Mapping[str, Mapping[str, float | None]]]
+    memory: Mapping[str, Mapping[str, Any]]
 
     @property
-    def ratio(self) -> float:
-        return self.measured / self.planned
+    def gpus(self) -> list[dict[str, Any]]:
+        return (self.outputs.get("doctor") or {}).get("gpus", [])
+
+    @property
+    def engine(self) -> str | None:
+        """Its version, by `lint --installed` or by the plain server."""
+        by_server = (self.outputs.get(f"bench-{PLAIN}") or {}).get("server", {}).get("version")
+        return (self.outputs.get("lint-plain") or {}).get("version") or by_server
+
+    @property
+    def mode(self) -> str:
+        return thinking_words(self.setup.thinking)
+
+    def long_parts(self) -> dict[str, Mapping[str, Any] | None]:
+        """The output of the bench step of each prompt length, shortest first."""
+        return {f"{size} tokens": self.outputs.get(f"bench-long-{size}") for size in sorted(self.setup.contexts)}
 
 
 def taken(before: Sequence[int] | None, after: Sequence[int] | None) -> list[int] | None:
@@ -232,43 +222,6 @@ def taken(before: Sequence[int] | None, after: Sequence[int] | None) -> list[int
         return None
     rises = [max(0, now - then) for then, now in zip(before, after, strict=True)]
     return [rise for rise in rises if rise > max(rises) * USED_SHARE] or None
-
-
-def plan_findings(evidence: Mapping[str, Any]) -> list[PlanFinding]:
-    """Step times and memory against the plan; nothing where the measured GPUs are not the planned ones, and no memory
-    where it was taken on another number of GPUs than planned. Raises ArithmeticError for a plan of nothing."""
-    plan = evidence["outputs"].get("plan") or {}
-    names = [gpu["name"].lower() for gpu in evidence["gpus"]]
-    if not plan.get("points") or not names or not all(plan["gpu"].lower() in name for name in names):
-        return []
-    if evidence["setup"].get("gpus", plan["gpus"]) != plan["gpus"]:
-        return []
-    found = []
-    for launch, measured in evidence["speed"].items():
-        drafts = 0 if launch == PLAIN else int(launch.removeprefix("k"))
-        for level, figures in measured.items():
-            point = _point(plan["points"], int(level), drafts)
-            if point and figures.get("step_ms"):
-                what = f"step time, {launch}, concurrency {level}{mode_words(evidence)} (ms)"
-                found.append(_compared(what, point["step_ms"], figures["step_ms"], PLAN_TOLERANCE))
-    per_gpu = plan["per_gpu"]
-    for launch, used in evidence["memory"].items():
-        parts = ("weights", "kv") if launch == PLAIN else ("weights", "head", "kv")
-        if len(used.get("per_gpu") or ()) == plan["gpus"]:
-            planned = sum(per_gpu[part] for part in parts)
-            found.append(
-                _compared(f"memory of one GPU, {launch} (bytes)", planned, max(used["per_gpu"]), MEMORY_TOLERANCE)
-            )
-    return found
-
-
-def _point(points: Sequence[Mapping[str, Any]], concurrency: int, drafts: int) -> Mapping[str, Any] | None:
-    return next((p for p in points if (p["concurrency"], p["draft_len"]) == (concurrency, drafts)), None)
-
-
-def _compared(what: str, planned: float, measured: float, tolerance: float) -> PlanFinding:
-    holds = abs(measured / planned - 1) <= tolerance
-    return PlanFinding(what, planned, measured, "verified" if holds else "refuted")
 
 
 def speed_of(results: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
@@ -285,41 +238,56 @@ def speed_of(results: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
     return found
 
 
-def judge(evidence: Mapping[str, Any]) -> list[ProveLine]:
+def judge(evidence: ProveEvidence) -> list[ProveLine]:
     """The verdict, from the outputs of the steps. Without installation, pair, check or speed nothing is proved: these
     fail where they are missing. Anything else that was not measured is skipped, and says so."""
-    outputs = evidence["outputs"]
+    outputs = evidence.outputs
     lines = [
         _problems("installation", outputs.get("doctor")),
         _problems("target", outputs.get("inspect-target")),
         _problems("head and pair", outputs.get("inspect-head")),
     ]
-    if evidence["backend"] == "trtllm":
+    if evidence.setup.backend == "trtllm":
         lines += [_lint(name, outputs.get(f"lint-{name}")) for name in ("plain", "head")]
     checked = (outputs.get("check") or {}).get("results", ())
     lines += [ProveLine(f"check: {r['name']}", r["status"], r["message"]) for r in checked]
     if not checked:
         lines.append(ProveLine("check", "fail", "no output: whether the answers are the same was not looked at"))
-    mode = mode_words(evidence)
-    lines += [replace(line, name=f"{line.name}{mode}") for line in (*_acceptance(evidence), *_speed(evidence))]
-    plan = plan_findings(evidence)
-    for finding in plan:
-        status: Status = "pass" if finding.status == "verified" else "fail"
-        shown = f"planned {finding.planned:.4g}, measured {finding.measured:.4g} (x {finding.ratio:.2f})"
-        lines.append(ProveLine(f"plan: {finding.what}", status, shown))
-    lines += _other_count(evidence) if plan else []
-    if not plan:
-        lines.append(ProveLine("plan", "skipped", "no plan of the GPUs that were measured"))
-    return lines
+    for line in (*_acceptance(evidence), *_speed(evidence)):
+        lines.append(replace(line, name=f"{line.name}{evidence.mode}"))
+    plan = list(_plan(evidence))
+    return lines + (plan or [ProveLine("plan", "skipped", "no plan of the GPUs that were measured")])
 
 
-def _other_count(evidence: Mapping[str, Any]) -> Iterator[ProveLine]:
-    """Launches whose memory is not compared with the plan, since the GPUs are not as many."""
-    planned = evidence["outputs"]["plan"]["gpus"]
-    for launch, used in evidence["memory"].items():
-        if (found := len(used.get("per_gpu") or ())) not in (0, planned):
-            why = f"memory rose on {found} GPUs, the plan is for {planned}"
-            yield ProveLine(f"plan: memory of one GPU, {launch} (bytes)", "skipped", why)
+def _plan(evidence: ProveEvidence) -> Iterator[ProveLine]:
+    """Step times and memory against the plan; nothing where the measured GPUs are not the planned ones. Memory that was
+    taken on another number of GPUs than planned is not compared."""
+    plan = evidence.outputs.get("plan") or {}
+    names = [gpu["name"].lower() for gpu in evidence.gpus]
+    if not plan.get("points") or not names or not all(plan["gpu"].lower() in name for name in names):
+        return
+    steps = {(point["concurrency"], point["draft_len"]): point["step_ms"] for point in plan["points"]}
+    for launch, measured in evidence.speed.items():
+        drafts = 0 if launch == PLAIN else int(launch.removeprefix("k"))
+        for level, figures in measured.items():
+            planned, step_ms = steps.get((int(level), drafts)), figures.get("step_ms")
+            if planned and step_ms:
+                what = f"step time, {launch}, concurrency {level}{evidence.mode} (ms)"
+                yield _against_plan(what, planned, step_ms, PLAN_TOLERANCE)
+    for launch, used in evidence.memory.items():
+        what, found = f"memory of one GPU, {launch} (bytes)", used.get("per_gpu") or ()
+        if len(found) == plan["gpus"]:
+            planned = sum(plan["per_gpu"][part] for part in ("weights", "kv", *(() if launch == PLAIN else ("head",))))
+            yield _against_plan(what, planned, max(found), MEMORY_TOLERANCE)
+        elif found:
+            why = f"memory rose on {len(found)} GPUs, the plan is for {plan['gpus']}"
+            yield ProveLine(f"plan: {what}", "skipped", why)
+
+
+def _against_plan(what: str, planned: float, measured: float, tolerance: float) -> ProveLine:
+    ratio = measured / planned
+    shown = f"planned {planned:.4g}, measured {measured:.4g} (x {ratio:.2f})"
+    return ProveLine(f"plan: {what}", "pass" if abs(ratio - 1) <= tolerance else "fail", shown)
 
 
 def _problems(name: str, output: Mapping[str, Any] | None) -> ProveLine:
@@ -339,8 +307,8 @@ def _lint(name: str, output: Mapping[str, Any] | None) -> ProveLine:
     return ProveLine(line.name, line.status, f"{line.message}, for {output.get('version')}")
 
 
-def _acceptance(evidence: Mapping[str, Any]) -> Iterator[ProveLine]:
-    outputs = evidence["outputs"]
+def _acceptance(evidence: ProveEvidence) -> Iterator[ProveLine]:
+    outputs = evidence.outputs
     hot = outputs.get("bench-sampled") or {}
     sampled = hot.get("acceptance_length")
     if degenerate(hot):
@@ -352,7 +320,7 @@ def _acceptance(evidence: Mapping[str, Any]) -> Iterator[ProveLine]:
     states = {state: outputs.get(f"bench-{state}") for state in ("cold", "warm")}
     line = _compared_parts("acceptance: warm", states, WARM_LOSS)
     yield line if line.status == "skipped" else _reuse(line, states)
-    yield _compared_parts("acceptance: long", long_parts(evidence), LONG_LOSS)
+    yield _compared_parts("acceptance: long", evidence.long_parts(), LONG_LOSS)
 
 
 def degenerate(results: Mapping[str, Any], category: str | None = None) -> bool:
@@ -360,17 +328,6 @@ def degenerate(results: Mapping[str, Any], category: str | None = None) -> bool:
     no figure."""
     found = results.get("degeneration") if category is None else (results.get("quality") or {}).get(category)
     return bool((found or {}).get("degenerate"))
-
-
-def mode_words(evidence: Mapping[str, Any]) -> str:
-    """What the name of every figure of an evidence says of thinking."""
-    return thinking_words(evidence.get("setup", {}).get("thinking"))
-
-
-def long_parts(evidence: Mapping[str, Any]) -> dict[str, Mapping[str, Any] | None]:
-    """The output of the bench step of each prompt length, shortest first."""
-    outputs = evidence["outputs"]
-    return {f"{size} tokens": outputs.get(f"bench-long-{size}") for size in sorted(evidence["setup"]["contexts"])}
 
 
 def _compared_parts(name: str, parts: Mapping[str, Mapping[str, Any] | None], allowed: float) -> ProveLine:
@@ -417,11 +374,10 @@ def reused(results: Mapping[str, Any]) -> float | None:
     return sum(part["cached_prompt_tokens"] for part in found) / asked if asked else None
 
 
-def _speed(evidence: Mapping[str, Any]) -> Iterator[ProveLine]:
-    plain = evidence["speed"].get(PLAIN, {})
-    heads = {launch: levels for launch, levels in evidence["speed"].items() if launch != PLAIN}
-    asked = map(str, evidence["setup"].get("concurrency", ()))
-    for level in dict.fromkeys([*asked, *plain]):
+def _speed(evidence: ProveEvidence) -> Iterator[ProveLine]:
+    plain = evidence.speed.get(PLAIN, {})
+    heads = {launch: levels for launch, levels in evidence.speed.items() if launch != PLAIN}
+    for level in map(str, evidence.setup.concurrency):
         base = (plain.get(level) or {}).get("tokens_per_s")
         rates = {launch: (levels.get(level) or {}).get("tokens_per_s") for launch, levels in heads.items()}
         known = {launch: rate for launch, rate in rates.items() if rate}

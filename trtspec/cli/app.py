@@ -47,7 +47,7 @@ COMMANDS = {
     "Proof": {
         "bench": "Measure acceptance, throughput and latency of an endpoint.",
         "check": "Check an endpoint: lossless output, no loops, working tool calls, minimum acceptance.",
-        "prove": "Prove a target and its head on your own GPUs, in one bundle that can be given away.",
+        "prove": "Prove a target and its head on your own GPUs.",
         "watch": "Watch acceptance, loops and latency of a live endpoint, and alert when they change.",
     },
 }

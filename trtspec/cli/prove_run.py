@@ -1,11 +1,11 @@
 """Runs a proof: one command after the other, each noted in a journal when its output is kept, so that a killed run
 resumes with the first command that has none. Nothing that it started outlives it: the servers are started, waited for
-and ended here, and the one that a killed run left behind. Evidence, verdict and page from the outputs of the steps are
-packed as a bundle."""
+and ended here, and the one that a killed run left behind. Verdict and page are made of the outputs of the steps."""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import signal
@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from trtspec import files, report
 from trtspec.bench.prove import (
     URL,
     WORK,
+    ProveEvidence,
     ProveLine,
     ProveSetup,
     ProveStep,
@@ -34,12 +35,9 @@ from trtspec.bench.prove import (
     steps_of,
     taken,
 )
-from trtspec.bench.prove_bundle import prove_html, write_bundle
-from trtspec.bench.prove_redaction import Redactor, redactor
-from trtspec.bench.prove_words import OWN_OPTIONS
+from trtspec.bench.prove_page import prove_html
 from trtspec.checkpoint.writer import Journal
 from trtspec.cli.demo_process import child, duration, noted_signals, stop, tail, wait
-from trtspec.cli.prove_inputs import data_file, proof_header
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.launch.preflight import used_memory
 from trtspec.launch.server import generation_failure, is_healthy
@@ -49,29 +47,89 @@ POLL = 0.1
 LEFT_OVER = 180.0  # seconds that the server of a killed run gets to end
 NEVER = 2.0  # seconds of silence before a first look at a server's health
 LIBC = ctypes.CDLL(None)
+SMALL = 8 * 2**20  # bytes; up to this size a file is known by its hash, above by its size and the time of its change
+# options of serve that a proof sets, or with which a launch would not be one server on this machine
+OWN_OPTIONS = (
+    *("--head", "--draft-len", "--backend", "--tp-size", "--host", "--port", "--config", "--dry-run"),
+    *("--speculation", "--draft-sampling", "--disaggregated", "--role", "--nodes", "--gpus-per-node"),
+    *("--launcher", "--launcher-args"),
+)
+# the same of trtllm-serve and vllm serve, in every spelling, without leading dashes and with dashes for underscores
+ENGINE_OPTIONS = (
+    *("tensor-parallel-size", "tp-size", "tp", "pipeline-parallel-size", "pp-size", "pp", "data-parallel-size", "dp"),
+    *("context-parallel-size", "cp-size", "prefill-context-parallel-size", "pcp"),
+    *("data-parallel-size-local", "dpl", "data-parallel-rank", "dpn", "data-parallel-start-rank", "dpr"),
+    *("data-parallel-address", "dpa", "gpus-per-node", "nnodes", "n", "node-rank", "r", "headless", "grpc"),
+    *("speculative-config", "sc", "spec-model", "spec-method", "spec-tokens", "config", "extra-llm-api-options"),
+    *("server-role", "disagg-cluster-uri", "metadata-server-config-file"),
+)
 
 
-@dataclass
-class Proof:
-    """What a run made: the verdict, and the bundle with its digest."""
-
-    lines: list[ProveLine]
-    bundle: str
-    sha256: str
-
-    @property
-    def failed(self) -> list[str]:
-        return [line.name for line in self.lines if line.status == "fail"]
-
-    def to_dict(self) -> dict[str, Any]:
-        shown = [asdict(line) for line in self.lines]
-        return {"ok": not self.failed, "results": shown, "bundle": self.bundle, "sha256": self.sha256}
+def refuse_own_options(words: Sequence[str]) -> None:
+    """Raises UsageError for the first of a user's words for `serve` that would change what is proved. What follows a
+    `--` among them is the engine's."""
+    cut = list(words).index("--") if "--" in words else len(words)
+    for at, word in enumerate(words):
+        flag = word.partition("=")[0]
+        name = flag.partition(".")[0].lstrip("-").replace("_", "-")
+        if flag in OWN_OPTIONS if at < cut else flag.startswith("-") and name in ENGINE_OPTIONS:
+            remedy = "leave it out; a proof sets head, draft length, GPUs and address of its servers by its own options"
+            raise UsageError(f"{flag} cannot be passed to the servers of a proof", remedy)
 
 
-def prove_all(setup: ProveSetup, directory: Path, startup: float, restart: bool) -> Proof:
-    """Runs what is not done yet, then writes verdict, page and bundle. `startup`: seconds for a server
-    to become ready."""
-    return finish(run_proof(setup, directory, startup, restart))
+def proof_header(setup: ProveSetup) -> dict[str, Any]:
+    """What a proof is begun with, as its journal notes it: the options, the engine, and the files that they name. The
+    words for the servers may hold a key, and are noted as a hash."""
+    words = hashlib.sha256("\0".join(setup.serve_words).encode()).hexdigest()[:16]
+    return {
+        "proof": asdict(setup) | {"serve_words": words},
+        "engine": engine_version(setup.backend),
+        "files": files_of(setup),
+    }
+
+
+def engine_version(backend: str) -> str | None:
+    """Of the engine that is installed here; the reference backend is trtspec itself."""
+    from trtspec.trtllm.deployment import installed_version
+    from trtspec.vllm import installed_vllm
+
+    versions = {"trtllm": installed_version, "vllm": installed_vllm}
+    return versions[backend]() if backend in versions else report.package_versions()["trtspec"]
+
+
+def files_of(setup: ProveSetup) -> dict[str, str]:
+    """By path, what tells each file from another: those of target, head and data set, and those that the words for the
+    servers name, such as a chat template. What the hub names has none here."""
+    names = (setup.target, setup.head, setup.dataset)
+    named = [Path(name if name.startswith("/") else name.partition("=")[2]) for name in names]  # as `absolute` has them
+    found = [file for path in named if path.is_absolute() for file in (path.iterdir() if path.is_dir() else [path])]
+    for word in setup.serve_words:
+        place = os.path.expanduser(word.partition("=")[2] if word.startswith("-") else word)
+        if os.path.isfile(place):  # Path's own methods raise for a long text
+            found.append(Path(place))
+    marks = {}
+    for file in found:
+        if file.is_file() and not file.name.startswith("."):
+            size, changed = file.stat().st_size, file.stat().st_mtime_ns
+            small = size <= SMALL and os.access(file, os.R_OK)
+            marks[str(file)] = report.file_sha256(file)[:16] if small else f"{size} bytes, changed at {changed} ns"
+    return marks
+
+
+def prove_all(setup: ProveSetup, directory: Path, startup: float, restart: bool) -> list[ProveLine]:
+    """Runs what is not done yet, then writes verdict and page. `startup`: seconds for a server to become ready."""
+    run = run_proof(setup, directory, startup, restart)
+    evidence = evidence_of(run)
+    lines = [
+        *(ProveLine(name, "fail", why) for name, why in run.broken.items()),
+        *(line for line in judge(evidence) if line.name not in run.broken),
+    ]
+    verdict = {"ok": not any(line.status == "fail" for line in lines), "results": [asdict(line) for line in lines]}
+    made = {"verdict.json": report.json_text(verdict), "report.html": prove_html(evidence, lines)}
+    for name, text in made.items():  # they quote the ends of logs
+        with report.open_private(run.directory / name) as stream:
+            stream.write(text.encode())
+    return lines
 
 
 @dataclass
@@ -110,7 +168,7 @@ class ProofRun:
         with (
             report.open_private(log) as out,
             report.open_private(errors) as err,
-            child([sys.executable, "-m", step.module, *words], stdout=out, stderr=err, **tied()) as process,
+            child([sys.executable, "-m", "trtspec", *words], stdout=out, stderr=err, **tied()) as process,
         ):
             wait(process)
             os.fsync(out.fileno())
@@ -291,50 +349,12 @@ def memory_of(pid: int, idle: list[int] | None) -> dict[str, Any]:
     return {"per_gpu": taken(idle, used_memory()), "resident": resident}
 
 
-def finish(run: ProofRun) -> Proof:
-    """Verdict, page and bundle from what the work directory holds."""
-    setup = run.setup
-    places = {setup.target: "<target>", setup.head: "<head>", str(run.directory): "<proof>"}
-    redact = redactor(places | {data_file(setup.dataset): "<dataset>"}, words=setup.serve_words)
-    evidence = redact.value(evidence_of(run))
-    lines = [
-        *(ProveLine(name, "fail", redact.text(why)) for name, why in run.broken.items()),
-        *(line for line in judge(evidence) if line.name not in run.broken),
-    ]
-    verdict = {"ok": not any(line.status == "fail" for line in lines), "results": [asdict(line) for line in lines]}
-    page = prove_html(evidence, lines)
-    report.write_json(run.directory / "verdict.json", verdict)
-    report.write_atomic(run.directory / "report.html", page)
-    kept = {"evidence.json": report.json_text(evidence), "verdict.json": report.json_text(verdict), "report.html": page}
-    bundle = run.directory / "proof.tar.gz"
-    digest = write_bundle(bundle, kept | _texts(run, redact), redact)
-    return Proof(lines, str(bundle), digest)
-
-
-def _texts(run: ProofRun, redact: Redactor) -> dict[str, str]:
-    """Files of the work directory that belong in a bundle as they are."""
-    names = ("schema.yaml", "engine-plain.yml", "engine-head.yml")
-    return {name: redact.text((run.work / name).read_text()) for name in names if (run.work / name).exists()}
-
-
-def evidence_of(run: ProofRun) -> dict[str, Any]:
-    """evidence.json before it is redacted: the outputs of the steps, and the figures that are compared."""
+def evidence_of(run: ProofRun) -> ProveEvidence:
     outputs = {step.name: found for step in steps_of(run.setup) if (found := _output(run, step)) is not None}
-    benches = {name.removeprefix("bench-"): found for name, found in outputs.items() if name.startswith("bench-")}
     served = launches(run.setup)
-    version = (outputs.get("lint-plain") or {}).get("version") if run.setup.dated else None
-    return {
-        "schema": 1,
-        "setup": asdict(run.setup),
-        "backend": run.setup.backend,
-        "engine": version or (benches.get("plain") or {}).get("server", {}).get("version"),
-        "gpus": (outputs.get("doctor") or {}).get("gpus", []),
-        "speed": {launch: speed_of(benches[launch]) for launch in served if launch in benches},
-        "memory": {name: run.journal.done[f"serve-{name}"] for name in served if run.done(f"serve-{name}")},
-        "journal": [entry for name, entry in run.journal.done.items() if run.done(name)],
-        "outputs": outputs,
-        "versions": report.package_versions(),
-    }
+    speed = {launch: speed_of(found) for launch in served if (found := outputs.get(f"bench-{launch}"))}
+    memory = {launch: run.journal.done[f"serve-{launch}"] for launch in served if run.done(f"serve-{launch}")}
+    return ProveEvidence(run.setup, outputs, speed, memory)
 
 
 def _output(run: ProofRun, step: ProveStep) -> Any:

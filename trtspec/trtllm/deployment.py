@@ -30,7 +30,6 @@ from trtspec.trtllm.schema import Option, Schema, newest_known, schema_for
 
 Fix = Callable[[Document], Edit]
 SPEC = "speculative_config"
-RELEASES = Path(__file__).with_name("releases.yaml")
 MODEL_KEYS = (f"{SPEC}.speculative_model_dir", f"{SPEC}.speculative_model")
 LENGTH = f"{SPEC}.max_draft_len"
 
@@ -289,15 +288,11 @@ def _beside(name: str) -> dict[str, Any]:
 
 @functools.cache
 def _releases() -> dict[str, Any]:
-    return _beside(RELEASES.name)
+    return _beside("releases.yaml")
 
 
 def gate(name: str) -> Gate:
     return Gate(name=name, **_releases()["gates"][name])
-
-
-def gates() -> tuple[Gate, ...]:
-    return tuple(gate(name) for name in _releases()["gates"])
 
 
 def reports(version: Version, target: ModelSpec, head: HeadSpec) -> list[dict[str, Any]]:

@@ -30,6 +30,7 @@ class KvCacheConfig(Strict):
     free_gpu_memory_fraction: float | None = Field(default=0.9, ge=0, le=1)
     tokens_per_block: int = 32
     dtype: str = "auto"
+    enable_block_reuse: bool = True
     host_cache_size: int | None = None
     pools: list[PositiveInt] | None = Field(default=None, min_length=1)
 
@@ -69,6 +70,7 @@ class TorchLlmArgs(Strict):
     max_batch_size: int | None = 2048
     backend: Literal["pytorch"] = Field(default="pytorch", json_schema_extra={"status": "deprecated"})
     load_format: str = "auto"
+    cuda_graph_config: dict[str, Any] | None = None
     stream_interval: PositiveInt = 1
     ratio: float = Field(default=1.25, gt=1, lt=2)
     env_overrides: dict[str, str] | None = None
