@@ -32,7 +32,6 @@ COMMANDS = (
     ("check", "{}"),
     ("check", "http://127.0.0.1:9", "--against", "{}"),
     ("watch", "{}", "--once"),
-    ("watch", "http://127.0.0.1:9", "--once", "--metrics-url", "{}"),
     ("synthesize", "prompts.txt", "-o", "out.jsonl", "--base-url", "{}"),
 )
 
@@ -71,7 +70,7 @@ def test_a_key_that_cannot_be_sent_is_refused_and_never_shown(key: str) -> None:
 
 def test_no_command_sends_or_shows_a_key_with_a_line_break(elsewhere: Path) -> None:
     key = f"sk-{SECRET}\n"
-    for words in (("check", "{}"), ("watch", "{}", "--once"), ("synthesize", "prompts.txt", "-o", "o", "--dry-run")):
+    for words in (("check", "{}"), ("watch", "{}"), ("synthesize", "prompts.txt", "-o", "o", "--dry-run")):
         done = trtspec(*(word.format("http://127.0.0.1:9") for word in words), OPENAI_API_KEY=key)
         assert done.status == 2 and SECRET not in done.stdout + done.stderr, done.stderr
         assert "OPENAI_API_KEY" in done.stderr

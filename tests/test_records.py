@@ -105,7 +105,7 @@ def test_a_line_that_does_not_parse_is_named() -> None:
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ("watch", ["--model=", "--thinking=", "--metrics-url=", "--listen="]),
+        ("watch", ["--listen="]),
         ("check", ["--model=", "--require=", "--dataset=", "--against="]),
         ("prove", ["--dataset=", "--thinking=", "--concurrency="]),
         ("synthesize", ["--model=", "--base-url=", "--extra-body=", "--shard="]),

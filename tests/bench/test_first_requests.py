@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.bench import cheats
 from tests.bench.test_datasets import PNG, write
-from tests.bench.test_malformed_metadata import pages, served
 from tests.bench.test_prove import SETUP
 from tests.command_line import trtspec
-from trtspec.bench import watch_run
 from trtspec.bench.battery import make_battery
-from trtspec.bench.client import RequestSampling, new_client
 from trtspec.bench.datasets import Question, left_out, load_dataset
-from trtspec.bench.watch import Watch, WatchSettings, WatchState
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.checkpoint.writer import Journal
 from trtspec.cli.inspect_run import InspectRun, _prompts
@@ -69,24 +63,6 @@ def test_check_says_what_it_does_not_ask(sets: dict[str, str], cheating: str, tm
         words = ("--dataset", sets[name], "--contexts", "0", "--samples", 2, "--record", out, "--json")
         done = trtspec("check", cheats.at(cheating, "plain"), *words)
         assert says in done.stderr and done.status in (0, 3) and len(json.loads(out.read_text())["transcripts"]) > 2
-
-
-def test_a_probe_sends_messages_pictures_and_tools(sets: dict[str, str]) -> None:
-    sent: list[dict[str, Any]] = []
-
-    async def probes(url: str) -> None:
-        watch = Watch(WatchState(url, 0.0, WatchSettings(), ""), WatchSettings(), None)
-        async with new_client(url) as client:
-            for name in sets:
-                plan = watch_run.ProbePlan(1.0, tuple(questions(sets[name])), RequestSampling())
-                await watch_run.probe(watch, client, plan, alone=True, left_s=60)
-        assert watch.state.totals.probes == len(sets)
-
-    asyncio.run(served(pages("vllm").get, probes, sent))
-    found = dict(zip(sets, sent, strict=True))
-    assert [message["role"] for message in found["own"]["messages"]] == ["system", "user"]
-    assert "image_url" in found["mmstar"]["messages"][0]["content"][1]
-    assert found["own"]["tools"][0]["function"]["name"] == "area" and "tools" not in found["mt-bench"]
 
 
 def test_the_proof_makes_prompts_of_every_set_and_says_what_they_lack(

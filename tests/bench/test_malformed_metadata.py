@@ -19,7 +19,7 @@ from trtspec.bench.client import RequestSampling, new_client
 from trtspec.bench.datasets import Dataset, Question
 from trtspec.bench.metrics import NAMES
 from trtspec.bench.results import BenchResults
-from trtspec.bench.watch_sources import MetricsMemory, look
+from trtspec.bench.watch import Watch
 from trtspec.errors import TrtspecError
 
 Pages = dict[str, str]
@@ -176,14 +176,9 @@ def fuzz(seeds: range) -> tuple[int, int]:
 
 
 def fuzz_watch(seeds: range) -> int:
-    """How many of two looks at damaged metrics were read; the others say why not."""
-    iteration = {
-        "iter": 1,
-        "iterLatencyMS": 2.0,
-        "numActiveRequests": 4,
-        "inflightBatchingStats": {"numGenRequests": 4},
-    }
-    iteration |= {"numQueuedRequests": 1, "specDecodingStats": {"numDraftTokens": 12}}
+    """How many of two readings of damaged metrics succeeded; the others say why not."""
+    drafts = {"numRequestsWithDraftTokens": 4, "numDraftTokens": 12, "numAcceptedTokens": 6}
+    iteration = {"iter": 1, "numActiveRequests": 4, "specDecodingStats": drafts}
     bodies = [
         (seed, random.Random(seed).choice((metrics(), json.dumps([iteration, {**iteration, "iter": 2}]))))
         for seed in seeds
@@ -195,15 +190,15 @@ def fuzz_watch(seeds: range) -> int:
         read = 0
         async with new_client(url) as client:
             for seed, page in bodies:
-                dice, memory = random.Random(seed), MetricsMemory()
+                dice, watch = random.Random(seed), Watch(url)
                 for _ in range(2):
                     current = damaged(page, dice) if dice.random() < 0.8 else page
                     try:
-                        json.dumps(vars(await look(client, memory)), allow_nan=False)
+                        await watch.read(client)
                         read += 1
                     except TrtspecError as error:
                         assert "metrics" in error.message
-                json.dumps(vars(memory), allow_nan=False)
+                    json.dumps(watch.summary(), allow_nan=False)
         return read
 
     return asyncio.run(served(lambda path: current if path == "/metrics" else None, ask))

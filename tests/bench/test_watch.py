@@ -1,13 +1,13 @@
-"""`trtspec watch` against servers on loopback: what it reads, what it keeps, what it alerts, and what it exports."""
+"""`trtspec watch` against servers on loopback: what it reads, what it exports, and what it judges."""
 
 from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,378 +17,234 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.bench.conftest import free_port
 from tests.command_line import Done, trtspec
-from trtspec.bench.datasets import load_dataset
-from trtspec.bench.watch_sources import MetricsMemory, NoSpeculation, read_body
+
+VLLM = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
+TRTLLM = ("trtllm:spec_decode_num_draft_tokens", "trtllm:spec_decode_num_accepted_tokens")  # as Dynamo writes them
+Once = Callable[..., Any]  # watch --once: the process and the object that it prints
+RECORD = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
+
+
+def prometheus(*values: object, names: tuple[str, ...] = VLLM) -> str:
+    return "".join(f'{name}_total{{engine="0"}} {value}\n' for name, value in zip(names, values, strict=True))
+
+
+def iterations(*counts: tuple[object, object, object]) -> str:
+    stats = [
+        {"iter": n, "specDecodingStats": dict(zip(RECORD, values, strict=True))} for n, values in enumerate(counts)
+    ]
+    return json.dumps([{"iter": 0, "specDecodingStats": None}, *stats])
 
 
 class MetricsServer(ThreadingHTTPServer):
-    """Gives the text that `bodies` holds for a path; 404 for others. vLLM's counters by `count`."""
+    """Gives the text that `bodies` holds for a path; 404 for others."""
 
     daemon_threads = True
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.bodies: dict[str, str] = {}
-        self.sums = [0.0, 0.0, 0.0, 0.0]
+    def __init__(self, port: int = 0, **bodies: str) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.bodies = {f"/{path}": body for path, body in bodies.items()}
+        self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def count(self, steps: float, accepted: float, tokens: float | None = None) -> None:
-        """This much happened since the last call."""
-        grown = (steps, 3 * steps, accepted, steps + accepted if tokens is None else tokens)
-        self.sums = [before + more for before, more in zip(self.sums, grown, strict=True)]
-        names = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
-                 "generation_tokens")  # fmt: skip
-        label = 'engine="0",model_name="m"'
-        lines = [f"vllm:{name}_total{{{label}}} {value}" for name, value in zip(names, self.sums, strict=True)]
-        for position in range(3):
-            share = self.sums[2] * (0.5, 0.3, 0.2)[position]
-            lines.append(f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{label},position="{position}"}} {share}')
-        self.bodies["/metrics"] = "\n".join(lines) + "\n"
-
-    def restart(self) -> None:
-        self.sums = [0.0, 0.0, 0.0, 0.0]
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: MetricsServer
 
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path in self.server.bodies else 404)
+        self.end_headers()
+        self.wfile.write(self.server.bodies.get(self.path, "").encode())
+
     def log_message(self, format: str, *words: Any) -> None:
         pass
-
-    def do_GET(self) -> None:
-        body = self.server.bodies.get(self.path, "").encode()
-        self.send_response(200 if self.path in self.server.bodies else 404)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
 
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    made = MetricsServer()
-    yield made
-    made.shutdown()
-    made.server_close()
+    with MetricsServer() as made:
+        yield made
+        made.shutdown()
 
 
-@pytest.fixture
-def baseline(tmp_path: Path) -> Path:
-    """Two categories of 40 answers with 100 steps each: 1.5 and 2.1 accepted drafts per step."""
-    turns, categories = [], {}
-    for category, ratio in (("docs", 1.5), ("code", 2.1)):
-        for number in range(40):
+def results(path: Path, turns: bool = True, **ratios: float) -> Path:
+    """A results.json with 40 answers of 100 steps in each category."""
+    rows, categories = [], {}
+    for category, ratio in ratios.items():
+        for number in range(40 if turns else 0):
             accepted = round(100 * ratio) + (-8, 8)[number % 2]
-            turns.append(
-                {
-                    "question": f"{category}{number}",
-                    "category": category,
-                    "tokens": 100 + accepted,
-                    "steps": 100,
-                    "accepted": accepted,
-                    "drafted": 300,
-                    "histogram": None,
-                    "source": "x",
-                }
-            )
+            row = {"question": f"{category}{number}", "category": category, "tokens": 100 + accepted, "steps": 100}
+            rows.append({**row, "accepted": accepted, "drafted": 300, "histogram": None, "source": "x"})
         categories[category] = {"steps": 4000, "accepted": round(4000 * ratio), "histogram": None}
-    path = tmp_path / "results.json"
-    body = {"name": "endpoint", "url": "http://x", "server": {}, "workload": {}, "categories": categories,
-            "concurrency": [], "turns_detail": turns}  # fmt: skip
-    path.write_text(json.dumps(body))
+    body = {"name": "endpoint", "url": "http://x", "server": {}, "workload": {}, "concurrency": []}
+    path.write_text(json.dumps({**body, "categories": categories, "turns_detail": rows}))
     return path
 
 
 @pytest.fixture
-def look(server: MetricsServer, tmp_path: Path) -> Callable[..., Done]:
-    """One `watch --once`; batches end as soon as they have 100 steps."""
+def baseline(tmp_path: Path) -> Path:
+    return results(tmp_path / "results.json", docs=1.5, code=2.1)
 
-    def run(*words: object) -> Done:
-        short = ("--batch", "0.05", "--min-steps", "100", "--state", tmp_path / "state.json")
-        return trtspec("watch", server.url, "--once", "--json", *short, *words)
+
+@pytest.fixture
+def once(server: MetricsServer, baseline: Path) -> Once:
+    def run(*words: object, url: str = server.url) -> tuple[Done, dict[str, Any]]:
+        done = trtspec("watch", url, "--once", "--baseline", baseline, "--json", *words)
+        return done, json.loads(done.stdout)
 
     return run
 
 
-def codes(done: Done) -> list[str]:
-    return [problem["code"] for problem in json.loads(done.stdout)["problems"]]
-
-
-def test_a_head_that_no_longer_fits_is_found_against_the_baseline_from_the_first_minutes(
-    server: MetricsServer, baseline: Path, look: Callable[..., Done]
+@pytest.mark.parametrize(
+    ("source", "body"),
+    [
+        ("vllm metrics", prometheus(900, 2700, 1350)),
+        ("iteration statistics", iterations((500, 1500, 700), (400, 1200, 650))),
+    ],
+)
+def test_the_counts_since_the_server_started_are_judged_at_the_first_reading(
+    server: MetricsServer, once: Once, source: str, body: str
 ) -> None:
-    server.count(5000, 9000)  # before the watch: not looked at
-    assert look("--baseline", baseline).status == 0
-    for _ in range(4):
-        server.count(400, 720)
-        time.sleep(0.06)
-        done = look("--baseline", baseline)
-        assert done.status == 0, done.stdout
-    said = json.loads(done.stdout)
-    assert said["last_batch"]["steps"] == 400 and said["last_batch"]["acceptance"] == 1.8
-    assert said["positions"]["1"] == pytest.approx(0.9) and said["series"]["baseline"]["normal"] == 1.5
-    damaged = 0
-    while done.status == 0 and damaged < 12:
-        server.count(400, 60)
-        time.sleep(0.06)
-        done, damaged = look("--baseline", baseline), damaged + 1
-    assert codes(done) == ["TS-WATCH-BASELINE"] and damaged <= said["series"]["baseline"]["found_within_batches"]
-    message = json.loads(done.stdout)["problems"][0]["message"]
-    assert "0.150 accepted drafts per step" in message and "lowest category had 1.500" in message
-
-
-def test_a_mix_that_the_baseline_explains_is_no_alert(
-    server: MetricsServer, baseline: Path, look: Callable[..., Done]
-) -> None:
-    server.count(1, 1)
-    look("--baseline", baseline)
-    for _ in range(12):  # all traffic became the category that accepts least
-        server.count(400, 600)
-        time.sleep(0.06)
-        assert look("--baseline", baseline).status == 0
-
-
-def test_restarts_missed_looks_and_an_endpoint_that_is_gone_are_named(
-    server: MetricsServer, look: Callable[..., Done]
-) -> None:
-    server.count(400, 720)
-    assert look().status == 0
-    server.restart()
-    server.count(150, 270)
-    time.sleep(0.06)
-    said = json.loads(look().stdout)
-    assert said["restarts"] == 1 and "restarted" in said["events"][-1]["what"]
-    assert said["last_batch"] == {"ended": said["last_batch"]["ended"], "steps": 150, "acceptance": 1.8}
-    body = server.bodies.pop("/metrics")
-    assert look().status == 0 and look().status == 0
-    gone = look()
-    assert gone.status == 3 and codes(gone) == ["TS-WATCH-GONE"]
-    assert "3 scrapes in a row" in json.loads(gone.stdout)["problems"][0]["message"]
     server.bodies["/metrics"] = body
-    back = look()
-    assert back.status == 0 and "after 3 missed" in json.loads(back.stdout)["events"][-1]["what"]
-    assert json.loads(back.stdout)["missed_scrapes"] == 3
+    done, found = once()
+    assert done.status == 0 and found["ok"] and found["status"] == "pass" and not found["problems"]
+    assert [found[key] for key in ("source", "steps", "drafted", "accepted")] == [source, 900, 2700, 1350]
+    assert found["acceptance_length"] == 2.5 and found["baseline"]["category"] == "docs"  # the one that accepts least
 
 
-def test_a_server_that_stopped_speculating_is_named(server: MetricsServer, look: Callable[..., Done]) -> None:
-    server.count(100, 150)
-    look()
-    server.count(300, 500)
-    time.sleep(0.06)
-    assert look().status == 0
-    server.count(0, 0, tokens=900)
-    assert codes(look()) == ["TS-WATCH-NOT-SPECULATING"]
-    server.count(300, 500)
-    assert look().status == 0
-    server.bodies["/metrics"] = "vllm:generation_tokens_total 5000\n"
-    done = look()
-    assert codes(done) == ["TS-WATCH-NOT-SPECULATING"] and "none of speculation" in done.stdout
-
-
-def test_a_state_of_something_else_and_a_server_without_metrics_are_refused(
-    server: MetricsServer, baseline: Path, look: Callable[..., Done], tmp_path: Path
+def test_a_server_that_stops_accepting_is_found_with_a_baseline_of_bench(
+    stand_in: Callable[..., str], dataset: Path, tmp_path: Path
 ) -> None:
-    refused = look()
-    assert refused.status == 1 and json.loads(refused.stdout)["error"]["code"] == "TS-WATCH-NO-METRICS"
-    server.count(100, 100)
-    assert look().status == 0
-    for words in (("--fall", "0.2"), ("--baseline", baseline)):
-        other = look(*words)
-        assert other.status == 2 and "--restart" in other.stderr
-        assert look(*words, "--restart").status == 0
-        assert look("--restart").status == 0
-    for broken in ("{}", "[]", '{"url": 3', json.dumps({"url": server.url, "began": "x"})):
-        (tmp_path / "state.json").write_text(broken)
-        assert look().status == 2
-    poor = tmp_path / "poor.json"
-    poor.write_text(baseline.read_text().replace("4000", "40"))
-    assert "--samples 80" in look("--baseline", poor, "--restart").stderr
+    bench = ("--dataset", dataset, "--max-tokens", 96, "--concurrency", 8)
+    for settings, status in (({}, 0), ({"forced": 0}, 3)):
+        url = stand_in(kind="vllm", version="watched", **settings)
+        assert trtspec("bench", url, *bench, "-o", tmp_path / str(status)).status in (0, 3)
+        done = trtspec("watch", url, "--once", "--baseline", tmp_path / "0", "--json")
+        assert done.status == status and json.loads(done.stdout)["status"] == ("fail" if status else "pass"), done
 
 
-def iterations(first: int, count: int, **spec: int) -> str:
-    return json.dumps(
-        [
-            {
-                "iter": n,
-                "iterLatencyMS": 20.0,
-                "numActiveRequests": 4,
-                "numQueuedRequests": 1,
-                "inflightBatchingStats": {"numGenRequests": 4},
-                "specDecodingStats": {"numDraftTokens": 12, "numAcceptedTokens": 8, "numRequestsWithDraftTokens": 4}
-                | spec,
-            }
-            for n in range(first, first + count)
-        ]
-    )
-
-
-def test_iteration_statistics_restart_and_name_what_another_reader_took(
-    server: MetricsServer, look: Callable[..., Done]
-) -> None:
-    server.bodies["/metrics"] = iterations(1, 50)
-    look()
-    said = json.loads(look("--restart").stdout)
-    assert said["source"] == "iteration statistics" and said["last_batch"] is None
-    server.bodies["/metrics"] = iterations(61, 30)
-    time.sleep(0.06)
-    said = json.loads(look().stdout)
-    assert said["last_batch"]["steps"] == 320 and said["last_batch"]["acceptance"] == 2.0
-    assert said["last_batch"]["token_s"] == pytest.approx(0.02 / 3)  # each request gets 3 tokens in 20 ms
-    assert "10 iterations were given to another reader" in said["events"][0]["what"]
-    server.bodies["/metrics"] = iterations(1, 5)
-    assert json.loads(look().stdout)["restarts"] == 1
+def test_a_drop_is_found_where_it_is_large_and_significant(server: MetricsServer, once: Once, baseline: Path) -> None:
+    for accepted, words, status in (
+        (4000, (), "fail"),  # 1.0 a step, a third less
+        (4000, ("--max-drop", 0.4), "pass"),
+        (5200, (), "pass"),  # 13 %
+        (5200, ("--max-drop", 0.1), "fail"),
+    ):
+        server.bodies["/metrics"] = prometheus(4000, 12000, accepted)
+        done, found = once(*words)
+        assert (done.status, found["status"]) == (0 if status == "pass" else 3, status), found
+        assert found["ok"] == (not found["problems"]) == (status == "pass")
+        assert [problem["code"] for problem in found["problems"]] == ["TS-WATCH-BASELINE"] * (status == "fail")
+        assert abs(found["drop"] - (1 - accepted / 6000)) < 1e-9 and found["significant_drop"] < 0.03
+    wide = results(baseline.with_name("wide.json"), turns=False, docs=1.5)  # its answers were counted together
+    for accepted, status in ((400, "fail"), (600, "unmeasured")):  # 47 and 20 %; significant is more than 39 %
+        server.bodies["/metrics"] = prometheus(500, 1500, accepted)
+        found = once("--baseline", wide)[1]
+        assert found["status"] == status and 0.3 < found["significant_drop"] < 0.46
+    server.bodies["/metrics"] = prometheus(4000, 12000, 4000)
+    done = trtspec("watch", server.url, "--once", "--baseline", baseline.parent)
+    assert done.status == 3 and "acceptance length 2.00; in all 4,000 steps" in done.stdout
+    assert "baseline: acceptance length 2.50 (docs)\nfail\n" in done.stdout
+    assert "33.3 % fewer accepted drafts per step than docs" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("lines", "steps", "accepted", "per"),
+    ("body", "reason"),
     [
-        ("trtllm:spec_decode_num_draft_tokens_total %d\ntrtllm:spec_decode_num_accepted_tokens_total %d",
-         300, 180, "draft token"),
-        ("sglang:spec_accept_length{m=\"a\"} 2.5\nsglang:generation_tokens_total{m=\"a\"} %d\nsglang:x %d",
-         120, 180, "step"),
+        (prometheus(120, 360, 180), "120 verification steps are counted, and a verdict needs 500"),
+        (prometheus(9000, 9000, names=TRTLLM), "trtllm metrics do not count verification steps"),
+        ("sglang:spec_accept_length 2.6\n", "sglang metrics do not count verification steps"),
+    ],
+)
+def test_what_was_not_measured_does_not_pass(server: MetricsServer, once: Once, body: str, reason: str) -> None:
+    server.bodies["/metrics"] = body
+    done, found = once()
+    assert done.status == 3 and not found["ok"] and found["status"] == "unmeasured" and found["drop"] is None
+    assert [problem["code"] for problem in found["problems"]] == ["TS-WATCH-UNMEASURED"]
+    assert reason in found["problems"][0]["message"] and "NOT PROVEN" in done.stderr
+    assert once("--min-steps", 100)[1]["status"] == ("pass" if "120" in reason else "unmeasured")
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (None, "answers 404"),
+        ("hello\n", "is not Prometheus text"),
+        ("python_gc_objects_collected_total 3\n", "has no metrics of a server that is known"),
+        ("vllm:generation_tokens_total 14\n", "has vllm metrics and none of speculation"),
+        (prometheus("NaN", 2700, 1350), "nan, which is no count"),
+        (prometheus(900, -2700, 1350), "-2700, which is no count"),
+        (prometheus(900, 2700, "1e400"), "inf, which is no count"),
+        ("[]", "no iteration yet, or enable_iter_perf_stats is off"),
+        ("[1]", "is JSON and no list of iterations"),
+        ("[{]", "Expecting"),
+        ("[" * 100000, "nested too deeply"),
+        (iterations((900, -3, 1)), "numDraftTokens -3, which is no count"),
+        (iterations((900, float("nan"), 1)), "numDraftTokens nan, which is no count"),
+        (iterations((None, 2700, 1350)), "numRequestsWithDraftTokens None, which is no count"),
     ],
 )  # fmt: skip
-def test_servers_that_tell_less(lines: str, steps: int, accepted: int, per: str) -> None:
-    memory = MetricsMemory()
-    assert read_body(lines % (1000, 500) + "\n", memory).first_look
-    found = read_body(lines % (1300, 680) + "\n", memory)
-    assert (found.steps, found.accepted, found.per) == (pytest.approx(steps), pytest.approx(accepted), per)
-
-
-def test_each_engine_of_a_server_restarts_by_itself_and_garbage_is_named() -> None:
-    names = [f"vllm:spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens")]
-
-    def text(first: int, second: int) -> str:
-        return "".join(f'{n}{{engine="{e}"}} {v}\n' for n in names for e, v in enumerate((first, second)))
-
-    memory = MetricsMemory()
-    read_body(text(1000, 1000), memory)
-    found = read_body(text(1100, 30), memory)
-    assert (found.steps, found.resets) == (130, 1)
-    stamp = 'vllm:spec_decode_num_drafts_created{engine="0"} %s\n'
-    read_body(text(10, 10) + stamp % 1.7e9, memory)
-    found = read_body(text(20, 20) + stamp % 1.8e9, memory)  # already past what was seen before the restart
-    assert (found.steps, found.resets) == (40, 1)
-    for body, words in (("<html>", "not Prometheus"), ("x 1\n", "no metrics of a server"), ("[1]", "no list")):
-        with pytest.raises(ValueError, match=words):
-            read_body(body, MetricsMemory())
-    with pytest.raises(NoSpeculation):
-        read_body("vllm:generation_tokens_total 3\n", MetricsMemory())
-
-
-@pytest.mark.slow
-def test_probes_judge_the_text_and_make_the_series_where_there_are_no_metrics(
-    stand_in: Callable[..., str], tmp_path: Path
+def test_a_server_without_readable_metrics_ends_with_the_reason(
+    server: MetricsServer, once: Once, body: str | None, reason: str
 ) -> None:
-    """The stand-in accepts 0.7, 0.6 and 0.5 of what gets that far: 1.33 drafts a step in every category."""
-    categories = {q.category for q in load_dataset("nano").questions}
-    body = {
-        "name": "endpoint",
-        "url": "http://x",
-        "server": {},
-        "workload": {"max_tokens": 96},
-        "concurrency": [],
-        "categories": {c: {"steps": 4000, "accepted": 5320, "histogram": [1200, 1120, 840, 840]} for c in categories},
-    }
-    results = tmp_path / "results.json"
-    results.write_text(json.dumps(body))
-
-    def look(url: str, state: str) -> tuple[int, dict[str, Any]]:
-        words = ("--probe", "1000000", "--baseline", results, "--batch", "0.05", "--min-steps", "50", "--json")
-        done = trtspec("watch", url, "--once", "--state", tmp_path / state, *words)
-        return done.status, json.loads(done.stdout)
-
-    for _ in range(4):
-        status, said = look(stand_in(kind="reference"), "good")
-    assert status == 0 and said["source"] == "probes" and said["contexts"]["<=1024"]["steps"] > 50
-    assert said["series"]["probes"]["batches"] >= 1 and 0.7 < said["series"]["probes"]["last"] < 1.4
-    for _ in range(12):
-        status, said = look(stand_in(kind="reference", loop=True, accept_nothing=True), "bad")
-        found = {problem["code"] for problem in said["problems"]}
-        if found == {"TS-WATCH-LOOPS", "TS-WATCH-BASELINE"}:
-            break
-    assert found == {"TS-WATCH-LOOPS", "TS-WATCH-BASELINE"} and status == 3
+    server.bodies = {} if body is None else {"/metrics": body}
+    for done in (once()[0], trtspec("watch", server.url, "--json")):
+        error = json.loads(done.stdout)["error"]
+        assert done.status == 1 and error["code"] == "TS-WATCH-NO-METRICS" and reason in error["message"], error
 
 
-def test_an_endpoint_that_was_never_read_is_no_quiet_one(tmp_path: Path) -> None:
-    words = ("watch", "http://127.0.0.1:9", "--once", "--state", tmp_path / "state.json")
-    for _ in range(2):
-        done = trtspec(*words)
-        assert (
-            done.status == 1
-            and "nothing could be read: http://127.0.0.1:9 does not answer" in done.stderr
-            and not done.stdout
-        )
-    done = trtspec(*words)
-    assert done.status == 3 and "TS-WATCH-GONE" in done.stdout + done.stderr
+def test_wrong_usage_names_the_next_command(server: MetricsServer, once: Once, tmp_path: Path) -> None:
+    done = trtspec("watch", server.url, "--once")
+    assert done.status == 2 and "--baseline is missing" in done.stderr and "trtspec bench URL" in done.stderr
+    for file, reason in (
+        (results(tmp_path / "none.json", turns=False), "no category with 200 verification steps"),
+        (results(tmp_path / "zero.json", turns=False, docs=0.0), "no accepted draft in docs"),
+        (tmp_path / "missing.json", "is not a result of `trtspec bench`"),
+    ):
+        done = trtspec("watch", server.url, "--once", "--baseline", file)
+        assert done.status == 2 and reason in done.stderr, done.stderr
+    done, found = once(url=f"http://127.0.0.1:{free_port()}")
+    assert done.status == 1 and "does not answer: nothing accepts connections" in found["error"]["message"]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for listen in ("x", "99999999", f"127.0.0.1:{taken.getsockname()[1]}"):
+            done = trtspec("watch", server.url, "--listen", listen)
+            assert done.status == 2 and f"--listen {listen}: " in done.stderr, done.stderr
 
 
-def test_a_reading_that_failed_is_told_before_it_is_an_alert(server: MetricsServer, look: Callable[..., Done]) -> None:
-    server.count(10, 15)
-    assert look().status == 0
-    server.shutdown()
-    server.server_close()
-    done = look()
-    assert done.status == 0 and json.loads(done.stdout)["missed_in_row"] == 1
+def test_a_continuous_watch_counts_over_restarts_and_gaps_and_exports_it() -> None:
+    ports = free_port(), free_port()
+    words = [f"127.0.0.1:{ports[0]}", "--interval", "0.05", "--json", "--listen", str(ports[1])]
+    process = subprocess.Popen([sys.executable, "-m", "trtspec", "watch", *words], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
 
+    def until(reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        return next(found for line in process.stdout or () if reached(found := json.loads(line)))
 
-def test_it_goes_on_exports_its_own_metrics_and_keeps_its_state(
-    server: MetricsServer, baseline: Path, tmp_path: Path
-) -> None:
-    server.count(10, 15)
-    state = tmp_path / "state.json"
-    words = ["watch", server.url, "--state", str(state), "--batch", "0.05", "--min-steps", "100", "--interval", "0.1"]
-    words += ["--listen", "0", "--json", "--baseline", str(baseline)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trtspec", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
     try:
-        assert process.stderr is not None and process.stdout is not None
-        address = process.stderr.readline().split()[-1]
-        assert address.startswith("http://localhost:")
-        assert json.loads(process.stdout.readline())["ok"] is True
-        server.count(300, 540)
-        assert waited(lambda: sample(address, "trtspec_watch_acceptance_per_step") == 1.8)
-        assert sample(address, "trtspec_watch_up") == 1
-        assert sample(address, "trtspec_watch_alert", code="TS-WATCH-GONE") == 0
-        assert sample(address, "trtspec_watch_position_acceptance", position="3") == pytest.approx(0.36)
-        server.bodies.clear()
-        assert waited(lambda: sample(address, "trtspec_watch_alert", code="TS-WATCH-GONE") == 1)
-        assert sample(address, "trtspec_watch_alerts_total", code="TS-WATCH-GONE") == 1
-        process.send_signal(signal.SIGTERM)
-        _, stderr = process.communicate(timeout=60)
-        assert process.returncode == 0 and "TS-WATCH-GONE" in stderr
+        assert not until(lambda found: found["missed_scrapes"] == 1)["up"]  # nobody there yet
+        server = MetricsServer(ports[0], metrics=prometheus(1000, 3000, 1500))
+        first = until(lambda found: found["steps"] == 1000)
+        assert first["ok"] and first["acceptance_length"] == 2.5 and first["restarts"] == 0
+        assert until(lambda found: found["scrapes"] > first["scrapes"])["acceptance_length"] is None  # nobody asked
+        server.bodies["/metrics"] = prometheus(1100, 3300, 1700)
+        assert until(lambda found: found["steps"] == 1100)["acceptance_length"] == 3.0
+        server.bodies["/metrics"] = prometheus(40, 120, 20)  # started again
+        again = until(lambda found: found["restarts"] == 1)
+        assert [again[key] for key in ("steps", "accepted", "acceptance_length")] == [1140, 1720, 1.5]
+        server.bodies["/metrics"] = prometheus("NaN", 120, 20)
+        gap = until(lambda found: not found["up"])
+        assert not gap["ok"] and gap["missed_scrapes"] and gap["steps"] == 1140 and gap["acceptance_length"] is None
+        text = httpx.get(f"http://localhost:{ports[1]}/metrics", trust_env=False).text
+        shown = {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
+        exact = {"up": 0, "restarts_total": 1, "steps_total": 1140, "accepted_tokens_total": 1720}
+        assert {name: shown.get(f"trtspec_watch_{name}") for name in exact} == exact
+        assert shown["trtspec_watch_scrapes_total"] >= 4 and "trtspec_watch_acceptance_length" not in shown
+        server.bodies["/metrics"] = prometheus(90, 270, 80)
+        assert until(lambda found: found["up"])["steps"] == 1190
     finally:
-        process.kill()
-        process.wait()
-    kept = json.loads(state.read_text())
-    assert kept["totals"]["steps"] == 300 and kept["totals"]["alerts"] == {"TS-WATCH-GONE": 1}
-    assert not list(tmp_path.glob(".state*")), "no temporary file is left"
-
-
-def test_an_address_that_cannot_be_listened_on_is_a_usage_error(server: MetricsServer, tmp_path: Path) -> None:
-    for listen in ("nowhere", "localhost:99999999", f"127.0.0.1:{server.server_port}"):
-        done = trtspec("watch", server.url, "--listen", listen, "--state", tmp_path / "s.json")
-        assert done.status == 2 and "--listen" in done.stderr, listen
-
-
-def sample(address: str, name: str, **labels: str) -> float | None:
-    text = httpx.get(address, trust_env=False).text
-    for family in text_string_to_metric_families(text):
-        for found in family.samples:
-            if found.name == name and labels.items() <= found.labels.items():
-                return found.value
-    return None
-
-
-def waited(holds: Callable[[], bool], seconds: float = 60) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if holds():
-            return True
-        time.sleep(0.05)
-    return False
+        process.send_signal(signal.SIGTERM)
+        process.stdout.read()
+    assert process.wait(timeout=30) == 0

@@ -110,40 +110,16 @@ TIMES = effects(
     health_failures=Effect(line("--health-failures 5"), launches=True),
 )
 
-WATCH = line("watch {url} --state {out}")
-ONCE = (*WATCH, "--once")
+WATCH = line("watch {url}")
+ONCE = line("watch {url} --once --baseline {out}.json")
 
 
 def accepting(out: Path) -> None:
     """A results.json that a watch can judge by."""
     category = {"steps": 4000, "accepted": 6000, "histogram": None}
-    body = {"name": "x", "url": "x", "server": {}, "workload": {}, "concurrency": [], "categories": {"code": category}}
-    out.with_suffix(".json").write_text(json.dumps(body))
-
-
-def watched(base: tuple[str, ...], **more: Effect | str) -> dict[str, Effect]:
-    """The options that both ways of watching use."""
-    probing = (*base, "--probe", "60")
-    return effects(
-        url=Effect(instead=("watch", "{nowhere}", *base[2:])),
-        baseline=Effect(line("--baseline {out}.json"), before=accepting),
-        metrics_url="--metrics-url {nowhere}",
-        batch="--batch 300",
-        min_steps="--min-steps 100",
-        learn="--learn 2",
-        fall="--fall 0.2",
-        slower="--slower 1",
-        false_alarms="--false-alarms 1",
-        probe="--probe 120",
-        dataset=Effect(line("--dataset {questions}"), base=probing),
-        model=Effect(line("--model other"), base=probing),
-        thinking=Effect(line("--thinking on"), base=probing),
-        timeout=Effect(line("--timeout 0.001"), base=probing),
-        state="--state {out}.2",
-        restart=Effect(line("--restart"), before=a_file),
-        json_="--json",
-        **more,
-    )
+    body = {"name": "x", "url": "x", "server": {}, "workload": {}, "concurrency": []}
+    for suffix, name in ((".json", "code"), (".2", "docs")):
+        out.with_suffix(suffix).write_text(json.dumps({**body, "categories": {name: category}}))
 
 
 PROVE = line("prove {target} --head {head} --backend reference -o {out}")
@@ -176,9 +152,25 @@ SERVING: dict[str, dict[str, Situation]] = {
         ),
     },
     "watch": {
-        "--once": Situation(ONCE, watched(ONCE), floats=False),
+        "--once": Situation(
+            ONCE,
+            effects(
+                url=Effect(instead=("watch", "{nowhere}", *ONCE[2:], "--json"), base=(*ONCE, "--json")),
+                baseline="--baseline {out}.2",
+                max_drop="--max-drop 0.05",
+                min_steps="--min-steps 2000",
+                json_="--json",
+            ),
+            before=accepting,
+        ),
         "a continuous watch": Situation(
-            WATCH, watched(WATCH, interval="--interval 30", listen="--listen 9777"), floats=False
+            WATCH,
+            effects(
+                url=Effect(instead=line("watch {nowhere}")),
+                interval="--interval 30",
+                listen="--listen 9777",
+                json_="--json",
+            ),
         ),
     },
     "plan": {

@@ -1,14 +1,15 @@
 """The Prometheus text that servers answer at their metrics paths: under which names each kind of server counts, and
 its counters read strictly.
 
-`bench` reads vLLM's counters around a run and `watch` reads those of every kind as they grow: the names, the parser of
-the text and what counts as a count are the same for both.
+`bench` reads vLLM's counters around a run and `watch` reads those of every kind: the names, the parser of the text and
+what counts as a count are the same for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from trtspec.bench.client import finite
 
@@ -19,11 +20,8 @@ Samples = dict[str, list[tuple[Mapping[str, str], float]]]
 @dataclass(frozen=True)
 class MetricNames:
     """How one kind of server calls its counters, without `_total`. `steps` is empty where verification steps are not
-    counted; acceptance is then per draft token, unless the label `draft_length` of the info gauge `config` tells the
-    drafts of a step. `first` is the number of the first draft position in the `position` label. `latency`: histogram of
-    seconds between tokens, or (seconds, count) counters; with `answer_latency` it has one entry for each answer, not
-    for each token. `mean`: a gauge of tokens per step in place of counters. `answers`: a counter or histogram with
-    one entry for each answer."""
+    counted. `first` is the number of the first draft position in the `position` label. `mean`: a gauge of tokens per
+    step in place of counters."""
 
     kind: str
     prefix: str
@@ -32,45 +30,25 @@ class MetricNames:
     accepted: str = ""
     position: str = ""
     first: int = 0
-    tokens: str = ""
-    latency: tuple[str, ...] = ()
-    running: str = ""
-    waiting: str = ""
     mean: str = ""
-    config: str = ""
-    draft_length: str = ""
-    answer_latency: bool = False
-    answers: str = ""
 
 
 VLLM = MetricNames(
     "vllm", "vllm:", steps="vllm:spec_decode_num_drafts", drafted="vllm:spec_decode_num_draft_tokens",
     accepted="vllm:spec_decode_num_accepted_tokens", position="vllm:spec_decode_num_accepted_tokens_per_pos",
-    tokens="vllm:generation_tokens",
-    latency=("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
-    running="vllm:num_requests_running", waiting="vllm:num_requests_waiting",
-    answers="vllm:time_to_first_token_seconds",
 )  # fmt: skip
 NAMES = (
     MetricNames(
         "reference", "trtspec_", steps="trtspec_spec_decode_steps", drafted="trtspec_spec_decode_draft_tokens",
         accepted="trtspec_spec_decode_accepted_tokens", first=1,
-        position="trtspec_spec_decode_accepted_tokens_per_position", tokens="trtspec_generation_tokens",
-        running="trtspec_requests_running", waiting="trtspec_requests_waiting", answers="trtspec_requests",
+        position="trtspec_spec_decode_accepted_tokens_per_position",
     ),
     VLLM,
     MetricNames(
         "trtllm", "trtllm_", drafted="trtllm_spec_decode_num_draft_tokens",
-        accepted="trtllm_spec_decode_num_accepted_tokens", tokens="trtllm_generation_tokens",
-        latency=("trtllm_time_per_output_token_seconds",), running="trtllm_num_requests_running",
-        waiting="trtllm_num_requests_waiting", config="trtllm_speculative_config_info", draft_length="spec_num_tokens",
-        answer_latency=True, answers="trtllm_time_to_first_token_seconds",
+        accepted="trtllm_spec_decode_num_accepted_tokens",
     ),
-    MetricNames(
-        "sglang", "sglang:", mean="sglang:spec_accept_length", tokens="sglang:generation_tokens",
-        latency=("sglang:inter_token_latency_seconds",), running="sglang:num_running_reqs",
-        waiting="sglang:num_queue_reqs",
-    ),
+    MetricNames("sglang", "sglang:", mean="sglang:spec_accept_length"),
 )  # fmt: skip
 
 
@@ -107,7 +85,7 @@ def names_in(samples: Samples) -> MetricNames | None:
     return next((names for names in NAMES if any(name.startswith(names.prefix) for name in samples)), None)
 
 
-def is_total(value: float) -> bool:
+def is_total(value: Any) -> bool:
     """Whether a sample can be a counter's: finite and not negative."""
     return finite(value) is not None and 0 <= value <= MOST
 
@@ -122,25 +100,30 @@ def draft_position(labels: Mapping[str, str], names: MetricNames) -> int | None:
 def read_counters(text: str, names: MetricNames) -> Counters | None:
     """The counters of one server, summed over its engines, or None where it has none of speculation. Raises ValueError
     in words for counters that are no counts."""
-    samples = read_samples(text)
-    if names.steps not in samples:
+    return counters_in(read_samples(text), names)
+
+
+def counters_in(samples: Samples, names: MetricNames) -> Counters | None:
+    """`read_counters` of samples; `steps` is 0 where a server counts draft tokens alone."""
+    if (names.steps or names.drafted) not in samples:
         return None
     positions: dict[int, int] = {}
     for labels, value in samples.get(names.position, ()):
         place = draft_position(labels, names)
         if place is None:
             raise ValueError(f"has {names.position} of the position {labels.get('position')!r:.40}")
-        positions[place] = positions.get(place, 0) + _count(names.position, value)
+        positions[place] = positions.get(place, 0) + count_of(names.position, value)
     steps, drafted, accepted = (
-        sum(_count(name, value) for _, value in samples.get(name, ()))
+        sum(count_of(name, value) for _, value in samples.get(name, ()))
         for name in (names.steps, names.drafted, names.accepted)
     )
     return Counters(steps, drafted, accepted, positions)
 
 
-def _count(name: str, value: float) -> int:
+def count_of(name: str, value: Any) -> int:
+    """A whole number that is not negative. Raises ValueError, which names it, for anything else."""
     if not is_total(value) or value != int(value):
-        raise ValueError(f"has {name} {value}, which is no count")
+        raise ValueError(f"has {name} {value!s:.40}, which is no count")
     return int(value)
 
 

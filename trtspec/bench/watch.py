@@ -1,454 +1,247 @@
-"""`watch`: what a live endpoint does over time, judged against what it did before. No input or output here.
+"""Acceptance of a live endpoint, from the counters that its server keeps.
 
-Increments of scrapes are gathered into batches; each batch gives one mean per series, and each series has its own
-sequential test (trtspec.bench.sequential). Everything that a later run needs is in the WatchState.
+| server | where | counts |
+|---|---|---|
+| trtspec reference | /prometheus/metrics | verification steps |
+| vLLM | /metrics | verification steps |
+| TensorRT-LLM with enable_iter_perf_stats | /metrics: JSON, each record for one reader only | verification steps |
+| TensorRT-LLM with return_perf_metrics | /prometheus/metrics | draft tokens |
+| SGLang with --enable-metrics | /metrics | nothing: a mean acceptance length |
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
-from trtspec.bench.acceptance import TurnCounts
-from trtspec.bench.adapters import FROM_STREAMS
-from trtspec.bench.sequential import EventTest, SeriesReference, WatchedSeries, event_test
-from trtspec.bench.watch_baseline import WatchBaseline
-from trtspec.bench.watch_sources import Increment
-from trtspec.bench.watch_state import OpenBatch, WatchSettings, WatchState
-from trtspec.errors import Problem
+import httpx
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-CONTEXTS = (1024, 4096, 16384, 65536)  # upper ends of the groups of prompt lengths, in tokens
-LOOPS = (0.02, 0.25)  # share of degenerate answers that is tolerated, and that is to be found
-FAILURES = (0.02, 0.25)
-GONE_AFTER = 3  # scrapes in a row
-UNACCEPTED = 1000.0  # steps in ended batches without one accepted draft: the head does not fit
-IDLE_TOKENS = 200.0  # generated without one verification step: the server does not speculate
-UNIT_READINGS = 3  # in a row in another unit, from which the server counts in that
-SWITCHES = 3  # times that counters went back, recently: several servers
-RECENT = (600.0, 12)  # seconds, or readings where these are longer
-MOST_JOINED = 0.1  # of the pieces of a stream
-FALLEN = ("TS-WATCH-ACCEPTANCE", "TS-WATCH-BASELINE")
-FALL_REMEDY = "trtspec check URL --against RECORDING, and trtspec inspect HEAD --against TARGET"
-PROBES_LATE = 36  # ended batches without enough steps of probes, from which the series is told as not measured
+from trtspec.bench.acceptance import acceptance_length
+from trtspec.bench.acceptance_ratio import category_counts
+from trtspec.bench.client import describe
+from trtspec.bench.metrics import Counters, count_of, counted_between, counters_in, is_total, names_in, read_samples
+from trtspec.bench.results import read_results
+from trtspec.errors import TrtspecError, UsageError
+from trtspec.files import parse_json
+
+PATHS = ("/prometheus/metrics", "/metrics")
+TIMEOUT = 10.0  # seconds of one reading, however slowly its bytes come
+ENOUGH_STEPS = 200  # of a category in a baseline, to say what it accepts
+FIGURES = ("steps", "drafted", "accepted")
+DESIGN_EFFECT = 8.0  # variance of a mean over the steps of whole answers, over that of independent steps
+Z = 2.326  # one-sided 1 % of the normal distribution
+MORE = "send more traffic, for example with trtspec bench, then run the command again"
+
+
+class NoMetrics(TrtspecError):
+    """A server answers and has no metrics that watch can read."""
+
+    default_code = "TS-WATCH-NO-METRICS"
+
+
+@dataclass
+class Watch:
+    """What was read of the server at `url`. `counted` begins with what the server counted before the first reading;
+    `keeps` names those of its figures that the server counts. `failure`: why the last reading failed, None before the
+    first one. `acceptance_length`: of the last interval."""
+
+    url: str
+    path: str = ""
+    source: str = ""
+    keeps: tuple[str, ...] = ()
+    counted: Counters = field(default_factory=Counters)
+    acceptance_length: float | None = None
+    scrapes: int = 0
+    missed: int = 0
+    restarts: int = 0
+    failure: str | None = None
+    last: Counters = field(default_factory=Counters)  # the server's own counters
+
+    async def read(self, client: httpx.AsyncClient) -> None:
+        """Reads once. Raises TrtspecError if the server does not answer, NoMetrics if it has never had metrics of
+        speculation."""
+        reasons = []
+        try:
+            async with asyncio.timeout(TIMEOUT):
+                for path in [self.path] if self.path else PATHS:
+                    response = await client.get(path)
+                    try:
+                        if response.status_code != 200:
+                            raise ValueError(f"answers {response.status_code}")
+                        self.take(response.content.decode("utf-8", "replace"))
+                    except ValueError as error:
+                        reasons.append(f"{path} {error}")
+                    else:
+                        self.path, self.scrapes, self.failure = path, self.scrapes + 1, ""
+                        return
+            failure = f"{self.url} gives no metrics of speculation: {'; '.join(reasons)}"
+        except (httpx.HTTPError, TimeoutError) as error:
+            failure = f"{self.url} does not answer: {describe(error)}"
+        self.missed, self.failure, self.acceptance_length = self.missed + 1, failure, None
+        raise (NoMetrics if len(reasons) == len(PATHS) else TrtspecError)(failure, "look at how the server was started")
+
+    def take(self, text: str) -> None:
+        """Counts what one body of metrics says. Raises ValueError for anything but metrics of speculation."""
+        if text.lstrip().startswith("["):
+            grown, means = read_iterations(text, self.source), []
+            self.source, self.keeps = "iteration statistics", FIGURES
+        else:
+            samples = read_samples(text)
+            names = names_in(samples)
+            if names is None:
+                raise ValueError("has no metrics of a server that is known")
+            now = counters_in(samples, names)
+            means = [value for _, value in samples.get(names.mean, ()) if is_total(value) and value >= 1]
+            if now is None and names.mean not in samples:
+                raise ValueError(f"has {names.kind} metrics and none of speculation")
+            self.source = f"{names.kind} metrics"
+            self.keeps = () if now is None else FIGURES if names.steps else FIGURES[1:]
+            self.last, before = now or Counters(), self.last
+            try:
+                grown = counted_between(before, self.last)
+            except ValueError:  # the server was started again: all that it counts is new
+                grown, self.restarts = self.last, self.restarts + 1
+        self.acceptance_length = sum(means) / len(means) if means else acceptance_length(grown.steps, grown.accepted)
+        self.counted = Counters(*(getattr(self.counted, key) + getattr(grown, key) for key in FIGURES))
+
+    def summary(self) -> dict[str, Any]:
+        """The keys of `--json`; a count is None if the server does not keep it."""
+        found = {"url": self.url, "source": self.source or None, "up": self.failure == "", "scrapes": self.scrapes}
+        found |= {"missed_scrapes": self.missed, "restarts": self.restarts}
+        found |= {key: getattr(self.counted, key) if key in self.keeps else None for key in FIGURES}
+        return found | {"acceptance_length": self.acceptance_length}
+
+    def line(self) -> str:
+        """The last interval's acceptance length and all counts in words, or why the last reading failed."""
+        counts = ", ".join(f"{getattr(self.counted, key):,} {key}" for key in self.keeps)
+        length = f"{self.acceptance_length:.2f}" if self.acceptance_length else "not measured, no steps"
+        return self.failure or f"{self.source}: acceptance length {length}; in all {counts or 'no counts'}"
+
+
+def read_iterations(text: str, source: str = "") -> Counters:
+    """The counts of TensorRT-LLM's iteration statistics: a list collected since somebody last asked, empty at first
+    only for an engine that does not collect them. Raises ValueError for anything else."""
+    records = parse_json(text)
+    if not all(isinstance(record, dict) for record in records):  # a text that begins with [ is a list
+        raise ValueError("is JSON and no list of iterations")
+    if not records and not source:
+        raise ValueError("is an empty list: no iteration yet, or enable_iter_perf_stats is off")
+    stats = [found for record in records if isinstance(found := record.get("specDecodingStats"), dict)]
+    keys = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
+    steps, drafted, accepted = (sum(count_of(key, found.get(key)) for found in stats) for key in keys)
+    return Counters(steps, drafted, accepted)
 
 
 @dataclass(frozen=True)
-class ProbeAnswer:
-    """One answer to a prompt of watch's own. `counts` where the answer tells them; `degenerate` says why, or is None.
-    Times in seconds."""
+class Baseline:
+    """The category of a results.json that accepts least: no mix of its categories accepts less. `variance`: what one
+    step adds to the variance of the accepted drafts."""
 
     category: str
-    prompt_tokens: int
-    counts: TurnCounts | None
-    degenerate: str | None
-    error: str | None
-    first_token_s: float | None
-    token_s: float | None
+    steps: int
+    accepted_per_step: float
+    variance: float
 
 
-class Watch:
-    """A state with the settings and the baseline it is judged by."""
+def read_baseline(path: Path) -> Baseline:
+    """Raises UsageError for a file that is not a result of bench, or that says too little about acceptance.
 
-    def __init__(self, state: WatchState, settings: WatchSettings, baseline: WatchBaseline | None) -> None:
-        self.state, self.settings, self.baseline = state, settings, baseline
-        self.not_measured: list[str] = []  # by this look, and why
-        self.streams_count = True  # whether probes ask for the number of tokens at each piece of the stream
-        self._add_series()
-
-    def _series(self, change: float, recorded: SeriesReference | None = None, absolute: bool = False) -> WatchedSeries:
-        use = self.settings
-        return WatchedSeries(
-            change, use.learn_batches, use.batches_per_day, use.false_alarms, absolute=absolute, recorded=recorded
-        )
-
-    def _add_series(self) -> None:
-        found, use = self.state.series, self.settings
-        found.setdefault("acceptance", self._series(use.fall))
-        found.setdefault("latency", self._series(math.log1p(use.slower), absolute=True))
-        if self.baseline is None:
-            return
-        if "baseline" not in found or not found["baseline"].batches:
-            found["baseline"] = self._baseline_series()
-        probes = self.baseline.probes(self._probe_steps())
-        if probes is not None:
-            found.setdefault("probes", self._series(use.fall, probes))
-
-    def _baseline_series(self) -> WatchedSeries:
-        """In the server's unit. Where the baseline does not know it, one per step, which is given nothing."""
-        assert self.baseline is not None
-        use, per = self.settings, self.state.per
-        floor = self.baseline.floor(per, use.min_steps) or self.baseline.floor("step", use.min_steps)
-        return self._series(use.fall, floor)
-
-    def _judges_baseline(self) -> bool:
-        return self.baseline is not None and self.baseline.floor(self.state.per, 1) is not None
-
-    def _in_unit(self, now: float, found: Increment) -> Increment:
-        """In the unit of what was learned: a reading in another one (a server that left its configuration out) gives
-        no counts, and from the third in a row what is in the old unit begins again."""
-        state = self.state
-        if found.per == state.per:
-            state.other_unit = 0
-            return found
-        state.other_unit += 1
-        begun = state.series["acceptance"].batches or (state.batch is not None and state.batch.steps)
-        if begun and state.other_unit < UNIT_READINGS:
-            return replace(found, per=state.per, steps=0.0, drafted=0.0, accepted=0.0, positions={}, tokens=None)
-        self._use_unit(now, found.per)
-        return found
-
-    def _use_unit(self, now: float, per: str) -> None:
-        state = self.state
-        state.per, state.other_unit = per, 0
-        if state.batch is not None:
-            state.batch = replace(state.batch, steps=0.0, accepted=0.0, positions={})
-        if state.series["acceptance"].batches:
-            state.series["acceptance"] = self._series(self.settings.fall)
-            self._note(now, f"the server now counts per {per}: what is normal is learned again")
-        if self.baseline is not None:
-            state.series["baseline"] = self._baseline_series()
-
-    def _probe_steps(self) -> int:
-        return max(50, self.settings.min_steps // 10)
-
-    def _set_back(self, now: float) -> None:
-        """What lies in the future, because the clock was set back, is taken for now: it would hold the batch up."""
-        state, batch = self.state, self.state.batch
-        times = [state.began, state.last_look or 0.0, batch.began if batch is not None else 0.0]
-        if now >= max(times):
-            return
-        if max(times) - now > 1:
-            self._note(now, f"the clock was set back by {max(times) - now:.0f} s")
-        state.began, state.switches = min(state.began, now), []
-        if state.last_look is not None:
-            state.last_look = min(state.last_look, now)
-        if batch is not None:
-            batch.began = min(batch.began, now)
-        if state.last_batch:
-            state.last_batch["ended"] = min(state.last_batch["ended"], now)
-
-    def _recent(self, now: float) -> int:
-        """How often the counters went back."""
-        seconds, readings = RECENT
-        first = self.state.totals.scrapes - readings
-        return sum(now - when <= seconds or number >= first for when, number in self.state.switches)
-
-    def _is_several(self, now: float, increment: Increment) -> bool:
-        """Whether several servers answer by turns. Their counters make no increments: what the open batch gathered from
-        them is dropped."""
-        state, before = self.state, self.state.several
-        if increment.resets or increment.older:
-            mark = (now, state.totals.scrapes)
-            state.switches = [*state.switches, *[mark] * (SWITCHES if increment.older else 1)][-SWITCHES:]
-        state.several = self._recent(now) >= SWITCHES
-        if state.several != before:
-            what = "several servers answer by turns: nothing is judged" if state.several else "one server answers again"
-            self._note(now, what)
-        if not state.several:
-            return False
-        probed = state.batch or OpenBatch(now)
-        state.batch = OpenBatch(
-            now, expected=probed.expected, probe_steps=probed.probe_steps, probe_accepted=probed.probe_accepted
-        )
-        return True
-
-    def scraped(self, now: float, increment: Increment) -> None:
-        """One successful look at the server's metrics at `now` (Unix seconds)."""
-        state = self.state
-        self._set_back(now)
-        state.totals.scrapes += 1
-        if state.missed_in_row:
-            self._note(now, f"answers again after {state.missed_in_row} missed scrapes")
-        state.last_look, state.missed_in_row, state.last_failure = now, 0, ""
-        if self._is_several(now, increment):
-            return
-        increment = self._in_unit(now, increment)
-        if increment.resets:
-            state.totals.resets += 1
-            self._note(now, "the server's counters started again: it was restarted")
-        if increment.missed:
-            state.totals.missed_iterations += increment.missed
-            self._note(now, f"{increment.missed} iterations were given to another reader of /metrics")
-        batch = state.batch or OpenBatch(now)
-        state.batch = batch
-        self._look_for_speculation(batch, increment)
-        batch.steps += increment.steps
-        batch.accepted += increment.accepted
-        batch.slow_s += increment.slow_s
-        batch.slow_n += increment.slow_n
-        for position, count in increment.positions.items():
-            batch.positions[position] = batch.positions.get(position, 0.0) + count
-        self._close(now)
-
-    def _look_for_speculation(self, batch: OpenBatch, increment: Increment) -> None:
-        """By the tokens since the last verification step, less the first of each answer, which no step makes."""
-        state = self.state
-        if increment.steps:
-            state.not_speculating, batch.idle_tokens = "", 0.0
-        elif increment.tokens:
-            batch.idle_tokens = max(0.0, batch.idle_tokens + increment.tokens - increment.answers)
-            if batch.idle_tokens >= IDLE_TOKENS and self._speculated():
-                told = f"{batch.idle_tokens:.0f} tokens or more were generated"
-                state.not_speculating = f"{told} without a verification step"
-
-    def _speculated(self) -> bool:
-        batch = self.state.batch
-        return self.baseline is not None or self.state.totals.steps > 0 or (batch is not None and batch.steps > 0)
-
-    def without_speculation(self, now: float, reason: str) -> None:
-        """The server answers, and its metrics no longer speak of speculation."""
-        state = self.state
-        self._set_back(now)
-        state.totals.scrapes += 1
-        state.last_look, state.missed_in_row, state.not_speculating = now, 0, reason
-
-    @property
-    def never_read(self) -> bool:
-        """Whether every reading since the watch began failed."""
-        state = self.state
-        return (
-            state.missed_in_row > 0 and not state.totals.scrapes and state.totals.probes == state.totals.probe_failures
-        )
-
-    def missed(self, now: float, reason: str) -> None:
-        """A look that failed."""
-        state = self.state
-        self._set_back(now)
-        state.totals.missed_scrapes += 1
-        state.missed_in_row += 1
-        if reason != state.last_failure:
-            self._note(now, reason)
-        state.last_failure = reason
-
-    def probed(self, now: float, answer: ProbeAnswer, alone: bool) -> None:
-        """One answer to a prompt of our own; `alone`: there are no metrics, so it also makes the other series."""
-        self._set_back(now)
-        state, batch = self.state, self.state.batch or OpenBatch(now)
-        state.batch = batch
-        state.totals.probes += 1
-        failing, looping = self.event_tests()
-        state.failures = failing.step(state.failures, answer.error is not None)
-        if answer.error is not None:
-            state.totals.probe_failures += 1
-            state.last_probe_error = answer.error
-            self._note(now, f"a probe failed: {answer.error}")
-            return
-        state.loops = looping.step(state.loops, answer.degenerate is not None)
-        state.totals.degenerate += answer.degenerate is not None
-        counts = answer.counts if self._one_step_each(answer.counts) else None
-        if counts is not None and counts.steps:
-            group = context_group(answer.prompt_tokens)
-            steps, accepted = state.contexts.get(group, (0.0, 0.0))
-            state.contexts[group] = (steps + counts.steps, accepted + counts.accepted)
-            expected = (self.baseline.steps.mean if self.baseline else {}).get(answer.category)
-            if expected is not None:
-                batch.expected += expected * counts.steps
-                batch.probe_steps += counts.steps
-                batch.probe_accepted += counts.accepted
-        if alone:
-            state.last_look = now
-            if counts is not None:
-                batch.steps += counts.steps
-                batch.accepted += counts.accepted
-            if answer.token_s is not None:
-                batch.slow_s, batch.slow_n = batch.slow_s + answer.token_s, batch.slow_n + 1
-            self._close(now)
-
-    def _one_step_each(self, counts: TurnCounts | None) -> bool:
-        """Whether the pieces of a stream, where counts come from them, are single steps. Some are joined under load;
-        with a stream interval above 1, most hold more tokens than a step of the baseline can give."""
-        most = self.baseline.draft_length if self.baseline is not None else None
-        if counts is None or counts.source != FROM_STREAMS or counts.histogram is None or most is None:
-            return True
-        return sum(counts.histogram[math.ceil(most) + 1 :]) <= MOST_JOINED * counts.steps
-
-    def event_tests(self) -> tuple[EventTest, EventTest]:
-        """Of failing probes, and of degenerate answers."""
-        a_day, alarms = self.settings.batches_per_day * 10, self.settings.false_alarms
-        return event_test(*FAILURES, a_day, alarms), event_test(*LOOPS, a_day, alarms)
-
-    def _close(self, now: float) -> None:
-        """Ends the batch when it is long enough and has enough steps, and gives its means to the tests."""
-        batch, state = self.state.batch, self.state
-        if batch is None or now - batch.began < self.settings.batch_s or batch.steps < self.settings.min_steps:
-            return
-        state.totals.batches += 1
-        state.totals.steps += batch.steps
-        state.totals.accepted += batch.accepted
-        self._count_unaccepted(now, batch)
-        means = {"acceptance": batch.accepted / batch.steps}
-        if self._judges_baseline():
-            means["baseline"] = means["acceptance"]
-        if batch.slow_n and batch.slow_s > 0:
-            means["latency"] = -math.log(batch.slow_s / batch.slow_n)
-        if batch.probe_steps >= self._probe_steps() and batch.expected:
-            means["probes"] = batch.probe_accepted / batch.expected
-        for name, series in state.series.items():
-            if name not in means:
-                series.missing += 1
-            elif series.add(means[name]):
-                self._note(now, f"the series {name} began to alarm")
-        state.positions = {k: count / batch.steps for k, count in sorted(batch.positions.items())}
-        state.last_batch = {"ended": now, "steps": batch.steps, "acceptance": means["acceptance"]}
-        if "latency" in means:
-            state.last_batch["token_s"] = batch.slow_s / batch.slow_n
-        kept = batch if "probes" not in means else OpenBatch(now)
-        state.batch = OpenBatch(
-            now, expected=kept.expected, probe_steps=kept.probe_steps, probe_accepted=kept.probe_accepted
-        )
-
-    def _count_unaccepted(self, now: float, batch: OpenBatch) -> None:
-        """Batches in which nothing was accepted are no norm: what follows them is learned from its own first batch."""
-        state = self.state
-        if not batch.accepted:
-            state.unaccepted += batch.steps
-            return
-        if state.unaccepted >= UNACCEPTED and state.series["acceptance"].test is None:
-            state.series["acceptance"] = self._series(self.settings.fall)
-            self._note(now, "drafts are accepted again: what is normal is learned from now on")
-        state.unaccepted = 0.0
-
-    def _note(self, now: float, text: str) -> None:
-        self.state.events = [*self.state.events[-199:], (round(now, 3), text)]
-
-    def alerts(self, now: float) -> list[Problem]:
-        """What is wrong at this moment; counts the alerts that are new."""
-        found = [*self._series_alerts(), *self._probe_alerts(), *self._server_alerts(now)]
-        codes = [problem.code for problem in found]
-        for code in set(codes) - set(self.state.firing):
-            self.state.totals.alerts[code] = self.state.totals.alerts.get(code, 0) + 1
-        self.state.firing = sorted(set(codes))
-        return found
-
-    def _series_alerts(self) -> list[Problem]:
-        found, url = [], self.state.url
-        for name, series in self.state.series.items():
-            if not series.alarming or series.reference is None or series.last is None:
-                continue
-            normal, last = series.reference.mean, series.last
-            if name == "latency":
-                message = f"{math.exp(-last):.4g} s per token in the last batch; normal is {math.exp(-normal):.4g}"
-                found.append(_problem("TS-WATCH-SLOW", url, message, "look at the load and at the server's log"))
-                continue
-            here = f"{last:.3f} accepted drafts per {self.state.per}; "
-            where = {
-                "acceptance": f"normal is {normal:.3f}, learned from {series.reference.batches} batches",
-                "baseline": f"the baseline's lowest category had {normal:.3f}",
-                "probes": f"as a share of the baseline's, category by category; 1 is normal, last {last:.3f}",
-            }[name]
-            shown = "accepted drafts fell: " if name == "probes" else here
-            code = FALLEN[name != "acceptance"]
-            found.append(_problem(code, url, shown + where, FALL_REMEDY))
-        if self.state.unaccepted >= UNACCEPTED and not any(problem.code in FALLEN for problem in found):
-            message = f"no draft was accepted in the last {self.state.unaccepted:.0f} {self.state.per}s"
-            found.append(_problem("TS-WATCH-NOTHING-ACCEPTED", url, message, FALL_REMEDY))
-        return found
-
-    def _probe_alerts(self) -> list[Problem]:
-        state, (failing, looping) = self.state, self.event_tests()
-        found = []
-        if looping.alarms(state.loops):
-            message = f"{state.totals.degenerate} of {state.totals.probes} probes came back empty, as noise or as loops"
-            found.append(_problem("TS-WATCH-LOOPS", state.url, message, "trtspec check URL shows which"))
-        if failing.alarms(state.failures):
-            share = f"{state.totals.probe_failures} of {state.totals.probes} probes failed"
-            message = f"{share}; the last one: {state.last_probe_error}"
-            found.append(_problem("TS-WATCH-ERRORS", state.url, message, "look at the server's log"))
-        return found
-
-    def _server_alerts(self, now: float) -> list[Problem]:
-        state, found = self.state, []
-        if state.missed_in_row >= GONE_AFTER:
-            since = f"for {now - state.last_look:.0f} s" if state.last_look is not None else "since the watch began"
-            message = f"no answer {since}, {state.missed_in_row} scrapes in a row: {state.last_failure}"
-            found.append(_problem("TS-WATCH-GONE", state.url, message, "look at the server's log; start it again"))
-        if state.several:
-            told = f"the counters of {state.metrics_url or state.url} go back and forth; nothing is judged"
-            message = f"{told}: several servers answer there by turns, or one is restarted again and again"
-            remedy = "pass --metrics-url with the address of one server, and start one watch for each"
-            found.append(_problem("TS-WATCH-SEVERAL-SERVERS", state.url, message, remedy))
-        if state.not_speculating:
-            message, remedy = state.not_speculating, "start the server with its head; look for a disabled speculation"
-            found.append(_problem("TS-WATCH-NOT-SPECULATING", state.url, message, remedy))
-        return found
-
-    def summary(self, now: float) -> dict[str, Any]:
-        """The object of --json, less the alerts."""
-        state = self.state
-        return {
-            "url": state.url,
-            "source": state.memory.source or ("probes" if state.totals.probes else None),
-            "watched_s": round(now - state.began, 1),
-            "last_batch": state.last_batch or None,
-            "unit": f"accepted drafts per {state.per}",
-            "positions": {str(k): round(share, 4) for k, share in state.positions.items()},
-            "contexts": {g: {"steps": s, "accepted_per_step": round(a / s, 4)} for g, (s, a) in state.contexts.items()},
-            "series": {name: self.series_summary(series) for name, series in state.series.items()},
-            "missed_scrapes": state.totals.missed_scrapes,
-            "missed_in_row": state.missed_in_row,
-            "not_measured": [*self.not_measured, *self._unmeasured()],
-            "restarts": state.totals.resets,
-            "events": [{"time": when, "what": text} for when, text in state.events[-20:]],
-        }
-
-    def _unmeasured(self) -> Iterator[str]:
-        """The series that ended batches, or probes, gave nothing to, each with the reason."""
-        state, totals = self.state, self.state.totals
-        if state.several:
-            yield "every series of the metrics: several servers answer by turns (TS-WATCH-SEVERAL-SERVERS)"
-        for name, series in state.series.items():
-            late = PROBES_LATE if name == "probes" and series.batches else 1
-            if name == "baseline" and not self._judges_baseline():
-                why = "the server counts draft tokens and names no draft length, and the baseline does not say how "
-                yield f"{name}: {why}many were drafted; iteration statistics (enable_iter_perf_stats) count steps"
-            elif name == "baseline" and series.test is None:
-                yield f"{name}: too few answers, or a category that accepted nothing: there is no fall to look for"
-            elif name == "acceptance" and self.state.unaccepted >= UNACCEPTED and series.test is None:
-                yield f"{name}: nothing is accepted, so there is no normal range to fall out of"
-            elif series.missing < late:
-                continue
-            elif name == "latency":
-                yield f"{name}: the last {series.missing} batches had no seconds per token"
-            elif name == "probes" and not totals.probes:
-                yield f"{name}: no prompt was sent (--probe TOKENS_PER_MINUTE)"
-            elif name == "probes" and state.contexts:
-                steps = state.batch.probe_steps if state.batch is not None else 0.0
-                yield f"{name}: {steps:.0f} of {self._probe_steps()} steps of the baseline's categories are in"
-        if totals.probes > totals.probe_failures and not state.contexts:
-            yield f"acceptance of probes: {totals.probes - totals.probe_failures} answers, and none tells its steps"
-
-    def series_summary(self, series: WatchedSeries) -> dict[str, Any]:
-        test, reference = series.test, series.reference
-        typical = self.state.totals.steps / self.state.totals.batches if self.state.totals.batches else None
-        steps = max(typical or 0.0, self.settings.min_steps)
-        seconds = series is self.state.series.get("latency")
-
-        def shown(value: float | None) -> float | None:
-            return math.exp(-value) if seconds and value is not None else value
-
-        return {
-            "batches": series.batches,
-            "learned": None if series.recorded else f"{len(series.learned)} of {series.learn} batches",
-            "last": shown(series.last),
-            "normal": shown(reference.mean) if reference else None,
-            "statistic": round(series.statistic, 6),
-            "threshold": round(test.threshold, 6) if test else None,
-            "finds": math.expm1(series.finds) if seconds and series.finds else series.finds,
-            "false_alarms_per_day": series.false_alarms_per_day if test else None,
-            "found_within_batches": test.detect_within if test else None,
-            "found_within_steps": round(test.detect_within * steps) if test else None,
-            "alarming": series.alarming,
-            "missing_batches": series.missing,
-        }
+    The variance is that of a ratio estimator with answers as clusters (Cochran, Sampling Techniques, 3rd ed., chapter
+    6); for a server that counts all answers together, that of a geometric distribution times DESIGN_EFFECT."""
+    run = read_results(path)
+    enough = {c: n for c, n in category_counts(run).items() if n[0] >= ENOUGH_STEPS and c in run.sound_categories}
+    if not enough:
+        what = f"{path} has no category with {ENOUGH_STEPS} verification steps on output that is not degenerate"
+        raise UsageError(what, "measure more: trtspec bench URL --samples 80 --max-tokens 256 -o DIR")
+    category, (steps, accepted) = min(enough.items(), key=lambda item: item[1][1] / item[1][0])
+    if not accepted:
+        what = f"{path} has no accepted draft in {category}: no traffic can drop below that"
+        raise UsageError(what, "trtspec inspect HEAD --against TARGET, then measure again")
+    mean = accepted / steps
+    turns = [turn for turn in run.turns_detail if turn.category == category]
+    squares = sum((turn.accepted - mean * turn.verifications) ** 2 for turn in turns)
+    variance = DESIGN_EFFECT * mean * (1 + mean) if len(turns) < 2 else squares / steps * len(turns) / (len(turns) - 1)
+    return Baseline(category, steps, mean, variance)
 
 
-def _problem(code: str, url: str, message: str, remedy: str) -> Problem:
-    return Problem(code, "error", url, message, remedy)
+@dataclass(frozen=True)
+class Verdict:
+    """`drop`: of accepted drafts per step, relative to the baseline; `significant_drop`: the smallest one that chance
+    does not explain. None: not measured. `why` it did not pass."""
+
+    status: Literal["pass", "fail", "unmeasured"]
+    drop: float | None = None
+    significant_drop: float | None = None
+    why: str = ""
+    remedy: str = ""
 
 
-def context_group(prompt_tokens: int) -> str:
-    """The group of prompt lengths, named by its upper end: "<=1024" ... ">65536"."""
-    upper = next((end for end in CONTEXTS if prompt_tokens <= end), None)
-    return f"<={upper}" if upper is not None else f">{CONTEXTS[-1]}"
+def judge(watch: Watch, baseline: Baseline, max_drop: float, min_steps: int) -> Verdict:
+    """Fails a drop of accepted drafts per step that is larger than `max_drop` and significant at 1 %, one-sided.
+
+    The mean of n steps has the variance v / n, with the v of the baseline, and its distribution is normal for many
+    steps: a drop from the mean m of N steps is significant above z sqrt(v / n + v / N) / m."""
+    steps, mean = watch.counted.steps, baseline.accepted_per_step
+    if "steps" not in watch.keeps:
+        why = f"{watch.source} do not count verification steps, the unit of the baseline"
+        return Verdict("unmeasured", why=why, remedy="measure and compare: trtspec bench URL --compare BASELINE")
+    if steps < min_steps:
+        why = f"{steps} verification steps are counted, and a verdict needs {min_steps}"
+        return Verdict("unmeasured", why=why, remedy=MORE)
+    drop = 1 - watch.counted.accepted / steps / mean
+    significant = Z * math.sqrt(baseline.variance * (1 / steps + 1 / baseline.steps)) / mean
+    if drop <= max_drop:
+        return Verdict("pass", drop, significant)
+    why = f"{100 * drop:.1f} % fewer accepted drafts per step than {baseline.category} of the baseline"
+    if drop <= significant:
+        why = f"{why}; at {steps} steps only a drop above {100 * significant:.1f} % is significant"
+        return Verdict("unmeasured", drop, significant, why, f"{MORE}; or measure a longer baseline")
+    remedy = "trtspec check URL --against RECORDING; trtspec inspect HEAD --against TARGET"
+    return Verdict("fail", drop, significant, f"{why}; at most {100 * max_drop:g} % are allowed", remedy)
+
+
+@dataclass(eq=False)
+class WatchCollector(Collector):
+    """The metrics of a watch, for Prometheus. What the server does not count is absent."""
+
+    watch: Watch
+
+    def collect(self) -> Iterator[Metric]:
+        found = self.watch.summary()
+        for name, key, family, text in (
+            ("up", "up", GaugeMetricFamily, "1 if the last reading succeeded."),
+            ("scrapes", "scrapes", CounterMetricFamily, "Readings that succeeded."),
+            ("missed_scrapes", "missed_scrapes", CounterMetricFamily, "Readings that failed."),
+            ("restarts", "restarts", CounterMetricFamily, "Times that the server's counters went backwards."),
+            ("steps", "steps", CounterMetricFamily, "Verification steps."),
+            ("draft_tokens", "drafted", CounterMetricFamily, "Drafted tokens."),
+            ("accepted_tokens", "accepted", CounterMetricFamily, "Accepted draft tokens."),
+            ("acceptance_length", "acceptance_length", GaugeMetricFamily, "1 + accepted / steps, last interval."),
+        ):
+            if found[key] is not None:
+                yield family(f"trtspec_watch_{name}", text, value=found[key])
+
+
+def start_exporter(listen: str, watch: Watch) -> str:
+    """Serves the metrics on HOST:PORT, a PORT or :PORT (localhost, unless a host is named) as long as this process
+    lives. Returns the URL. Raises UsageError for an address that cannot be listened on."""
+    host, _, port = listen.rpartition(":")
+    host = host.strip("[]") or "localhost"
+    registry = CollectorRegistry()
+    registry.register(WatchCollector(watch))
+    try:
+        server, _ = start_http_server(int(port), addr=host, registry=registry)
+    except (ValueError, OverflowError, OSError) as error:
+        reason = getattr(error, "strerror", None) or "it is not HOST:PORT"
+        raise UsageError(
+            f"--listen {listen}: {reason}", "write --listen localhost:9777, or choose another port"
+        ) from None
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{server.server_port}/metrics"

@@ -48,7 +48,7 @@ COMMANDS = {
         "bench": "Measure acceptance, throughput and latency of an endpoint.",
         "check": "Check an endpoint: lossless output, no loops, working tool calls, minimum acceptance.",
         "prove": "Prove a target and its head on your own GPUs.",
-        "watch": "Watch acceptance, loops and latency of a live endpoint, and alert when they change.",
+        "watch": "Read acceptance of a live endpoint, as a Prometheus metric or as one verdict.",
     },
 }
 # which extra brings an optional package
