@@ -234,19 +234,25 @@ def from_dict(found: dict[str, Any]) -> BenchResults:
 
 
 @dataclass(frozen=True)
+class StoredCounts:
+    steps: Count | None = None
+    accepted: Count | None = None
+
+
+@dataclass(frozen=True)
 class StoredAcceptance:
     """What a watch reads of results.json."""
 
-    workload: dict[str, Any]
-    categories: dict[str, Any]
+    categories: dict[str, StoredCounts]
     turns_detail: list[TurnCounts] = field(default_factory=list)
     quality: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def sound_categories(self) -> dict[str, Any]:
-        """Those whose output is neither noise nor loops: acceptance on it is no norm."""
+    def sound_counts(self) -> dict[str, tuple[int, int]]:
+        """(steps, accepted) of each category that has both, without noise and loops: acceptance on them is no norm."""
         looping = {name for name, found in self.quality.items() if (found or {}).get("degenerate")}
-        return {name: found for name, found in self.categories.items() if name not in looping}
+        known = {name: (found.steps or 0, found.accepted) for name, found in self.categories.items()}
+        return {name: (n, got) for name, (n, got) in known.items() if n and got is not None and name not in looping}
 
 
 def level_label(concurrency: int, rate: float | None) -> str:

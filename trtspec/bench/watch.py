@@ -24,7 +24,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from trtspec.bench.acceptance import acceptance_length
-from trtspec.bench.acceptance_ratio import category_counts
 from trtspec.bench.client import describe
 from trtspec.bench.metrics import Counters, count_of, counted_between, counters_in, is_total, names_in, read_samples
 from trtspec.bench.results import read_results
@@ -156,7 +155,7 @@ def read_baseline(path: Path) -> Baseline:
     The variance is that of a ratio estimator with answers as clusters (Cochran, Sampling Techniques, 3rd ed., chapter
     6); for a server that counts all answers together, that of a geometric distribution times DESIGN_EFFECT."""
     run = read_results(path)
-    enough = {c: n for c, n in category_counts(run).items() if n[0] >= ENOUGH_STEPS and c in run.sound_categories}
+    enough = {category: counts for category, counts in run.sound_counts.items() if counts[0] >= ENOUGH_STEPS}
     if not enough:
         what = f"{path} has no category with {ENOUGH_STEPS} verification steps on output that is not degenerate"
         raise UsageError(what, "measure more: trtspec bench URL --samples 80 --max-tokens 256 -o DIR")
