@@ -64,7 +64,7 @@ def test_a_recording_with_other_kinds_of_values_is_refused(tmp_path: Path, chang
         read_recording(write(tmp_path / "a.json", {**RECORDING, **change}))
 
 
-@pytest.mark.parametrize("key", ["workload", "categories", "turns_detail"])
+@pytest.mark.parametrize("key", ["categories", "turns_detail", "quality"])
 def test_results_with_other_kinds_of_values_are_refused(tmp_path: Path, key: str) -> None:
     with pytest.raises(UsageError, match=key):
         read_results(write(tmp_path / "b.json", {**RESULTS, key: 3}))
