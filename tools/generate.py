@@ -156,29 +156,22 @@ def support_matrix() -> str:
 
 
 def vllm_releases() -> list[str]:
-    """What vLLM can do with a Kimi by release, the weight formats, and the options that came and went."""
-    from trtspec.vllm import releases_read, vllm_gate, vllm_options
+    """What vLLM can do with a Kimi by release, and the weight formats."""
+    from trtspec.data_files import load_yaml
+    from trtspec.vllm import vllm_gate
 
-    data = yaml.safe_load((PACKAGE / "data" / "vllm_flags.yaml").read_text(encoding="utf-8"))
-    oldest, newest = releases_read()
+    data = load_yaml("vllm.yaml")
     lines = ["\n## vLLM releases\n"]
     lines.append(
-        f"`trtspec serve --backend vllm` takes {oldest} to {newest} and judges a newer release as {newest}, with a "
-        f"warning. {len(vllm_options())} options of `vllm serve` are known; the parser of {data['run']} was run, the "
-        "declarations of the others were read. "
+        f"`trtspec serve --backend vllm` takes {data['oldest']} to {data['newest']} and judges a newer release as "
+        f"{data['newest']}, with a warning. Options after `--` go to `vllm serve`, which judges them itself. "
         "`trtspec lint` is for TensorRT-LLM's YAML alone: vLLM has no such file.\n"
     )
     lines.append("| what | lacks it | has it | evidence |\n|---|---|---|---|")
     gates = [vllm_gate(name) for name in data["gates"]]
     lines += [f"| {gate.what} | {gate.after} | {gate.by} | {gate.source} |" for gate in gates]
     lines.append("\n| weights of the target | evidence |\n|---|---|")
-    lines += [f"| {name} | {row['evidence']}: {row['source']} |" for name, row in data["formats"].items()]
-    lines.append("\n| release | options that came since the one before | options that went |\n|---|---|---|")
-    for release in data["read"][1:]:
-        came = [f"`--{one.name}`" for one in vllm_options().values() if one.by == release]
-        went = [f"`--{one.name}`" for one in vllm_options().values() if one.gone == release]
-        lines.append(f"| {release} | {', '.join(came)} | {', '.join(went)} |")
-    return lines
+    return lines + [f"| {name} | {row['evidence']}: {row['source']} |" for name, row in data["formats"].items()]
 
 
 def behaviours() -> list[str]:

@@ -1,10 +1,8 @@
-"""One start of vLLM: options of `trtspec serve` -> `vllm serve`, its options checked by release, and what can be known
-before the launch. `trtspec.launch.preflight.launch` starts what `plan_vllm` plans; data/vllm_flags.yaml has the
-releases."""
+"""One start of vLLM: options of `trtspec serve` -> `vllm serve`, and what can be known before the launch.
+Options after `--` go to `vllm serve` as they are: it judges them itself. data/vllm.yaml has the releases."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import os
@@ -23,45 +21,16 @@ from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.hub import Head, Target, known, load_head, load_target
 from trtspec.data_files import DATA, Gate, load_yaml
 from trtspec.errors import Problem, Severity, UsageError
-from trtspec.launch.preflight import (
-    EngineProgram,
-    ServerPlan,
-    check_files,
-    check_gpus,
-    check_host,
-    check_port,
-    check_visible,
-    limits_of,
-    mentioned,
-    model_names,
-    read_gpus,
-    remote_code_problem,
-)
+from trtspec.launch import preflight
+from trtspec.launch.preflight import EngineProgram, ServerPlan
 from trtspec.launch.server import ServerAddress
 from trtspec.specs import ModelSpec
 
 PROGRAM = EngineProgram("vllm", "vLLM", "install vLLM in an environment of its own and put it on PATH")
 PATTERNS = DATA / "vllm_log.yaml"
 ENGINE = ENGINES["vllm"]
-# phases are seen when they begin; nothing is sent to the publisher
-ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"}
-# options of `vllm serve`, and what decides them here: readiness asks there, and the head is checked
-OWN_OPTIONS = {
-    "model": "TARGET", "host": "--host", "port": "--port", "served-model-name": "--served-model-name",
-    "speculative-config": "--head", "spec-model": "--head", "spec-method": "--head", "spec-tokens": "--draft-len",
-    "trust-remote-code": "--trust-remote-code", "tensor-parallel-size": "--tp-size", "dtype": "--dtype",
-    "api-key": "--api-key", "max-model-len": "--max-seq-len", "max-num-seqs": "--max-batch-size",
-    "max-num-batched-tokens": "--max-num-tokens",
-}  # fmt: skip
-# options that are refused, and what to do in their place: the server is asked over HTTP on its port, until it is ready
-HTTPS = "let a proxy in front of the server speak HTTPS"
-REFUSED_OPTIONS = {
-    "config": "write its options here, where they are checked",
-    **dict.fromkeys(("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-cert-reqs", "ssl-ciphers"), HTTPS),
-    "enable-ssl-refresh": HTTPS,
-    "uds": "let the server listen on --host and --port",
-    "headless": "run `vllm serve --headless` itself: it answers no requests, so there is nothing to wait for",
-}
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"}  # phases show when they begin; no usage reports
+SHORT = {"tp": "tensor-parallel-size", "sc": "speculative-config", "ep": "enable-expert-parallel"}
 SAMPLING = {"argmax": "greedy", "probabilistic": "probabilistic"}
 VERSION = re.compile(r"\b(\d+\.\d+\.\d+(?:(?:rc|\.post|\.dev)\d+)*)")
 
@@ -104,59 +73,21 @@ class VllmStart:
         return vllm_speculation(self.head, self.draft_len) | drawn
 
 
-@dataclass(frozen=True)
-class VllmOption:
-    """One option of `vllm serve`. It came between the releases `after` and `by` and went between `last` and `gone`; ""
-    where it was there before the first release that was read, or still is in the newest."""
-
-    name: str
-    kind: Literal["switch", "whole", "number", "json", "text", "list"]
-    also: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
-    negated: bool = False
-    after: str = ""
-    by: str = ""
-    last: str = ""
-    gone: str = ""
-    evidence: str = "verified"
-
-    def state(self, version: Version) -> Literal["yes", "no", "unknown"]:
-        """Whether the release has it."""
-        if (self.after and version <= Version(self.after)) or (self.gone and version >= Version(self.gone)):
-            return "no"
-        sure = not (self.by and version < Version(self.by)) and not (self.last and version > Version(self.last))
-        return "yes" if sure else "unknown"
-
-    @property
-    def interval(self) -> str:
-        came = f"it came after {self.after}, by {self.by}" if self.after else ""
-        went = f"it went after {self.last}, by {self.gone}" if self.last else ""
-        return ", and ".join(part for part in (came, went) if part)
-
-
 @functools.cache
-def _flags() -> Any:
-    return load_yaml("vllm_flags.yaml")
-
-
-@functools.cache
-def vllm_options() -> dict[str, VllmOption]:
-    """All options that are known, by their long spelling without dashes."""
-    rows: dict[str, Any] = _flags()["options"]
-    return {
-        name: VllmOption(name=name, **row | {key: tuple(row.get(key, ())) for key in ("also", "choices")})
-        for name, row in rows.items()
-    }
+def _releases() -> Any:
+    return load_yaml("vllm.yaml")
 
 
 def vllm_gate(name: str) -> Gate:
-    row = _flags()["gates"][name]
+    row = _releases()["gates"][name]
     return Gate(name, row["what"], row["after"], row["by"], f"{row['evidence']}: {row['source']}")
 
 
-def releases_read() -> tuple[str, str]:
-    """Oldest and newest release whose options are known."""
-    return _flags()["read"][0], _flags()["read"][-1]
+def passed_options(words: Sequence[str]) -> dict[str, str]:
+    """Options among the words after `--`: how each is written, by its long spelling without dashes."""
+    flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+    named = {flag.lstrip("-").partition(".")[0].rstrip("+").replace("_", "-"): flag for flag in flags}
+    return {SHORT.get(name, name): flag for name, flag in named.items()}
 
 
 def installed_vllm() -> str | None:
@@ -179,45 +110,47 @@ def installed_vllm() -> str | None:
 def plan_vllm(start: VllmStart, *, launching: bool) -> ServerPlan:
     """Raises for what cannot be answered at all (unknown ids, an unknown version, options that contradict each other);
     everything else is a problem of the plan."""
-    if start.draft_len is not None and start.head is None:
-        raise UsageError("--draft-len is not used without a draft head", "pass --head, or leave it out")
-    if start.draft_sampling is not None and start.head is None:
-        raise UsageError("--draft-sampling is not used without a head", "pass --head, or leave it out")
+    used_with = {"--draft-len": (start.draft_len, "draft head"), "--draft-sampling": (start.draft_sampling, "head")}
+    for flag, (value, what) in used_with.items():
+        if value is not None and start.head is None:
+            raise UsageError(f"{flag} is not used without a {what}", "pass --head, or leave it out")
     target = load_target(start.target)
     head = load_head(start.head, values=launching) if start.head else None
     version, reason, problems = _version(start.vllm_version, launching)
-    passed, doubts = parse_options(start.passed, version)
-    for item in passed:
-        if item.option.name in OWN_OPTIONS:
-            own = OWN_OPTIONS[item.option.name]
-            raise UsageError(f"{item.flag} is not used after --: {own} decides it", f"pass {own} before --")
-        if item.option.name in REFUSED_OPTIONS:
-            raise UsageError(f"{item.flag} is not used after --", REFUSED_OPTIONS[item.option.name])
-    problems += [*doubts, *_request_problems(start, target, head, version, passed)]
-    gpus = read_gpus()
-    problems += check_gpus(start.ranks, gpus)
+    for name, flag in passed_options(start.passed).items():
+        if own := _releases()["own_options"].get(name):
+            raise UsageError(f"{flag} is not used after --: {own} decides it", f"pass {own} before --")
+        if remedy := _releases()["refused_options"].get(name):
+            raise UsageError(f"{flag} is not used after --", remedy)
+    problems += preflight.check_port(start.host, start.port)
+    models = [target.resolved, *([head.resolved] if head else [])]
+    problems += [problem for model in models for problem in preflight.check_files(model, os.environ)]
+    if target.spec.remote_code and not start.trust_remote_code:
+        problems.append(preflight.remote_code_problem(target.resolved))
+    problems += _target_problems(start, target.spec, version)
+    problems += _head_problems(start, head, target, version) if head is not None else ()
+    gpus = preflight.read_gpus()
+    problems += preflight.check_gpus(start.ranks, gpus)
     if launching:
-        models = [target.resolved, *([head.resolved] if head else [])]
-        problems += check_visible(gpus or [], start.ranks, os.environ)
-        problems += check_host(models, start.host, target.spec.remote_code, os.environ)
+        problems += preflight.check_visible(gpus or [], start.ranks, os.environ)
+        problems += preflight.check_host(models, start.host, target.spec.remote_code, os.environ)
     problems += PROGRAM.check()
+    names = preflight.model_names(start.target, start.served_model_name)
     return ServerPlan(
         program=PROGRAM,
         patterns=PATTERNS,
-        argv=vllm_command(start, target, passed),
+        argv=vllm_command(start, target),
         env={name: value for name, value in ENVIRONMENT.items() if name not in os.environ},
         config={"speculative_config": start.speculation()} if start.head else {},
-        problems=problems if launching else [mentioned(problem) for problem in problems],
+        problems=problems if launching else [preflight.mentioned(problem) for problem in problems],
         version=(str(version), reason),
-        endpoint=ServerAddress(
-            start.host, start.port, model_names(start.target, start.served_model_name), api_key=start.api_key
-        ),
-        limits=limits_of(start),
+        endpoint=ServerAddress(start.host, start.port, names, api_key=start.api_key),
+        limits=preflight.limits_of(start),
         secrets={"VLLM_API_KEY": start.api_key} if start.api_key else {},
     )
 
 
-def vllm_command(start: VllmStart, target: Target, passed: Sequence[PassedOption]) -> list[str]:
+def vllm_command(start: VllmStart, target: Target) -> list[str]:
     """The command that heads are published with, word for word, then what that leaves out: address, sizes, the parsers
     of a Kimi, and the user's own words."""
     argv = [PROGRAM.executable, "serve", start.target, "--tensor-parallel-size", str(start.ranks)]
@@ -225,129 +158,32 @@ def vllm_command(start: VllmStart, target: Target, passed: Sequence[PassedOption
     argv += ["--trust-remote-code"] if start.trust_remote_code else []
     argv += ["--host", start.host, "--port", str(start.port)]
     sizes = {
-        "--max-model-len": start.max_seq_len,
-        "--max-num-seqs": start.max_batch_size,
-        "--max-num-batched-tokens": start.max_num_tokens,
-        "--dtype": start.dtype if start.dtype != "auto" else None,
+        "--max-model-len": start.max_seq_len, "--max-num-seqs": start.max_batch_size,
+        "--max-num-batched-tokens": start.max_num_tokens, "--dtype": start.dtype if start.dtype != "auto" else None,
         "--served-model-name": start.served_model_name,
-    }
+    }  # fmt: skip
     argv += [word for flag, value in sizes.items() if value is not None for word in (flag, str(value))]
-    chosen = {item.option.name for item in passed}
+    chosen = passed_options(start.passed)
     if "tool-call-parser" not in chosen:
         argv += ["--tool-call-parser", "kimi_k2", "--enable-auto-tool-choice"]
-    if "reasoning-parser" not in chosen and _thinks(target):
-        argv += ["--reasoning-parser", "kimi_k2"]
-    return argv + [word for item in passed for word in item.words]
-
-
-def _thinks(target: Target) -> bool:
-    """vLLM has one reasoning parser for every Kimi that thinks. K2-Instruct does not, which its config alone does
-    not tell."""
+    # one parser for every Kimi that thinks; the config alone does not tell that K2-Instruct does not
     entry = known(target.resolved.name)
-    return bool(entry[1].get("reasoning_parser")) if entry is not None else bool(target.spec.name_prefix)
-
-
-@dataclass(frozen=True)
-class PassedOption:
-    """One option after `--`: as it was written, and what vLLM takes it for."""
-
-    option: VllmOption
-    flag: str
-    values: tuple[str, ...] = ()
-    words: tuple[str, ...] = field(default=(), repr=False)
-
-
-def parse_options(words: Sequence[str], version: Version) -> tuple[list[PassedOption], list[Problem]]:
-    """Options after `--`, with dashes or underscores: `--flag value`, `--flag=value`, `--json-flag.key value`, switches
-    and lists."""
-    passed: list[PassedOption] = []
-    problems: list[Problem] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        flag, has_value, text = word.partition("=")
-        option = _option(flag)
-        if option is None or option.state(version) == "no":
-            problems.append(_unknown(flag, option, version))
-            while rest and not rest[0].startswith("-"):
-                rest.pop(0)
-            continue
-        values = [text] if has_value else []
-        if option.kind == "list" and not has_value:
-            while rest and not rest[0].startswith("--"):
-                values.append(rest.pop(0))
-        elif option.kind != "switch" and not has_value and rest:
-            values = [rest.pop(0)]
-        written = (word,) if has_value else (word, *values)
-        item = PassedOption(option, flag, tuple(values), written)
-        problems += _doubts(item, version)
-        if any(option.name == other.option.name and "." not in flag for other in passed):
-            message = f"{flag} is given more than once"
-            problems.append(Problem("TS-SERVE-OPTION-REPEATED", "error", flag, message, "give it once"))
-        passed.append(item)
-    return passed, problems
-
-
-def _option(flag: str) -> VllmOption | None:
-    name, _, inner = flag.partition(".")
-    plain = name.lstrip("-").replace("_", "-").rstrip("+")
-    option = vllm_options().get(plain) if flag.startswith("--") else None
-    option = option or next((one for one in vllm_options().values() if name in one.also), None)
-    if option is None and flag.startswith("--no-"):
-        option = vllm_options().get(plain.removeprefix("no-"))
-        return option if option is not None and option.negated else None
-    return option if not inner or (option is not None and option.kind == "json") else None
-
-
-def _unknown(flag: str, option: VllmOption | None, version: Version) -> Problem:
-    if option is not None:
-        remedy = f"use {option.by} or later" if version < Version(option.by or "0") else "leave it out"
-        message = f"vLLM {version} does not have {flag}: {option.interval}"
-        return Problem("TS-SERVE-UNKNOWN-OPTION", "error", flag, message, remedy)
-    near = difflib.get_close_matches(flag.replace("_", "-").lstrip("-"), list(vllm_options()), n=1)
-    remedy = f"did you mean --{near[0]}?" if near else "vllm serve --help=all lists its options"
-    return Problem("TS-SERVE-UNKNOWN-OPTION", "error", flag, f"vLLM {version} has no option {flag}", remedy)
-
-
-def _doubts(item: PassedOption, version: Version) -> Iterator[Problem]:
-    option, flag, code = item.option, item.flag, "TS-SERVE-OPTION-VALUE"
-    if option.kind == "switch":
-        if item.values:
-            yield Problem(code, "error", flag, f"{flag} takes no value", f"write {flag} alone")
-    elif not item.values:
-        yield Problem(code, "error", flag, f"{flag} needs a value", f"write {flag} VALUE")
-    elif "." not in flag and (wrong := _wrong_value(option, item.values[0])):
-        yield Problem(code, "error", flag, f"{flag} takes {wrong}, not {item.values[0]!r}", "correct the value")
-    if option.state(version) == "unknown":
-        message = f"not known whether vLLM {version} has {flag}: {option.interval}"
-        yield Problem("TS-SERVE-OPTION-UNCERTAIN", "warning", flag, message, "try `vllm serve --help=all`")
-
-
-def _wrong_value(option: VllmOption, text: str) -> str:
-    """What the option takes, where the text is not that; "" where it is. vLLM writes 25.6k and 1K for whole numbers."""
-    if option.choices and text.lower() not in (choice.lower() for choice in option.choices):
-        return "one of " + ", ".join(option.choices)
-    if option.kind == "whole" and not re.fullmatch(r"-?\d+|\d+(\.\d+)?[kmgtKMGT]|auto", text):
-        return "a whole number"
-    if option.kind not in ("number", "json"):
-        return ""
-    try:
-        float(text) if option.kind == "number" else json.loads(text)
-    except ValueError:
-        return "a number" if option.kind == "number" else "JSON"
-    return ""
+    thinks = entry[1].get("reasoning_parser") if entry is not None else target.spec.name_prefix
+    if "reasoning-parser" not in chosen and thinks:
+        argv += ["--reasoning-parser", "kimi_k2"]
+    return [*argv, *start.passed]
 
 
 def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Problem]]:
     """The version to judge for, why, and what is doubtful about it."""
     installed = installed_vllm()
-    oldest, newest = releases_read()
+    oldest, newest = _releases()["oldest"], _releases()["newest"]
     try:
         version = Version(asked or installed or newest)
     except InvalidVersion:
         raise UsageError(f"{asked!r} is not a vLLM version", f"write it as the package does: {newest}") from None
     if version < Version(oldest):
-        message = f"vLLM {version} is older than {oldest}, the first release whose options are known"
+        message = f"vLLM {version} is older than {oldest}, the first release that is known"
         raise UsageError(message, f"use {oldest} or later: Kimi's Eagle3 heads came with 0.18")
     problems = []
     if launching and asked and installed and Version(installed).public != version.public:
@@ -357,45 +193,26 @@ def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Pro
         message = f"the installed engine does not tell its version; judged for {version}"
         problems.append(Problem("TS-SERVE-VERSION-UNKNOWN", "warning", "vllm", message, "pass --vllm-version"))
     if version > Version(newest):
-        message = f"vLLM {version} is newer than {newest}, the last release whose options are known"
-        problems.append(
-            Problem("TS-SERVE-VERSION-UNKNOWN", "warning", "vllm", message, "compare with its release notes")
-        )
-    known_as = "the newest release whose options are known"
-    return version, "asked for" if asked else "installed here" if installed else known_as, problems
+        message = f"vLLM {version} is newer than {newest}, the last release that is known"
+        remedy = "compare with its release notes"
+        problems.append(Problem("TS-SERVE-VERSION-UNKNOWN", "warning", "vllm", message, remedy))
+    reason = "asked for" if asked else "installed here" if installed else "the newest release that is known"
+    return version, reason, problems
 
 
-def _request_problems(
-    start: VllmStart, target: Target, head: Head | None, version: Version, passed: Sequence[PassedOption]
-) -> Iterator[Problem]:
-    yield from check_port(start.host, start.port)
-    for resolved in (target.resolved, *([head.resolved] if head else [])):
-        yield from check_files(resolved, os.environ)
-    if target.spec.remote_code and not start.trust_remote_code:
-        yield remote_code_problem(target.resolved)
-    yield from _target_problems(start, target.spec, version, {item.option.name for item in passed})
-    if head is not None:
-        yield from _head_problems(start, head, target, version)
-
-
-def _target_problems(start: VllmStart, target: ModelSpec, version: Version, chosen: set[str]) -> Iterator[Problem]:
+def _target_problems(start: VllmStart, target: ModelSpec, version: Version) -> Iterator[Problem]:
     if target.name_prefix:
-        yield from _gated("kimi_k25", "target", version, "error")
         yield from _gated("kimi_tool_ids", "target", version, "warning")
-    if target.quant.format.value not in _flags()["formats"]:
-        message = f"it is not known that vLLM loads {target.quant.format} weights of a Kimi"
-        yield Problem("TS-VLLM-FORMAT", "error", "target", message, "quantize it to NVFP4, or serve the original")
     heads, ranks = target.num_attention_heads, start.ranks
     if heads % ranks:
         message = f"the {heads} attention heads do not divide by tensor-parallel size {ranks}"
         fitting = max(size for size in range(1, ranks + 1) if heads % size == 0)
         yield Problem("TS-VLLM-PARALLEL", "error", "tp_size", message, f"use --tp-size {fitting}")
     width, group = target.moe_intermediate_size, target.quant.group_size or 1
-    if "enable-expert-parallel" not in chosen and (width % ranks or width // ranks % group):
+    if "enable-expert-parallel" not in passed_options(start.passed) and (width % ranks or width // ranks % group):
         message = f"an expert of width {width} does not divide into {ranks} equal parts of whole groups of {group}"
         yield Problem("TS-VLLM-PARALLEL", "error", "tp_size", message, "pass -- --enable-expert-parallel")
-    limit = target.max_position_embeddings
-    if start.max_seq_len is not None and start.max_seq_len > limit:
+    if start.max_seq_len is not None and start.max_seq_len > (limit := target.max_position_embeddings):
         message = f"--max-seq-len {start.max_seq_len} is beyond the model's {limit} positions; vLLM refuses to start"
         yield Problem("TS-VLLM-LENGTH", "error", "--max-seq-len", message, f"use {limit} or less")
     if start.max_num_tokens and start.max_batch_size and start.max_num_tokens < start.max_batch_size:
@@ -405,41 +222,29 @@ def _target_problems(start: VllmStart, target: ModelSpec, version: Version, chos
 
 def _head_problems(start: VllmStart, head: Head, target: Target, version: Version) -> Iterator[Problem]:
     spec, name = head.spec, head.resolved.name
-    if target.spec.name_prefix:
-        yield from _gated("kimi_eagle3", name, version, "error")
     if spec.eagle == "3.1":
-        yield from _gated("eagle31", name, version, "error")
-        if spec.dialect in _flags()["gates"]["eagle31_speculators"]["layouts"]:
-            yield from _gated("eagle31_speculators", name, version, "error")
+        yield from _gated("eagle31", name, version)
+        if spec.dialect in _releases()["gates"]["eagle31_speculators"]["layouts"]:
+            yield from _gated("eagle31_speculators", name, version)
     if start.draft_sampling is not None:
-        yield from _gated("draft_sampling", "--draft-sampling", version, "error")
-    pair = pair_problems(
-        spec, target.spec, head_id=head.resolved.hub_id, target_id=target.resolved.hub_id, tp_size=start.ranks
-    )
+        yield from _gated("draft_sampling", "--draft-sampling", version)
+    ids = {"head_id": head.resolved.hub_id, "target_id": target.resolved.hub_id}
+    pair = pair_problems(spec, target.spec, tp_size=start.ranks, **ids)
     yield from (problem for problem in pair if problem.severity != "info")
-    yield from _layout_problem(head)
+    # a head whose file is here is judged by it; one known by its hub id alone by what it was published for
+    published = ENGINE.name in (head.resolved.known or {}).get("published_on", ())
+    if not published and not DIALECTS[spec.dialect].served_by(ENGINE, spec):
+        option = next(option for option, row in OPTIONS.items() if ENGINE.name in row.read_by)
+        message = f"{name} has {DIALECTS[spec.dialect].title}'s layout: vLLM fails to load it, or reads other layers"
+        remedy = f"trtspec convert {name} -o HEAD-vllm --to {option}, then pass --head HEAD-vllm"
+        severity: Severity = "error" if head.resolved.path is not None else "warning"
+        yield Problem("TS-VLLM-HEAD-LAYOUT", severity, name, message, remedy)
 
 
-def _layout_problem(head: Head) -> Iterator[Problem]:
-    """A head whose file is here is judged by it; one known by its hub id alone by what it was published for."""
-    spec, resolved = head.spec, head.resolved
-    if DIALECTS[spec.dialect].served_by(ENGINE, spec) or ENGINE.name in (resolved.known or {}).get("published_on", ()):
-        return
-    option = next(name for name, row in OPTIONS.items() if ENGINE.name in row.read_by)
-    message = (
-        f"{resolved.name} has {DIALECTS[spec.dialect].title}'s layout: vLLM fails to load it, or reads other layers"
-    )
-    remedy = f"trtspec convert {resolved.name} -o HEAD-vllm --to {option}, then pass --head HEAD-vllm"
-    severity: Severity = "error" if resolved.path is not None else "warning"
-    yield Problem("TS-VLLM-HEAD-LAYOUT", severity, resolved.name, message, remedy)
-
-
-def _gated(name: str, where: str, version: Version, severity: Severity) -> Iterator[Problem]:
+def _gated(name: str, where: str, version: Version, severity: Severity = "error") -> Iterator[Problem]:
     gate = vllm_gate(name)
-    state = gate.state(version)
-    if state == "no":
-        message = f"vLLM {version} is too old for this: {gate.what} ({gate.interval})"
-        yield Problem("TS-VLLM-TOO-OLD", severity, where, message, f"use {gate.by} or later")
-    elif state == "unknown":
-        message = f"not known for vLLM {version}: {gate.what} ({gate.interval})"
-        yield Problem("TS-VLLM-TOO-OLD", "warning", where, message, f"use {gate.by} or later")
+    told = {"no": f"vLLM {version} is too old for this", "unknown": f"not known for vLLM {version}"}
+    if (state := gate.state(version)) in told:
+        message = f"{told[state]}: {gate.what} ({gate.interval})"
+        level = severity if state == "no" else "warning"
+        yield Problem("TS-VLLM-TOO-OLD", level, where, message, f"use {gate.by} or later")

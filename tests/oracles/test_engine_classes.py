@@ -38,7 +38,6 @@ BEYOND = (
     ("TS-LINT-STATIC-TREE", "", "the server raises an exception when drafts are written"),
     ("TS-LINT-DRAFT-PIPELINE", "", "PyExecutor raises NotImplementedError when it is made"),
     ("TS-LINT-TRANSFER-BLOCKS", "", "the transceiver's buffer asserts it when it is made"),
-    ("TS-LINT-COMBINATION", "guided_decoding_backend", "refused when the executor is made, before 1.1"),
     ("TS-LINT-REJECTION-CRASH", "", "the server stops at its first warm-up step"),
     ("TS-LINT-GUIDED-SCHEDULE", "", "the server stops while graphs are captured"),
     ("TS-LINT-TWO-MODEL", "", "two-model speculation with latent attention has no class"),

@@ -40,7 +40,6 @@ from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.sequence import Completion
 from trtspec.engine.server import ServerOptions, build_engine
-from trtspec.vllm import vllm_options
 
 PYTHON = os.environ.get("TRTSPEC_VLLM_PYTHON", "")
 STARTS = int(os.environ.get("TRTSPEC_VLLM_STARTS", "3"))
@@ -449,20 +448,3 @@ def test_a_start_and_stop_leaves_nothing(environment: dict[str, str], start: int
     finally:
         if server.process.poll() is None:
             server.process.kill()
-
-
-def test_the_options_of_the_release_are_those_of_its_parser() -> None:
-    """data/vllm_flags.yaml against the parser of the vLLM that is installed here: names, spellings, kinds."""
-    done = subprocess.run(
-        [PYTHON, str(ORACLES / "vllm_options.py")], capture_output=True, text=True, timeout=READY, check=False,
-        env={**os.environ, "PYTHONPATH": "", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-    )  # fmt: skip
-    declared = json.loads(done.stdout.splitlines()[-1])
-    ours = {f"--{name}": option for name, option in vllm_options().items() if not option.gone}
-    assert set(declared) == set(ours)
-    for name, option in ours.items():
-        spellings = {name, *option.also}
-        assert (set(declared[name]["spellings"]), declared[name]["kind"], declared[name]["negated"]) == (
-            spellings, option.kind, option.negated,
-        ), name  # fmt: skip
-        assert not option.choices or list(option.choices) == declared[name]["choices"], name

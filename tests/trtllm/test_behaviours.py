@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 import yaml
 
-from trtspec.trtllm.deployment import Deployment
+from trtspec.checkpoint.hub import load_head, load_target
+from trtspec.trtllm.build import compose
+from trtspec.trtllm.deployment import Deployment, eagle3, methods
+from trtspec.trtllm.intent import Intent
 from trtspec.trtllm.lint.linter import lint
-from trtspec.trtllm.schema import LINES, SCHEMAS, UNKNOWN, schema_for
+from trtspec.trtllm.lint.speculation import REJECTION, request_limits
+from trtspec.trtllm.schema import LINES, SCHEMAS, UNKNOWN, line_fields, schema_for
 
 TRTLLM = SCHEMAS.parent
-OWNERS = {"schema.py", "schema_tools.py"}
 RELEASE = re.compile(r"1\.\d+(\.\d+)?(rc\d+)?(\.post\d+)?")
-METHODS = yaml.safe_load((TRTLLM / "speculation.yaml").read_text())["methods"]
+SAMPLED = """\
+speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: /h, use_rejection_sampling: false}
+"""
 
 
 def found(text: str, version: str) -> dict[str, Any]:
@@ -46,7 +51,6 @@ def test_a_meaning_is_inherited_until_a_line_states_another(
         winner, bounds, first, beyond,
     )  # fmt: skip
     assert bool(meaning.interval) == (bounds is UNKNOWN)
-    assert not schema_for("1.1.0").behaviour("draft_len_schedule")
 
 
 def test_what_was_mended_is_gone_and_what_may_be_is_asked_with_its_interval() -> None:
@@ -106,32 +110,69 @@ def test_a_boundary_inside_a_line_is_a_warning_that_names_it(text: str, version:
     assert [finding.severity for finding in findings] == ["warning"] and interval in findings[0].message
 
 
+def test_every_decoding_type_of_every_line_has_one_row() -> None:
+    rows = [name for method in methods().values() for name in method.spellings]
+    known = {name for line in LINES for name in line_fields(line, "speculative_config.decoding_type", "allowed")}
+    assert known == set(rows) and len(rows) == len(set(rows))
+    for method in methods().values():
+        keys = [key for key in (method.capture, *method.trees) if key is not None]
+        fields = set().union(*(line_fields(line) for line in LINES))
+        assert {f"speculative_config.{key}" for key in keys} <= fields, method.key
+        assert method.kimi["runs"] in ("yes", "no", "unknown") and method.kimi["why"] and method.source
+
+
+def test_the_spelling_that_is_written_parses_in_every_line() -> None:
+    for line in LINES:
+        assert eagle3().spellings[0] in line_fields(line, "speculative_config.decoding_type", "allowed")
+
+
+def test_what_rejection_sampling_is_worth_is_said_with_both_figures() -> None:
+    worth = ("3.10 tokens per step instead of 1.94 at temperature 0.6", "2.93 tokens per step instead of 1.41")
+    message = found(SAMPLED, "1.4.0rc1")["TS-LINT-SAMPLED-ACCEPTANCE"].message
+    assert all(figures in message for figures in worth)
+    for version, told in (("1.3.0rc17", False), ("1.3.0rc20", False), ("1.3.0rc22", True), ("1.4.0rc1", True)):
+        for settings in ((), (f"{REJECTION}=true",)):
+            made = Intent(target="nvidia/Kimi-K2.5-NVFP4", head="nvidia/Kimi-K2.5-Eagle3", version=version,
+                          settings=settings, tp_size=4)  # fmt: skip
+            text = compose(made, load_target(made.target).spec, load_head(made.head or "").spec).replace("\n# ", " ")
+            assert all(figures in text for figures in worth) == (told and not settings), version
+
+
 @pytest.mark.parametrize(
-    ("text", "version", "refused"),
+    ("version", "penalties", "end", "ignored", "refused"),
     [
-        ("speculative_config: {decoding_type: SaveState}\n", "1.4.0rc1", True),
-        ("speculative_config: {decoding_type: SaveState, output_directory: /x}\n", "1.4.0rc1", False),
-        ("speculative_config: {decoding_type: NGram, max_draft_len: 2}\n", "1.4.0rc1", False),
-        ("kv_cache_compression_config: {algorithm: triattention}\n", "1.4.0rc1", True),
-        ("kv_cache_compression_config: {algorithm: quantization_for_cold_page}\n", "1.4.0rc1", False),
-        ("kv_cache_compression_config: {}\n", "1.4.0rc1", True),
-        ("sparse_attention_config: {topk: 1}\n", "1.4.0rc1", True),
-        ("max_batch_size: 8\n", "1.4.0rc1", False),
+        ("1.3.0rc5", False, True, "min_length", ""),
+        ("1.3.0rc20", False, False, "logprobs", ""),
+        ("1.3.0rc20", False, False, "repetition_penalty", ""),
+        ("1.4.0rc1", False, False, "", "logprobs"),
+        ("1.4.0rc1", False, False, "", "repetition_penalty"),
+        ("1.3.0rc27", False, False, "logprobs", "logprobs"),  # inside the interval it may be either
     ],
 )
-def test_what_a_class_requires_is_required_of_its_variant_alone(text: str, version: str, refused: bool) -> None:
-    codes = found(text, version)
-    assert ("TS-LINT-MISSING-KEY" in codes) == refused
-    assert refused or all(finding.severity != "error" for finding in codes.values())
+def test_request_parameters_by_release(version: str, penalties: bool, end: bool, ignored: str, refused: str) -> None:
+    limits = request_limits(Deployment(schema_for(version)), penalties)
+    assert ("logprobs" in limits["end_engine"]) == end
+    assert (not ignored or ignored in limits["ignored"]) and (not refused or refused in limits["refused"])
+
+
+def test_penalties_are_honoured_where_the_key_allows_them() -> None:
+    limits = request_limits(Deployment(schema_for("1.4.0rc1")), penalties=True)
+    assert not any("repetition_penalty" in listed for listed in limits.values())
+
+
+@pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc20", "1.3.0rc22", "1.4.0rc1"])
+def test_without_speculation_no_trap_of_it_is_reported(version: str) -> None:
+    text = "kv_cache_config: {host_cache_size: 1073741824}\nguided_decoding_backend: xgrammar\nmax_batch_size: 64\n"
+    assert not found(text + "moe_config: {backend: TRTLLM}\n", version)
 
 
 @pytest.mark.parametrize("path", sorted(TRTLLM.rglob("*.py")), ids=lambda path: str(path.relative_to(TRTLLM)))
 def test_no_rule_knows_a_release_or_a_way_to_speculate(path: Path) -> None:
     """Outside their owners, no text of the code is the name of a line, a release or a decoding type, and nothing
     compares `line`."""
-    if path.name in OWNERS and path.parent == TRTLLM:
+    if path == TRTLLM / "schema.py":
         return
-    names = {name for row in METHODS.values() for name in row["spellings"]} - {"AUTO"}  # also a word of other keys
+    names = {name for row in methods().values() for name in row.spellings} - {"AUTO"}  # also a word of other keys
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             assert node.value not in names, node.lineno

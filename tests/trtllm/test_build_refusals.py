@@ -91,7 +91,7 @@ def test_like_is_checked_against_a_target_that_is_here(tiny_target: Path) -> Non
 
 
 PRODUCT = {
-    "version": ["1.1.0", "1.2.1", "1.3.0rc6", "1.3.0rc13", "1.3.0rc17", "1.3.0rc20", "1.3.0rc21", "1.3.0rc22",
+    "version": ["1.2.1", "1.3.0rc6", "1.3.0rc13", "1.3.0rc17", "1.3.0rc20", "1.3.0rc21", "1.3.0rc22",
                 "1.3.0rc23", "1.3.0rc25", "1.3.0rc29", "1.4.0rc0", "1.4.0rc1"],
     "pair": [("nvidia/Kimi-K2.5-NVFP4", None), ("nvidia/Kimi-K2.6-NVFP4", HEAD),
              ("nvidia/Kimi-K2.6-NVFP4", "lightseekorg/kimi-k2.6-eagle3.1-mla"),

@@ -86,7 +86,7 @@ def test_another_version_than_the_installed_one_is_a_usage_error(tmp_path: Path)
 @pytest.fixture(scope="module")
 def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("schema") / "new.yaml"
-    done = run("trtspec.trtllm.schema_tools", "from-installed", "-o", str(path))
+    done = run("tools.schema_tools", "from-installed", "-o", str(path))
     assert done.returncode == 0, done.stderr
     return yaml.safe_load(path.read_text())
 
@@ -145,14 +145,14 @@ def test_options_and_status_are_read_too(read: dict[str, Any]) -> None:
 def test_a_new_line_states_only_what_differs(tmp_path: Path) -> None:
     path = tmp_path / "1.5.yaml"
     words = ("from-installed", "--inherits", "1.4", "--line", "1.5", "-o", str(path))
-    assert run("trtspec.trtllm.schema_tools", *words).returncode == 0
+    assert run("tools.schema_tools", *words).returncode == 0
     data = yaml.safe_load(path.read_text())
     assert data["inherits"] == "1.4"
     assert data["fields"]["brand_new_key"]["since"] == {"after": "1.4", "by": "1.5", "evidence": "verified"}
     assert "tensor_parallel_size" not in data["fields"]
     assert "allowed" not in data["fields"].get("kv_cache_config.dtype", {})  # a validator's list is not forgotten
     assert "moe_config" in data["removed"] and "host" in data["removed_options"]
-    done = run("trtspec.trtllm.schema_tools", "diff", "1.4", str(path))
+    done = run("tools.schema_tools", "diff", "1.4", str(path))
     lines = done.stdout.splitlines()
     assert any(line.startswith("+ brand_new_key: {type: bool") for line in lines)
     assert any(line == "- moe_config" for line in lines)
@@ -160,15 +160,15 @@ def test_a_new_line_states_only_what_differs(tmp_path: Path) -> None:
 
 
 def test_diff_names_what_changed_between_two_releases() -> None:
-    done = run("trtspec.trtllm.schema_tools", "diff", "1.3.0rc20", "1.4.0rc1")
+    done = run("tools.schema_tools", "diff", "1.3.0rc20", "1.4.0rc1")
     lines = done.stdout.splitlines()
     renamed = "- speculative_config.acceptance_window (now speculative_config.acceptance_rate_window_size)"
     assert done.returncode == 0 and renamed in lines
     assert {line[0] for line in lines} == {"+", "-", "~"}
     gone = [line for line in lines if line.startswith("- ") and not line.startswith("- --")]
     assert len(gone) == len(set(line_fields("1.3")) - set(line_fields("1.4")))
-    assert run("trtspec.trtllm.schema_tools", "diff", "1.4", "nowhere.yaml").returncode == 2
-    assert run("trtspec.trtllm.schema_tools", "from-installed", engine=False).returncode == 4
+    assert run("tools.schema_tools", "diff", "1.4", "nowhere.yaml").returncode == 2
+    assert run("tools.schema_tools", "from-installed", engine=False).returncode == 4
 
 
 def test_a_file_that_is_not_yaml_is_not_given_to_the_engine(tmp_path: Path) -> None:

@@ -304,8 +304,7 @@ def engine_settings(intent: Intent, schema: Schema, target: ModelSpec, head: Hea
     found = _speculation(intent, schema, target, head) if head is not None and intent.head else []
     found += [*_experts(intent, schema, target), *_graphs(intent), *_parallel(intent), *_cache(intent, schema)]
     found += [*_transfer(intent, schema), *_streaming(intent)]
-    mended = gate("fp8_kv_chunked_prefill").state(schema.version) == "yes" or head is None
-    if intent.seq_len > intent.tokens and mended and intent.role != "generation":
+    if intent.seq_len > intent.tokens and intent.role != "generation":
         reason = "prompts longer than max_num_tokens are refused without it"
         found.append(EngineSetting("enable_chunked_prefill", True, reason))
     return found
@@ -318,7 +317,7 @@ def _speculation(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSp
         EngineSetting(f"{SPEC}.speculative_model_dir", intent.head, "the head; this spelling parses in every version"),
     ]
     layers = expected_layers(target, head)
-    if layers and sorted(layers[0]) != sorted(layers[1]) and CAPTURE in schema.fields:
+    if layers and sorted(layers[0]) != sorted(layers[1]):
         default = ", ".join(map(str, layers[1]))
         reason = f"the head was trained on these; the engine would take {default}"
         found.append(EngineSetting(CAPTURE, list(layers[0]), reason))

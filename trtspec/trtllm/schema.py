@@ -177,7 +177,6 @@ class Schema:
     options: dict[str, Option]
     behaviours: dict[str, Behaviour] = field(default_factory=dict)
     seen: Version = Version("0")  # the release whose files the line was read from
-    last: Version | None = None  # release of its line, where there will be no other
     neighbour: Schema | None = field(default=None, repr=False)
     boundary: str = ""
 
@@ -244,16 +243,17 @@ class Schema:
 
 
 def parse_version(text: str) -> Version:
-    """Raises UsageError for text that is not a version, or a version older than the first known line."""
+    """Raises UsageError for text that is not a version, or a release older than the oldest known one."""
     try:
         version = Version(text)
     except InvalidVersion:
         raise UsageError(
             f"{text!r} is not a TensorRT-LLM version", f"write it as the package does, for example {newest_known()}"
         ) from None
-    if version < Version(_file(LINES[0])["versions"]["from"]):
-        message = f"TensorRT-LLM {text} is older than the first known line, {LINES[0]}"
-        raise UsageError(message, f"use {LINES[0]}.0 or later")
+    oldest = _file(LINES[0])["versions"]["from"]
+    if version < Version(oldest):
+        message = f"TensorRT-LLM {text} is too old: {oldest} to {newest_known()} are known"
+        raise UsageError(message, f"use {oldest} or later, for example --trtllm-version {newest_known()}")
     return version
 
 
@@ -381,7 +381,6 @@ def _line(line: str, version: Version) -> Schema:
         options={name: Option(name=name, **_typed(entry)) for name, entry in options.items()},
         behaviours={name: _behaviour(name, entry) for name, entry in behaviours.items()},
         seen=Version(data["versions"]["seen"]),
-        last=Version(data["versions"]["last"]) if "last" in data["versions"] else None,
     )
 
 

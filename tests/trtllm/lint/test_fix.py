@@ -15,7 +15,7 @@ from trtspec.trtllm.document import CannotEdit, Document, Entry, add_key
 from trtspec.trtllm.lint.linter import fix, lint
 from trtspec.trtllm.schema import schema_for
 
-VERSIONS = ("1.0.0", "1.1.0", "1.2.1", "1.3.0rc9", "1.3.0rc20", "1.4.0rc1")
+VERSIONS = ("1.2.1", "1.3.0rc9", "1.3.0rc20", "1.4.0rc1")
 NEW = "1.4.0rc1"
 EAGLE = "speculative_config:\n  decoding_type: Eagle\n  max_draft_len: 3\n  speculative_model_dir: /h\n"
 
@@ -118,7 +118,7 @@ CASES = [
     ("anchors and aliases", NEW, "kv_cache_dtype: &d fp8\nkv_cache_config: {dtype: *d}\n", None),
     (
         "a merged key is not the file's own",
-        "1.1.0",
+        NEW,
         "x: &x {num_eagle_layers: 3}\n" + EAGLE + "  <<: *x\n",
         None,
     ),

@@ -244,8 +244,6 @@ def _holds(document: Document, deployment: Deployment, path: str, wanted: Any) -
     if wanted in ("given", "filled", "empty"):
         written = document.has(path) or path in deployment.argv
         return written and (wanted == "given" or (value is None) == (wanted == "empty"))
-    if wanted == "some":
-        return bool(value)
     if wanted in ("set", "unset"):
         return (value not in (None, False, 0, "")) == (wanted == "set")  # an empty mapping is an object
     if isinstance(wanted, dict):

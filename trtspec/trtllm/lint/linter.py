@@ -124,10 +124,6 @@ def _version(deployment: Deployment) -> Iterator[Finding]:
     if deployment.schema.version > newest:
         message = f"TensorRT-LLM {deployment.version} is newer than the newest version known here, {newest}"
         yield Finding("TS-LINT-VERSION-NEWER", "warning", "", message, "judged as the newest known line")
-    last = deployment.schema.last
-    if last is not None and deployment.schema.version > last:
-        message = f"no release {deployment.version} is known; the last of its line is {last}"
-        yield Finding("TS-LINT-VERSION-NEWER", "warning", "", message, f"judged as {last}")
 
 
 def fix(

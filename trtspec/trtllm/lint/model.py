@@ -25,7 +25,6 @@ from trtspec.trtllm.deployment import (
     reports,
 )
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
-from trtspec.trtllm.schema import LINES, line_fields
 
 CAPTURE = eagle3().capture_key
 
@@ -83,8 +82,6 @@ def _target_gates(document: Document, deployment: Deployment, target: ModelSpec)
         if document.get("guided_decoding_backend"):
             remedy, key = ", or leave guided_decoding_backend out", "guided_decoding_backend"
             yield from _gated(document, deployment, "kimi_k25_guided", "TS-LINT-GUIDED-KIMI", key, remedy)
-    if target.quant.format.is_fp4:
-        yield from _gated(document, deployment, "kimi_nvfp4", "TS-LINT-MODEL-TOO-NEW", "")
     refused = format_refusal(target, deployment.gpu) if target.quant.format.is_grouped_integer else None
     if refused is not None:
         yield finding_at(document, "TS-LINT-INT4-TARGET", "error", "", refused.message, refused.remedy)
@@ -145,10 +142,6 @@ def _head_gates(document: Document, deployment: Deployment, head: HeadSpec) -> I
     if head.layer_prefix == "layers.0.":
         remedy = ", or `trtspec convert` the head"
         yield from _gated(document, deployment, "head_layers_prefix", "TS-LINT-HEAD-NAMES-OLD-ENGINE", SPEC, remedy)
-    fp8_kv = deployment.target is not None and deployment.target.quant.kv_cache == "fp8"
-    if fp8_kv and deployment.setting(document, "enable_chunked_prefill") is True:
-        key, remedy = "enable_chunked_prefill", ", or leave chunked prefill off"
-        yield from _gated(document, deployment, "fp8_kv_chunked_prefill", "TS-LINT-FP8-KV-CHUNKED", key, remedy)
 
 
 def _reported(document: Document, deployment: Deployment, target: ModelSpec, head: HeadSpec) -> Iterator[Finding]:
@@ -194,13 +187,6 @@ def _capture_layers(document: Document, deployment: Deployment, head: HeadSpec) 
     if written is None:
         if sorted(wanted) == sorted(default):
             return
-        if CAPTURE not in deployment.schema.fields:
-            message = (
-                f"the head was trained on layers {trained} and TensorRT-LLM {deployment.version} can only capture "
-            )
-            message += ", ".join(map(str, default))
-            yield finding_at(document, "TS-LINT-CAPTURE-LAYERS-FIXED", "error", SPEC, message, _first_with_capture())
-            return
         message = f"the head was trained on layers {trained}; the engine does not read that from the head and takes "
         message += f"{', '.join(map(str, default))}: acceptance near 0 on a healthy server"
         remedy = f"add `eagle3_layers_to_capture: [{trained}]`"
@@ -213,11 +199,6 @@ def _capture_layers(document: Document, deployment: Deployment, head: HeadSpec) 
         fix = partial(set_value, path=CAPTURE, value=list(wanted))
         remedy = f"write [{trained}]"
         yield finding_at(document, "TS-LINT-CAPTURE-LAYERS-WRONG", "error", CAPTURE, message, remedy, fix)
-
-
-def _first_with_capture() -> str:
-    line = next(line for line in LINES if CAPTURE in line_fields(line))
-    return f"use {line}.0 or later"
 
 
 def _pair(document: Document, deployment: Deployment, head: HeadSpec) -> Iterator[Finding]:

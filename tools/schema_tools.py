@@ -1,4 +1,4 @@
-"""For those who add a version: `python -m trtspec.trtllm.schema_tools diff A B | from-installed`.
+"""For those who add a version: `python tools/schema_tools.py diff A B | from-installed`.
 
 A and B are lines (1.4), versions (1.3.0rc20) or files that `from-installed` wrote. docs/adding-a-version.md says how
 the two fit together. `from-installed` reads a schema out of an engine's own pydantic classes and click options.
@@ -322,7 +322,7 @@ def flow(value: Any) -> str:
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m trtspec.trtllm.schema_tools", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tools/schema_tools.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     diff = commands.add_parser("diff", help="what B has other than A")
     diff.add_argument("a")
