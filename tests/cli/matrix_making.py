@@ -300,15 +300,7 @@ MAKING: dict[str, dict[str, Situation]] = {
         "--dry-run": Situation(
             (*TRAIN, "--dry-run"),
             train_effects(
-                "--dry-run", features="--features stream", gpu="--gpu h200", nodes="--nodes 2",
-                gpus_per_node="--gpus-per-node 3", json_=Effect(instead=(*TRAIN, "--json")),
-            ),
-        ),
-        "--print-launch": Situation(
-            (*TRAIN, "--print-launch", "torchrun"),
-            train_effects(
-                "--print-launch", "torchrun", features="--features stream", gpu="--gpu gb200", nodes="--nodes 2",
-                gpus_per_node="--gpus-per-node 3", json_="--json", device="--device cpu",
+                "--dry-run", features="--features stream", gpu="--gpu h200", json_=Effect(instead=(*TRAIN, "--json")),
             ),
         ),
         "a training run": Situation(TRAIN, train_effects(features="--features memory", json_="--json")),

@@ -34,7 +34,7 @@ SELECTING = {
     "build-config": {"role", "disaggregated", "format"},
     "serve": {"backend", "disaggregated", "dry_run", "json_"},
     "quantize": {"engine", "shard", "merge"},
-    "train": {"dry_run", "print_launch"},
+    "train": {"dry_run"},
     "check": {"against"},
     "inspect": {"against", "run", "states"},
     "watch": {"once"},
