@@ -140,7 +140,6 @@ CHECKED = effects(
     json_="--json",
 )
 RUN = line("inspect {head} --against {target} --run --prompts {questions} --samples 16")
-ON_STATES = line("inspect {head} --against {target} --run --states {dumps} --samples 16")
 DRAFTED = effects(
     hashes="--hashes",
     samples="--samples 20",
@@ -208,16 +207,6 @@ MAKING: dict[str, dict[str, Situation]] = {
                 prompts="--prompts {others}",
             ),
             cheap=line("inspect {head} --against {missing} --run"),
-        ),
-        "`inspect HEAD --against ... --run --states`": Situation(
-            ON_STATES,
-            slowly(DRAFTED) | effects(
-                path=Effect(instead=tuple(word.replace("{head}", "{mla}") for word in ON_STATES)),
-                against=Effect(instead=tuple(word.replace("{target}", "{wide}") for word in ON_STATES)),
-                sample=Effect(line("--sample 0"), base=tuple(word.replace("{head}", "{broken}") for word in ON_STATES)),
-                states="--states {fewer}",
-            ),
-            cheap=line("inspect {head} --against {missing} --run --states {dumps}"),
         ),
         "`inspect TARGET --against SOURCE`": Situation(
             line("inspect {nvfp4} --against {target}"),
