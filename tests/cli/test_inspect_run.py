@@ -24,7 +24,7 @@ def run(head: Path, *options: object, target: Path = NANO) -> Done:
 
 
 @pytest.mark.slow
-def test_the_shipped_head_is_healthy_and_one_with_other_layers_ends_with_3(tmp_path: Path) -> None:
+def test_the_shipped_head_is_healthy_and_one_that_lost_its_norm_ends_with_3(tmp_path: Path) -> None:
     done = run(SHIPPED, "--samples", 64)
     assert done.status == 0
     for words in ("healthy", "64 texts of kimi-nano's held-out prompts", "provenance.json, 24 held-out", "0 named"):
@@ -32,15 +32,17 @@ def test_the_shipped_head_is_healthy_and_one_with_other_layers_ends_with_3(tmp_p
     head = tmp_path / "head"
     shutil.copytree(SHIPPED, head, ignore=shutil.ignore_patterns("*.jsonl", "provenance.json"))
     config = json.loads((head / "config.json").read_text())
-    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [2, 8, 13]
-    write_json(head / "config.json", config)
-    done = run(head, "--samples", 64, "--json")
+    write_json(head / "config.json", config | {"norm_output": False})
+    done = run(head, "--json")
     report = json.loads(done.stdout)
     ran, problems = report["run"], {problem["code"]: problem for problem in report["problems"]}
     assert done.status == 3
-    assert (ran["verdict"], ran["texts"]) == ("broken", 64)
-    assert [(fault["kind"], fault["detail"]) for fault in ran["faults"]] == [("layer-ids", "-1")]
-    assert "the layer ids 2, 8, 13 look wrong: agreement 0." in problems["TS-HEAD-RUN-FAULT"]["message"]
+    assert (ran["verdict"], ran["texts"]) == ("broken", 16)
+    assert [fault["kind"] for fault in ran["faults"]] == ["norm-output"]
+    assert (
+        "fed back without the final norm by mistake: share of drafts accepted 0."
+        in problems["TS-HEAD-RUN-FAULT"]["message"]
+    )
     counts = ran["acceptance"]
     assert counts["acceptance_length"] == pytest.approx(1 + counts["accepted"] / counts["steps"], abs=1e-4)
 
