@@ -21,7 +21,7 @@ LEVEL = {
     "__init__": 9,
     "api": 8,
     "cli": 7,
-    "engine": 6, "heads": 6, "calibrate": 6, "trtllm": 6, "vllm": 6, "bench": 6, "nano": 6,
+    "engine": 6, "heads": 6, "calibrate": 6, "trtllm": 6, "vllm": 6, "bench": 6,
     "models": 5, "planning": 5, "launch": 5,
     "quant": 4,
     "checkpoint": 3,

@@ -78,7 +78,7 @@ def options_exist(command: Command) -> str:
     return "options parsed"
 
 
-def is_forecast(words: list[str]) -> bool:
+def sizes_only(words: list[str]) -> bool:
     """Of `train`, from the sizes in its configuration alone: needs neither weights nor data."""
     return words[0] == "train" and {"--dry-run", "--gpu"} <= set(words)
 
@@ -92,21 +92,21 @@ def run_trtspec(command: Command) -> str:
     if ">" in words:
         words = words[: words.index(">")]
     complete = Command(command.line, shlex.join(["trtspec", *words]))
-    forecast = is_forecast(words)
-    parsed = words[0] in PARSED and not forecast
+    sizes = sizes_only(words)
+    parsed = words[0] in PARSED and not sizes
     if parsed or PLACEHOLDER.search(" ".join(words[1:])) or "--help" in words or "|" in words:
         return options_exist(complete) if "--help" not in words else "options parsed"
     files = [word for word in words[1:] if re.search(r"\.(ya?ml|jsonl?)$", word) and "=" not in word]
     writes = {words[words.index(flag) + 1] for flag in ("-o", "--output") if flag in words}
     files += [words[words.index("--head") + 1]] if "--head" in words else []  # a directory of the reader's
     absent = [file for file in files if file not in writes and not re.match(r"\w[\w-]+/\w", file)]
-    if (not forecast and any(not Path(file).exists() for file in absent)) or "--installed" in words:
+    if (not sizes and any(not Path(file).exists() for file in absent)) or "--installed" in words:
         return options_exist(complete)
     words[1:1] = ["--dry-run"] if words[0] == "serve" and "--dry-run" not in words else []
     words += ["--force"] if words[0] == "build-config" and writes and "--force" not in words else []
     done = trtspec(*words, HF_HUB_OFFLINE="1")
     assert done.status == 0, done.stderr
-    return "dry-run" if words[0] == "serve" or forecast else "run"
+    return "dry-run" if words[0] == "serve" or sizes else "run"
 
 
 def run_helm(command: Command) -> str:

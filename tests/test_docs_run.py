@@ -22,7 +22,7 @@ import pytest
 
 from tests.bench.conftest import free_port
 from tests.command_line import trtspec
-from tests.test_docs_commands import PAGES, PARSED, PLACEHOLDER, ROOT, Command, commands, is_forecast
+from tests.test_docs_commands import PAGES, PARSED, PLACEHOLDER, ROOT, Command, commands, sizes_only
 from trtspec import data_files
 from trtspec.bench import measure
 
@@ -157,7 +157,7 @@ def stood_in(room: Room, words: list[str]) -> list[str]:
     if verb == "serve" and "reference" in made:
         made = ["nano.yml" if word == "extra-llm-api-config.yml" else word for word in made]
     at = made.index("--") if "--" in made else len(made)
-    if verb == "train" and {"--dry-run", "--print-launch"} & set(made) or verb == "check" and "--against" in made:
+    if verb == "train" and "--dry-run" in made or verb == "check" and "--against" in made:
         given = []
     if verb in ("serve", "prove") and "--dry-run" not in made:
         given = ["--dry-run"]
@@ -173,7 +173,7 @@ def only_parsed(command: Command) -> bool:
     words = command.words
     if words[0] != "trtspec" or len(words) < 2 or "--help" in words:
         return False
-    return not is_forecast(words[1:]) and (words[1] in PARSED or bool(PLACEHOLDER.search(" ".join(words[2:]))))
+    return not sizes_only(words[1:]) and (words[1] in PARSED or bool(PLACEHOLDER.search(" ".join(words[2:]))))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any
 from tests.command_line import trtspec
 
 MEASURED = (
-    "seconds", "created", "peak_rss_bytes", "free_bytes", "free_memory_bytes", "estimated_seconds", "sha256",
+    "seconds", "created", "peak_rss_bytes", "free_bytes", "free_memory_bytes", "sha256",
     "packing_seconds_estimate", "memory_bytes_estimate",
 )  # fmt: skip
 CLOCK = re.compile(rf'"({"|".join(MEASURED)})": ("[^"]*"|[\d.]+)')

@@ -140,7 +140,6 @@ CHECKED = effects(
     json_="--json",
 )
 RUN = line("inspect {head} --against {target} --run --prompts {questions} --samples 16")
-ON_STATES = line("inspect {head} --against {target} --run --states {dumps} --samples 16")
 DRAFTED = effects(
     hashes="--hashes",
     samples="--samples 20",
@@ -208,16 +207,6 @@ MAKING: dict[str, dict[str, Situation]] = {
                 prompts="--prompts {others}",
             ),
             cheap=line("inspect {head} --against {missing} --run"),
-        ),
-        "`inspect HEAD --against ... --run --states`": Situation(
-            ON_STATES,
-            slowly(DRAFTED) | effects(
-                path=Effect(instead=tuple(word.replace("{head}", "{mla}") for word in ON_STATES)),
-                against=Effect(instead=tuple(word.replace("{target}", "{wide}") for word in ON_STATES)),
-                sample=Effect(line("--sample 0"), base=tuple(word.replace("{head}", "{broken}") for word in ON_STATES)),
-                states="--states {fewer}",
-            ),
-            cheap=line("inspect {head} --against {missing} --run --states {dumps}"),
         ),
         "`inspect TARGET --against SOURCE`": Situation(
             line("inspect {nvfp4} --against {target}"),
@@ -300,15 +289,7 @@ MAKING: dict[str, dict[str, Situation]] = {
         "--dry-run": Situation(
             (*TRAIN, "--dry-run"),
             train_effects(
-                "--dry-run", features="--features stream", gpu="--gpu h200", nodes="--nodes 2",
-                gpus_per_node="--gpus-per-node 3", json_=Effect(instead=(*TRAIN, "--json")),
-            ),
-        ),
-        "--print-launch": Situation(
-            (*TRAIN, "--print-launch", "torchrun"),
-            train_effects(
-                "--print-launch", "torchrun", features="--features stream", gpu="--gpu gb200", nodes="--nodes 2",
-                gpus_per_node="--gpus-per-node 3", json_="--json", device="--device cpu",
+                "--dry-run", features="--features stream", gpu="--gpu h200", json_=Effect(instead=(*TRAIN, "--json")),
             ),
         ),
         "a training run": Situation(TRAIN, train_effects(features="--features memory", json_="--json")),

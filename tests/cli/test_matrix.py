@@ -34,7 +34,7 @@ SELECTING = {
     "build-config": {"role", "disaggregated", "format"},
     "serve": {"backend", "disaggregated", "dry_run", "json_"},
     "quantize": {"engine", "shard", "merge"},
-    "train": {"dry_run", "print_launch"},
+    "train": {"dry_run"},
     "check": {"against"},
     "inspect": {"against", "run", "states"},
     "watch": {"once"},
@@ -126,7 +126,6 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     for name, word in (("questions", "why"), ("others", "where")):
         places[name] = room / f"{name}.jsonl"
         places[name].write_text("".join(json.dumps({"prompt": f"{word} {n}", "id": n}) + "\n" for n in range(24)))
-    places |= captured_states(room, places["target"])
     places["recipe"] = room / "recipe.yaml"
     places["recipe"].write_text("seed: 11\n")
     places |= {"engine": room / "engine.yml", "front": room / "front.yml"}
@@ -170,21 +169,6 @@ def drafting(results: dict[str, Any], drafts: int) -> dict[str, Any]:
     for question in results["questions_detail"]:
         question["decode_s"] = 0.1 * drafts
     return results
-
-
-def captured_states(room: Path, target: Path) -> dict[str, Path]:
-    """States of 20 and of 17 of these texts, as `trtspec train` dumps them."""
-    import torch
-
-    from trtspec.heads.training.features import compute_features, write_dumps
-    from trtspec.heads.training.samples import Sample
-    from trtspec.models.weights import load_target
-
-    model, places = load_target(target, dtype=torch.float32), {"dumps": room / "dumps", "fewer": room / "fewer"}
-    samples = [Sample(str(n), tuple(range(n, n + 16)), (0,) * 6 + (1,) * 10, 6) for n in range(20)]
-    for place, count in zip(places.values(), (20, 17), strict=True):
-        write_dumps(compute_features(model, samples[:count], model.spec.default_aux_layers), place)
-    return places
 
 
 def hide_a_nan(checkpoint: Path, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Small heads of every kind that really draft for kimi-nano, and the faults that no shape shows, planted into them.
+"""Small heads of every kind that really draft for kimi-nano, and the faults that no header shows, planted into them.
 
 The shipped head is MLA and EAGLE-3.1; the others begin with what they share with it and are trained within a minute or
 two by the plainest loop there is: cross entropy against the target's choices on the first two drafts. A pruned head
@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
-from trtspec.engine.head_check import CapturedText, capture
+from trtspec.engine.head_check import Answer, HeadTensors, read_again
 from trtspec.heads.training.options import new_head_spec
 from trtspec.models.eagle3 import Eagle3Head
-from trtspec.models.head_faults import HeadTensors
 from trtspec.models.head_weights import assemble, layout, open_head, read_tensors
 from trtspec.models.kimi import KimiModel
 from trtspec.models.weights import load_target
@@ -67,9 +66,14 @@ def training_tokens() -> list[list[int]]:
 
 
 @cache
-def training_texts() -> list[CapturedText]:
+def training_texts() -> list[Answer]:
     long = [ids[:LENGTH] for ids in training_tokens() if len(ids) >= LENGTH]
-    return [capture(nano(), ids, 1, nano().spec.default_aux_layers) for ids in long]
+    return [read_again(nano(), ids, 1, nano().spec.default_aux_layers) for ids in long]
+
+
+def aux(text: Answer, layers: tuple[int, ...]) -> Tensor:
+    """The states of `layers` side by side, [S, n * Ht]: what a head's fc reads."""
+    return torch.cat([text.states[layer] for layer in layers], -1)
 
 
 def train(spec: HeadSpec) -> HeadTensors:
@@ -110,16 +114,16 @@ def shipped_parameters() -> dict[str, Tensor]:
 
 def mean_norms() -> Tensor:
     """[n_aux * Ht]: what the shipped head's norms multiply the captured states by, on average."""
-    aux = torch.cat([text.aux(nano().spec.default_aux_layers) for text in training_texts()[:16]])
-    sizes = aux.unflatten(-1, (3, -1)).square().mean((0, 2)).sqrt()
+    states = torch.cat([aux(text, nano().spec.default_aux_layers) for text in training_texts()[:16]])
+    sizes = states.unflatten(-1, (3, -1)).square().mean((0, 2)).sqrt()
     return (shipped_parameters()["fc_norm"] / sizes[:, None]).flatten()
 
 
-def two_drafts(head: Eagle3Head, batch: list[CapturedText]) -> Tensor:
+def two_drafts(head: Eagle3Head, batch: list[Answer]) -> Tensor:
     tokens = torch.stack([text.tokens for text in batch])
     choices = torch.stack([text.choices for text in batch])
-    aux = torch.stack([text.aux(head.spec.aux_layers or ()) for text in batch])
-    feedback, normed = head(head.fuse(aux[:, :-1]), tokens[:, 1:], None, None)
+    states = torch.stack([aux(text, head.spec.aux_layers or ()) for text in batch])
+    feedback, normed = head(head.fuse(states[:, :-1]), tokens[:, 1:], None, None)
     first = F.cross_entropy(head.logits(normed).flatten(0, 1), choices[:, 1:].flatten())
     _, normed = head(feedback[:, :-1], tokens[:, 2:], None, None)
     return first + 0.8 * F.cross_entropy(head.logits(normed).flatten(0, 1), choices[:, 2:].flatten())
@@ -149,32 +153,6 @@ def prune(spec: HeadSpec, tensors: HeadTensors) -> Head:
     return spec, tensors | {"lm_head.weight": rows, "d2t": ids - torch.arange(PRUNED)}
 
 
-def gate_up(spec: HeadSpec, tensors: HeadTensors) -> Head:
-    return spec, exchanged(tensors, f"{spec.layer_prefix}mlp.gate_proj", f"{spec.layer_prefix}mlp.up_proj")
-
-
-def k_v(spec: HeadSpec, tensors: HeadTensors) -> Head:
-    attention = f"{spec.layer_prefix}self_attn."
-    if spec.attention == "mha":
-        return spec, exchanged(tensors, f"{attention}k_proj", f"{attention}v_proj")
-    name, heads = f"{attention}kv_b_proj.weight", spec.num_attention_heads
-    keys, values = tensors[name].view(heads, 2, spec.v_head_dim, -1).unbind(1)
-    return spec, tensors | {name: torch.cat((values, keys), 1).view(tensors[name].shape)}
-
-
-def norms(spec: HeadSpec, tensors: HeadTensors) -> Head:
-    return spec, exchanged(tensors, f"{spec.layer_prefix}input_layernorm", f"{spec.layer_prefix}hidden_norm")
-
-
-def fc_blocks(spec: HeadSpec, tensors: HeadTensors) -> Head:
-    low, middle, high = tensors["fc.weight"].chunk(3, 1)
-    return spec, tensors | {"fc.weight": torch.cat((high, low, middle), 1)}
-
-
-def d2t_plus_one(spec: HeadSpec, tensors: HeadTensors) -> Head | None:
-    return (spec, tensors | {"d2t": tensors["d2t"] + 1}) if "d2t" in tensors else None
-
-
 def rope(spec: HeadSpec, tensors: HeadTensors) -> Head:
     """A config that reached a reader without its rope: theta falls to 10000 and the scaling is gone, or, where there
     was none, YaRN was injected at export."""
@@ -193,18 +171,14 @@ def norm_output(spec: HeadSpec, tensors: HeadTensors) -> Head | None:
     return (replace(spec, norm_output=False), tensors) if spec.norm_output else None
 
 
-def exchanged(tensors: HeadTensors, first: str, second: str) -> HeadTensors:
-    first, second = f"{first}.weight", f"{second}.weight"
-    return tensors | {first: tensors[second], second: tensors[first]}
+def lm_head(spec: HeadSpec, tensors: HeadTensors) -> Head:
+    """An export with rows of lm_head that are not the target's."""
+    return spec, tensors | {"lm_head.weight": tensors["lm_head.weight"].roll(1, 0)}
 
 
 FAULTS: dict[str, Callable[[HeadSpec, HeadTensors], Head | None]] = {
-    "gate-up": gate_up,
-    "k-v": k_v,
-    "norms": norms,
-    "fc-order": fc_blocks,
-    "d2t": d2t_plus_one,
     "rope": rope,
     "layer-ids": layer_ids,
+    "lm-head": lm_head,
     "norm-output": norm_output,
 }

@@ -1,4 +1,4 @@
-"""The commands of docs/train-your-own-head.md: forecasts and launches as printed, the others on a small pair."""
+"""The commands of docs/train-your-own-head.md: dry runs as printed, the others on a small pair."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from trtspec.records import parse
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "train-your-own-head.md"
-LINES = [line.strip() for line in PAGE.read_text().splitlines() if line.startswith("    trtspec ")]
+TORCHRUN = "torchrun --nproc-per-node 8 -m "
+LINES = [
+    line.strip().removeprefix(TORCHRUN)
+    for line in PAGE.read_text().splitlines()
+    if line.startswith(("    trtspec ", f"    {TORCHRUN}"))
+]
 TARGET, SPLITS = "nvidia/Kimi-K2.6-NVFP4", ("math", "code", "stem", "chat", "multilingual_de")
 
 
@@ -50,26 +55,22 @@ def test_every_option_exists(line):
 
 
 @pytest.mark.parametrize("line", of("train"), ids=lambda line: " ".join(line[-3:]))
-def test_forecasts_and_launches_run_as_printed(line):
+def test_dry_runs_run_as_printed(line):
+    if "--dry-run" not in line:  # of a torchrun line
+        line = [*line, "--dry-run"]
     done = trtspec(*line)
     assert done.status == 0, done.stderr
-    if "--dry-run" in line:
-        told = json.loads(done.stdout)
-        assert [name for name, way in told["ways"].items() if way["possible"]] == ["stream", "dumps", "server"]
-        assert told["storage"]["state_bytes"] == 12_845_056_000_000
-    else:
-        (start,) = [text for text in done.stdout.splitlines() if " -m trtspec train " in text]
-        assert "code.jsonl=2" in start and "--device cuda" in start
-        assert "only wait" not in done.stderr
+    told = json.loads(done.stdout)
+    assert [name for name, way in told["ways"].items() if way["possible"]] == ["stream", "dumps", "server"]
+    assert told["storage"]["state_bytes"] == 12_845_056_000_000
 
 
-def test_a_way_that_cannot_be_gone_is_refused_with_figures():
+def test_a_target_that_does_not_fit_one_gpu_is_refused_with_figures():
     train = ["train", TARGET, "a.jsonl", "-o", "head", "--config", "configs/train/nvidia-kimi-k2.6-eagle3.yaml"]
-    done = trtspec(*train, "--print-launch", "slurm", "--gpu", "h200")
+    done = trtspec(*train, "--dry-run", "--gpu", "h200", "--features", "memory")
     assert done.status == 1
-    assert "TS-TRAIN-FIT" in done.stderr and "--features stream" in done.stderr
-    done = trtspec(*train, "--dry-run", "--gpu", "b200", "--gpus-per-node", "4", "--features", "http://TARGET:8000")
-    assert "TS-TRAIN-FIT --features http://TARGET:8000 on 1 x 4 b200: it needs 6 GPUs, the cluster has 4" in done.stderr
+    assert "TS-TRAIN-FIT --features memory on h200: one GPU would have to hold" in done.stderr
+    assert "--features stream" in done.stderr
 
 
 def test_the_other_commands_on_a_small_pair(tmp_path, target_dir, monkeypatch):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tools.nano import corpus
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import kimi_nano_dir
-from trtspec.nano import corpus
 
 MODULE = '''"""Adds things, one after the other, as described below in a few words."""
 
@@ -81,7 +81,7 @@ def test_template_has_kimis_turns(tmp_path: Path) -> None:
 
 
 def test_schedule_ended_early_is_the_schedule_of_a_shorter_run() -> None:
-    from trtspec.nano.train import DECAY_SHARE, learning_rate
+    from tools.nano.train import DECAY_SHARE, learning_rate
 
     asked_at, whole = 800, 5000
     shorter = int(asked_at / (1 - DECAY_SHARE))
@@ -92,8 +92,8 @@ def test_schedule_ended_early_is_the_schedule_of_a_shorter_run() -> None:
 def test_shipped_model_is_small_whole_and_has_learned() -> None:
     import torch
 
+    from trtspec.models.figures import bits_per_byte, experts_touched, held_out
     from trtspec.models.weights import load_target
-    from trtspec.nano.measure import bits_per_byte, experts_touched, held_out
 
     if not (kimi_nano_dir() / "model.safetensors").is_file():
         pytest.skip("kimi-nano is not in this installation")

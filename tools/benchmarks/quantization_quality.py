@@ -32,10 +32,10 @@ from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
+from trtspec.models.figures import held_out
 from trtspec.models.head_weights import load_head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.weights import NVFP4Linear, load_target
-from trtspec.nano.measure import held_out
 from trtspec.quant import nvfp4
 from trtspec.quant.conversion import ConversionOptions
 from trtspec.quant.policy import load_policy

@@ -390,7 +390,7 @@ class Demo:
             self.expected("figures"),
         )
         output = self.chain.run_module(
-            "trtspec.nano.measure",
+            "trtspec.models.figures",
             [self.target, "--head", self.head, "--samples", str(self.sizes.nvfp4_samples)],
             "figures",
             self.expected("figures"),

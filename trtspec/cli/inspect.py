@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtspec.cli.inspect_run import InspectRun, InspectStates
+from trtspec.cli.inspect_run import InspectRun
 from trtspec.cli.inspect_run import rows as run_rows
 from trtspec.cli.options import JsonOption
 from trtspec.errors import CheckFailed, Problem, UsageError, has_errors
@@ -48,13 +48,6 @@ class InspectOptions:
     run: Annotated[
         bool, typer.Option("--run", help="Let the head draft for its target, and judge it by what is accepted.")
     ] = False
-    states: Annotated[
-        Path | None,
-        typer.Option(
-            help="Directory of captured states to draft on, where the target does not fit in memory: dumps, or the "
-            "chunks of `train --features stream:DIR`."
-        ),
-    ] = None
     prompts: Annotated[
         str | None,
         typer.Option(
@@ -62,9 +55,9 @@ class InspectOptions:
             show_default="kimi-nano's held-out prompts",
         ),
     ] = None
-    samples: Annotated[int, typer.Option(min=16, help="Number of prompts, or of captured texts.")] = 64
+    samples: Annotated[int, typer.Option(min=16, help="Number of prompts.")] = 64
     draft_len: Annotated[int, typer.Option(min=1, max=16, help="Draft tokens per step.")] = 3
-    seed: Annotated[int, typer.Option(help="Draws the prompts, and the random head to compare with.")] = 0
+    seed: Annotated[int, typer.Option(help="Draws the prompts.")] = 0
     device: Annotated[str, typer.Option(help="Device to draft on, for example cuda.")] = "cpu"
     hashes: Annotated[
         bool,
@@ -119,10 +112,7 @@ HEAD = Mode("`inspect HEAD`", InspectHead, "`inspect HEAD`")
 PAIR = Mode("`inspect HEAD --against ...`", InspectPair, "`inspect HEAD --against TARGET`")
 DERIVED = Mode("`inspect TARGET --against SOURCE`", InspectDerived, "`inspect TARGET --against SOURCE`")
 RUN = Mode("`inspect HEAD --against ... --run`", InspectRun, "`inspect HEAD --against TARGET --run`")
-STATES = Mode(
-    "`inspect HEAD --against ... --run --states`", InspectStates, "`inspect HEAD --against TARGET --run --states DIR`"
-)
-MODES = (TARGET, HEAD, PAIR, RUN, STATES, DERIVED)
+MODES = (TARGET, HEAD, PAIR, RUN, DERIVED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +190,7 @@ def look(options: InspectOptions) -> Inspected:
     other = resolve(options.against, allow_download=False)
     sample = COMPARED if options.sample is None else options.sample
     found = compare(resolved, other, report, sample, options.modelopt)
-    if isinstance(chosen, (InspectRun, InspectStates)):
+    if isinstance(chosen, InspectRun):
         return drafted(chosen, resolved, other, found)
     return found
 
@@ -211,13 +201,13 @@ def _mode(options: InspectOptions, kind: str) -> Mode:
         return TARGET if options.against is None else DERIVED
     mode = HEAD if options.against is None else PAIR
     if options.run and options.against is not None:
-        mode = RUN if options.states is None else STATES
+        mode = RUN
     if options.sample != 0 and "sample" in given(options):
         refuse_unused(options, ["sample"], f"by {mode.name}, except --sample 0")
     return mode
 
 
-def drafted(options: InspectRun | InspectStates, head: Resolved, target: Resolved, found: Inspected) -> Inspected:
+def drafted(options: InspectRun, head: Resolved, target: Resolved, found: Inspected) -> Inspected:
     """With the run, and its problems behind the others; without one for a head that has errors already."""
     from trtspec.cli.inspect_run import run_head
 

@@ -7,7 +7,6 @@ import os
 import shlex
 import time
 from dataclasses import dataclass, field, fields, make_dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +20,6 @@ from trtspec.heads.training.options import (
     DataFiles,
     EagleVersion,
     FeatureSource,
-    Launcher,
     LossName,
     Precision,
     Schedule,
@@ -33,7 +31,7 @@ from trtspec.heads.training.options import (
     feature_source,
     read_config,
 )
-from trtspec.records import Mode, flag_of, given, narrow, note, parse, refuse_unused, words
+from trtspec.records import Mode, flag_of, given, narrow, parse, refuse_unused, words
 from trtspec.report import print_json, progress_bar, say, sparkline
 from trtspec.specs import Attention
 
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
     from trtspec.heads.training.curve import CurvePoint
     from trtspec.heads.training.options import TrainingRecipe, TrainOptions
     from trtspec.heads.training.plan import TrainingPlan
-    from trtspec.heads.training.processes import TrainingNodes, World
+    from trtspec.heads.training.processes import World
 
 
 CURVE, RUN = TrainOptions(), TrainingRun(Path(), "", Path())  # their defaults
@@ -171,16 +169,7 @@ class TrainCommand:
     acceptance_prompts: Annotated[
         int, typer.Option(min=0, help="Held-out prompts for the final acceptance measurement; 0 skips it.")
     ] = 48
-    gpu: Annotated[Gpu, typer.Option(help="GPU type assumed by --dry-run estimates and --print-launch.")] = "b200"
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes assumed by --dry-run and --print-launch.")] = 1
-    gpus_per_node: Annotated[
-        int | None,
-        typer.Option(min=1, help="GPUs per node for --dry-run and --print-launch.", show_default="those of --gpu"),
-    ] = None
-    print_launch: Annotated[
-        Launcher | None,
-        typer.Option(help="Print what starts this run on these nodes (a script for sbatch: slurm) and stop."),
-    ] = None
+    gpu: Annotated[Gpu, typer.Option(help="GPU type whose memory --dry-run compares with.")] = "b200"
     dry_run: DryRunOption = False
     restart: RestartOption = False
     force: ForceOption = False
@@ -193,20 +182,17 @@ def _all_but(record: str, name: str, how: str, without: tuple[str, ...]) -> Mode
     return Mode(name, make_dataclass(record, used, frozen=True, kw_only=True), how)
 
 
-SELECTING = ("dry_run", "print_launch")
-CLUSTER = ("gpu", "nodes", "gpus_per_node")
-FORECAST = _all_but("TrainForecast", "--dry-run", "--dry-run", SELECTING)
-LAUNCH = _all_but("TrainLaunch", "--print-launch", "--print-launch", SELECTING)
-WITH_LAYERS = _all_but("TrainWithLayers", "a training run", "--features auto, memory or DIR", (*SELECTING, *CLUSTER))
+DRY_RUN = _all_but("TrainDryRun", "--dry-run", "--dry-run", ("dry_run",))
+WITH_LAYERS = _all_but("TrainWithLayers", "a training run", "--features auto, memory or DIR", ("dry_run", "gpu"))
 # the target's layers run elsewhere, in a stream or in a live server, so no acceptance is measured at the end
 WITHOUT_LAYERS = _all_but(
     "TrainWithoutLayers",
     "--features stream or URL",
     "--features stream or URL",
-    (*SELECTING, *CLUSTER, "acceptance_prompts"),
+    ("dry_run", "gpu", "acceptance_prompts"),
 )
-MODES = (FORECAST, LAUNCH, WITH_LAYERS, WITHOUT_LAYERS)
-NOT_IN_FILES = ("config", "dry_run", "print_launch", "restart", "force", "json_", "output")  # they belong to one call
+MODES = (DRY_RUN, WITH_LAYERS, WITHOUT_LAYERS)
+NOT_IN_FILES = ("config", "dry_run", "restart", "force", "json_", "output")  # they belong to one call
 
 
 def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[str]]:
@@ -251,9 +237,9 @@ def _judged(path: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_from_file(command: TrainCommand, chosen: Mode, names: set[str]) -> None:
-    """Raises UsageError for what a file sets and the mode does not use; a forecast uses all."""
+    """Raises UsageError for what a file sets and the mode does not use; a dry run uses all."""
     used = {f.name for f in fields(chosen.record)}
-    for name in sorted(names - used - set(CLUSTER)):
+    for name in sorted(names - used - {"gpu"}):
         flag = flag_of(TrainCommand, name)
         raise UsageError(f"{command.config}: {name} ({flag}) is not used by {chosen.name}", "remove it from the file")
 
@@ -277,15 +263,13 @@ def train(command: TrainCommand) -> None:
     The target runs once over the data; its hidden states are cached and reused in every epoch. An interrupted run
     leaves a usable head and is resumed when the command is repeated, with the same loss curve; a finished one can be
     extended by more epochs or steps. At the end, the acceptance of the head is measured on held-out prompts in the
-    reference engine. Under torchrun or accelerate launch, the processes share each batch.
+    reference engine. Under torchrun, the processes share each batch.
     """
     typed, (command, recipe, from_file) = command, with_file(command)
     features = feature_source(command.features)
     mode = _mode(command, features)
-    narrow(typed, mode, MODES, selecting=SELECTING)
+    narrow(typed, mode, MODES, selecting=("dry_run",))
     refuse_from_file(command, mode, from_file)
-    if command.print_launch:
-        refuse_unused(typed, ["dry_run"], "by --print-launch, which starts nothing")
     if command.steps is not None:
         refuse_unused(typed, ["epochs"], "with --steps, which replaces it")
     if command.eval_data is not None:
@@ -303,13 +287,13 @@ def train(command: TrainCommand) -> None:
         asked_for_acceptance="acceptance_prompts" in given(typed) | from_file,
         again=shlex.join(["trtspec", "train", *words(replace(typed, restart=False, force=False, dry_run=False))]),
     )
-    if command.print_launch:
-        print(_launch_text(typed, request, options), end="")
-        return
     main = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts, the one that writes and talks
     goes_on = main and resumes(command.output, command.restart, command.force)
     if command.dry_run:
-        print_json(_forecast(typed, request, options, recipe) | {"resumes": goes_on})
+        from trtspec.data_files import gpu_spec
+        from trtspec.heads.training.needs import dry_run
+
+        print_json(dry_run(request, options, recipe, gpu_spec(command.gpu)) | {"resumes": goes_on})
         return
     if main and not goes_on:
         remove_run(command.output)
@@ -317,10 +301,8 @@ def train(command: TrainCommand) -> None:
 
 
 def _mode(command: TrainCommand, features: FeatureSource) -> Mode:
-    if command.print_launch:
-        return LAUNCH
     if command.dry_run:
-        return FORECAST
+        return DRY_RUN
     return WITH_LAYERS if features.needs_layers else WITHOUT_LAYERS
 
 
@@ -341,49 +323,6 @@ def _run(command: TrainCommand, files: DataFiles) -> TrainingRun:
     same = ("output", "init", "save_every", "export_every", "keep", "best_by", "keep_state", "activation_checkpointing")
     values = {name: getattr(command, name) for name in (*same, "log_with", "device")}
     return TrainingRun(target_dir=Path(), data=str(files), deadline=deadline, **values)
-
-
-def _cluster(command: TrainCommand) -> TrainingNodes:
-    from trtspec.data_files import gpu_spec
-    from trtspec.heads.training.processes import TrainingNodes
-
-    return TrainingNodes(command.nodes, command.gpus_per_node or gpu_spec(command.gpu).gpus_per_node)
-
-
-def _launch_words(command: TrainCommand, **changes: Any) -> list[str]:
-    """The arguments of this run, for GPUs unless --device says otherwise; without what only describes the cluster."""
-    device = command.device if "device" in given(command) else "cuda"
-    plain: dict[str, Any] = {"gpu": "b200", "nodes": 1, "gpus_per_node": None, "print_launch": None, "dry_run": False}
-    if "data" in changes:
-        changes["data"] = (str(changes["data"]),)
-    return words(replace(command, device=device, **plain, **changes), always=("device",))
-
-
-def _launch_text(command: TrainCommand, request: TrainRequest, options: TrainOptions) -> str:
-    """Raises TrtspecError for a target that is neither here nor a known id, or does not fit the GPUs as the run would
-    have it there."""
-    from trtspec.data_files import gpu_spec
-    from trtspec.heads.training.forecast import require_room
-    from trtspec.heads.training.processes import launch_text
-
-    assert command.print_launch is not None
-    if "device" not in given(command) or command.device != "cpu":
-        require_room(request, gpu_spec(command.gpu))
-    cluster = _cluster(command)
-    if cluster.gpus > options.batch_size:
-        idle = f"{cluster.gpus} processes and {options.batch_size} sequences per step: the others only wait"
-        note(f"{idle}; pass --batch-size {cluster.gpus}, or fewer GPUs")
-    return launch_text(command.print_launch, _launch_words(command), cluster, Path.cwd())
-
-
-def _forecast(
-    command: TrainCommand, request: TrainRequest, options: TrainOptions, recipe: TrainingRecipe
-) -> dict[str, Any]:
-    from trtspec.data_files import gpu_spec
-    from trtspec.heads.training.forecast import dry_run
-
-    words_of = partial(_launch_words, command, target=request.target)
-    return dry_run(request, options, recipe, _cluster(command), gpu_spec(command.gpu), words_of)
 
 
 def _train(request: TrainRequest, options: TrainOptions) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Faults of Eagle3 heads, one by tensor, key and position, made from a clean head's config and tensors.
 
 A fault knows the codes by which it may be named and the least severity that it deserves. What no file can show (two
-tensors of one shape exchanged, a map that is off by one but still rises) is no fault here: only drafting shows it.
+tensors of one shape exchanged, a map that is off by one but still rises) is no fault here.
 """
 
 from __future__ import annotations

@@ -89,7 +89,6 @@ def test_heads_on_the_way_and_the_best(tmp_path, target_dir, data):
     )
     speed = [json.loads(line) for line in (output / "speed.jsonl").read_text().splitlines()]
     assert [row["step"] for row in speed] == list(range(1, 10)) and all(row["tokens_per_second"] > 0 for row in speed)
-    assert (output / "training.svg").read_text().lstrip().startswith("<?xml")
 
 
 @pytest.mark.slow

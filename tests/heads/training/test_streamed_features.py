@@ -17,7 +17,7 @@ import torch
 from trtspec.errors import TrtspecError
 from trtspec.heads.training import module as train
 from trtspec.heads.training.features import Features, HeldFeatures, compute_features
-from trtspec.heads.training.features_stream import StreamedFeatures, chunks_in_order, kept_features, stream_features
+from trtspec.heads.training.features_stream import StreamedFeatures, chunks_in_order, stream_features
 from trtspec.heads.training.loop import Way, train_head
 from trtspec.heads.training.options import (
     Dumped,
@@ -82,22 +82,6 @@ def test_many_chunks_have_the_bits_of_the_same_batches(tmp_path, stream, plan, m
     assert same(
         streamed, by_chunks(model, plan, streamed.chunks), sorted(index for c in streamed.chunks for index in c)
     )
-
-
-def test_kept_chunks_can_be_read_without_the_run_that_made_them(tmp_path, stream, plan):
-    streamed = stream_features(stream, plan, OPTIONS, tmp_path, "target", chunk_bytes=SMALL)
-    made = {index: streamed.states(index) for index in streamed.chunks[0] + streamed.chunks[1]}
-    kept = kept_features(tmp_path / "features", stream.spec, plan.spec.aux_layers)
-    whole = {sample.tokens: place for place, sample in enumerate(kept.samples)}
-    assert len(kept.samples) == len(made)
-    for index, states in made.items():
-        place = whole[plan.samples[index].tokens]
-        assert kept.samples[place].answer == plan.samples[index].answer
-        assert all(torch.equal(one, other) for one, other in zip(kept.states(place), states, strict=True))
-    with pytest.raises(TrtspecError, match="no outputs of layers 0"):
-        kept_features(tmp_path / "features", stream.spec, (0, *plan.spec.aux_layers[1:]))
-    with pytest.raises(TrtspecError, match="TS-FEATURES-NONE"):
-        kept_features(tmp_path / "elsewhere", stream.spec, plan.spec.aux_layers)
 
 
 def losses(

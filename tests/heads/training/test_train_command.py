@@ -45,7 +45,7 @@ def test_the_command_writes_and_measures_a_head(trained):
     assert row["acceptance_length"] == pytest.approx(1 + row["accepted"] / row["steps"])
     assert {path.name for path in output.iterdir()} == {
         "config.json", "model.safetensors", "provenance.json", "README.md", "training.jsonl", "speed.jsonl",
-        "training.svg", "best", ".trtspec",
+        "best", ".trtspec",
     }  # fmt: skip
     assert json.loads((output / "provenance.json").read_text())["acceptance"] == record["acceptance"]
     card = (output / "README.md").read_text()
@@ -74,7 +74,6 @@ def test_a_dry_run_writes_nothing(tmp_path, target_dir, data):
     plan = json.loads(done.stdout)
     assert plan["feature_bytes"] == plan["tokens"] * 4 * 64 * 2
     assert plan["aux_layers"] == [1, 3, 4]
-    assert plan["estimated_seconds"] > 0
     assert not output.exists()
 
 

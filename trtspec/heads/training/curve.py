@@ -1,5 +1,5 @@
 """What a run leaves in its output directory and where, and its course: training.jsonl, which another run of the same
-command repeats byte for byte, speed.jsonl with what its machine did, and a plot of both.
+command repeats byte for byte, and speed.jsonl with what its machine did.
 
 Torch-free, so that a command can look before it loads anything.
 """
@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from trtspec.report import refuse_overwrite
 
 WORK_NAME = ".trtspec"  # the state of a run, and states of a streamed target
 CHECKPOINT, BEST = "checkpoint-", "best"  # folders of exported heads
-CURVE_NAME, SPEED_NAME, PLOT_NAME = "training.jsonl", "speed.jsonl", "training.svg"
+CURVE_NAME, SPEED_NAME = "training.jsonl", "speed.jsonl"
 HEAD_FILES = ("config.json", "model.safetensors", "provenance.json", "README.md")
 
 
@@ -40,7 +39,7 @@ def is_finished(output: Path) -> bool:
 
 def foreign(output: Path) -> list[Path]:
     """What no run of `trtspec train` left here."""
-    ours = {WORK_NAME, BEST, CURVE_NAME, SPEED_NAME, PLOT_NAME, *HEAD_FILES, *(p.name for p in checkpoints(output))}
+    ours = {WORK_NAME, BEST, CURVE_NAME, SPEED_NAME, *HEAD_FILES, *(p.name for p in checkpoints(output))}
     return [path for path in output.iterdir() if path.name not in ours] if output.is_dir() else []
 
 
@@ -61,7 +60,7 @@ def remove_run(output: Path) -> None:
             shutil.rmtree(folder)
         else:
             folder.unlink(missing_ok=True)
-    for name in (*HEAD_FILES, CURVE_NAME, SPEED_NAME, PLOT_NAME):
+    for name in (*HEAD_FILES, CURVE_NAME, SPEED_NAME):
         (output / name).unlink(missing_ok=True)
 
 
@@ -149,42 +148,3 @@ def summary(curve: Path) -> dict[str, Any]:
         if "acceptance_length" in held[-1]:
             found["estimated_acceptance_length"] = held[-1]["acceptance_length"]
     return found
-
-
-def plot(curve: Path) -> bool:
-    """Writes training.svg beside training.jsonl: loss, agreement, learning rate with gradient norm, tokens/s. False
-    where matplotlib is not installed."""
-    if find_spec("matplotlib") is None:
-        return False
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    rows, speed = rows_of(curve), rows_of(curve.with_name(SPEED_NAME))
-    steps, held = ([row for row in rows if key in row] for key in ("loss", "held_out"))
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    FigureCanvasSVG(figure)
-    (loss, agreement), (rate, tokens) = figure.subplots(2, 2)
-    at = [row["step"] for row in steps]
-    loss.plot(at, [row["loss"] for row in steps], lw=1, label="training")
-    for number, values in enumerate(zip(*(row["accuracy"] for row in steps), strict=True)):
-        (line,) = agreement.plot(at, values, lw=1, alpha=0.5, label=f"draft {number + 1}")
-        points = [(row["step"], row["held_out"]["accuracy"][number]) for row in held]
-        agreement.plot(*zip(*points, strict=True), "o-", color=line.get_color()) if points else None
-    if held:
-        loss.plot([row["step"] for row in held], [row["held_out"]["loss"] for row in held], "o-", label="held out")
-    rate.plot(at, [row["lr"] for row in steps], lw=1, label="learning rate")
-    norm = rate.twinx()
-    norm.plot(at, [row["grad_norm"] for row in steps], lw=0.7, color="tab:gray", label="gradient norm")
-    norm.set_ylabel("gradient norm")
-    tokens.plot([row["step"] for row in speed], [row["tokens_per_second"] or 0 for row in speed], lw=1)
-    titles = ("loss", "agreement with the target (dots: held out)", "learning rate", "tokens/s")
-    for axis, title in zip((loss, agreement, rate, tokens), titles, strict=True):
-        axis.set_title(title)
-        axis.set_xlabel("step")
-        axis.grid(alpha=0.3)
-    loss.legend()
-    agreement.legend()
-    partial = curve.with_name(f".{PLOT_NAME}.partial")
-    figure.savefig(partial, format="svg")
-    partial.replace(curve.with_name(PLOT_NAME))
-    return True

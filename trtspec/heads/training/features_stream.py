@@ -23,7 +23,7 @@ from torch import Tensor
 from trtspec import machine
 from trtspec.checkpoint.writer import Layout, ShardFile
 from trtspec.errors import TrtspecError
-from trtspec.heads.training.features import Features, all_dumps, bytes_per_token, padded
+from trtspec.heads.training.features import Features, bytes_per_token, padded
 from trtspec.heads.training.options import Streamed, TrainOptions
 from trtspec.heads.training.plan import TrainingPlan
 from trtspec.heads.training.processes import ALONE, World, require_shared
@@ -34,14 +34,12 @@ from trtspec.specs import ModelSpec
 
 CHUNK_BYTES = 256 * 2**30
 POLL = 0.2  # seconds between looks for the parts of other processes
-TEXT = ("tokens", "answer")  # of a sample in a chunk
 DISK_SHARE = 0.3  # of the free disk that a chunk may take: there are two, and the hidden states while one is made
 
 
 @dataclass
 class ChunkWriter:
-    """Computes the states of samples and writes them: `<index>.hidden` and `<index>.<layer>`, bf16 [S, H] each, beside
-    the sample's own `<index>.tokens` and `<index>.answer`, int64 [S].
+    """Computes the states of samples and writes them: `<index>.hidden` and `<index>.<layer>`, bf16 [S, H] each.
 
     Of several processes each computes its part of the batches that one process would compute, so the bits are the same.
     """
@@ -61,8 +59,7 @@ class ChunkWriter:
         names, indices = ("hidden", *map(str, self.aux_layers)), [index for group in groups for index in group]
         shapes = {index: (len(samples[index].tokens), spec.hidden_size) for index in indices}
         kept: Layout = {f"{index}.{name}": ("BF16", shapes[index]) for index in indices for name in names}
-        text: Layout = {f"{index}.{name}": ("I64", shapes[index][:1]) for index in indices for name in TEXT}
-        file = ShardFile(path, {**kept, **text})
+        file = ShardFile(path, kept)
 
         def keep(name: str, number: int, output: Tensor) -> None:
             for row, index in enumerate(groups[number]):
@@ -75,9 +72,6 @@ class ChunkWriter:
         budget = machine.free_memory() / 2 / self.world.local_size
         where = self.directory / f"states-{self.world.rank}"
         try:
-            for index in indices:
-                for name, values in zip(TEXT, (samples[index].tokens, samples[index].answer), strict=True):
-                    file.write(f"{index}.{name}", torch.tensor(values))
             with States(batches, spec.hidden_size, self.stream.dtype, budget=budget, directory=where) as states:
                 self.stream.embed(batches, states)
                 self.stream.run(batches, states, on_output=on_output)
@@ -192,44 +186,6 @@ def open_stream(target_dir: Path, dtype: torch.dtype, device: str, world: World 
             "start fewer processes per machine, or take the states from dumps or a server",
         )
     return stream
-
-
-class KeptChunks(Features):
-    """The states of all samples in the chunks that `stream:DIR` left behind, whatever run made them."""
-
-    def __init__(self, directory: Path, spec: ModelSpec, layers: tuple[int, ...]) -> None:
-        """Raises TrtspecError when the chunks lack one of `layers`, or are of another width."""
-        self.layers, self._places = layers, []
-        samples = []
-        for path in sorted(directory.glob("chunk-*.safetensors")):
-            file = safe_open(path, "pt")
-            names = set(file.keys())
-            for index in sorted(name.partition(".")[0] for name in names if name.endswith(f".{TEXT[0]}")):
-                if missing := [layer for layer in layers if f"{index}.{layer}" not in names]:
-                    raise TrtspecError(
-                        f"TS-FEATURES-DUMP {path}: no outputs of layers {', '.join(map(str, missing))}",
-                        "capture the layers that this head reads",
-                    )
-                tokens, answer = (tuple(file.get_tensor(f"{index}.{name}").tolist()) for name in TEXT)
-                if file.get_slice(f"{index}.hidden").get_shape() != [len(tokens), spec.hidden_size]:
-                    raise TrtspecError(f"TS-FEATURES-DUMP {path}: states of another target", "capture them again")
-                samples.append(Sample(f"{path.name}:{index}", tokens, answer, len(tokens)))
-                self._places.append((file, index))
-        super().__init__(samples, spec.hidden_size, len(layers))
-
-    def states(self, index: int) -> tuple[Tensor, Tensor]:
-        file, name = self._places[index]
-        aux = [file.get_tensor(f"{name}.{layer}") for layer in self.layers]
-        return file.get_tensor(f"{name}.hidden"), torch.cat(aux, -1)
-
-
-def kept_features(directory: Path, spec: ModelSpec, layers: tuple[int, ...]) -> Features:
-    """The states in a directory: dumps (ours, ModelOpt's, an engine's) or the chunks of `stream:DIR`."""
-    if not any(directory.glob("*.pt")):
-        chunks = KeptChunks(directory, spec, layers)
-        if chunks.samples:
-            return chunks
-    return all_dumps(directory, spec, len(layers))
 
 
 def stream_features(

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 Schedule = Literal["cosine", "linear", "constant", "wsd"]
 LossName = Literal["cross-entropy", "kl", "reverse-kl", "total-variation"]
 EagleVersion = Literal["3", "3.1"]
-Launcher = Literal["torchrun", "accelerate", "slurm"]
 Precision = Literal["auto", "bf16", "fp32"]
 BestBy = Literal["loss", "acceptance", "none"]
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # of --config's `precision`
@@ -283,7 +282,7 @@ class TrainRequest:
 @dataclass(frozen=True)
 class TrainingRecipe:
     """What a config file may say beside the command's options: `samples` and `mean_tokens` (per sample) describe data
-    that are not made yet, for the forecast of --dry-run."""
+    that are not made yet, for --dry-run."""
 
     samples: int | None = None
     mean_tokens: int | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -50,7 +49,6 @@ from trtspec.report import file_sha256
 from trtspec.specs import HeadSpec, ModelSpec
 
 MEMORY_SHARE = 0.5  # of the free memory that --features auto may fill with states
-GEMM_EFFICIENCY = 0.35  # of a bare matrix multiplication's rate that a training step reaches (measured, hidden 256)
 STATE_NAME = "state.safetensors"
 LENGTH = ("epochs", "steps")  # options that may grow when a run goes on
 IN_DATA = ("skip_bad_rows",)  # its effect is in the digest of the data
@@ -181,20 +179,6 @@ def _count(spec: HeadSpec) -> int:
     with torch.device("meta"):
         head = Eagle3Head(spec)
     return sum(value.numel() for name, value in head.named_parameters() if not name.startswith("embed."))
-
-
-def estimated_seconds(plan: TrainingPlan, options: TrainOptions) -> float:
-    """Training time on this machine: 6 FLOP per parameter, token and training-time-test step, at the rate of a small
-    matrix multiplication timed here. States of the target are not counted."""
-    per_pass = plan.tokens * 6 * plan.parameters * options.ttt_steps
-    passes = plan.steps * options.batch_size * options.accumulation / max(1, len(plan.samples))
-    left, right = (torch.ones(shape, dtype=options.dtype) for shape in ((1024, 512), (512, 1024)))
-    torch.mm(left, right)
-    began, rounds = time.perf_counter(), 10
-    for _ in range(rounds):
-        torch.mm(left, right)
-    rate = rounds * 2 * 1024 * 512 * 1024 / (time.perf_counter() - began)
-    return per_pass * passes / (rate * GEMM_EFFICIENCY)
 
 
 def check_run(run: TrainingRun, plan: TrainingPlan, options: TrainOptions) -> dict[str, Any]:

@@ -1,18 +1,14 @@
-"""Several processes training one head: `torchrun`, `accelerate launch` or a Slurm script around the same command, how
-they share its work, and how all of them stop at the same step.
+"""Several processes training one head: how they share its work, and how all of them stop at the same step.
 
-Both launchers describe the group in the environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR), where accelerate also
-says whether the head is to be sharded (ACCELERATE_USE_FSDP). The global batch is what one process would take; each
-process computes its share of the rows. torch's sharding takes over a second to import, so the functions that shard do.
-
-The launch texts run as they are printed, from the directory that they name, which all nodes must see. torchrun
-replicates the head, accelerate shards it (FSDP).
+The launcher (torchrun, accelerate launch) describes the group in the environment (RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR). ACCELERATE_USE_FSDP says that the head is sharded, otherwise it is replicated. The global batch is what
+one process would take; each process computes its share of the rows. torch's sharding takes over a second to import, so
+the functions that shard do.
 """
 
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import threading
 import time
@@ -29,10 +25,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.heads.training.options import Launcher
 
 NOT_HONOURED = ("FSDP_OFFLOAD_PARAMS", "FSDP_ACTIVATION_CHECKPOINTING")  # settings of accelerate that would be lost
-PORT = 29500  # of the rendezvous; torchrun's own default
 TIME = "time"
 REASONS = (TIME, "SIGTERM", "SIGINT")  # to stop before the last step
 
@@ -214,82 +208,3 @@ class Stop:
         flags = world.sum(torch.tensor([float(reason in self._heard) for reason in REASONS]))
         self.reason = next((reason for reason, flag in zip(REASONS, flags.tolist(), strict=True) if flag), self.reason)
         return self.reason is not None
-
-
-@dataclass(frozen=True)
-class TrainingNodes:
-    """GPUs to train on; one process each."""
-
-    nodes: int
-    gpus_per_node: int
-
-    @property
-    def gpus(self) -> int:
-        return self.nodes * self.gpus_per_node
-
-    def holding(self, processes: int) -> TrainingNodes:
-        """As much of it as this many processes need, on as few nodes as possible."""
-        processes = min(processes, self.gpus)
-        nodes = -(-processes // self.gpus_per_node)
-        return TrainingNodes(nodes, -(-processes // nodes))
-
-
-def launch_text(launcher: Launcher, words: Sequence[str], cluster: TrainingNodes, directory: Path) -> str:
-    """What to run for `trtspec train WORDS`: a line to be given on each node, or the script for sbatch."""
-    if launcher == "slurm":
-        return slurm_script(words, cluster, directory)
-    lines = [f"cd {shlex.quote(str(directory))}"]
-    if cluster.nodes > 1:
-        lines.append(f"# on each node, with NODE_RANK=0 to {cluster.nodes - 1} and MASTER_ADDR=the name of node 0:")
-    start = _torchrun(cluster) if launcher == "torchrun" else _accelerate(cluster)
-    return "\n".join([*lines, command_line(start, words)]) + "\n"
-
-
-def command_line(start: Sequence[str], words: Sequence[str]) -> str:
-    """One line: the launcher's part, which may hold shell variables, and the quoted command."""
-    return " ".join([*start, "-m", "trtspec", "train", shlex.join(words)])
-
-
-def _torchrun(cluster: TrainingNodes) -> list[str]:
-    each = ["--nproc-per-node", str(cluster.gpus_per_node)]
-    if cluster.nodes == 1:
-        return ["torchrun", "--standalone", *each]
-    return ["torchrun", "--nnodes", str(cluster.nodes), *each, "--node-rank", '"$NODE_RANK"', *_meeting("--master-")]
-
-
-def _accelerate(cluster: TrainingNodes) -> list[str]:
-    line = [
-        "accelerate", "launch", "--use_fsdp", "--fsdp_version", "2", "--mixed_precision", "no",
-        "--dynamo_backend", "no", "--num_machines", str(cluster.nodes), "--num_processes", str(cluster.gpus),
-    ]  # fmt: skip
-    if cluster.nodes == 1:
-        return [*line, "--main_process_port", "0"]
-    address, place, port, number = _meeting("--main_process_")
-    return [*line, "--machine_rank", '"$NODE_RANK"', address.replace("addr", "ip"), place, port, number]
-
-
-def _meeting(prefix: str) -> list[str]:
-    return [f"{prefix}addr", '"$MASTER_ADDR"', f"{prefix}port", f'"${{MASTER_PORT:-{PORT}}}"']
-
-
-def slurm_script(words: Sequence[str], cluster: TrainingNodes, directory: Path) -> str:
-    """For sbatch. Given again after a time limit, the job resumes with its last saved state."""
-    on_gpus = "cpu" not in words
-    gpus = f"#SBATCH --gpus-per-node={cluster.gpus_per_node}\n" if on_gpus else ""
-    start = [
-        "srun", "--kill-on-bad-exit=1", "torchrun", "--nnodes", '"$SLURM_JOB_NUM_NODES"',
-        "--nproc-per-node", str(cluster.gpus_per_node), "--rdzv-backend", "c10d", "--rdzv-id", '"$SLURM_JOB_ID"',
-        "--rdzv-endpoint", f'"$head:${{MASTER_PORT:-{PORT}}}"',
-    ]  # fmt: skip
-    return f"""#!/bin/bash
-#SBATCH --job-name=trtspec-train
-#SBATCH --nodes={cluster.nodes}
-#SBATCH --ntasks-per-node=1
-{gpus}#SBATCH --exclusive
-#SBATCH --chdir={directory}
-#SBATCH --output=trtspec-train-%j.log
-# Add --partition, --account and --time. When the time is up, submit the script again: the run resumes.
-set -euo pipefail
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-{command_line(start, words)}
-"""

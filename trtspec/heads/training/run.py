@@ -25,7 +25,7 @@ from trtspec.errors import TrtspecError
 from trtspec.files import read_object
 from trtspec.heads.card import model_card
 from trtspec.heads.training import module as train
-from trtspec.heads.training.curve import BEST, CHECKPOINT, CurvePoint, checkpoints, plot, summary
+from trtspec.heads.training.curve import BEST, CHECKPOINT, CurvePoint, checkpoints, summary
 from trtspec.heads.training.features import (
     DumpedFeatures,
     Features,
@@ -53,7 +53,7 @@ from trtspec.heads.training.processes import ALONE, Stop, World, require_shared
 from trtspec.heads.training.samples import Sample, TrainingData, coverage, draft_vocabulary, split_data
 from trtspec.models.stream import LayerStream
 from trtspec.models.weights import load_target
-from trtspec.report import fsync_directory, progress_bar, provenance, say, write_atomic, write_json
+from trtspec.report import fsync_directory, progress_bar, provenance, write_atomic, write_json
 from trtspec.specs import HeadSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -115,11 +115,8 @@ def run_training(
         way = Way(shown, stop, exports.after, run.activation_checkpointing)
         result = train_head(module, features, options, kept, data=data, way=way, world=world)
         record = writer.write(run.output, result.to_dict())
-    if world.main:
-        if not plot(run.curve):
-            say("The curve is not plotted: matplotlib is missing (pip install 'trtspec[report]')")
-        if result.finished:
-            _tidy(run)
+    if world.main and result.finished:
+        _tidy(run)
     return record
 
 

@@ -1,6 +1,6 @@
 """What a small model's speed-up must be read with: is the draft step too cheap, are experts shared, is the text easy?
 
-`python -m trtspec.nano.measure TARGET --head HEAD` prints one JSON object; `trtspec demo` puts it in its report.
+`python -m trtspec.models.figures TARGET --head HEAD` prints one JSON object; `trtspec demo` puts it in its report.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trains kimi-nano, the small Kimi-shaped target that ships with trtspec: `python -m trtspec.nano.train -o DIR`.
+"""Trains kimi-nano, the small Kimi-shaped target that ships with trtspec: `python -m tools.nano.train -o DIR`.
 
 Everything is as in Kimi-K2.5 except the sizes; the corpus is the standard library of the running Python (3.11 for
 the shipped file). The result depends on the number of steps, not on the clock: --tokens says how much is seen.
@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tools.nano import corpus
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.checkpoint.writer import write_shard
 from trtspec.models.kimi import KimiModel
 from trtspec.models.moe import MoE, Router
 from trtspec.models.weights import checkpoint_tensors, load_target
-from trtspec.nano import corpus
 from trtspec.report import provenance, write_atomic, write_json
 from trtspec.specs import ModelSpec
 
@@ -170,7 +170,7 @@ def save(model: KimiModel, directory: Path, options: dict[str, Any]) -> None:
     )
     write_json(
         directory / "provenance.json",
-        provenance("python -m trtspec.nano.train", {"text": "Python standard library"}, options),
+        provenance("python -m tools.nano.train", {"text": "Python standard library"}, options),
     )
 
 

@@ -1,0 +1,69 @@
+"""The recipes of published heads, and what their runs need: counts against published ones."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from trtspec.checkpoint.hub import resolve
+from trtspec.cli.train import TrainCommand, curve_options, with_file
+from trtspec.data_files import gpu_spec
+from trtspec.errors import UsageError
+from trtspec.heads.training.needs import decoded_layer_bytes, forward_flops, needs
+from trtspec.heads.training.options import InMemory, TrainingRecipe, TrainOptions, feature_source
+from trtspec.heads.training.plan import plan_without_data
+
+RECIPES = sorted((Path(__file__).parents[3] / "configs" / "train").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(("gpu", "holding"), [("h200", 8), ("b200", 4), ("gb200", 4)])
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_read_and_reckoned_without_target_or_data(path, gpu, holding):
+    typed, recipe, _ = with_file(TrainCommand(output=Path("head"), config=path))
+    options, resolved = curve_options(typed), resolve(typed.target, allow_download=False)
+    spec, data = resolved.target_spec(), str(*typed.data)
+    sizes = plan_without_data(spec, options, recipe, Path(data), feature_source(typed.features))
+    plan = sizes.to_dict()
+    found = needs(sizes, spec, options, resolved.known["bytes"], gpu_spec(gpu), typed.target, data)
+    assert plan["samples"] == 112_000
+    assert plan["aux_layers"] == [1, 29, 57]
+    assert plan["feature_bytes"] == 112_000 * 2000 * 4 * 7168 * 2  # the 13 TB of a real run
+    assert plan["parameters"] - 1_841_199_104 == (3 * 7168 if plan["eagle"] == "3.1" else 0)  # NVIDIA's MLA layout
+    assert found["storage"]["state_bytes_per_token"] == 4 * 7168 * 2
+    training, ways = found["phases"]["training"], found["ways"]
+    assert (
+        training["peak_bytes"] < 0.9 * gpu_spec(gpu).memory_bytes and training["least_gpus"] <= 8
+    )  # a batch has 8 rows
+    assert training["flops"] > 6 * plan["parameters"] * plan["tokens"]
+    assert ways["online"]["why"].startswith("one GPU would have to hold") and not ways["online"]["possible"]
+    assert all(ways[name]["possible"] for name in ("stream", "dumps", "server"))
+    assert ways["dumps"]["disk_bytes"] == plan["feature_bytes"]
+    assert ways["server"]["gpus"] == holding + training["least_gpus"]
+    assert ways["stream"]["peak_bytes"] >= found["storage"]["decoded_layer_bytes"][1]
+    assert "--aux-layers 1,29,57" in found["dump_commands"]["trtllm"]
+    line = shlex.split(found["server_commands"]["vllm"])
+    capture = json.loads(line[line.index("--speculative-config") + 1])["draft_model_config"]["hf_config"]
+    assert capture == {"eagle_aux_hidden_state_layer_ids": [2, 30, 58, 61]}  # layers that ran, of 61
+    assert json.loads(line[line.index("--kv-transfer-config") + 1])["kv_role"] == "kv_producer"
+
+
+def test_a_decoded_layer_is_34_gigabytes():
+    """384 experts of three 7168 x 2048 matrices in bfloat16, and what stands beside them."""
+    spec = resolve("moonshotai/Kimi-K2.5", allow_download=False).target_spec()
+    assert decoded_layer_bytes(spec) == pytest.approx(384 * 3 * 7168 * 2048 * 2, rel=0.02)
+    assert 34e9 < decoded_layer_bytes(spec) < 34.2e9
+
+
+def test_the_active_weights_are_the_published_32_billion():
+    """Kimi-K2's card: 32 B activated parameters, embeddings and lm_head (2.3 B) among them."""
+    spec = resolve("moonshotai/Kimi-K2.5", allow_download=False).target_spec()
+    assert forward_flops(spec, 0) / 2 == pytest.approx(32e9 - 1.17e9, rel=0.03)
+
+
+def test_without_counts_a_target_elsewhere_cannot_be_reckoned():
+    spec = resolve("moonshotai/Kimi-K2.5", allow_download=False).target_spec()
+    with pytest.raises(UsageError, match="cannot be counted"):
+        plan_without_data(spec, TrainOptions(), TrainingRecipe(), Path("answers.jsonl"), InMemory())

@@ -1,0 +1,227 @@
+"""What a training run needs, before it runs: bytes, peak memory and multiplications. There are four ways of getting the
+target's states:
+
+    online   the target in GPU memory beside the head: only where one GPU holds both
+    stream   each GPU runs the target one decoder layer at a time, over its part of a chunk of samples
+    dumps    states written by an engine at tensor parallel N, read again in every epoch
+    server   a live engine hands over the states while the head trains; nothing is stored
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trtspec.checkpoint.hub import Resolved, resolve
+from trtspec.checkpoint.target_problems import require_target
+from trtspec.checkpoint.target_tensors import linear_shapes
+from trtspec.errors import TrtspecError
+from trtspec.heads.training.options import TrainingRecipe, TrainOptions, TrainRequest, check_trackers
+from trtspec.heads.training.plan import TrainingPlan, check_run, make_plan, plan_without_data
+from trtspec.specs import GpuSpec, ModelSpec
+
+USABLE = 0.9  # of a GPU's memory
+CHUNK_BYTES = 256 * 2**30  # of host memory or disk that a chunk's states may take while layers are streamed
+OPTIMIZER_BYTES = 16  # per parameter: float32 weight, gradient and two moments
+LAYER_COPIES = 24  # hidden-sized activations that a head's layer keeps per token for its backward, in bf16
+OTHER_WAYS = "pass --features stream, a directory of dumps, or a server's URL: `--dry-run` compares them"
+
+
+def dry_run(request: TrainRequest, options: TrainOptions, recipe: TrainingRecipe, gpu: GpuSpec) -> dict[str, Any]:
+    """Sizes, after every check that the run makes. A target that is not on this machine, or data not made yet, are
+    taken from the recipe."""
+    resolved = resolve(request.target, allow_download=False)
+    run = request.run
+    spec, options = resolved.target_spec(), options.for_device(run.device)
+    here = resolved.path is not None and not request.data.missing()
+    check_trackers(run.log_with)
+    if here:
+        assert resolved.path is not None
+        spec = require_target(resolved.path).spec
+        plan = make_plan(resolved.path, spec, request.data, options, request.features)
+        found = plan.to_dict() | check_run(replace(run, target_dir=resolved.path), plan, options)
+    else:
+        plan = plan_without_data(spec, options, recipe, Path(str(request.data)), request.features)
+        found = plan.to_dict()
+    about = {
+        "output": str(run.output),
+        "device": run.device,
+        "init": str(run.init) if run.init else None,
+        "save_every": run.save_every,
+        "export_every": run.exports,
+        "keep": run.keep,
+        "best_by": run.best_by,
+        "keep_state": run.keep_state,
+        "max_seconds": None if run.deadline is None else round(run.deadline - time.monotonic(), -1),
+        "activation_checkpointing": run.activation_checkpointing,
+        "log_with": list(run.log_with),
+        "acceptance_prompts": request.acceptance_prompts,
+        "options": options.to_dict() | {"lr": options.peak_lr(spec.hidden_size)},
+        "warnings": plan.warnings,
+    }
+    needed = needs(plan, spec, options, stored_bytes(resolved), gpu, request.target, str(request.data))
+    online = needed["ways"]["online"]
+    if str(request.features) == "memory" and not online["possible"]:
+        raise TrtspecError(f"TS-TRAIN-FIT --features memory on {gpu.name}: {online['why']}", OTHER_WAYS)
+    return found | {"measured": here, **about, **needed}
+
+
+def stored_bytes(resolved: Resolved) -> int:
+    """Of the target's weights: here, or as published."""
+    stored = sum(path.stat().st_size for path in resolved.path.glob("*.safetensors")) if resolved.path else 0
+    return stored or int((resolved.known or {}).get("bytes") or 0)
+
+
+def needs(
+    plan: TrainingPlan, target: ModelSpec, options: TrainOptions, stored: int, gpu: GpuSpec, name: str, data: str
+) -> dict[str, Any]:
+    """`stored`: bytes of the target `name` as it is stored. Returns {gpu, epochs, storage, phases, ways, dump_commands,
+    server_commands}; `gpus` of a way is the least number of them."""
+    epochs = plan.steps * options.batch_size * options.accumulation / max(1, plan.counted or len(plan.samples))
+    memory = gpu.memory_bytes * USABLE
+    trainers, peak = _trainers(plan, target, options, memory)
+    parallel = _power_of_two(stored / memory * 1.15)
+    layer = decoded_layer_bytes(target)
+    training = plan.tokens * epochs * training_flops(plan, target, options)
+    return {
+        "gpu": gpu.name,
+        "epochs": round(epochs, 3),
+        "storage": {
+            "target_bytes": stored,
+            "decoded_layer_bytes": [layer, 2 * layer],  # in bfloat16; two where the next one is decoded ahead
+            "state_bytes_per_token": plan.feature_bytes // max(1, plan.tokens),
+            "tokens": plan.tokens,
+            "state_bytes": plan.feature_bytes,
+            "saved_state_bytes": 3 * 4 * plan.parameters,  # float32 weights and two moments
+            "head_bytes": 2 * plan.parameters,
+        },
+        "phases": {
+            "states": {"flops": round(plan.tokens * forward_flops(target, options.seq_len))},
+            "training": {"flops": round(training), "least_gpus": trainers, "peak_bytes": round(peak)},
+        },
+        "ways": ways(plan, stored, layer, parallel, trainers, peak, memory),
+        "dump_commands": dump_commands(name, data, plan, options, parallel),
+        "server_commands": server_commands(name, plan, target, options, parallel),
+    }
+
+
+def decoded_layer_bytes(target: ModelSpec) -> int:
+    """The largest decoder layer in bfloat16, which a streaming process holds whatever format it is stored in."""
+    layers: dict[str, int] = {}
+    for module, (rows, columns) in linear_shapes(target):
+        if ".layers." in module:
+            layer = module.partition(".layers.")[2].partition(".")[0]
+            layers[layer] = layers.get(layer, 0) + 2 * rows * columns
+    return max(layers.values())
+
+
+def ways(
+    plan: TrainingPlan, stored: int, layer: int, parallel: int, trainers: int, peak: float, memory: float
+) -> dict[str, dict[str, Any]]:
+    """Each way: the GPUs, disk and peak memory of one GPU that it needs. `parallel`: GPUs that hold the stored target;
+    `trainers`: GPUs of `memory` bytes over which a batch fits, at `peak` bytes each."""
+
+    def way(gpus: int, disk: float, peak: float) -> dict[str, Any]:
+        return {"possible": True, "gpus": gpus, "disk_bytes": round(disk), "peak_bytes": round(peak)}
+
+    whole = stored + peak
+    per_engine = max(stored / parallel, peak)
+    chunks = max(1, math.ceil(plan.feature_bytes / CHUNK_BYTES))
+    online = way(trainers, 0, whole)
+    if whole > memory:
+        reason = f"one GPU would have to hold the target and the head, {whole:,.0f} bytes of {memory:,.0f}"
+        online |= {"possible": False, "why": reason}
+    return {
+        "online": online,
+        "stream": way(trainers, min(plan.feature_bytes, 2 * CHUNK_BYTES), max(2 * layer, peak))
+        | {"chunks": chunks, "read_bytes": chunks * stored},
+        "dumps": way(max(parallel, trainers), plan.feature_bytes, per_engine),
+        "server": way(parallel + trainers, 0, per_engine),
+    }
+
+
+def _trainers(plan: TrainingPlan, target: ModelSpec, options: TrainOptions, memory: float) -> tuple[int, float]:
+    """(processes, peak bytes of each): the fewest, doubling, over which a batch fits; at most one sequence each."""
+    processes = 1
+    while True:
+        rows = math.ceil(options.batch_size / processes)
+        peak = training_bytes(plan, target, options, rows)
+        if peak <= memory or rows == 1:
+            return processes, peak
+        processes *= 2
+
+
+def _power_of_two(ratio: float) -> int:
+    return 2 ** max(0, math.ceil(math.log2(max(ratio, 1e-9))))
+
+
+def forward_flops(target: ModelSpec, seq_len: int) -> float:
+    """Of the target's layers per token: 2 per active weight, and attention over half of `seq_len`."""
+    share = target.num_experts_per_tok / max(1, target.n_routed_experts)
+    active = 0.0
+    for module, (rows, columns) in linear_shapes(target):
+        if "embed_tokens" not in module and "lm_head" not in module:
+            active += rows * columns * (share if ".experts." in module else 1.0)
+    width = target.num_attention_heads * (target.qk_head_dim + target.v_head_dim)
+    return 2 * active + 2 * target.num_hidden_layers * width * seq_len / 2
+
+
+def training_flops(plan: TrainingPlan, target: ModelSpec, options: TrainOptions) -> float:
+    """Per token and epoch: forward and backward of the head in every training-time-test step, and the target's own
+    lm_head once, for the distribution to learn."""
+    return 6 * plan.parameters * options.ttt_steps + 2 * target.vocab_size * target.hidden_size
+
+
+def training_bytes(plan: TrainingPlan, target: ModelSpec, options: TrainOptions, rows: int) -> float:
+    """Peak of one GPU that trains on `rows` sequences at a time: optimizer, frozen ends, and what the backward needs.
+
+    Per token: the target's distribution and its logits, each step's log-probabilities (float32) and logits (bf16), one
+    gradient of logits; and the layer's activations.
+    """
+    tokens = rows * options.seq_len
+    ends = 2 * 2 * target.vocab_size * target.hidden_size
+    over_vocabulary = 4 * target.vocab_size + plan.spec.draft_vocab_size * (8 + 6 * options.ttt_steps)
+    layer = 2 * LAYER_COPIES * options.ttt_steps * target.hidden_size
+    return OPTIMIZER_BYTES * plan.parameters + ends + tokens * (over_vocabulary + layer)
+
+
+def dump_commands(name: str, data: str, plan: TrainingPlan, options: TrainOptions, parallel: int) -> dict[str, str]:
+    """How ModelOpt's example scripts (examples/speculative_decoding/collect_hidden_states) write the dumps."""
+    layers = ",".join(map(str, plan.spec.aux_layers or ()))
+    where = f"--input-data {shlex.quote(data)} --output-dir dumps --max-seq-len {options.seq_len} --tp {parallel}"
+    return {
+        "trtllm": f"python compute_hidden_states_trtllm.py --model {name} {where} --moe-ep {parallel} "
+        f"--aux-layers {layers}",
+        "vllm": f"python compute_hidden_states_vllm.py --model {name} {where} --trust_remote_code",
+    }
+
+
+def server_commands(
+    name: str, plan: TrainingPlan, target: ModelSpec, options: TrainOptions, parallel: int
+) -> dict[str, str]:
+    """How vLLM serves states with ModelOpt's connector (which must be installed beside it), and what then trains.
+
+    vLLM counts the layers before a state, not layer outputs from 0: its ids are ours plus one, the last one is the
+    state after all layers. A prompt must be computed whole and anew, or its states are missing.
+    """
+    ids = [layer + 1 for layer in plan.spec.aux_layers or ()] + [target.num_hidden_layers]
+    capture = {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}}}
+    speculative = {"method": "extract_hidden_states", "num_speculative_tokens": 1} | capture
+    connector = {
+        "kv_connector": "RdmaHiddenStatesConnector",
+        "kv_connector_module_path": "modelopt.torch.speculative.plugins.rdma_hidden_states_connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"pool_slots": "16", "max_tokens": str(options.seq_len)},
+    }
+    flags = (
+        "--enforce-eager --no-enable-chunked-prefill --no-enable-prefix-caching --max-num-seqs 16 --trust-remote-code"
+    )
+    return {
+        "vllm": f"vllm serve {name} --tensor-parallel-size {parallel} --max-model-len {options.seq_len + 1} {flags} "
+        f"--speculative-config '{json.dumps(speculative)}' --kv-transfer-config '{json.dumps(connector)}'",
+    }
