@@ -38,7 +38,7 @@ test-oracles: .oracles/.made  ## against code that others wrote: vLLM, speculato
 
 # TRTSPEC_GPU_PYTHON: a Python with a CUDA build of torch where .venv's is built without
 test-gpu: $(STAMP)  ## exactness, losslessness and speed on this machine's GPU: a table to send back
-	@$${TRTSPEC_GPU_PYTHON:-$(BIN)/python} -m tests.gpu -o gpu-report.json
+	@$${TRTSPEC_GPU_PYTHON:-$(BIN)/python} -m tools.gpu -o gpu-report.json
 
 .oracles/.made: $(STAMP) tests/oracles/environments.sh
 	@echo "== installing what others publish into .oracles (10 GB, a quarter of an hour)"

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from tests.gpu.checks import homogeneous
+from tools.gpu.checks import homogeneous
 
 ROOT = Path(__file__).parents[2]
 CHECKS = ["exactness", "losslessness", "distribution", "host waits", "speed", "memory"]
@@ -27,7 +27,7 @@ def environment(**more: str) -> dict[str, str]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu"],
+        [sys.executable, "-m", "tools.gpu"],
         cwd=tmp_path,
         env=environment(),
         capture_output=True,

@@ -80,15 +80,6 @@ def test_template_has_kimis_turns(tmp_path: Path) -> None:
     assert '<|tool_call_begin|>functions.lookup:0<|tool_call_argument_begin|>{"name": "f"}<|tool_call_end|>' in text
 
 
-def test_schedule_ended_early_is_the_schedule_of_a_shorter_run() -> None:
-    from tools.nano.train import DECAY_SHARE, learning_rate
-
-    asked_at, whole = 800, 5000
-    shorter = int(asked_at / (1 - DECAY_SHARE))
-    assert all(learning_rate(s, whole, 1.0) == learning_rate(s, shorter, 1.0) for s in range(asked_at))
-    assert learning_rate(shorter - 1, shorter, 1.0) == pytest.approx(0.02)
-
-
 def test_shipped_model_is_small_whole_and_has_learned() -> None:
     import torch
 

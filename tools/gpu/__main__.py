@@ -1,6 +1,6 @@
 """What the reference engine computes on this machine's GPU, and how fast, as one table to send back.
 
-    make test-gpu              or    python -m tests.gpu [--target DIR --head DIR] [-o gpu-report.json]
+    make test-gpu              or    python -m tools.gpu [--target DIR --head DIR] [-o gpu-report.json]
 
 Prints the table and writes it as JSON too. Exit status: 0 when all is as it should be, 3 when a check failed, 4 without
 a GPU. `--device cpu` runs the same code where there is none; its figures say nothing about a GPU.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from tests.gpu.checks import CHECKS, Models, Row, Sizes
+from tools.gpu.checks import CHECKS, Models, Row, Sizes
 from trtspec import data_files
 from trtspec.models.precision import capability, dtype_name, serving_dtype
 from trtspec.report import Table, print_tables, write_atomic
