@@ -27,6 +27,7 @@ from fingerprint_rows import AREAS, FAILED  # noqa: E402
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200",
                "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": "", "TZ": "UTC", "PYTHONHASHSEED": "0"}  # fmt: skip
+SIDES = {"before": 1, "after": 2}  # in paths the numbers, of one length, so that no table wraps elsewhere
 Rows = dict[str, dict[str, str]]
 
 
@@ -35,7 +36,7 @@ def main() -> int:
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fingerprint-") as temporary:
         room = Path(temporary)
-        checkouts = {side: checkout(getattr(options, side), room / side) for side in ("before", "after")}
+        checkouts = {side: checkout(getattr(options, side), room / f"code-{number}") for side, number in SIDES.items()}
         inputs = make_inputs(options.inputs or room / "inputs", options.whole)
         untouched = listing(inputs)
         rows = run_sides(checkouts, inputs, room / "work", options)
@@ -96,19 +97,19 @@ def listing(place: Path) -> list[tuple[str, int, int]]:
 
 def run_sides(checkouts: dict[str, Path], inputs: Path, room: Path, options: argparse.Namespace) -> dict[str, Rows]:
     cores, running = sorted(os.sched_getaffinity(0)), {}
-    for number, (side, package) in enumerate(checkouts.items()):
-        work = room / side
+    for side, package in checkouts.items():
+        work = room / f"side-{SIDES[side]}"
         work.mkdir(parents=True)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TRTSPEC_")}
         environment |= {**ENVIRONMENT, "PYTHONPATH": str(package), "XDG_CACHE_HOME": str(work / "cache")}
         environment |= {"MPLCONFIGDIR": str(work / "cache")}
         line = [sys.executable, str(HERE / "tools" / "fingerprint_rows.py"), str(package), str(inputs), str(work)]
-        line += [str(cores[number % len(cores)]), "whole" if options.whole else "short", *(options.only or AREAS)]
+        line += [str(cores[SIDES[side] % len(cores)]), "whole" if options.whole else "short", *(options.only or AREAS)]
         running[side] = subprocess.Popen(line, env=environment, cwd=work)
     failed = [side for side, process in running.items() if process.wait() != 0]
     if failed:
         sys.exit(f"fingerprint: the side {' and '.join(failed)} did not run to its end")
-    return {side: json.loads((room / side / "rows.json").read_text()) for side in checkouts}
+    return {side: json.loads((room / f"side-{number}" / "rows.json").read_text()) for side, number in SIDES.items()}
 
 
 def compare(before: Rows, after: Rows, areas: list[str]) -> int:
