@@ -36,7 +36,7 @@ NORMALIZED = [
     (re.escape(f"{datetime.date.today()}"), "TODAY", "the clock"),
     (r'(\\?"position\\?": )\[[\d, ]+\]', r"\1[]", "bytes of a training log, in which timings stand"),
     (r"\b(about|in|took) [\d.,]+ (s|min|minutes|seconds)\b", r"\1 0 s", "a clock, in a message or a card"),
-    (r'("missed_in_row": )\d+', r"\g<1>0", "how often a busy machine came to ask"),
+    (r'("missed_[a-z_]+": )\d+', r"\g<1>0", "how often a busy machine came to ask"),
     (r"peak memory [\d.,]+", "peak memory 0", "memory of the moment"),
     (r"127\.0\.0\.1:\d{5}|localhost:\d{5}|--port \d{5}", "ADDRESS", "a free port of the moment"),
     (r'("(?:id|created)": )("(?:cmpl|chatcmpl)-[0-9a-f]+"|\d{9,})', r"\1ID", "names of requests are drawn at random"),
