@@ -1,0 +1,487 @@
+"""One side of tools/fingerprint.py: runs the corpus with the package on PYTHONPATH and writes every row to rows.json.
+
+The package is used as a user uses it: `python -m trtspec ...`, in this process where the command allows it, and the
+reference server over HTTP. Nothing of it is imported here, so that nothing here follows when it is taken apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import io
+import itertools
+import json
+import os
+import re
+import runpy
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FAILED = re.compile(r"crashed|status (?!0|3)")
+FIGURE = r"-?[\d.]+(?:e[-+]?\d+)?"
+# What two runs of one package do not have in common: what is replaced, by what, and why
+NORMALIZED = [
+    (r'(\\?"(?:[a-z_]*seconds(?:_estimate)?|[a-z]+_per_second)\\?": )' + FIGURE, r"\g<1>0", "a clock"),
+    (r'(\\?"[a-z_]*(?:rss|free|free_memory|memory)_bytes\\?": )\d+', r"\g<1>0", "memory and disk of the moment"),
+    (r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|\+00:00)?", "TIME", "the clock"),
+    (re.escape(f"{datetime.date.today()}"), "TODAY", "the clock"),
+    (r'(\\?"position\\?": )\[[\d, ]+\]', r"\1[]", "bytes of a training log, in which timings stand"),
+    (r"\b(about|in|took) [\d.,]+ (s|min|minutes|seconds)\b", r"\1 0 s", "a clock, in a message or a card"),
+    (r'("missed_[a-z_]+": )\d+', r"\g<1>0", "how often a busy machine came to ask"),
+    (r"peak memory [\d.,]+", "peak memory 0", "memory of the moment"),
+    (r"127\.0\.0\.1:\d{5}|localhost:\d{5}|--port \d{5}", "ADDRESS", "a free port of the moment"),
+    (r'("(?:id|created)": )("(?:cmpl|chatcmpl)-[0-9a-f]+"|\d{9,})', r"\1ID", "names of requests are drawn at random"),
+]  # fmt: skip
+UNSTEADY = {"training.svg"}  # draws tokens per second
+TEXT = {".json", ".jsonl", ".md", ".yaml", ".yml", ".svg", ".html", ".txt", ".jinja", ".xml", ""}
+SOURCES, POLICIES = ("bf16", "flat", "int4", "fp8-block", "vision"), ("k2.5", "k2.6", "k2.7-code")
+DIALECTS = ("modelopt", "vllm", "sglang", "speculators", "torchspec", "specforge", "safeailab")
+KINDS = [
+    f"{attention}-{eagle}-{vocab}"
+    for attention in ("mha", "mla")
+    for eagle in ("3", "3.1")
+    for vocab in ("full", "128")
+]
+RELEASES = ("1.2.1", "1.3.0rc20", "1.4.0rc1")
+PUBLISHED = {  # target: heads
+    "nvidia/Kimi-K2-Thinking-NVFP4": (),
+    "nvidia/Kimi-K2.5-NVFP4": ("nvidia/Kimi-K2.5-Eagle3", "lightseekorg/kimi-k2.5-eagle3-mla"),
+    "nvidia/Kimi-K2.6-NVFP4": ("nvidia/Kimi-K2.6-Eagle3", "lightseekorg/kimi-k2.6-eagle3.1-mla"),
+    "nvidia/Kimi-K2.7-Code-NVFP4": ("lightseekorg/kimi-k2.7-coder-eagle3.1-mla",),
+    "moonshotai/Kimi-K2.6": ("nvidia/Kimi-K2.6-Eagle3",),
+}
+TARGET, HEAD = "nvidia/Kimi-K2.6-NVFP4", "nvidia/Kimi-K2.6-Eagle3"
+
+
+class Side:
+    def __init__(self, package: Path, inputs: Path, work: Path, whole: bool) -> None:
+        self.package, self.inputs, self.work, self.whole = package, inputs, work, whole
+        self.rows: dict[str, str] = {}
+
+    def command(
+        self, name: str, *words: object, own_process: bool = False, values: bool = True, **environment: str
+    ) -> str:
+        """A row for what the command answered: status and keys of its JSON object, or its error; with `values`, a row
+        for the whole object. {name} in words: a path of the inputs."""
+        line = [str(word).replace("IN/", f"{self.inputs}/") for word in words]
+        status, out, err = (outside if own_process else inside)(line, environment)
+        crash = re.search(r"unexpected \w+: .*|^(?:\w+\.)*\w+(?:Error|Exception|Exit)\b.*\Z", err.strip(), re.M)
+        if isinstance(status, str) or crash:
+            self.rows[name] = self.normal(f"crashed: {status if isinstance(status, str) else crash and crash[0]}")
+            return out
+        try:
+            answer = json.loads(out)
+        except ValueError:
+            answer, text = None, out
+        else:
+            text = json.dumps(answer, indent=1, sort_keys=True)
+        keys = sorted(keys_of(answer)) if answer is not None else []
+        self.rows[name] = "\n".join([f"status {status}", *keys])
+        if status not in (0, 3) and answer is None:
+            text = err
+        if values:
+            self.rows[f"{name} says"] = self.normal(text)
+        return out
+
+    def files(self, name: str, place: Path) -> None:
+        """A row for every file below the place."""
+        for path in sorted(path for path in place.rglob("*") if path.is_file()):
+            self.rows[f"{name}/{path.relative_to(place)}"] = self.content(path)
+
+    def content(self, path: Path) -> str:
+        data = path.read_bytes()
+        if path.suffix == ".safetensors" and len(data) > 8:
+            size = int.from_bytes(data[:8], "little")
+            header = self.normal(data[8 : 8 + size].decode(errors="replace").rstrip())
+            return f"header {digest(header.encode())} values {digest(data[8 + size :])}"
+        if path.name in UNSTEADY:
+            return "written"
+        if path.suffix in TEXT:
+            text = self.normal(data.decode(errors="replace"))
+            if path.name.startswith(".trtspec-"):  # a journal: worker processes end in any order
+                text = "\n".join(sorted(text.splitlines()))
+            return text if len(text) < 100_000 else f"sha256 {digest(text.encode())}"
+        return f"sha256 {digest(data)}"
+
+    def normal(self, text: str) -> str:
+        for path, word in ((self.inputs, "IN"), (self.work, "WORK"), (self.package, "PACKAGE")):
+            text = text.replace(str(path), word)
+        for pattern, put, _ in NORMALIZED:
+            text = re.sub(pattern, put, text)
+        return text
+
+    def made(self, name: str, *words: object, **options: Any) -> None:
+        """The answer of a command that writes OUT, and its files."""
+        place = self.work / "out" / name
+        shutil.rmtree(place, ignore_errors=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        self.command(name, *(str(word).replace("OUT", str(place)) for word in words), **options)
+        if place.is_file():
+            self.rows[f"{name}/"] = self.content(place)
+        else:
+            self.files(name, place)
+
+
+def inside(words: list[str], environment: dict[str, str]) -> tuple[int | str, str, str]:
+    """`python -m trtspec` in this process: (status, or the last line of a traceback; stdout; stderr)."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    before, kept = dict(os.environ), sys.argv
+    os.environ.update(environment)
+    sys.argv = ["trtspec", *words]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            runpy.run_module("trtspec", run_name="__main__")
+    except SystemExit as stopped:
+        status = stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None)
+    except BaseException:
+        return traceback.format_exc().strip().splitlines()[-1], out.getvalue(), err.getvalue()
+    finally:
+        sys.argv = kept
+        os.environ.clear()
+        os.environ.update(before)
+    return status, out.getvalue(), err.getvalue()
+
+
+def outside(words: list[str], environment: dict[str, str]) -> tuple[int | str, str, str]:
+    done = subprocess.run([sys.executable, "-m", "trtspec", *words], capture_output=True, text=True,
+                          env=os.environ | environment, timeout=1800)  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def keys_of(value: Any, prefix: str = "") -> set[str]:
+    if isinstance(value, dict):
+        return {path for key, item in value.items() for path in {f"{prefix}.{key}", *keys_of(item, f"{prefix}.{key}")}}
+    if isinstance(value, list):
+        return {path for item in value for path in keys_of(item, f"{prefix}[]")}
+    return set()
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def quantize(side: Side) -> None:
+    for source, policy in itertools.product(SOURCES, POLICIES):
+        side.made(f"{source}-{policy}", "quantize", f"IN/targets/{source}", "-o", "OUT", "--policy", policy, "--json")
+    for more in ("--kv-cache none", "--weight-scales mse", "--workers 2"):
+        for source in SOURCES if side.whole else ("bf16", "int4"):
+            side.made(f"{source} {more}", "quantize", f"IN/targets/{source}", "-o", "OUT", *more.split(), "--json")
+    side.made("again nvfp4", "quantize", "IN/targets/nvfp4", "-o", "OUT", "--json")
+    if side.whole:
+        for source in ("full-bf16", "full-int4", "full-fp8-block"):
+            side.made(source, "quantize", f"IN/targets/{source}", "-o", "OUT", "--json", own_process=True)
+            shutil.rmtree(side.work / "out" / source)
+        modelopt = ("quantize", "IN/targets/bf16", "-o", "OUT", "--engine", "modelopt", "--json")
+        side.made("modelopt", *modelopt, own_process=True)
+
+
+def calibrate(side: Side) -> None:
+    for source in ("bf16", "int4", "fp8-block") if side.whole else ("bf16",):
+        side.made(f"{source}.safetensors", "calibrate", f"IN/targets/{source}", "IN/data/answers.jsonl", "-o", "OUT",
+                  "--samples", 8, "--json", own_process=True)  # fmt: skip
+        scales = side.work / "out" / f"{source}.safetensors"
+        side.rows[f"{source} provenance"] = side.content(scales.with_name(f"{scales.name}.provenance.json"))
+        words = ("quantize", f"IN/targets/{source}", "-o", "OUT", "--input-scales", scales)
+        side.made(f"{source} quantized", *words, "--json")
+
+
+def convert(side: Side) -> None:
+    names = {"modelopt": "trtllm"}
+    for kind in KINDS if side.whole else ("mha-3-128", "mla-3.1-full"):
+        for one, other in itertools.product(DIALECTS, DIALECTS):
+            source = f"heads/{one}-{kind}"
+            if (side.inputs / source).is_dir():
+                words = ("convert", f"IN/{source}", "-o", "OUT", "--to", names.get(other, other), "--json")
+                side.made(f"{kind}-{one}-to-{other}", *words, "--target", "IN/targets/bf16")
+
+
+def train(side: Side) -> None:
+    kinds = [(attention, eagle) for attention in ("mha", "mla") for eagle in ("3", "3.1")]
+    for attention, eagle in kinds if side.whole else (("mha", "3"), ("mla", "3.1")):
+        words = ("--attention", attention, "--eagle", eagle, "--steps", 6, "--acceptance-prompts", 2, "--json")
+        name = f"{attention}-{eagle}"
+        side.made(name, "train", "IN/targets/bf16", "IN/data/answers.jsonl", "-o", "OUT", *words, own_process=True)
+
+
+def greedy(side: Side) -> None:
+    """Tokens and steps of greedy answers by the reference server, with every kind of head and without."""
+    heads = {"none": [], "lookup": ["--speculation", "prompt-lookup"]}
+    kinds = sorted(path.name for path in (side.inputs / "nano-heads").iterdir())
+    for kind in kinds if side.whole else ("shipped", "mha-3-128", "mla-3-full"):
+        heads[kind] = ["--head", str(side.inputs / "nano-heads" / kind)]
+    lines = (side.inputs / "nano" / "prompts_heldout.jsonl").read_text().splitlines()[: 50 if side.whole else 6]
+    prompts = [json.loads(line)["messages"] for line in lines]
+    for kind, words in heads.items():
+        with served(side, f"{kind} serves", *words) as url:
+            for number, messages in enumerate(prompts if url else []):
+                body = {
+                    "messages": messages,
+                    "max_tokens": 48 if side.whole else 16,
+                    "temperature": 0,
+                    "logprobs": True,
+                }
+                answer = post(f"{url}/v1/chat/completions", body)
+                choice = answer["choices"][0]
+                tokens = [item["token"] for item in choice["logprobs"]["content"]]
+                told = {"tokens": tokens, "message": choice["message"], "usage": answer["usage"]}
+                told |= {key: choice.get(key) for key in ("finish_reason", "spec_decode")}
+                text = json.dumps(told, indent=1, sort_keys=True)
+                side.rows[f"{kind} {number}"] = text if len(tokens) > 3 else f"crashed: an answer of nothing: {tokens}"
+
+
+def clients(side: Side) -> None:
+    """The commands that ask a server; their figures are a clock's, so the keys alone are compared."""
+    few = ("--samples", 2, "--max-tokens", 8)
+    with served(side, "serves", "--head", "IN/nano-heads/shipped") as url:
+        if not url:
+            return
+        side.command("bench", "bench", url, *few, "--concurrency", 2, "-o", side.work / "bench", values=False)
+        results = side.work / "bench" / "results.json"
+        found = keys_of(json.loads(results.read_text())) if results.is_file() else {"none"}
+        # whether there are problems depends on how steady the machine was
+        side.rows["bench keys"] = "\n".join(sorted(key for key in found if not key.startswith(".problems[]")))
+        record = side.work / "record.jsonl"
+        side.command("record", "check", url, *few, "--contexts", 0, "--record", record, "--json", values=False)
+        side.command("against", "check", url, "--against", record, "--json", values=False)
+        side.command("watch", "watch", url, "--once", "--json", values=False)
+        words = ("synthesize", "IN/data/prompts.jsonl", "-o", "OUT", "--base-url", f"{url}/v1", "--samples", 4)
+        side.made("synthesize", *words, "--max-tokens", 8, "--temperature", 0, "--concurrency", 1, "--json")
+
+
+@contextlib.contextmanager
+def served(side: Side, name: str, *words: str) -> Iterator[str]:
+    """The address of a reference server of kimi-nano, empty where it did not start; a row says how it ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url, log = f"http://127.0.0.1:{port}", side.work / "server.log"
+    line = [sys.executable, "-m", "trtspec", "serve", "IN/nano", "--backend", "reference", "--dtype", "float32"]
+    line += ["--host", "127.0.0.1", "--port", str(port), *words]
+    line = [word.replace("IN/", f"{side.inputs}/") for word in line]
+    with open(log, "w") as written, subprocess.Popen(line, stdout=written, stderr=written) as process:
+        try:
+            for _ in range(600):
+                if process.poll() is not None or ready(url):
+                    break
+                time.sleep(0.2)
+            yield url if process.poll() is None and ready(url) else ""
+        finally:
+            process.terminate()
+            status = process.wait(60)
+    side.rows[name] = f"status {status}\n{side.normal(log.read_text())}"
+
+
+def ready(url: str) -> bool:
+    try:
+        return urllib.request.urlopen(f"{url}/health", timeout=5).status == 200
+    except OSError:
+        return False
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        return json.load(answer)
+
+
+def lint(side: Side) -> None:
+    """The configurations and mutations for every release, many files at once; each trap for its own release."""
+    for release, place in itertools.product((None, *RELEASES), ("configs", "mutations")):
+        words = ["--trtllm-version", release] if release else []
+        if release or place == "configs":
+            by_file(side, place, words, f"{release or 'own release'} ")
+    target = ["--target", TARGET, "--head", HEAD, "--gpu", "b200", "--trtllm-version", "1.3.0rc20"]
+    by_file(side, "mutations", target, f"{TARGET} ")
+    for number, trap in enumerate(json.loads((side.inputs / "lint" / "traps.json").read_text())):
+        words = ["--trtllm-version", trap["release"], *trap.get("words", "").split()]
+        words += ["--", *trap["passed"].split()] if "passed" in trap else []
+        file = f"IN/lint/traps/trap-{number:03}.yml"
+        side.command(f"trap {trap['name']}", "lint", file, "--json", *words, **trap.get("environment", {}))
+
+
+def by_file(side: Side, place: str, words: list[str], name: str) -> None:
+    files = [str(file) for file in sorted((side.inputs / "lint" / place).iterdir())]
+    answer = side.command(f"{name}{place}", "lint", *files, "--json", *words, values=False)
+    found: dict[str, list[Any]] = {file: [] for file in files}
+    for problem in (json.loads(answer) if answer else {}).get("problems", []):
+        found.setdefault(problem["where"].split(":")[0], []).append(problem)
+    for file, problems in found.items():
+        listed = (side.normal(json.dumps(problem, sort_keys=True)) for problem in problems)
+        side.rows[f"{name}{Path(file).name}"] = "\n".join([f"{len(problems)} problems", *listed])
+
+
+def build_config(side: Side) -> None:
+    """What is written for a table of intents, and the plan and the launches for them."""
+    pairs = [(target, head) for target, heads in PUBLISHED.items() for head in ("", *heads)]
+    gpus, goals = ("b200", "gb200", "b300", "h200") if side.whole else ("b200", "h200"), ("latency", "throughput")
+    releases = RELEASES if side.whole else RELEASES[1:]
+    for (target, head), gpu, goal, release in itertools.product(pairs, gpus, goals, releases):
+        words = [target, *(["--head", head] if head else []), "--gpu", gpu, "--goal", goal, "--trtllm-version", release]
+        name = " ".join([target, head or "no head", gpu, goal, release])
+        side.command(name, "build-config", *words, "--tp-size", 8 if goal == "throughput" else 4)
+    for target, head in pairs:
+        words = [target, *(["--head", head] if head else [])]
+        for more in BUILDS:
+            side.made(f"{target} {head or 'no head'} {more}", "build-config", *words, *more.split())
+        for more in LAUNCHES if side.whole else LAUNCHES[:2]:
+            side.command(
+                f"serve {target} {head or 'no head'} {more}", "serve", *words, *more.split(), "--dry-run", "--json"
+            )
+
+
+BUILDS = (
+    "--format helm-values --trtllm-version 1.3.0rc20 -o OUT", "--format dynamo --trtllm-version 1.3.0rc23 -o OUT",
+    "--disaggregated OUT --trtllm-version 1.4.0rc1 --context-url c:1 --generation-url g:1",
+    "--role context --trtllm-version 1.4.0rc1", "--nodes 2 --tp-size 8 --trtllm-version 1.4.0rc1",
+    "--isl 4096 --osl 1024 --concurrency 32 --attention-dp --set print_iter_log=true --trtllm-version 1.3.0rc20",
+)  # fmt: skip
+LAUNCHES = (
+    "--trtllm-version 1.3.0rc20", "--backend vllm --vllm-version 0.19.0", "--trtllm-version 1.4.0rc1 --goal throughput",
+    "--trtllm-version 1.3.0rc20 --launcher slurm --nodes 2", "--trtllm-version 1.3.0rc20 -- --log_level info",
+)  # fmt: skip
+
+
+def reports(side: Side) -> None:
+    """Every command that reports with --json."""
+    for target in ("bf16", "flat", "int4", "fp8-block", "nvfp4", "vision"):
+        side.command(f"inspect {target}", "inspect", f"IN/targets/{target}", "--json")
+        side.command(
+            f"quantize --dry-run {target}", "quantize", f"IN/targets/{target}", "-o", "x", "--dry-run", "--json"
+        )
+        side.command(f"inspect {target} --sample 0", "inspect", f"IN/targets/{target}", "--sample", 0, "--json")
+    for head in sorted((side.inputs / "heads").iterdir()):
+        side.command(f"inspect {head.name}", "inspect", head, "--json")
+        side.command(f"inspect {head.name} --against", "inspect", head, "--against", "IN/targets/bf16", "--json")
+    side.made("quantized", "quantize", "IN/targets/int4", "-o", "OUT", "--json")
+    for source in ("int4", "flat"):
+        words = ("inspect", side.work / "out" / "quantized", "--against", f"IN/targets/{source}", "--sample", 0)
+        side.command(f"inspect quantized --against {source}", *words, "--json")
+    words = ("inspect", "IN/nano-heads/shipped", "--against", "IN/nano", "--run", "--samples", 16, "--json")
+    side.command("inspect --run", *words)
+    for name in (*PUBLISHED, *{head for heads in PUBLISHED.values() for head in heads}):
+        side.command(f"inspect {name}", "inspect", name, "--json", values=False)
+    for (target, heads), gpu in itertools.product(PUBLISHED.items(), ("b200", "h200")):
+        for head in ("", *heads):
+            words = ("plan", target, *(["--head", head] if head else []), "--gpu", gpu, "--gpus", 8, "--json")
+            side.command(f"plan {target} {head or 'no head'} {gpu}", *words)
+    side.command(
+        "plan limits", "plan", TARGET, "--head", HEAD, "--ttft", 500, "--tpot", 10, "--acceptance", "2.6@3", "--json"
+    )
+    side.command(
+        "train --dry-run", "train", "IN/targets/bf16", "IN/data/answers.jsonl", "-o", "x", "--dry-run", "--json"
+    )
+    words = ("calibrate", "IN/targets/bf16", "IN/data/answers.jsonl", "-o", "x", "--dry-run", "--json")
+    side.command("calibrate --dry-run", *words, values=False)
+    side.command(
+        "convert --dry-run", "convert", "IN/heads/vllm-mha-3-full", "-o", "x", "--to", "sglang", "--dry-run", "--json"
+    )
+    side.command("doctor", "doctor", "--json", values=False)
+    side.command("prove --dry-run", "prove", TARGET, "--head", HEAD, "--dry-run", "--json", values=False)
+    side.command("serve reference", "serve", "IN/nano", "--backend", "reference", "--dry-run", "--json")
+    for command in COMMANDS:
+        side.command(f"{command} --help", command, "--help", values=False)
+
+
+COMMANDS = (
+    "demo", "doctor", "inspect", "quantize", "calibrate", "synthesize", "train", "convert", "plan", "build-config",
+    "lint", "serve", "bench", "check", "prove", "watch",
+)  # fmt: skip
+
+
+def refusals(side: Side) -> None:
+    """Input that no command may take, and options that nobody has: status and message."""
+    broken = sorted(path.name for path in (side.inputs / "broken").iterdir())
+    heads = [name for name in broken if name.startswith("head-")]
+    targets = [name for name in broken if (side.inputs / "broken" / name).is_dir() and name not in heads]
+    for name in (*targets, "missing"):
+        bad = f"IN/broken/{name}"
+        side.command(f"inspect {name}", "inspect", bad, "--json")
+        side.command(f"quantize {name}", "quantize", bad, "-o", "x", "--dry-run", "--json")
+        side.command(f"plan {name}", "plan", bad, "--json")
+        side.command(f"build-config {name}", "build-config", bad, "--trtllm-version", "1.4.0rc1", "--json")
+        side.command(f"serve {name}", "serve", bad, "--backend", "reference", "--dry-run", "--json")
+        side.command(f"calibrate {name}", "calibrate", bad, "IN/data/answers.jsonl", "-o", "x", "--dry-run", "--json")
+        side.command(f"train {name}", "train", bad, "IN/data/answers.jsonl", "-o", "x", "--dry-run", "--json")
+    for name in (*heads, "missing"):
+        side.command(f"inspect {name}", "inspect", f"IN/broken/{name}", "--against", "IN/targets/bf16", "--json")
+        side.command(f"convert {name}", "convert", f"IN/broken/{name}", "-o", "x", "--to", "vllm", "--json")
+    for name in ("syntax.yml", "list.yml", "missing.yml"):
+        side.command(f"lint {name}", "lint", f"IN/broken/{name}", "--trtllm-version", "1.4.0rc1", "--json")
+    for name in ("empty.jsonl", "bad.jsonl", "missing.jsonl"):
+        side.command(f"train {name}", "train", "IN/targets/bf16", f"IN/broken/{name}", "-o", "x", "--dry-run", "--json")
+        words = ("calibrate", "IN/targets/bf16", f"IN/broken/{name}", "-o", "x", "--dry-run", "--json")
+        side.command(f"calibrate {name}", *words)
+    for command in COMMANDS:
+        if command not in ("demo", "doctor"):  # these need no words
+            side.command(f"{command} alone", command)
+        side.command(f"{command} --no-such-option", command, "--no-such-option")
+    for line in UNKNOWN:
+        side.command(line, *line.split())
+
+
+UNKNOWN = (
+    "nothing",
+    "quantize IN/targets/bf16 -o x --policy k9 --json", "quantize IN/targets/bf16 -o x --kv-cache int8 --json",
+    "quantize IN/targets/bf16 -o x --weight-scales no --json", "quantize IN/targets/bf16 -o x --device tpu --json",
+    "quantize IN/targets/bf16 -o IN/heads/vllm-mha-3-full --json", "quantize no/such-model -o x --json",
+    "quantize IN/heads/vllm-mha-3-full -o x --json", "convert IN/heads/vllm-mha-3-full -o x --to nobody --json",
+    "convert IN/targets/bf16 -o x --to vllm --json", "convert IN/heads/vllm-mla-3-full -o x --to safeailab --json",
+    "train IN/targets/bf16 IN/data/answers.jsonl -o x --attention gqa --json",
+    "train IN/targets/bf16 IN/data/answers.jsonl -o x --eagle 4 --json",
+    "train IN/targets/bf16 IN/data/answers.jsonl -o x --aux-layers 99 --dry-run --json",
+    "plan IN/targets/bf16 --gpu a100 --json", "plan IN/targets/bf16 --concurrency none --json",
+    "plan no/such-model --json",
+    f"build-config {TARGET} --trtllm-version 9.9 --json", f"build-config {TARGET} --trtllm-version nine --json",
+    f"build-config {TARGET} --set nothing --json", f"build-config {TARGET} --tp-size 3 --json",
+    f"build-config {TARGET} --format toml --json", f"build-config {TARGET} --head IN/heads/vllm-mha-3-full --json",
+    "lint IN/lint/configs/none.yml --json", f"lint IN/broken/list.yml --target {TARGET} --trtllm-version 0.1 --json",
+    f"serve {TARGET} --backend nobody --json", f"serve {TARGET} --dry-run --trtllm-version 1.3.0rc20 --json -- --nope",
+    "serve IN/targets/bf16 --backend reference --dry-run --head IN/nano-heads/shipped --json",
+    "bench http://127.0.0.1:9 --samples 2 --json", "bench nowhere --json", "check http://127.0.0.1:9 --json",
+    "check http://127.0.0.1:9 --against IN/missing --json", "watch http://127.0.0.1:9 --once --json",
+    "prove IN/missing --json", "synthesize IN/missing -o x --json",
+    "synthesize IN/data/prompts.jsonl -o x --base-url http://127.0.0.1:9/v1 --json",
+    "inspect IN/nano --against IN/nano-heads/shipped --json", "inspect IN/nano --run --json", "demo -o IN/nano --json",
+)  # fmt: skip
+
+AREAS = {
+    "quantize": quantize, "calibrate": calibrate, "convert": convert, "train": train, "greedy": greedy,
+    "clients": clients, "lint": lint, "build-config": build_config, "reports": reports, "refusals": refusals,
+}  # fmt: skip
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it started, so that a busy machine does not matter."""
+    return sum(os.times()[:4])
+
+
+def main() -> None:
+    package, inputs, work = (Path(word) for word in sys.argv[1:4])
+    core, form, areas = int(sys.argv[4]), sys.argv[5], sys.argv[6:]
+    os.sched_setaffinity(0, {core})
+    found = {}
+    for area in areas:
+        side, begin = Side(package, inputs, work / area, form == "whole"), cpu_seconds()
+        side.work.mkdir()
+        os.chdir(side.work)
+        AREAS[area](side)
+        found[area] = side.rows
+        spent = cpu_seconds() - begin
+        print(f"{work.name} {area}: {len(side.rows)} rows, {spent:.0f} s of CPU", file=sys.stderr, flush=True)
+    loaded = Path(sys.modules["trtspec"].__file__ or "") if "trtspec" in sys.modules else package / "trtspec" / "x"
+    if package not in loaded.parents:
+        sys.exit(f"fingerprint: {loaded} was run, not {package}")
+    (work / "rows.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
