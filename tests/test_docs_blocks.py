@@ -71,7 +71,7 @@ def judge_yaml(text: str) -> str:
 def test_every_yaml_block_is_valid() -> None:
     judged = {block.name: judge_yaml(block.text) for block in blocks("yaml")}
     print(f"\n{len(judged)} YAML blocks: {dict(Counter(judged.values()))}")
-    assert len(set(judged.values())) == 3
+    assert {"engine configuration", "chart values"} <= set(judged.values())
 
 
 def test_blocks_name_a_language_that_something_checks() -> None:

@@ -155,9 +155,8 @@ class Damage:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-        nature = self.rng.choice(
-            ["missing", "directory", "FIFO", "loop", "dangling", "unreadable", "huge", "forbidden"]
-        )
+        natures = ("missing", "directory", "FIFO", "loop", "dangling", "unreadable", "huge", "forbidden")
+        nature = self.rng.choice(natures)
         if nature == "directory":
             path.mkdir()
         elif nature == "FIFO":
@@ -242,9 +241,7 @@ class Damage:
                 "\ud800",
                 "a" * 5000,
             ]
-            moved = {
-                self.rng.choice(odd_names) if self.rng.random() < 0.3 else key: item for key, item in header.items()
-            }
+            moved = {self.rng.choice(odd_names) if self.rng.random() < 0.3 else key: v for key, v in header.items()}
             text = json.dumps(moved).encode()
         elif way == "metadata":
             header["__metadata__"] = self.rng.choice(ODD)
