@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.command_line import trtspec
 from tests.tiny import make_target
 from trtspec.checkpoint.hub import catalogue, expand_patterns, known, real_pair, resolve
 from trtspec.data_files import gpu_names, gpu_spec
@@ -45,6 +46,27 @@ def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
     resolved = resolve(str(path))
     assert (resolved.path, resolved.hub_id, resolved.kind) == (path, None, "target")
     assert resolved.target_spec().num_hidden_layers == 7
+
+
+SHIPPED = [
+    ("inspect", "kimi-nano-eagle3", "--against", "kimi-nano"),
+    ("quantize", "kimi-nano", "-o", "OUT", "--dry-run"),
+    ("convert", "kimi-nano-eagle3", "-o", "OUT", "--to", "vllm", "--target", "kimi-nano", "--dry-run"),
+    ("plan", "kimi-nano", "--head", "kimi-nano-eagle3"),
+    ("serve", "kimi-nano", "--head", "kimi-nano-eagle3", "--backend", "reference", "--dry-run"),
+]
+
+
+@pytest.mark.parametrize("words", SHIPPED, ids=lambda words: words[0])
+def test_the_shipped_models_are_called_by_name(words: tuple[str, ...], tmp_path: Path) -> None:
+    done = trtspec(*[str(tmp_path / "out") if word == "OUT" else word for word in words])
+    assert done.status == 0, done.stderr
+
+
+def test_a_directory_of_the_user_comes_before_a_shipped_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_target(tmp_path / "kimi-nano")
+    assert resolve("kimi-nano").target_spec().num_hidden_layers == 7
 
 
 @pytest.mark.parametrize("hub_id", [name for name in catalogue()["targets"]])

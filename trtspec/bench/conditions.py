@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from trtspec.bench.datasets import Question, text_of
 from trtspec.bench.raw_prompts import beyond_text
-from trtspec.checkpoint.hub import cached_snapshot, hub_id_and_entry
+from trtspec.checkpoint.hub import cached_snapshot, hub_id_and_entry, local_directory
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.files import read_text
 from trtspec.report import say
@@ -136,7 +136,7 @@ def read_tokenizer(target: str, option: str) -> KimiTokenizer:
     remedy = "name the target with --tokenizer: a directory, or a hub id whose tokenizer `hf download ID` has fetched"
     try:
         hub_id, _ = hub_id_and_entry(target)
-        directory = cached_snapshot(hub_id, complete=False) if hub_id else Path(target).expanduser()
+        directory = cached_snapshot(hub_id, complete=False) if hub_id else local_directory(target)
         if directory is None:
             raise UsageError(f"{hub_id} is not in the hub cache", "")
         return KimiTokenizer(directory)

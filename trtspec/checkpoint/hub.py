@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME, Checkpoint, read_config, read_json
-from trtspec.data_files import load_yaml
+from trtspec.data_files import kimi_nano_dir, kimi_nano_head_dir, load_yaml
 from trtspec.errors import MissingDependency, Problem, TrtspecError, UsageError
 from trtspec.specs import HeadSpec, ModelSpec, Values
 
@@ -153,25 +153,33 @@ def resolve(name_or_path: str, *, allow_download: bool = True) -> Resolved:
     """
     hub_id, entry = hub_id_and_entry(name_or_path)
     if hub_id is None:
-        return Resolved(name_or_path, Path(name_or_path).expanduser(), None, None)
+        return Resolved(name_or_path, local_directory(name_or_path), None, None)
     cached = cached_snapshot(hub_id, complete=allow_download or entry is not None)
     if cached is None and (allow_download or entry is None):
         cached = _download(hub_id, CHECKPOINT_PATTERNS if allow_download else METADATA_PATTERNS)
     return Resolved(name_or_path, cached, hub_id, entry)
 
 
+def local_directory(name: str) -> Path | None:
+    """The directory called `name`, else that of the shipped model called so; None for everything else."""
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        return path
+    return {"kimi-nano": kimi_nano_dir(), "kimi-nano-eagle3": kimi_nano_head_dir()}.get(name)
+
+
 def hub_id_and_entry(name_or_path: str) -> tuple[str | None, dict[str, Any] | None]:
     """The hub id and its entry in data/models.yaml; no id for a directory. Raises UsageError for what is neither."""
-    path = Path(name_or_path).expanduser()
-    if name_or_path and path.is_dir():
+    if local_directory(name_or_path):
         return None, None
+    path = Path(name_or_path).expanduser()
     if name_or_path and path.exists():
         raise UsageError(f"{name_or_path} is a file, not a checkpoint directory", f"pass its directory, {path.parent}")
     refuse_revision(name_or_path)
     if not HUB_ID.fullmatch(name_or_path):
         raise UsageError(
             f"{name_or_path!r} is neither a directory nor a hub id",
-            "pass an existing directory, or an id such as org/name",
+            "pass an existing directory, an id such as org/name, or kimi-nano",
         )
     found = known(name_or_path)
     entry = found[1] if found else None
@@ -369,6 +377,6 @@ def _no_head(resolved: Resolved) -> Problem:
 def findable(name: str) -> bool:
     """Whether a name that only a file gives can be looked at here; it may lie on another machine."""
     try:
-        return Path(name).is_dir() or known(name) is not None
+        return local_directory(name) is not None or known(name) is not None
     except OSError:  # longer than any path
         return False

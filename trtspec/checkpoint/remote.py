@@ -20,6 +20,7 @@ from trtspec.checkpoint.hub import (
     cached_snapshot,
     hub_errors,
     hub_id_and_entry,
+    local_directory,
     require_online,
 )
 from trtspec.errors import TrtspecError
@@ -38,10 +39,8 @@ def open_headers(name_or_path: str) -> Checkpoint:
     """The checkpoint by its headers: a directory, a whole snapshot in the hub cache, else the hub itself, of which no
     weights are fetched."""
     hub_id, _ = hub_id_and_entry(name_or_path)
-    if hub_id is None:
-        return Checkpoint.open(Path(name_or_path).expanduser())
-    path = cached_snapshot(hub_id, complete=True)
-    return Checkpoint.open(path) if path is not None else open_remote(hub_id)
+    path = cached_snapshot(hub_id, complete=True) if hub_id else local_directory(name_or_path)
+    return Checkpoint.open(path) if path is not None else open_remote(hub_id or name_or_path)
 
 
 def open_remote(hub_id: str) -> Checkpoint:
