@@ -109,13 +109,24 @@ def kimi_nano(root: Path, whole: bool) -> None:
     asked = [json.loads(line)["messages"] for line in (nano / "prompts_train.jsonl").read_text().splitlines()]
     turns = [[*messages, {"role": "assistant", "content": messages[-1]["content"]}] for messages in asked]
     rows = [{"conversation_id": str(number), "conversations": turn} for number, turn in enumerate(turns)]
-    write_lines(root / "data" / "nano.jsonl", rows)
+    write_lines(root / "data" / "nano.jsonl", rows[::6])
     for attention, eagle, vocab in HEAD_KINDS:
         place = made / f"{attention}-{eagle}-{vocab or 'full'}"
         if not whole:
             make_head(place, nano, attention=attention, eagle=eagle, draft_vocab=vocab and 1024)
             continue
-        words = ["--attention", attention, "--eagle", eagle, "--steps", "150", "--acceptance-prompts", "0"]
+        words = [
+            "--attention",
+            attention,
+            "--eagle",
+            eagle,
+            "--steps",
+            "100",
+            "--seq-len",
+            "96",
+            "--acceptance-prompts",
+            "0",
+        ]
         words += ["--draft-vocab-size", "1024"] if vocab else []
         line = [
             sys.executable,

@@ -240,7 +240,7 @@ def greedy(side: Side) -> None:
 
 def clients(side: Side) -> None:
     """The commands that ask a server; their figures are a clock's, so the keys alone are compared."""
-    few = ("--samples", 2, "--max-tokens", 8)
+    few = ("--samples", 32, "--max-tokens", 96) if side.whole else ("--samples", 2, "--max-tokens", 8)
     with served(side, "serves", "--head", "IN/nano-heads/shipped") as url:
         if not url:
             return
@@ -252,7 +252,7 @@ def clients(side: Side) -> None:
         record = side.work / "record.jsonl"
         side.command("record", "check", url, *few, "--contexts", 0, "--record", record, "--json", values=False)
         side.command("against", "check", url, "--against", record, "--json", values=False)
-        side.command("watch", "watch", url, "--once", "--json", values=False)
+        side.command("watch", "watch", url, "--once", "--baseline", side.work / "bench", "--json", values=False)
         words = ("synthesize", "IN/data/prompts.jsonl", "-o", "OUT", "--base-url", f"{url}/v1", "--samples", 4)
         side.made("synthesize", *words, "--max-tokens", 8, "--temperature", 0, "--concurrency", 1, "--json")
 
