@@ -13,63 +13,98 @@ from hypothesis import strategies as st
 
 from tests.command_line import trtspec
 from trtspec.errors import UsageError
-from trtspec.records import Mode, click_command, narrow, parse, unknown_variables, words
+from trtspec.records import (
+    Excludes,
+    Mode,
+    Modes,
+    Needs,
+    checked,
+    click_command,
+    parse,
+    unknown_variables,
+    words,
+)
+
+NEAR, FAR = Mode("the near mode", "--mode near"), Mode("the far mode", "--mode far", "far")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     target: Annotated[str, typer.Argument(help="Target.")]
     mode: Annotated[Literal["near", "far"], typer.Option()] = "near"
-    ranks: Annotated[int, typer.Option("--tp-size", "--tp", min=1)] = 4
-    spread: Annotated[bool | None, typer.Option("--attention-dp/--no-attention-dp")] = None
-    settings: Annotated[tuple[str, ...], typer.Option("--set")] = ()
-    output: Annotated[Path | None, typer.Option("--output", "-o")] = None
-    json_: Annotated[bool, typer.Option("--json")] = False
+    ranks: Annotated[int, typer.Option("--tp-size", "--tp", min=1), Modes(NEAR)] = 4
+    spread: Annotated[bool | None, typer.Option("--attention-dp/--no-attention-dp"), Needs("settings", "ranks=8")] = (
+        None
+    )
+    settings: Annotated[tuple[str, ...], typer.Option("--set"), Excludes("ranks=1", why="which has none")] = ()
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write."), Modes(FAR)] = None
+    json_: Annotated[bool, typer.Option("--json"), Excludes("named_x", where="by targets called x")] = False
+    format: Annotated[Literal["text", "page"], typer.Option(), Excludes("output", value="page")] = "text"
+
+    @property
+    def named_x(self) -> bool:
+        return self.target == "x"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Near:
-    target: str
-    ranks: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Far:
-    target: str
-    output: Path | None
-
-
-MODES = [Mode("the near mode", Near, "--mode near"), Mode("the far mode", Far, "--mode far")]
-
-
-def run(arguments: list[str]) -> list[object]:
-    seen: list[object] = []
+def run(arguments: list[str]) -> Options:
+    seen: list[Options] = []
 
     def body(options: Options) -> None:
-        seen.append(options)
-        seen.append(narrow(options, MODES[options.mode == "far"], MODES, selecting=("mode",)))
+        seen.append(checked(options, FAR if options.mode == "far" else NEAR))
 
     click_command("try-it", Options, body).main(arguments, standalone_mode=False)
-    return seen
+    return seen[0]
 
 
-def test_a_mode_gets_what_it_uses() -> None:
-    assert run(["x", "--tp", "8"])[1] == Near(target="x", ranks=8)
-    assert run(["x", "--mode", "far", "-o", "y"])[1] == Far(target="x", output=Path("y"))
+@pytest.mark.parametrize(
+    ("line", "message", "remedy"),
+    [
+        ("x -o y", "--output is not used by the near mode", "leave it out, or use --mode far"),
+        # also where it says the default
+        ("x --mode far --tp 4", "--tp-size is not used by the far mode", "leave it out, or use --mode near"),
+        (
+            "x --attention-dp",
+            "--attention-dp is not used without --set or --tp-size 8",
+            "pass --set or --tp-size 8, or leave it out",
+        ),
+        ("x --mode far --attention-dp", "--attention-dp is not used without --set", "pass --set, or leave it out"),
+        ("x --tp 1 --set a=1", "--set is not used with --tp-size 1, which has none", "leave one of the two out"),
+        ("x --json", "--json is not used by targets called x", "leave it out"),
+        ("y --mode far -o z --format page", "--format page is not used with --output", "leave one of the two out"),
+    ],
+)
+def test_what_is_not_used_is_refused_by_its_flag(line: str, message: str, remedy: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        run(line.split())
+    assert (raised.value.message, raised.value.remedy) == (message, remedy)
 
 
-def test_what_a_mode_does_not_use_is_refused_by_its_flag() -> None:
-    with pytest.raises(UsageError, match="--output is not used by the near mode") as raised:
-        run(["x", "-o", "y"])
-    assert raised.value.remedy == "leave it out, or use --mode far"
+@pytest.mark.parametrize(
+    "line",
+    ["x --tp 8 --attention-dp", "x --set a=1 --no-attention-dp", "y --json", "y --mode far -o z --format text"],
+)
+def test_what_is_used_passes_unchanged(line: str) -> None:
+    assert run(line.split()) == parse(Options, line)
+
+
+def test_a_record_of_python_is_checked_by_what_differs_from_the_defaults() -> None:
+    assert checked(Options(target="x", mode="far"), FAR) == Options(target="x", mode="far")
     with pytest.raises(UsageError, match="--tp-size is not used by the far mode"):
-        run(["x", "--mode", "far", "--tp", "4"])  # also where it says the default
+        checked(Options(target="x", ranks=8), FAR)
+
+
+def test_help_names_the_modes_that_have_a_label(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    click_command("try-it", Options, print).main(["--help"], standalone_mode=False)
+    assert "Far: File to write." in capsys.readouterr().out
 
 
 def test_variables_follow_the_long_flag(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TRTSPEC_TRY_IT_TP_SIZE", "2")
     monkeypatch.setenv("TRTSPEC_TRY_IT_OUTPUT", "y")
-    assert run(["x"])[1] == Near(target="x", ranks=2)
+    assert run(["x"]) == Options(target="x", ranks=2)  # the other one has its default again
     assert capsys.readouterr().err == "note: TRTSPEC_TRY_IT_OUTPUT is not used by the near mode\n"
     command = click_command("try-it", Options, print)
     assert unknown_variables(command, ["TRTSPEC_TRY_IT_TP_SIZE", "TRTSPEC_TRY_IT_TP", "PATH"]) == ["TRTSPEC_TRY_IT_TP"]

@@ -15,7 +15,8 @@ from tests.command_line import trtspec
 from trtspec.data_files import load_yaml, problem_codes
 from trtspec.errors import UsageError
 from trtspec.formats import WeightFormat
-from trtspec.vllm import VllmStart, installed_vllm, plan_vllm, vllm_gate
+from trtspec.launch.options import ServeOptions
+from trtspec.vllm import installed_vllm, plan_vllm, vllm_gate
 
 ADDRESS = ["--host", "localhost", "--port", "8000"]
 KIMI = ["--tool-call-parser", "kimi_k2", "--enable-auto-tool-choice", "--reasoning-parser", "kimi_k2"]
@@ -88,14 +89,14 @@ def test_what_cannot_start_is_an_error_before_the_launch(words: list[str], found
 
 def test_a_key_travels_in_the_environment_and_is_never_shown() -> None:
     words = ("moonshotai/Kimi-K2.5", "--trust-remote-code", "--api-key", "sesame")
-    plan = plan_vllm(VllmStart(target=words[0], api_key="sesame"), launching=False)
+    plan = plan_vllm(ServeOptions(target=words[0], backend="vllm", api_key="sesame"), launching=False)
     assert plan.secrets == {"VLLM_API_KEY": "sesame"} and plan.endpoint.api_key == "sesame"
     assert "sesame" not in repr(plan) + json.dumps(plan.to_dict()) + plan.text()
     assert dry(*words)["env"]["VLLM_API_KEY"] == "(not shown)"
 
 
 def test_code_of_the_checkpoint_is_refused_until_it_is_trusted() -> None:
-    start = VllmStart(target="moonshotai/Kimi-K2.5")
+    start = ServeOptions(target="moonshotai/Kimi-K2.5", backend="vllm")
     assert "TS-SERVE-REMOTE-CODE" in {
         one.code for one in plan_vllm(start, launching=True).problems if one.severity == "error"
     }
@@ -114,8 +115,8 @@ def test_code_of_the_checkpoint_is_refused_until_it_is_trusted() -> None:
         (["--", "--ssl-keyfile", "k.pem"], "let a proxy in front of the server speak HTTPS"),
         (["--", "--uds", "/run/vllm.sock"], "let the server listen on --host and --port"),
         (["--", "--headless"], "it answers no requests"),
-        (["--draft-len", "3"], "--draft-len is not used without a draft head"),
-        (["--draft-sampling", "argmax"], "--draft-sampling is not used without a head"),
+        (["--draft-len", "3"], "--draft-len is not used without --head"),
+        (["--draft-sampling", "argmax"], "--draft-sampling is not used without --head"),
         (["--vllm-version", "0.17.1"], "older than 0.18.1"),
         (["--vllm-version", "new"], "not a vLLM version"),
         (["--port", "0"], "any free port"),
@@ -197,4 +198,4 @@ def test_a_start_that_the_release_refuses_ends_with_its_status_and_the_cause(
 
 def test_a_plan_of_python_raises_what_the_command_prints() -> None:
     with pytest.raises(UsageError, match="draft head, not a target"):
-        plan_vllm(VllmStart(target="nvidia/Kimi-K2.5-Eagle3"), launching=False)
+        plan_vllm(ServeOptions(target="nvidia/Kimi-K2.5-Eagle3", backend="vllm"), launching=False)

@@ -259,14 +259,13 @@ def quantize(
     progress: Progress | None = None,
 ) -> QuantizeReport:
     """Converts a BF16, FP8 or INT4 Kimi checkpoint to NVFP4 with the streaming engine; resumes an interrupted run."""
-    from trtspec.cli.quantize import QuantizeWhole, run
+    from trtspec.cli.quantize import QuantizeOptions, run
     from trtspec.quant.conversion import to_json
 
-    options = QuantizeWhole(
+    options = QuantizeOptions(
         source=str(source), output=Path(output), policy=policy, kv_cache=kv_cache, input_scales=str(input_scales),
         accept_input_scales=accept_input_scales,
         weight_scales=weight_scales, workers=workers, device=device, dry_run=dry_run, restart=restart, force=force,
-        json_=False,
     )  # fmt: skip
     found = run(options, progress)
     return QuantizeReport(

@@ -1,13 +1,19 @@
 """One frozen record per command: a dataclass whose fields carry their typer declaration.
 
 The command line, its environment variables, the line that replays a command and the parser of that line are all made
-from the record, so an option is written down once. A command with several modes has one record per mode beside it: the
-names of its fields are the options which that mode uses, and `narrow` refuses the others by name.
+from the record, so an option is written down once. Where an option is used stands in its metadata; `checked` refuses
+by name what was typed and is not used.
 
     @dataclass(frozen=True, kw_only=True)
-    class PlanOptions:
-        target: Annotated[str, typer.Argument(help="Checkpoint directory or hub id.")]
-        gpus: Annotated[int, typer.Option(min=1, help="GPUs of one server.")] = 4
+    class ServeOptions:
+        target: TargetArgument
+        head: HeadOption = None
+        draft_len: Annotated[int, typer.Option(min=1, help="Tokens drafted per step."), Needs("head")] = 3
+        config: Annotated[Path | None, typer.Option(help="Engine YAML."), Modes(ENGINE)] = None
+        device: Annotated[str, typer.Option(help="cpu or cuda."), Modes(REFERENCE)] = "cpu"
+
+    def serve(options: ServeOptions) -> None:
+        options = checked(options, ENGINE if options.backend == "trtllm" else REFERENCE)
 """
 
 from __future__ import annotations
@@ -24,7 +30,8 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperOption
@@ -42,20 +49,129 @@ LINK_NAME = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_
 ORIGINS: dict[str, Origin] = {"COMMANDLINE": "flag", "ENVIRONMENT": "variable"}
 
 
+# options that mean the same on every command
+TargetArgument = Annotated[str, typer.Argument(help="Target model: a checkpoint directory or a hub id.")]
+HeadOption = Annotated[str | None, typer.Option(help="Eagle3 head: a directory or a hub id.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Run every check and show the plan; write nothing.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace existing output.")]
+RestartOption = Annotated[bool, typer.Option("--restart", help="Discard an interrupted run and start over.")]
+
+
 @dataclass(frozen=True)
 class Mode:
-    """One way to run a command. `record` holds the options that it uses; `how` is what selects it, as typed."""
+    """One way to run a command. `how` is what selects it, as typed. `label` is what help pages call it, if they do."""
 
     name: str
-    record: type
     how: str
+    label: str = ""
 
 
-def without(record: type, *unused: str) -> type:
-    """The record of a mode that uses every field of `record` but these."""
-    kept = [field for field in dataclasses.fields(record) if field.name not in unused]
-    parts = [(field.name, Any, dataclasses.field(default=field.default)) for field in kept]
-    return dataclasses.make_dataclass(record.__name__, parts, frozen=True, kw_only=True)
+class Modes:
+    """These modes use the option; one without `Modes` is used in every mode. With `value`, the rule is about values of
+    the option that match it."""
+
+    def __init__(self, *modes: Mode, value: str = "*") -> None:
+        self.modes, self.value = modes, value
+
+    def unused(self, options: Any, mode: Mode | None) -> tuple[str, str] | None:
+        """(where the option is not used, what to do), or None where it is used."""
+        if mode is None or mode in self.modes:
+            return None
+        return f"by {mode.name}", f"leave it out, or use {_listed([one.how for one in self.modes])}"
+
+
+class Needs:
+    """The option is used beside one of these: the name of a field or property that is set, or `field=PATTERN`.
+    `where` says it in words where the conditions are no options."""
+
+    value = "*"
+
+    def __init__(self, *conditions: str, where: str = "") -> None:
+        self.conditions, self.where = conditions, where
+
+    def unused(self, options: Any, mode: Mode | None) -> tuple[str, str] | None:
+        if any(_holds(options, condition) for condition in self.conditions):
+            return None
+        if self.where:
+            return self.where, "leave it out"
+        record = type(options)
+        usable = [one for one in self.conditions if uses(record, one.partition("=")[0], mode)] or self.conditions
+        wanted = _listed([_as_typed(record, one) for one in usable])
+        return f"without {wanted}", f"pass {wanted}, or leave it out"
+
+
+class Excludes:
+    """The option is not used beside any of these, written as in `Needs`. `why` follows the flag of the other one."""
+
+    def __init__(self, *conditions: str, value: str = "*", why: str = "", where: str = "") -> None:
+        self.conditions, self.value, self.why, self.where = conditions, value, why, where
+
+    def unused(self, options: Any, mode: Mode | None) -> tuple[str, str] | None:
+        found = next((condition for condition in self.conditions if _holds(options, condition)), None)
+        if found is None:
+            return None
+        if self.where:
+            return self.where, "leave it out"
+        return f"with {_as_typed(type(options), found)}{self.why and ', ' + self.why}", "leave one of the two out"
+
+
+def _holds(options: Any, condition: str) -> bool:
+    name, equals, pattern = condition.partition("=")
+    value = getattr(options, name)
+    if not equals:
+        return bool(value)
+    return any(fnmatchcase(str(item), pattern) for item in (value if isinstance(value, tuple) else (value,)))
+
+
+def _as_typed(record: type, condition: str) -> str:
+    name, _, value = condition.partition("=")
+    return " ".join(filter(None, (flag_of(record, name), value)))
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def rules_of(record: type, name: str) -> list[Modes | Needs | Excludes]:
+    """What the metadata of a field says about its use."""
+    return [item for item in _hints(record)[name].__metadata__ if isinstance(item, Modes | Needs | Excludes)]
+
+
+def uses(record: type, name: str, mode: Mode | None) -> bool:
+    """Whether the mode uses the field, beside whatever else."""
+    rules = rules_of(record, name)
+    return mode is None or all(mode in rule.modes for rule in rules if isinstance(rule, Modes) and rule.value == "*")
+
+
+def checked(options: Record, mode: Mode | None = None) -> Record:
+    """The same options, each one that this run does not use at its default.
+
+    What was typed and is not used raises UsageError with its flag and what would use it; what comes from the
+    environment gets a note, because an image sets its variables for every mode.
+    """
+    record, running = type(options), _typed.get()
+    command, origins = (running[0], running[2]) if running and running[1] is record else ("", {})
+    named = given(options)
+    defaults = {field.name: _default(field) for field in dataclasses.fields(options)}  # type: ignore[arg-type]
+    found = [(name, rule) for name in defaults if name in named for rule in rules_of(record, name)]
+
+    def first(item: tuple[str, Modes | Needs | Excludes]) -> tuple[bool, bool, bool]:
+        """Modes, then values, then variables: what is unused by one of these is no reason against another option."""
+        name, rule = item
+        return not isinstance(rule, Modes), rule.value == "*", origins.get(name) != "variable"
+
+    for name, rule in sorted(found, key=first):
+        value, refused = getattr(options, name), rule.unused(options, mode)
+        if refused is None or name not in named or not fnmatchcase(str(value), rule.value):
+            continue
+        flag, (where, remedy) = flag_of(record, name), refused
+        if origins.get(name) != "variable":
+            raise UsageError(f"{flag if rule.value == '*' else f'{flag} {value}'} is not used {where}", remedy)
+        note(f"{variable(command, flag)} is not used {where}")
+        options = dataclasses.replace(options, **{name: defaults[name]})  # type: ignore[type-var]
+        named.discard(name)
+    return options
 
 
 def click_command(name: str, record: type[Record], run: Callable[[Record], Any], **settings: Any) -> TyperCommand:
@@ -74,7 +190,7 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any],
     hints = dict(_hints(record))  # type: ignore[arg-type]
     tuples = {key for key, hint in hints.items() if _is_tuple(hint)}
     for field in dataclasses.fields(record):  # type: ignore[arg-type]
-        hints[field.name], default = _for_typer(hints[field.name], _default(field))
+        hints[field.name], default = _for_typer(_with_modes(hints[field.name]), _default(field))
         parameters.append(
             inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name])
         )
@@ -148,38 +264,6 @@ def ignore_service_links(command: TyperCommand, environ: Mapping[str, str]) -> l
         if parameter.envvar:
             parameter.envvar = [name for name in parameter.envvar if name not in links]
     return sorted(links)
-
-
-def narrow(options: Any, chosen: Mode, modes: Sequence[Mode], *, selecting: Iterable[str] = ()) -> Any:
-    """The record of `chosen`, filled from `options`, whose fields it shares by name.
-
-    What was typed and is not used there raises UsageError with the flag; what comes from the environment gets a note,
-    because an image sets its variables for every mode. `selecting` are the fields that chose the mode.
-    """
-    used = {field.name for field in dataclasses.fields(chosen.record)}
-    for field in dataclasses.fields(options):
-        if field.name in used or field.name in selecting:
-            continue
-        others = [mode.how for mode in modes if field.name in {item.name for item in dataclasses.fields(mode.record)}]
-        listed = " or ".join([", ".join(others[:-1]), others[-1]] if len(others) > 1 else others)
-        remedy = f"leave it out, or use {listed}" if others else "leave it out"
-        refuse_unused(options, (field.name,), f"by {chosen.name}", remedy)
-    shared = used & {field.name for field in dataclasses.fields(options)}
-    return chosen.record(**{name: getattr(options, name) for name in shared})
-
-
-def refuse_unused(options: Any, names: Iterable[str], where: str, remedy: str = "leave it out") -> None:
-    """Raises UsageError for the first of these fields that was typed, and notes those that come from the environment:
-    "--force is not used `where`", for example "without --output"."""
-    command, _, typed = _typed.get() or ("", type(options), {})
-    for name in names:
-        if name not in given(options):
-            continue
-        flag = flag_of(type(options), name)
-        if typed.get(name) == "variable":
-            note(f"{variable(command, flag)} is not used {where}")
-        else:
-            raise UsageError(f"{flag} is not used {where}", remedy)
 
 
 def refuse_empty(options: Any) -> None:
@@ -275,6 +359,20 @@ def _default(field: dataclasses.Field) -> Any:
 
 def _is_tuple(hint: Any) -> bool:
     return typing.get_origin(next(iter(typing.get_args(hint)), None)) is tuple
+
+
+def _with_modes(hint: Any) -> Any:
+    """The same declaration, its help beginning with the modes that use the option, where they are one or two."""
+    kind, *metadata = typing.get_args(hint)
+    labels = [mode.label for rule in metadata if isinstance(rule, Modes) for mode in rule.modes if mode.label]
+    if not 0 < len(labels) <= 2:
+        return hint
+    said = " and ".join(labels)
+    said = said.capitalize() if said.islower() else said
+    shown = [copy.copy(item) for item in metadata if isinstance(item, typer.models.ParameterInfo)]
+    for item in shown:
+        item.help = f"{said}: {item.help}"
+    return typing.Annotated[(kind, *shown)]
 
 
 def _for_typer(hint: Any, default: Any) -> tuple[Any, Any]:

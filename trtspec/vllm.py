@@ -10,9 +10,8 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
@@ -22,6 +21,7 @@ from trtspec.checkpoint.hub import Head, Target, known, load_head, load_target
 from trtspec.data_files import DATA, Gate, load_yaml
 from trtspec.errors import Problem, Severity, UsageError
 from trtspec.launch import preflight
+from trtspec.launch.options import ServeOptions
 from trtspec.launch.preflight import EngineProgram, ServerPlan
 from trtspec.launch.server import ServerAddress
 from trtspec.specs import ModelSpec
@@ -33,44 +33,6 @@ ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"}  # phases sh
 SHORT = {"tp": "tensor-parallel-size", "sc": "speculative-config", "ep": "enable-expert-parallel"}
 SAMPLING = {"argmax": "greedy", "probabilistic": "probabilistic"}
 VERSION = re.compile(r"\b(\d+\.\d+\.\d+(?:(?:rc|\.post|\.dev)\d+)*)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class VllmStart:
-    """The options of `trtspec serve` that vLLM uses; None: not given, and vLLM's own default. Times in seconds."""
-
-    target: str
-    passed: tuple[str, ...] = ()
-    head: str | None = None
-    vllm_version: str | None = None
-    host: str = "localhost"
-    port: int = 8000
-    dtype: str = "auto"
-    tp_size: int | None = None
-    max_batch_size: int | None = None
-    max_num_tokens: int | None = None
-    max_seq_len: int | None = None
-    draft_len: int | None = None
-    draft_sampling: Literal["argmax", "probabilistic"] | None = None
-    served_model_name: str | None = None
-    api_key: str | None = field(default=None, repr=False)
-    trust_remote_code: bool = False
-    startup_timeout: float = 7200.0
-    generation_timeout: float = 300.0
-    stop_grace: float = 30.0
-    health_interval: float = 15.0
-    health_failures: int = 8
-
-    @property
-    def ranks(self) -> int:
-        return self.tp_size or ENGINE.tensor_parallel
-
-    def speculation(self) -> dict[str, Any]:
-        """What --speculative-config says; {} without a head."""
-        if self.head is None:
-            return {}
-        drawn = {"draft_sample_method": SAMPLING[self.draft_sampling]} if self.draft_sampling else {}
-        return vllm_speculation(self.head, self.draft_len) | drawn
 
 
 @functools.cache
@@ -107,63 +69,71 @@ def installed_vllm() -> str | None:
     return match[1] if match else None
 
 
-def plan_vllm(start: VllmStart, *, launching: bool) -> ServerPlan:
+def _ranks(options: ServeOptions) -> int:
+    return options.tp_size or ENGINE.tensor_parallel
+
+
+def _speculation(options: ServeOptions) -> dict[str, Any]:
+    """What --speculative-config says; {} without a head."""
+    if options.head is None:
+        return {}
+    drawn = {"draft_sample_method": SAMPLING[options.draft_sampling]} if options.draft_sampling else {}
+    return vllm_speculation(options.head, options.draft_len) | drawn
+
+
+def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
     """Raises for what cannot be answered at all (unknown ids, an unknown version, options that contradict each other);
     everything else is a problem of the plan."""
-    used_with = {"--draft-len": (start.draft_len, "draft head"), "--draft-sampling": (start.draft_sampling, "head")}
-    for flag, (value, what) in used_with.items():
-        if value is not None and start.head is None:
-            raise UsageError(f"{flag} is not used without a {what}", "pass --head, or leave it out")
-    target = load_target(start.target)
-    head = load_head(start.head, values=launching) if start.head else None
-    version, reason, problems = _version(start.vllm_version, launching)
-    for name, flag in passed_options(start.passed).items():
+    target = load_target(options.target)
+    head = load_head(options.head, values=launching) if options.head else None
+    version, reason, problems = _version(options.vllm_version, launching)
+    for name, flag in passed_options(options.passed).items():
         if own := _releases()["own_options"].get(name):
             raise UsageError(f"{flag} is not used after --: {own} decides it", f"pass {own} before --")
         if remedy := _releases()["refused_options"].get(name):
             raise UsageError(f"{flag} is not used after --", remedy)
-    problems += preflight.check_port(start.host, start.port)
+    problems += preflight.check_port(options.host, options.port)
     models = [target.resolved, *([head.resolved] if head else [])]
     problems += [problem for model in models for problem in preflight.check_files(model, os.environ)]
-    if target.spec.remote_code and not start.trust_remote_code:
+    if target.spec.remote_code and not options.trust_remote_code:
         problems.append(preflight.remote_code_problem(target.resolved))
-    problems += _target_problems(start, target.spec, version)
-    problems += _head_problems(start, head, target, version) if head is not None else ()
+    problems += _target_problems(options, target.spec, version)
+    problems += _head_problems(options, head, target, version) if head is not None else ()
     gpus = preflight.read_gpus()
-    problems += preflight.check_gpus(start.ranks, gpus)
+    problems += preflight.check_gpus(_ranks(options), gpus)
     if launching:
-        problems += preflight.check_visible(gpus or [], start.ranks, os.environ)
-        problems += preflight.check_host(models, start.host, target.spec.remote_code, os.environ)
+        problems += preflight.check_visible(gpus or [], _ranks(options), os.environ)
+        problems += preflight.check_host(models, options.host, target.spec.remote_code, os.environ)
     problems += PROGRAM.check()
-    names = preflight.model_names(start.target, start.served_model_name)
+    names = preflight.model_names(options.target, options.served_model_name)
     return ServerPlan(
         program=PROGRAM,
         patterns=PATTERNS,
-        argv=vllm_command(start, target),
+        argv=vllm_command(options, target),
         env={name: value for name, value in ENVIRONMENT.items() if name not in os.environ},
-        config={"speculative_config": start.speculation()} if start.head else {},
+        config={"speculative_config": _speculation(options)} if options.head else {},
         problems=problems if launching else [preflight.mentioned(problem) for problem in problems],
         version=(str(version), reason),
-        endpoint=ServerAddress(start.host, start.port, names, api_key=start.api_key),
-        limits=preflight.limits_of(start),
-        secrets={"VLLM_API_KEY": start.api_key} if start.api_key else {},
+        endpoint=ServerAddress(options.host, options.port, names, api_key=options.api_key),
+        limits=preflight.limits_of(options),
+        secrets={"VLLM_API_KEY": options.api_key} if options.api_key else {},
     )
 
 
-def vllm_command(start: VllmStart, target: Target) -> list[str]:
+def vllm_command(options: ServeOptions, target: Target) -> list[str]:
     """The command that heads are published with, word for word, then what that leaves out: address, sizes, the parsers
     of a Kimi, and the user's own words."""
-    argv = [PROGRAM.executable, "serve", start.target, "--tensor-parallel-size", str(start.ranks)]
-    argv += ["--speculative-config", json.dumps(start.speculation())] if start.head else []
-    argv += ["--trust-remote-code"] if start.trust_remote_code else []
-    argv += ["--host", start.host, "--port", str(start.port)]
+    argv = [PROGRAM.executable, "serve", options.target, "--tensor-parallel-size", str(_ranks(options))]
+    argv += ["--speculative-config", json.dumps(_speculation(options))] if options.head else []
+    argv += ["--trust-remote-code"] if options.trust_remote_code else []
+    argv += ["--host", options.host, "--port", str(options.port)]
     sizes = {
-        "--max-model-len": start.max_seq_len, "--max-num-seqs": start.max_batch_size,
-        "--max-num-batched-tokens": start.max_num_tokens, "--dtype": start.dtype if start.dtype != "auto" else None,
-        "--served-model-name": start.served_model_name,
+        "--max-model-len": options.max_seq_len, "--max-num-seqs": options.max_batch_size,
+        "--max-num-batched-tokens": options.max_num_tokens,
+        "--dtype": options.dtype if options.dtype != "auto" else None, "--served-model-name": options.served_model_name,
     }  # fmt: skip
     argv += [word for flag, value in sizes.items() if value is not None for word in (flag, str(value))]
-    chosen = passed_options(start.passed)
+    chosen = passed_options(options.passed)
     if "tool-call-parser" not in chosen:
         argv += ["--tool-call-parser", "kimi_k2", "--enable-auto-tool-choice"]
     # one parser for every Kimi that thinks; the config alone does not tell that K2-Instruct does not
@@ -171,7 +141,7 @@ def vllm_command(start: VllmStart, target: Target) -> list[str]:
     thinks = entry[1].get("reasoning_parser") if entry is not None else target.spec.name_prefix
     if "reasoning-parser" not in chosen and thinks:
         argv += ["--reasoning-parser", "kimi_k2"]
-    return [*argv, *start.passed]
+    return [*argv, *options.passed]
 
 
 def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Problem]]:
@@ -200,36 +170,36 @@ def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Pro
     return version, reason, problems
 
 
-def _target_problems(start: VllmStart, target: ModelSpec, version: Version) -> Iterator[Problem]:
+def _target_problems(options: ServeOptions, target: ModelSpec, version: Version) -> Iterator[Problem]:
     if target.name_prefix:
         yield from _gated("kimi_tool_ids", "target", version, "warning")
-    heads, ranks = target.num_attention_heads, start.ranks
+    heads, ranks = target.num_attention_heads, _ranks(options)
     if heads % ranks:
         message = f"the {heads} attention heads do not divide by tensor-parallel size {ranks}"
         fitting = max(size for size in range(1, ranks + 1) if heads % size == 0)
         yield Problem("TS-VLLM-PARALLEL", "error", "tp_size", message, f"use --tp-size {fitting}")
     width, group = target.moe_intermediate_size, target.quant.group_size or 1
-    if "enable-expert-parallel" not in passed_options(start.passed) and (width % ranks or width // ranks % group):
+    if "enable-expert-parallel" not in passed_options(options.passed) and (width % ranks or width // ranks % group):
         message = f"an expert of width {width} does not divide into {ranks} equal parts of whole groups of {group}"
         yield Problem("TS-VLLM-PARALLEL", "error", "tp_size", message, "pass -- --enable-expert-parallel")
-    if start.max_seq_len is not None and start.max_seq_len > (limit := target.max_position_embeddings):
-        message = f"--max-seq-len {start.max_seq_len} is beyond the model's {limit} positions; vLLM refuses to start"
+    if options.max_seq_len is not None and options.max_seq_len > (limit := target.max_position_embeddings):
+        message = f"--max-seq-len {options.max_seq_len} is beyond the model's {limit} positions; vLLM refuses to start"
         yield Problem("TS-VLLM-LENGTH", "error", "--max-seq-len", message, f"use {limit} or less")
-    if start.max_num_tokens and start.max_batch_size and start.max_num_tokens < start.max_batch_size:
-        message = f"{start.max_batch_size} requests do not fit into steps of {start.max_num_tokens} tokens"
+    if options.max_num_tokens and options.max_batch_size and options.max_num_tokens < options.max_batch_size:
+        message = f"{options.max_batch_size} requests do not fit into steps of {options.max_num_tokens} tokens"
         yield Problem("TS-VLLM-LENGTH", "error", "--max-num-tokens", message, "raise it, or lower --max-batch-size")
 
 
-def _head_problems(start: VllmStart, head: Head, target: Target, version: Version) -> Iterator[Problem]:
+def _head_problems(options: ServeOptions, head: Head, target: Target, version: Version) -> Iterator[Problem]:
     spec, name = head.spec, head.resolved.name
     if spec.eagle == "3.1":
         yield from _gated("eagle31", name, version)
         if spec.dialect in _releases()["gates"]["eagle31_speculators"]["layouts"]:
             yield from _gated("eagle31_speculators", name, version)
-    if start.draft_sampling is not None:
+    if options.draft_sampling is not None:
         yield from _gated("draft_sampling", "--draft-sampling", version)
     ids = {"head_id": head.resolved.hub_id, "target_id": target.resolved.hub_id}
-    pair = pair_problems(spec, target.spec, tp_size=start.ranks, **ids)
+    pair = pair_problems(spec, target.spec, tp_size=_ranks(options), **ids)
     yield from (problem for problem in pair if problem.severity != "info")
     # a head whose file is here is judged by it; one known by its hub id alone by what it was published for
     published = ENGINE.name in (head.resolved.known or {}).get("published_on", ())

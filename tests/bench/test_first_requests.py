@@ -16,7 +16,7 @@ from trtspec.bench.battery import make_battery
 from trtspec.bench.datasets import Question, left_out, load_dataset
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.checkpoint.writer import Journal
-from trtspec.cli.inspect_run import InspectRun, _prompts
+from trtspec.cli.inspect_run import _prompts
 from trtspec.cli.prove_run import ProofRun, prepare
 from trtspec.data_files import kimi_nano_dir
 from trtspec.errors import UsageError
@@ -80,10 +80,8 @@ def test_the_proof_makes_prompts_of_every_set_and_says_what_they_lack(
 def test_a_head_is_run_on_the_tools_of_a_question_and_not_on_pictures(
     sets: dict[str, str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fields = {"sample": None, "hashes": False, "run": True, "draft_len": 3, "seed": 0, "device": "cpu", "json_": True}
-    options = InspectRun(path="h", against="t", prompts=sets["own"], samples=COUNT, **fields)  # type: ignore[arg-type]
     tokenizer = KimiTokenizer(kimi_nano_dir())
-    names, rendered = _prompts(options, tokenizer)
+    names, rendered = _prompts(tokenizer, sets["own"], COUNT, 0)
     assert len(names) == COUNT and all("Area." in tokenizer.decode(ids) for ids in rendered)
     with pytest.raises(UsageError, match="have pictures"):
-        _prompts(replace(options, prompts=sets["mmstar"]), tokenizer)
+        _prompts(tokenizer, sets["mmstar"], COUNT, 0)

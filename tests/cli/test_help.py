@@ -76,7 +76,7 @@ def test_the_words_are_those_of_the_field(command: str) -> None:
 
 def test_texts_name_only_backends_that_serve_has() -> None:
     """A remedy that the next command refuses is none."""
-    from trtspec.cli.serve import ServeOptions
+    from trtspec.launch.options import ServeOptions
 
     field = typing.get_type_hints(ServeOptions)["backend"]
     pages = [page for place, kind in (("trtspec", "*.py"), ("trtspec", "*.yaml"), ("docs", "*.md"))

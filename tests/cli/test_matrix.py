@@ -22,7 +22,7 @@ from tests.command_line import trtspec
 from tests.tiny import make_head, make_target
 from trtspec.bench.prove import ProveLine
 from trtspec.cli.app import COMMANDS
-from trtspec.records import Mode, click_command, flag_of, variable
+from trtspec.records import Modes, click_command, flag_of, rules_of, variable
 
 NAMES = [name for names in COMMANDS.values() for name in names]
 
@@ -49,15 +49,11 @@ def record_of(command: str) -> type:
     return found[0]  # type: ignore[return-value]
 
 
-def modes_of(command: str) -> list[Mode]:
-    """The modes of a command; those of the table where it declares none."""
-    declared = getattr(import_module(f"trtspec.cli.{command.replace('-', '_')}"), "MODES", None)
-    return list(declared or [Mode(name, record_of(command), name) for name in TABLE.get(command, [""])])
-
-
-def used_in(command: str, mode: Mode) -> set[str]:
-    """The fields that the mode uses, by its own record."""
-    return set(fields_of(mode.record))
+def declared_modes(command: str) -> set[str]:
+    """Names of the modes that the record's metadata speaks of."""
+    record = record_of(command)
+    rules = [rule for name in fields_of(record) for rule in rules_of(record, name)]
+    return {mode.name for rule in rules if isinstance(rule, Modes) for mode in rule.modes}
 
 
 def fields_of(record: type) -> list[str]:
@@ -68,34 +64,22 @@ NOTHING = (
     "acceptance_length_interval", "per_turn_mean", "per_turn_sd", "conditional", "per_question_mean",
     "per_question_interval", "surplus",
 )  # fmt: skip
-NO_ROWS = Situation((), {})
 WATCHED = {"steps": 1000, "draft_tokens": 3000, "accepted_tokens": 1350}  # 10 % below the baseline of the table
 
 
-def row(command: str, mode: Mode, name: str) -> Effect | None:
-    situation = TABLE.get(command, {}).get(mode.name)
-    return situation.effects.get(name) if situation else None
-
-
-def is_slow(command: str, mode: Mode, name: str) -> bool:
-    found = row(command, mode, name)
-    return found is not None and found.slow
-
-
+# an option that has a row in a situation is honoured there, and every other option of the command is refused
 USED = [
-    pytest.param(command, mode, name, id=f"{command}-{mode.name}-{name}",
-                 marks=[pytest.mark.slow] * is_slow(command, mode, name))
+    pytest.param(command, mode, name, id=f"{command}-{mode}-{name}", marks=[pytest.mark.slow] * effect.slow)
     for command in NAMES
-    for mode in modes_of(command)
-    for name in sorted(used_in(command, mode) | set(TABLE.get(command, {}).get(mode.name, NO_ROWS).effects))
-    if row(command, mode, name) or name not in SELECTING.get(command, ())
-]  # fmt: skip
+    for mode, situation in TABLE.get(command, {}).items()
+    for name, effect in sorted(situation.effects.items())
+]
 UNUSED = [
-    pytest.param(command, mode, name, id=f"{command}-{mode.name}-{name}")
+    pytest.param(command, mode, name, id=f"{command}-{mode}-{name}")
     for command in NAMES
-    for mode in modes_of(command)
+    for mode, situation in TABLE.get(command, {}).items()
     for name in fields_of(record_of(command))
-    if name not in used_in(command, mode) and name not in SELECTING.get(command, ())
+    if name not in situation.effects and name not in SELECTING.get(command, ())
 ]
 
 
@@ -238,16 +222,16 @@ def seen(stage: Stage, words: tuple[str, ...], situation: Situation, effect: Eff
 
 @pytest.mark.parametrize("command", NAMES)
 def test_the_table_names_every_mode_and_every_option(command: str) -> None:
-    table = TABLE.get(command, {})
-    assert list(table) == [mode.name for mode in modes_of(command)]
-    for mode in modes_of(command):
-        wanted = used_in(command, mode) - SELECTING.get(command, set())
-        assert wanted <= set(table[mode.name].effects), f"{command}, {mode.name}: no row for an option"
+    table = TABLE[command]
+    assert declared_modes(command) <= set(table)
+    shown = {name for situation in table.values() for name in situation.effects}
+    options = set(fields_of(record_of(command)))
+    assert shown <= options <= shown | SELECTING.get(command, set()), "no row for an option"
 
 
 @pytest.mark.parametrize(("command", "mode", "name"), USED)
-def test_an_option_of_the_mode_changes_what_is_seen(stage: Stage, command: str, mode: Mode, name: str) -> None:
-    situation = TABLE[command][mode.name]
+def test_an_option_of_the_mode_changes_what_is_seen(stage: Stage, command: str, mode: str, name: str) -> None:
+    situation = TABLE[command][mode]
     effect = situation.effects[name]
     base = effect.base or situation.base
     if effect.launches:
@@ -273,8 +257,8 @@ def sample_of(command: str, name: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(("command", "mode", "name"), UNUSED)
-def test_an_option_of_another_mode_is_refused_by_its_flag(stage: Stage, command: str, mode: Mode, name: str) -> None:
-    situation = TABLE[command][mode.name]
+def test_an_option_of_another_mode_is_refused_by_its_flag(stage: Stage, command: str, mode: str, name: str) -> None:
+    situation = TABLE[command][mode]
     words = (*(situation.cheap or situation.base), *sample_of(command, name))
     found = stage.see(words, situation.before, situation.floats)
     assert found["status"] == 2, found
@@ -282,8 +266,8 @@ def test_an_option_of_another_mode_is_refused_by_its_flag(stage: Stage, command:
 
 
 @pytest.mark.parametrize(("command", "mode", "name"), [case for case in UNUSED if case.values[2] != "passed"])
-def test_a_variable_of_another_mode_is_noted(stage: Stage, command: str, mode: Mode, name: str) -> None:
-    situation = TABLE[command][mode.name]
+def test_a_variable_of_another_mode_is_noted(stage: Stage, command: str, mode: str, name: str) -> None:
+    situation = TABLE[command][mode]
     if name not in options_of(command):
         pytest.skip("an argument has no variable")
     flag, value = flag_of(record_of(command), name), value_in(stage.words(sample_of(command, name)))

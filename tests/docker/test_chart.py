@@ -28,8 +28,8 @@ from tests.docker.chart import (
     objects,
     objects_of,
 )
-from trtspec.cli.serve import ENGINE, FRONT, SHARED, ServeOptions
-from trtspec.records import narrow, parse
+from trtspec.launch.options import ENGINE, FRONT, ServeOptions
+from trtspec.records import checked, parse
 from trtspec.trtllm.build import build_named
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.schema import schema_for
@@ -156,7 +156,7 @@ def test_the_pod_runs_trtspec_serve_on_exactly_what_build_config_wrote(path: Pat
         intent = parse_intent(text)
         assert intent is not None and words[:3] == ["trtspec", "serve", intent.target]
         options = parse(ServeOptions, words[2:], "serve")
-        start = narrow(options, ENGINE, (ENGINE,), selecting=SHARED)
+        start = checked(options, ENGINE)
         if intent.like is not None:  # a directory that a Job makes
             start = dataclasses.replace(start, target=intent.like)
         plan = plan_engine(start, launching=False)
@@ -194,7 +194,7 @@ def test_the_front_names_every_server_and_nothing_else(tmp_path: Path) -> None:
         words = [word.replace("/etc/trtspec", str(tmp_path)) for word in pod["containers"][0]["args"]]
         read = read_front(tmp_path / "front.yml")
         assert not read.problems and read.host == "0.0.0.0" and words[:2] == ["trtspec", "serve"]
-        start = narrow(parse(ServeOptions, words[2:], "serve"), FRONT, (FRONT,), selecting=(*SHARED, "disaggregated"))
+        start = checked(parse(ServeOptions, words[2:], "serve"), FRONT)
         assert start.target == "nvidia/Kimi-K2.6-NVFP4" and start.startup_timeout > 3600
 
 

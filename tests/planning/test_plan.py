@@ -263,7 +263,7 @@ def test_without_acceptance_no_speed_up_is_claimed() -> None:
     [
         ((TARGET, "--gpu", "h200"), 3, "does not fit"),
         ((TARGET, "--head", MLA, "--acceptance", "5"), 2, "1 to 4 tokens"),
-        ((TARGET, "--acceptance", "2.5"), 2, "not used by a plan without a head"),
+        ((TARGET, "--acceptance", "2.5"), 2, "--acceptance is not used without --head"),
         ((TARGET, "--concurrency", "0"), 2, "not a list"),
         ((TARGET, "--gpu", "a100"), 2, "is not one of"),
         ((TARGET, "--moe-backend", "DEEPGEMM"), 2, "TRTLLM, CUTLASS"),

@@ -15,9 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.command_line import trtspec
-from trtspec.cli import serve
 from trtspec.cli.app import app
 from trtspec.errors import UsageError
+from trtspec.launch.options import ENGINE, FRONT, REFERENCE, ServeOptions
+from trtspec.records import uses
 
 K25 = ["nvidia/Kimi-K2.5-NVFP4", "--head", "nvidia/Kimi-K2.5-Eagle3"]
 RECIPE = str(Path(__file__).parents[2] / "configs" / "kimi-k2.5-nvfp4-eagle3-4xb200-latency.yml")
@@ -242,9 +243,9 @@ def test_an_option_that_the_mode_does_not_use_is_refused_by_name(mode: str, how:
     ],
 )
 def test_every_option_that_a_mode_does_not_use_is_tried(mode: str, tried: tuple[str, ...]) -> None:
-    (record,) = [item.record for item in serve.MODES if item.name == mode]
-    used = {field.name for field in fields(record)} | {*serve.SHARED, "disaggregated", "passed"}
-    unused = {field.name for field in fields(serve.ServeOptions)} - used
+    (found,) = [one for one in (ENGINE, FRONT, REFERENCE) if one.name == mode]
+    names = {field.name for field in fields(ServeOptions)} - {"disaggregated", "passed"}
+    unused = {name for name in names if not uses(ServeOptions, name, found)}
     assert {option.split()[0] for option in tried} == {"--" + name.replace("_", "-") for name in unused}
 
 
@@ -256,10 +257,16 @@ def test_words_for_trtllm_serve_are_refused_where_there_is_none(how: list[str]) 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--draft-len", "3"], "--draft-len is not used without a draft head"),
-        (["--backend", "reference", "--draft-len", "3"], "--draft-len is not used without speculation"),
+        (["--draft-len", "3"], "--draft-len is not used without --head"),
+        (
+            ["--backend", "reference", "--draft-len", "3"],
+            "--draft-len is not used without --head or --speculation prompt-lookup",
+        ),
         (["--backend", "reference", "--head", "x", "--speculation", "none"], "--head is not used with"),
-        (["--launcher-args", "--hostfile h"], "--launcher-args is not used without a launcher"),
+        (
+            ["--launcher-args", "--hostfile h"],
+            "--launcher-args is not used without --launcher slurm, --launcher mpi or --launcher lws",
+        ),
         (["--launcher", "mpi", "--launcher-args", "'"], "does not parse"),
         (["--config", "FILE", "--draft-len", "3"], "--draft-len is not used with --config"),
         (["--", "--host", "1.2.3.4"], "--host is not used after --"),

@@ -16,9 +16,9 @@ import typer
 
 from trtspec import report
 from trtspec.cli.junit import failure_in, is_failure
-from trtspec.cli.options import ForceOption, JsonOption, ThinkingOption, json_object, numbers, request_limits_of
+from trtspec.cli.options import ThinkingOption, json_object, numbers, request_limits_of
 from trtspec.errors import CheckFailed, Interrupted, UsageError, has_errors
-from trtspec.records import refuse_empty, refuse_unused
+from trtspec.records import Excludes, ForceOption, JsonOption, Needs, checked, refuse_empty
 
 if TYPE_CHECKING:
     from trtspec.bench.load import ServiceLevel
@@ -53,13 +53,19 @@ class BenchOptions:
         "0"
     )
     concurrency: Annotated[
-        str, typer.Option(help="Numbers of parallel conversations; each is measured separately.")
+        str,
+        typer.Option(help="Numbers of parallel conversations; each is measured separately."),
+        Excludes("rate", why="which does not limit how many are in flight"),
     ] = "1,4,16"
     rate: Annotated[
         str | None,
         typer.Option(help="New conversations per second instead of --concurrency, at random (Poisson) times: 0.5,1,2."),
     ] = None
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 256
+    max_tokens: Annotated[
+        int,
+        typer.Option(min=1, help="Maximum tokens per answer."),
+        Excludes("osl", why="which is the length of every answer"),
+    ] = 256
     isl: Annotated[int | None, typer.Option(min=1, help="Tokens of every prompt, made of the data set's text.")] = None
     tokenizer: Annotated[
         str | None,
@@ -67,12 +73,13 @@ class BenchOptions:
             help="Target, as directory or hub id, whose tokenizer counts prompts for --isl and --under context=TOKENS.",
             show_default="the model that the server names",
         ),
+        Needs("isl", "under=context=*"),
     ] = None
     osl: Annotated[
         int | None, typer.Option(min=1, help="Tokens of every answer, past the model's own end; for timings only.")
     ] = None
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0
-    thinking: ThinkingOption = None
+    thinking: Annotated[ThinkingOption, Excludes("api=completions", why="which has no chat template")] = None
     under: Annotated[
         tuple[str, ...],
         typer.Option(
@@ -114,10 +121,12 @@ class BenchOptions:
             help="Largest fall that --compare accepts, such as 5% or 0.05; what cannot be compared is then an error.",
             show_default="0",
         ),
+        Needs("compare"),
     ] = None
     choose_draft: Annotated[
         bool,
         typer.Option("--choose-draft", help="Propose the draft length, or a schedule of them, for these loads."),
+        Excludes("rate", why="at which the load is no setting"),
     ] = False
     at: Annotated[
         tuple[str, ...],
@@ -126,10 +135,12 @@ class BenchOptions:
             help="A server with K drafts, or its results, for --choose-draft; K=0 is one without a head. With the URL "
             "argument: the length of that server, where it does not tell. Repeatable.",
         ),
+        Needs("choose_draft"),
     ] = ()
     trtllm_version: Annotated[
         str | None,
         typer.Option(help="TensorRT-LLM release that --choose-draft writes a schedule for.", show_default="one length"),
+        Needs("choose_draft"),
     ] = None
     api: Annotated[
         Literal["chat", "completions"], typer.Option(help="completions sends raw prompts, without a chat template.")
@@ -143,15 +154,18 @@ class BenchOptions:
     ] = 600.0
     wait_ready: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the server to name its model.")] = 0.0
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue an interrupted run in --output; failed answers are asked again.")
+        bool,
+        typer.Option("--resume", help="Continue an interrupted run in --output; failed answers are asked again."),
+        Needs("output"),
     ] = False
     beside: Annotated[
         tuple[Path, ...],
         typer.Option(help="Results of runs on other data sets, to show in the same report; repeatable."),
+        Needs("output", "markdown"),
     ] = ()
     markdown: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None
     junit: Annotated[Path | None, typer.Option(help="Also write the findings to this JUnit XML file.")] = None
-    force: ForceOption = False
+    force: Annotated[ForceOption, Needs("output")] = False
     json_: JsonOption = False
 
 
@@ -166,7 +180,8 @@ def bench(options: BenchOptions) -> None:
     from trtspec.bench.results import read_whole
 
     refuse_empty(options)
-    _refuse_unused(options)
+    options = checked(options)
+    _refuse_overwrite(options)
     earlier = [read_whole(path) for path in options.compare]
     allowed = None if options.max_regression is None else fraction(options.max_regression, "--max-regression")
     others = [read_whole(path) for path in options.beside]
@@ -196,35 +211,18 @@ def bench(options: BenchOptions) -> None:
         raise CheckFailed(f"the measurement is not valid: {wrong}, see above", "fix them and run bench again")
 
 
-def _refuse_unused(options: BenchOptions) -> None:
-    """Refuses options that this run does not use, and an output that stands and is not the one that it continues."""
+def _refuse_overwrite(options: BenchOptions) -> None:
+    """Refuses an output that stands and is not the one that this run continues."""
     from trtspec.bench.raw_results import RAW_FILE
 
     begun = options.output is not None and (options.output / RAW_FILE).is_file()
     resumed = options.resume and begun
-    if options.output is None:
-        refuse_unused(options, ["force", "resume"], "without --output")
-        if options.markdown is None:
-            refuse_unused(options, ["beside"], "without --output or --markdown")
-    elif not resumed:
+    if options.output is not None and not resumed:
         try:
             report.refuse_overwrite(options.output, options.force)
         except UsageError as error:
             more = "; --resume continues an interrupted run" if begun else ""
             raise UsageError(error.message, error.remedy + more) from None
-    if not options.compare:
-        refuse_unused(options, ["max_regression"], "without --compare")
-    if not options.choose_draft:
-        refuse_unused(options, ["at", "trtllm_version"], "without --choose-draft")
-    if options.rate is not None:
-        refuse_unused(options, ["choose_draft"], "with --rate, at which the load is no setting")
-        refuse_unused(options, ["concurrency"], "with --rate, which does not limit how many are in flight")
-    if options.isl is None and not any(condition.startswith("context=") for condition in options.under):
-        refuse_unused(options, ["tokenizer"], "without --isl or --under context=TOKENS")
-    if options.osl is not None:
-        refuse_unused(options, ["max_tokens"], "with --osl, which is the length of every answer")
-    if options.api == "completions":
-        refuse_unused(options, ["thinking"], "by --api completions, which has no chat template")
     for path in (options.markdown, options.junit):
         if path is not None and not is_failure(path):
             report.refuse_overwrite(path, options.force or resumed)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtspec.cli.options import DryRunOption, ForceOption, JsonOption
-from trtspec.records import Mode, narrow, refuse_unused, without
+from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, checked
 from trtspec.trtllm.intent import Intent
 
 if TYPE_CHECKING:
@@ -21,41 +20,18 @@ if TYPE_CHECKING:
 class BuildConfigOptions(Intent):
     """An intent, and where its files go."""
 
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write. Default: print to stdout.")] = (
-        None
-    )
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="File to write. Default: print to stdout."),
+        Excludes("disaggregated"),
+    ] = None
     disaggregated: Annotated[
         Path | None,
         typer.Option(help="Directory for context.yml, generation.yml and front.yml; or dynamo.yml, or values.yaml."),
     ] = None
     dry_run: DryRunOption = False
-    force: ForceOption = False
+    force: Annotated[ForceOption, Needs("output", "disaggregated")] = False
     json_: JsonOption = False
-
-
-URLS = ("context_urls", "generation_urls")
-NO_FRONT = [item.name for item in fields(Intent) if item.name not in ("target", "version", "role", *URLS)]
-CHART_ONLY = ("quantize_from",)
-SERVER = Mode("a server", without(BuildConfigOptions, *URLS, *CHART_ONLY, "image", "disaggregated"), "a server")
-CHART = Mode(
-    "--format helm-values", without(BuildConfigOptions, *URLS, "image", "disaggregated"), "--format helm-values"
-)
-DYNAMO = Mode("--format dynamo", without(BuildConfigOptions, *URLS, *CHART_ONLY, "disaggregated"), "--format dynamo")
-FRONT = Mode("--role front", without(BuildConfigOptions, *NO_FRONT, "disaggregated"), "--role front")
-PARTS = Mode(
-    "--disaggregated", without(BuildConfigOptions, *CHART_ONLY, "output", "role", "image"), "--disaggregated DIR"
-)
-CHART_PARTS = Mode(
-    "--disaggregated for the chart",
-    without(BuildConfigOptions, *URLS, "output", "role", "image"),
-    "--disaggregated DIR with --format helm-values",
-)
-DYNAMO_PARTS = Mode(
-    "--disaggregated for Dynamo",
-    without(BuildConfigOptions, *URLS, *CHART_ONLY, "output", "role"),
-    "--disaggregated DIR with --format dynamo",
-)
-MODES = (SERVER, CHART, FRONT, PARTS, CHART_PARTS, DYNAMO, DYNAMO_PARTS)
 
 
 def build_config(options: BuildConfigOptions) -> None:
@@ -65,8 +41,7 @@ def build_config(options: BuildConfigOptions) -> None:
     from trtspec.trtllm.build import build
     from trtspec.trtllm.deployment import choose_version
 
-    narrow(options, _mode(options), MODES, selecting=("role", "format", "disaggregated"))
-    _refuse_unused(options)
+    options = checked(options)
     _refuse_absent(options)
     target = load_target(options.target, options.like).spec
     head = load_head(options.head).spec if options.head else None
@@ -99,26 +74,6 @@ def _next(options: BuildConfigOptions) -> list[str]:
         code = " --trust-remote-code" if options.trust_remote_code else ""
         return [f"next: trtspec serve {options.target} --config {options.output}{code} --dry-run"]
     return []
-
-
-def _mode(options: BuildConfigOptions) -> Mode:
-    """Raises UsageError for words that choose two forms which exclude each other."""
-    if options.disaggregated is not None:
-        refuse_unused(options, {"role"}, "by --disaggregated, which writes every part into a directory")
-        return {"yaml": PARTS, "helm-values": CHART_PARTS, "dynamo": DYNAMO_PARTS}[options.format]
-    if options.format == "dynamo" or (options.role == "front" and options.format != "yaml"):
-        refuse_unused(options, {"format"} if options.role is not None else set(), "by one part of a deployment")
-    if options.role == "front":
-        return FRONT
-    return {"yaml": SERVER, "helm-values": CHART, "dynamo": DYNAMO}[options.format]
-
-
-def _refuse_unused(options: BuildConfigOptions) -> None:
-    """Raises UsageError for an option that this mode uses, but not beside the others that were set."""
-    if not options.head and options.role != "front":
-        refuse_unused(options, {"draft_len"}, "by a server without a head", "name one with --head")
-    if options.output is None and options.disaggregated is None:
-        refuse_unused(options, {"force"}, "by a text on stdout", "name a file with --output")
 
 
 def _refuse_absent(options: BuildConfigOptions) -> None:

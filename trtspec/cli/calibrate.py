@@ -8,16 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trtspec.cli.options import (
-    DryRunOption,
-    ForceOption,
-    JsonOption,
-    PolicyOption,
-    RestartOption,
-    SourceArgument,
-    policy_of,
-    source_directory,
-)
+from trtspec.cli.options import PolicyOption, SourceArgument, policy_of, source_directory
+from trtspec.records import DryRunOption, ForceOption, JsonOption, RestartOption
 
 if TYPE_CHECKING:
     from trtspec.quant.conversion import Calibrated, CalibrationPlan

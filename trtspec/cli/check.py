@@ -11,9 +11,9 @@ import typer
 from trtspec import report
 from trtspec.addresses import shown
 from trtspec.cli.junit import failure_in, is_failure
-from trtspec.cli.options import ForceOption, JsonOption, numbers, request_limits_of
+from trtspec.cli.options import numbers, request_limits_of
 from trtspec.errors import CheckFailed, UsageError
-from trtspec.records import Mode, narrow, refuse_empty, refuse_unused
+from trtspec.records import Excludes, ForceOption, JsonOption, Mode, Modes, Needs, checked, refuse_empty
 
 if TYPE_CHECKING:
     from trtspec.bench.battery import Battery
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 MARKS = {"pass": "pass   ", "fail": "FAIL   ", "skipped": "skipped"}
 NO_CONTEXTS = "0"
+
+
+ALONE = Mode("`check` without --against", "`check` without --against")
+SERVER = Mode("--against URL", "--against URL")
+RECORDING = Mode("--against FILE", "--against FILE")
+OWN_PROMPTS = Modes(ALONE, SERVER)  # a recording brings its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +48,25 @@ class CheckOptions:
             "`all` requires every row."
         ),
     ] = ()
-    dataset: Annotated[str, typer.Option(help="Prompts, as for bench; a recording brings its own.")] = "nano"
+    dataset: Annotated[str, typer.Option(help="Prompts, as for bench; a recording brings its own."), OWN_PROMPTS] = (
+        "nano"
+    )
     samples: Annotated[
         int,
         typer.Option(min=1, help="Number of prompts, and of tool requests; a recording brings its own."),
+        OWN_PROMPTS,
     ] = 60
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer; a recording brings its own.")] = 128
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum tokens per answer; a recording brings its own."), OWN_PROMPTS
+    ] = 128
     contexts: Annotated[
-        str, typer.Option(help="Lengths, in tokens, of long prompts; 0 asks none. A recording brings its own.")
+        str,
+        typer.Option(help="Lengths, in tokens, of long prompts; 0 asks none. A recording brings its own."),
+        OWN_PROMPTS,
     ] = "512,2048,8192"
-    context_samples: Annotated[int, typer.Option(min=1, help="Long prompts of each length.")] = 4
+    context_samples: Annotated[
+        int, typer.Option(min=1, help="Long prompts of each length."), OWN_PROMPTS, Excludes("contexts=0")
+    ] = 4
     concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of requests in flight.")] = 4
     near_tie: Annotated[
         float,
@@ -59,6 +74,7 @@ class CheckOptions:
             min=0.0,
             help="Upper limit, in nats, of the measured rounding bound below which a divergence counts as a tie.",
         ),
+        Modes(SERVER, RECORDING),
     ] = 0.5
     logprobs: Annotated[
         bool,
@@ -67,54 +83,8 @@ class CheckOptions:
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds allowed for one answer.")] = 120.0
     model: Annotated[str | None, typer.Option(help="Model name.", show_default="the first one the server lists")] = None
     junit: Annotated[Path | None, typer.Option(help="Also write the verdict as JUnit XML to this file.")] = None
-    force: ForceOption = False
+    force: Annotated[ForceOption, Needs("record", "junit")] = False
     json_: JsonOption = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class _AnyCheck:
-    """What every mode uses."""
-
-    url: str
-    record: Path | None
-    min_acceptance: float | None
-    require: tuple[str, ...]
-    concurrency: int
-    logprobs: bool
-    timeout: float
-    model: str | None
-    junit: Path | None
-    force: bool
-    json_: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckAlone(_AnyCheck):
-    dataset: str
-    samples: int
-    max_tokens: int
-    contexts: str
-    context_samples: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckAgainstServer(CheckAlone):
-    against: str
-    near_tie: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckAgainstRecording(_AnyCheck):
-    """Prompts and lengths are the recording's."""
-
-    against: str
-    near_tie: float
-
-
-ALONE = Mode("`check` without --against", CheckAlone, "`check` without --against")
-SERVER = Mode("--against URL", CheckAgainstServer, "--against URL")
-RECORDING = Mode("--against FILE", CheckAgainstRecording, "--against FILE")
-MODES = (ALONE, SERVER, RECORDING)
 
 
 def check(options: CheckOptions) -> None:
@@ -153,13 +123,10 @@ def _verdict(options: CheckOptions) -> GateVerdict:
     from trtspec.bench.baseline import failures, speculation
     from trtspec.bench.check import GateLimits, refuse_unknown_rows, run_checks
 
-    used = narrow(options, _mode(options), MODES)
+    mode = _mode(options)
+    options = checked(options, mode)
     refuse_unknown_rows(options.require)
-    if options.record is None and options.junit is None:
-        refuse_unused(options, ["force"], "without --record or --junit")
-    if options.contexts == NO_CONTEXTS:
-        refuse_unused(options, ["context_samples"], "with --contexts 0")
-    got, expected = collect(used)
+    got, expected = collect(options, mode)
     if options.record is not None:
         report.write_json(options.record, {**got.to_dict(), **_stamp(options.url)})
         report.say(f"recorded {len(got.transcripts)} answers in {options.record}")
@@ -186,7 +153,7 @@ def _mode(options: CheckOptions) -> Mode:
     return RECORDING
 
 
-def collect(options: CheckAlone | CheckAgainstServer | CheckAgainstRecording) -> tuple[Recording, Recording | None]:
+def collect(options: CheckOptions, mode: Mode) -> tuple[Recording, Recording | None]:
     """The recording of `url`, and the one it is compared with (read, or made now) or None."""
     import asyncio
     from dataclasses import replace
@@ -198,11 +165,12 @@ def collect(options: CheckAlone | CheckAgainstServer | CheckAgainstRecording) ->
     from trtspec.bench.transcript import read_recording
 
     url = base_url(options.url)
-    other = base_url(options.against, "--against") if isinstance(options, CheckAgainstServer) else ""
-    expected = read_recording(Path(options.against)) if isinstance(options, CheckAgainstRecording) else None
+    against = options.against or ""
+    other = base_url(against, "--against") if mode is SERVER else ""
+    expected = read_recording(Path(against)) if mode is RECORDING else None
     asked = battery_of(expected) if expected else _battery(options)
     # a server that is recorded as the baseline, or named as it, should run without speculation
-    baseline = isinstance(options, CheckAlone) and not isinstance(options, CheckAgainstServer) and bool(options.record)
+    baseline = mode is ALONE and bool(options.record)
     settings = RecorderOptions(
         concurrency=options.concurrency,
         model=options.model,
@@ -215,18 +183,17 @@ def collect(options: CheckAlone | CheckAgainstServer | CheckAgainstRecording) ->
     got = asyncio.run(ask_server(url, asked, settings))
     if got.withheld:
         report.say(f"log-probabilities are not asked for: {got.withheld}")
-    if isinstance(options, CheckAgainstServer):
+    if mode is SERVER:
         report.say(f"asking {options.against} the same")
         plain = replace(settings, baseline=True, model=None)
         expected = asyncio.run(ask_server(other, asked, plain))
     return got, expected
 
 
-def _battery(options: CheckAlone | CheckAgainstServer | CheckAgainstRecording) -> Battery:
+def _battery(options: CheckOptions) -> Battery:
     from trtspec.bench.battery import make_battery
     from trtspec.bench.datasets import left_out, load_dataset
 
-    assert isinstance(options, CheckAlone)
     questions = load_dataset(options.dataset, options.samples).questions
     if missing := left_out(questions, tools=False):
         report.announce(f"{options.dataset}: {missing}; the tools that check offers are its own")

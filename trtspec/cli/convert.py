@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from trtspec.checkpoint.heads.dialects import DIALECTS
-from trtspec.cli.options import DryRunOption, ForceOption, JsonOption
 from trtspec.errors import CheckFailed, has_errors
+from trtspec.records import DryRunOption, ForceOption, JsonOption
 
 if TYPE_CHECKING:
     from trtspec.heads.convert.conversion import HeadConversion

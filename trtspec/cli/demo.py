@@ -18,8 +18,8 @@ import typer
 from trtspec import data_files, report
 from trtspec.cli import demo_first_answer as first_answer
 from trtspec.cli.demo_process import Chain, duration, free_ports
-from trtspec.cli.options import ForceOption
 from trtspec.errors import CheckFailed, MissingDependency, TrtspecError
+from trtspec.records import ForceOption
 
 REAL_TARGET = "nvidia/Kimi-K2.5-NVFP4"
 REAL_HEAD = "nvidia/Kimi-K2.5-Eagle3"

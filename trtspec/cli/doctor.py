@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from trtspec import machine
-from trtspec.cli.options import JsonOption
 from trtspec.errors import CheckFailed, Problem, has_errors
+from trtspec.records import JsonOption
 
 GPU = "an NVIDIA GPU"
 # the extras of the package that a command needs beyond the base installation

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtspec.cli.inspect_run import InspectRun
 from trtspec.cli.inspect_run import rows as run_rows
-from trtspec.cli.options import JsonOption
 from trtspec.errors import CheckFailed, Problem, UsageError, has_errors
-from trtspec.records import Mode, given, narrow, note, refuse_unused
+from trtspec.records import JsonOption, Mode, Modes, checked, note
 
 if TYPE_CHECKING:
     from trtspec.checkpoint.describe import CheckpointReport, TargetFacts
@@ -22,6 +20,13 @@ if TYPE_CHECKING:
     from trtspec.quant.verify import CheckpointComparison
 
 COMPARED = 64  # tensors that are compared with a source where nobody says how many
+
+
+TARGET = Mode("`inspect TARGET`", "`inspect TARGET`")
+HEAD = Mode("`inspect HEAD`", "`inspect HEAD`")
+PAIR = Mode("`inspect HEAD --against ...`", "`inspect HEAD --against TARGET`")
+DERIVED = Mode("`inspect TARGET --against SOURCE`", "`inspect TARGET --against SOURCE`")
+RUN = Mode("`inspect HEAD --against ... --run`", "`inspect HEAD --against TARGET --run`")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +46,17 @@ class InspectOptions:
             "none without it (scales, norms and other small tensors are always read). "
             "For a head, only 0 applies: check every value instead of a sample.",
         ),
+        Modes(TARGET, DERIVED, value="[!0]*"),
     ] = None
     modelopt: Annotated[
-        bool, typer.Option("--modelopt", help="Also compare the packed bytes with ModelOpt's own packing.")
+        bool,
+        typer.Option("--modelopt", help="Also compare the packed bytes with ModelOpt's own packing."),
+        Modes(DERIVED),
     ] = False
     run: Annotated[
-        bool, typer.Option("--run", help="Let the head draft for its target, and judge it by what is accepted.")
+        bool,
+        typer.Option("--run", help="Let the head draft for its target, and judge it by what is accepted."),
+        Modes(RUN),
     ] = False
     prompts: Annotated[
         str | None,
@@ -54,11 +64,12 @@ class InspectOptions:
             help="Prompts to draft on: a data set of text, as for --dataset of `bench`.",
             show_default="kimi-nano's held-out prompts",
         ),
+        Modes(RUN),
     ] = None
-    samples: Annotated[int, typer.Option(min=16, help="Number of prompts.")] = 64
-    draft_len: Annotated[int, typer.Option(min=1, max=16, help="Draft tokens per step.")] = 3
-    seed: Annotated[int, typer.Option(help="Draws the prompts.")] = 0
-    device: Annotated[str, typer.Option(help="Device to draft on, for example cuda.")] = "cpu"
+    samples: Annotated[int, typer.Option(min=16, help="Number of prompts."), Modes(RUN)] = 64
+    draft_len: Annotated[int, typer.Option(min=1, max=16, help="Draft tokens per step."), Modes(RUN)] = 3
+    seed: Annotated[int, typer.Option(help="Draws the prompts."), Modes(RUN)] = 0
+    device: Annotated[str, typer.Option(help="Device to draft on, for example cuda."), Modes(RUN)] = "cpu"
     hashes: Annotated[
         bool,
         typer.Option(
@@ -66,53 +77,6 @@ class InspectOptions:
         ),
     ] = False
     json_: JsonOption = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class InspectTarget:
-    path: str
-    sample: int | None
-    hashes: bool
-    json_: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class InspectHead:
-    path: str
-    sample: int | None
-    hashes: bool
-    json_: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class InspectPair:
-    """A head against its target, or against the head that it was converted from."""
-
-    path: str
-    against: str
-    sample: int | None
-    hashes: bool
-    json_: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class InspectDerived:
-    """A target against the checkpoint that it was made from."""
-
-    path: str
-    against: str
-    sample: int | None
-    modelopt: bool
-    hashes: bool
-    json_: bool
-
-
-TARGET = Mode("`inspect TARGET`", InspectTarget, "`inspect TARGET`")
-HEAD = Mode("`inspect HEAD`", InspectHead, "`inspect HEAD`")
-PAIR = Mode("`inspect HEAD --against ...`", InspectPair, "`inspect HEAD --against TARGET`")
-DERIVED = Mode("`inspect TARGET --against SOURCE`", InspectDerived, "`inspect TARGET --against SOURCE`")
-RUN = Mode("`inspect HEAD --against ... --run`", InspectRun, "`inspect HEAD --against TARGET --run`")
-MODES = (TARGET, HEAD, PAIR, RUN, DERIVED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,30 +148,25 @@ def look(options: InspectOptions) -> Inspected:
     resolved = resolve(options.path, allow_download=False)
     read = options.sample if options.against is None else None  # what is compared with a source is read there
     report = describe(resolved, all_values=options.sample == 0, sample=read, hashes=options.hashes)
-    chosen = narrow(options, _mode(options, report.kind), MODES)
+    mode = _mode(options, report.kind)
+    options = checked(options, mode)
     if options.against is None:
         return Inspected(checkpoint=report)
     other = resolve(options.against, allow_download=False)
     sample = COMPARED if options.sample is None else options.sample
     found = compare(resolved, other, report, sample, options.modelopt)
-    if isinstance(chosen, InspectRun):
-        return drafted(chosen, resolved, other, found)
-    return found
+    return drafted(options, resolved, other, found) if mode is RUN else found
 
 
 def _mode(options: InspectOptions, kind: str) -> Mode:
-    """Raises UsageError for a sample of a head, whose values are sampled or read whole."""
     if kind == "target":
         return TARGET if options.against is None else DERIVED
-    mode = HEAD if options.against is None else PAIR
-    if options.run and options.against is not None:
-        mode = RUN
-    if options.sample != 0 and "sample" in given(options):
-        refuse_unused(options, ["sample"], f"by {mode.name}, except --sample 0")
-    return mode
+    if options.against is None:
+        return HEAD
+    return RUN if options.run else PAIR
 
 
-def drafted(options: InspectRun, head: Resolved, target: Resolved, found: Inspected) -> Inspected:
+def drafted(options: InspectOptions, head: Resolved, target: Resolved, found: Inspected) -> Inspected:
     """With the run, and its problems behind the others; without one for a head that has errors already."""
     from trtspec.cli.inspect_run import run_head
 
@@ -216,7 +175,15 @@ def drafted(options: InspectRun, head: Resolved, target: Resolved, found: Inspec
     if has_errors(found.problems):
         note("not drafted: the head has errors, see below")
         return replace(found, drafts=True)
-    ran = run_head(options, head, target)
+    ran = run_head(
+        head,
+        target,
+        prompts=options.prompts,
+        samples=options.samples,
+        draft_len=options.draft_len,
+        seed=options.seed,
+        device=options.device,
+    )
     checkpoint = replace(found.checkpoint, problems=found.problems + ran.problems)
     return replace(found, checkpoint=checkpoint, drafts=True, run=ran)
 

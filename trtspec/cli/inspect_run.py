@@ -26,23 +26,6 @@ CHANCE_FIRST = 0.1  # a head that was never trained, or one that drafts a freque
 Verdict = Literal["healthy", "weak", "broken"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class InspectRun:
-    """A head drafts for its target in the reference engine."""
-
-    path: str
-    against: str
-    sample: int | None
-    hashes: bool
-    run: bool
-    prompts: str | None
-    samples: int
-    draft_len: int
-    seed: int
-    device: str
-    json_: bool
-
-
 @dataclass(frozen=True)
 class Expectation:
     """The acceptance length that was measured elsewhere: the lowest and the highest of its workloads."""
@@ -91,7 +74,9 @@ def _trial_dict(trial: Trial) -> dict[str, Any]:
     return {"kind": one.kind, "detail": one.detail, **figures, "named": trial.named}
 
 
-def run_head(options: InspectRun, head: Resolved, target: Resolved) -> HeadRun:
+def run_head(
+    head: Resolved, target: Resolved, *, prompts: str | None, samples: int, draft_len: int, seed: int, device: str
+) -> HeadRun:
     """Drafts and judges. Raises TrtspecError where a head cannot draft for the target at all, MissingDependency where
     memory does not suffice, UsageError for weights that are elsewhere and for too few prompts."""
     from trtspec.bench.acceptance import TurnCounts, summarize
@@ -103,19 +88,19 @@ def run_head(options: InspectRun, head: Resolved, target: Resolved) -> HeadRun:
     from trtspec.models.weights import load_target
 
     head_path, target_path = _local(head), _local(target)
-    check_device(options.device)
-    shape, dtype = target.target_spec(), default_dtype(options.device)
+    check_device(device)
+    shape, dtype = target.target_spec(), default_dtype(device)
     checkpoint, spec = open_head(head_path, shape)
-    needed = SPARE * (target_bytes(target_path, shape, dtype, options.device) + head_bytes(checkpoint, dtype))
-    if needed > (free := free_bytes(options.device)):
-        text = f"the target and the head take {needed / 2**30:.1f} GiB on {options.device}, {free / 2**30:.1f} are free"
+    needed = SPARE * (target_bytes(target_path, shape, dtype, device) + head_bytes(checkpoint, dtype))
+    if needed > (free := free_bytes(device)):
+        text = f"the target and the head take {needed / 2**30:.1f} GiB on {device}, {free / 2**30:.1f} are free"
         raise MissingDependency(f"TS-HEAD-RUN-MEMORY {text}", "use a machine or a --device with more memory")
-    tensors = read_tensors(checkpoint, dtype, options.device)
-    names, prompts = _prompts(options, KimiTokenizer(target_path))
-    model = load_target(target_path, dtype=dtype, device=options.device)
-    done = draft_freely(model, spec, tensors, prompts, options.draft_len, ANSWER_TOKENS)
+    tensors = read_tensors(checkpoint, dtype, device)
+    names, asked = _prompts(KimiTokenizer(target_path), prompts, samples, seed)
+    model = load_target(target_path, dtype=dtype, device=device)
+    done = draft_freely(model, spec, tensors, asked, draft_len, ANSWER_TOKENS)
     with report.progress_bar("faults undone", None, "trials") as bar:
-        tried = trials(spec, tensors, model, prompts, done, draft_len=options.draft_len, advance=bar.advance)
+        tried = trials(spec, tensors, model, asked, done, draft_len=draft_len, advance=bar.advance)
     counted = [(len(one.token_ids), one.stats) for one in done]
     acceptance = summarize([
         TurnCounts(name, "all", tokens, stats.steps, stats.accepted, stats.drafted, tuple(stats.histogram),
@@ -123,10 +108,10 @@ def run_head(options: InspectRun, head: Resolved, target: Resolved) -> HeadRun:
         for name, (tokens, stats) in zip(names, counted, strict=True)
     ])  # fmt: skip
     expected = expectation(head)
-    verdict, problems = judge(str(head_path), acceptance, expected, tried[0], options.draft_len)
+    verdict, problems = judge(str(head_path), acceptance, expected, tried[0], draft_len)
     return HeadRun(
-        verdict, len(done), options.prompts or "kimi-nano's held-out prompts", ANSWER_TOKENS, options.draft_len,
-        options.seed, options.device, dtype_name(dtype), acceptance, expected, tried, problems,
+        verdict, len(done), prompts or "kimi-nano's held-out prompts", ANSWER_TOKENS, draft_len,
+        seed, device, dtype_name(dtype), acceptance, expected, tried, problems,
     )  # fmt: skip
 
 
@@ -139,27 +124,26 @@ def _local(resolved: Resolved) -> Path:
     return resolved.path
 
 
-def _prompts(options: InspectRun, tokenizer: Any) -> tuple[list[str], list[list[int]]]:
+def _prompts(tokenizer: Any, prompts: str | None, samples: int, seed: int) -> tuple[list[str], list[list[int]]]:
     """(names, token ids) of `samples` prompts, drawn by the seed and spread over their categories."""
     from trtspec.bench.datasets import NANO, left_out, load_dataset, spread
 
-    questions = list(load_dataset(options.prompts or NANO).questions)
+    questions = list(load_dataset(prompts or NANO).questions)
     if any(question.has_pictures for question in questions):
-        message = f"questions of {options.prompts} have pictures, which the target's text model does not read"
+        message = f"questions of {prompts} have pictures, which the target's text model does not read"
         raise UsageError(message, "pass --prompts of text")
     if missing := left_out(questions):
-        report.announce(f"{options.prompts}: {missing}")
-    random.Random(options.seed).shuffle(questions)
+        report.announce(f"{prompts}: {missing}")
+    random.Random(seed).shuffle(questions)
     rendered = {}
     for place, question in enumerate(questions):
         messages, tools = question.first_request()
         rendered[place] = tokenizer.apply_chat_template(messages, tools or None)
     fitting = [place for place, ids in rendered.items() if len(ids) <= MOST_PROMPT_TOKENS]
-    chosen = spread([replace(questions[place], id=str(place)) for place in fitting], options.samples)
+    chosen = spread([replace(questions[place], id=str(place)) for place in fitting], samples)
     if len(chosen) < FEWEST_TEXTS:
         raise UsageError(
-            f"{options.prompts or 'the shipped prompt file'} gives {len(chosen)} texts, too few to tell a fault from "
-            "chance",
+            f"{prompts or 'the shipped prompt file'} gives {len(chosen)} texts, too few to tell a fault from chance",
             f"give at least {FEWEST_TEXTS}, better 64 or more",
         )
     return [one.id for one in chosen], [rendered[int(one.id)] for one in chosen]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtspec.cli.options import JsonOption
+from trtspec.records import JsonOption
 
 if TYPE_CHECKING:
     from trtspec.errors import Problem, Severity, TrtspecError

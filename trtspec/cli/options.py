@@ -1,5 +1,4 @@
-"""Options that mean the same on every command, declared once, and what several commands make of an option's text: a
-list, an object, a directory, a policy, seconds."""
+"""Options of several commands whose choices come from data, and what several commands make of an option's text."""
 
 from __future__ import annotations
 
@@ -25,8 +24,6 @@ else:
 CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)")  # Slurm's [days-]hours:minutes:seconds
 PARTS = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
 SECONDS = (86400, 3600, 60, 1)
-TargetArgument = Annotated[str, typer.Argument(help="Target model: a checkpoint directory or a hub id.")]
-HeadOption = Annotated[str | None, typer.Option(help="Eagle3 head: a directory or a hub id.")]
 SourceArgument = Annotated[str, typer.Argument(metavar="SRC", help="Kimi checkpoint: a directory or a hub id.")]
 PolicyOption = Annotated[
     str | None,
@@ -43,10 +40,6 @@ ThinkingOption = Annotated[
         show_default="the server's",
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Run every check and show the plan; write nothing.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace existing output.")]
-RestartOption = Annotated[bool, typer.Option("--restart", help="Discard an interrupted run and start over.")]
 
 
 def numbers(text: str, option: str) -> list[int]:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trtspec.cli.options import ForceOption, Gpu, HeadOption, JsonOption, TargetArgument, numbers
+from trtspec.cli.options import Gpu, numbers
 from trtspec.planning.layout import LONGEST_DRAFT
-from trtspec.records import Mode, narrow, refuse_unused, without
+from trtspec.records import Excludes, ForceOption, HeadOption, JsonOption, Needs, TargetArgument, checked
 
 if TYPE_CHECKING:
     from trtspec.planning.decision import Decision, Targets
@@ -56,6 +56,7 @@ class PlanOptions:
     acceptance: Annotated[
         str | None,
         typer.Option(help="Measured acceptance: tokens per step as VALUE@DRAFTS, or results.json of `trtspec bench`."),
+        Needs("head"),
     ] = None
     ttft: Annotated[
         float | None, typer.Option(metavar="MS", min=0.001, help="Upper limit of the mean time to the first token.")
@@ -63,7 +64,9 @@ class PlanOptions:
     tpot: Annotated[
         float | None, typer.Option(metavar="MS", min=0.001, help="Upper limit of the mean time per output token.")
     ] = None
-    max_draft: Annotated[int, typer.Option(min=1, max=LONGEST_DRAFT, help="Longest draft length to consider.")] = 8
+    max_draft: Annotated[
+        int, typer.Option(min=1, max=LONGEST_DRAFT, help="Longest draft length to consider."), Needs("head")
+    ] = 8
     kv_fraction: Annotated[
         float | None,
         typer.Option(
@@ -79,20 +82,17 @@ class PlanOptions:
     ] = None
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also draw a plot: .png, .svg or .pdf.")] = None
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Also print every draft length, the assumptions and the sources.")
+        bool,
+        typer.Option("--verbose", "-v", help="Also print every draft length, the assumptions and the sources."),
+        Excludes("json_", why="which holds everything"),
     ] = False
-    force: ForceOption = False
+    force: Annotated[ForceOption, Needs("output")] = False
     json_: JsonOption = False
 
     @property
     def fixed(self) -> bool:
         """Whether one layout was asked for."""
         return self.tp is not None or self.ep is not None or self.attention_dp
-
-
-SPECULATING = Mode("a plan with a head", PlanOptions, "--head HEAD")
-PLAIN = Mode("a plan without a head", without(PlanOptions, "head", "acceptance", "max_draft"), "a plan without --head")
-MODES = (SPECULATING, PLAIN)
 
 
 def plan(options: PlanOptions) -> None:
@@ -103,13 +103,9 @@ def plan(options: PlanOptions) -> None:
     from trtspec.planning.report import draw, text, to_dict
     from trtspec.report import print_json
 
-    narrow(options, SPECULATING if options.head else PLAIN, MODES, selecting=("head",))
+    options = checked(options)
     if options.output is not None:
         _check_output(options.output, options.force)
-    else:
-        refuse_unused(options, ["force"], "without --output")
-    if options.json_:
-        refuse_unused(options, ["verbose"], "with --json, which holds everything")
     model = load_target(options.target).spec
     head = load_head(options.head).spec if options.head else None
     decision, setting = planned(options, model, head)

@@ -10,18 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from trtspec import report
-from trtspec.cli.options import (
-    DryRunOption,
-    Gpu,
-    HeadOption,
-    JsonOption,
-    RestartOption,
-    TargetArgument,
-    ThinkingOption,
-    numbers,
-)
+from trtspec.cli.options import Gpu, ThinkingOption, numbers
 from trtspec.errors import CheckFailed, UsageError
-from trtspec.records import refuse_empty
+from trtspec.records import DryRunOption, HeadOption, JsonOption, RestartOption, TargetArgument, refuse_empty
 
 if TYPE_CHECKING:
     from trtspec.bench.prove import ProveSetup

@@ -10,18 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from trtspec.cli.options import (
-    DryRunOption,
-    ForceOption,
-    JsonOption,
-    PolicyOption,
-    RestartOption,
-    SourceArgument,
-    policy_of,
-    source_directory,
-)
+from trtspec.cli.options import PolicyOption, SourceArgument, policy_of, source_directory
 from trtspec.errors import UsageError
-from trtspec.records import Mode, narrow
+from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, RestartOption, checked
 
 if TYPE_CHECKING:
     from trtspec.checkpoint.headers import Checkpoint
@@ -57,8 +48,14 @@ class QuantizeOptions:
             show_default="the policy's",
         ),
     ] = None
-    workers: Annotated[int, typer.Option(min=0, help="Worker processes; 0 starts one per core for a large source.")] = 0
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N. A GPU writes the same bytes, faster.")] = "cpu"
+    workers: Annotated[
+        int,
+        typer.Option(min=0, help="Worker processes; 0 starts one per core for a large source."),
+        Excludes("engine=modelopt"),
+    ] = 0
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda or cuda:N. A GPU writes the same bytes, faster."), Excludes("engine=modelopt")
+    ] = "cpu"
     engine: Annotated[
         Literal["stream", "modelopt"],
         typer.Option(help="stream: shard by shard in bounded memory. modelopt: ModelOpt's whole-model PTQ and export."),
@@ -67,37 +64,6 @@ class QuantizeOptions:
     restart: RestartOption = False
     force: ForceOption = False
     json_: JsonOption = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantizeByModelOpt:
-    """The whole model in memory, one process."""
-
-    source: str
-    output: Path
-    policy: str | None
-    kv_cache: KvCache
-    input_scales: str
-    accept_input_scales: bool
-    weight_scales: WeightScales | None
-    dry_run: bool
-    restart: bool
-    force: bool
-    json_: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantizeWhole(QuantizeByModelOpt):
-    """Shard by shard, in bounded memory."""
-
-    workers: int
-    device: str
-
-
-WHOLE = Mode("the streaming engine", QuantizeWhole, "--engine stream")
-MODELOPT = Mode("--engine modelopt", QuantizeByModelOpt, "--engine modelopt")
-MODES = (WHOLE, MODELOPT)
-ENGINES = {"stream": WHOLE, "modelopt": MODELOPT}
 
 
 def quantize(options: QuantizeOptions) -> None:
@@ -110,17 +76,16 @@ def quantize(options: QuantizeOptions) -> None:
     from trtspec.quant.conversion import to_json
     from trtspec.report import print_json, progress_bar
 
-    used = narrow(options, ENGINES[options.engine], MODES, selecting=("engine",))
+    options = checked(options)
     with progress_bar("quantizing") as bar:
-        result = run(used, bar.show)
+        result = run(options, bar.show)
     if options.json_:
         print_json(to_json(result))
     else:
         _show(result, options.source)
 
 
-def run(options: Any, progress: Any = None) -> Quantized | QuantizePlan:
-    """What one of the records of MODES asks for."""
+def run(options: QuantizeOptions, progress: Any = None) -> Quantized | QuantizePlan:
     from trtspec.quant.conversion import ConversionOptions
     from trtspec.quant.streaming import quantize_checkpoint
     from trtspec.report import OutputOptions
@@ -133,7 +98,7 @@ def run(options: Any, progress: Any = None) -> Quantized | QuantizePlan:
         weight_scales=options.weight_scales,
         accept_input_scales=options.accept_input_scales,
     )
-    if not isinstance(options, QuantizeWhole):
+    if options.engine != "stream":
         settings = replace(settings, by_modelopt=True)
     elif options.device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", options.device):
         raise UsageError(f"--device {options.device} is not one of cpu, cuda, cuda:N", "see `trtspec quantize --help`")
@@ -143,7 +108,7 @@ def run(options: Any, progress: Any = None) -> Quantized | QuantizePlan:
     return quantize_checkpoint(source, options.output, policy, settings, again, progress)
 
 
-def _source(options: Any) -> Path | Checkpoint:
+def _source(options: QuantizeOptions) -> Path | Checkpoint:
     """The directory with the weights; for a dry run what the headers tell, which are read from the hub if need be."""
     if not options.dry_run:
         return source_directory(options.source)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from trtspec.cli.options import DryRunOption, ForceOption, JsonOption, RestartOption, json_object
+from trtspec.cli.options import json_object
 from trtspec.errors import TrtspecError
-from trtspec.records import refuse_empty, refuse_unused
+from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, RestartOption, checked, refuse_empty
 from trtspec.report import file_sha256, print_json, progress_bar, provenance, refuse_overwrite, say, write_json
 
 if TYPE_CHECKING:
@@ -37,13 +37,19 @@ class SynthesizeOptions:
         "none"
     )
     concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of requests in flight.")] = 16
-    split: Annotated[str | None, typer.Option(help="Split of a hub data set.", show_default="train")] = None
+    split: Annotated[
+        str | None,
+        typer.Option(help="Split of a hub data set.", show_default="train"),
+        Needs("from_hub", where="by prompts that are no hub data set"),
+    ] = None
     samples: Annotated[int, typer.Option(min=0, help="Use only the first N prompts; 0 uses all.")] = 0
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 512
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; use your production value.")] = 1.0
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling probability.")] = 1.0
     thinking: Annotated[
-        Literal["keep", "drop"], typer.Option(help="Whether the reasoning before each answer goes into the data set.")
+        Literal["keep", "drop"],
+        typer.Option(help="Whether the reasoning before each answer goes into the data set."),
+        Excludes("raw", why="which has no chat template"),
     ] = "keep"
     raw: Annotated[
         bool, typer.Option("--raw", help="Send prompts to /completions as plain text, without the chat template.")
@@ -60,6 +66,12 @@ class SynthesizeOptions:
     force: ForceOption = False
     json_: JsonOption = False
 
+    @property
+    def from_hub(self) -> bool:
+        from trtspec.checkpoint.rows import from_hub
+
+        return from_hub(self.prompts)
+
 
 def synthesize(options: SynthesizeOptions) -> None:
     """Generate training data: send prompts to the target through its OpenAI-compatible endpoint.
@@ -67,14 +79,10 @@ def synthesize(options: SynthesizeOptions) -> None:
     The seed of each prompt follows from its text. Run an interrupted command again to resume it;
     finished answers are not requested again. Prompts that fail are listed and left out, and the exit status is 1.
     """
-    from trtspec.checkpoint.rows import from_hub
     from trtspec.heads.synthesis import AnswerSampling, TargetEndpoint, read_prompts, shard
 
     refuse_empty(options)
-    if options.raw:
-        refuse_unused(options, ["thinking"], "by --raw, which has no chat template")
-    if not from_hub(options.prompts):
-        refuse_unused(options, ["split"], f"by {options.prompts}, which is no hub data set")
+    options = checked(options)
     endpoint = TargetEndpoint(options.base_url, options.api_key, options.concurrency, options.timeout)
     sampling = AnswerSampling(
         options.model,

@@ -6,13 +6,13 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from dataclasses import dataclass, field, fields, make_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtspec.cli.options import DryRunOption, ForceOption, Gpu, JsonOption, RestartOption, seconds_of
+from trtspec.cli.options import Gpu, seconds_of
 from trtspec.errors import Interrupted, TrtspecError, UsageError
 from trtspec.heads.training.curve import remove_run, resumes
 from trtspec.heads.training.options import (
@@ -31,7 +31,21 @@ from trtspec.heads.training.options import (
     feature_source,
     read_config,
 )
-from trtspec.records import Mode, flag_of, given, narrow, parse, refuse_unused, words
+from trtspec.records import (
+    DryRunOption,
+    Excludes,
+    ForceOption,
+    JsonOption,
+    Mode,
+    Modes,
+    RestartOption,
+    checked,
+    flag_of,
+    given,
+    parse,
+    uses,
+    words,
+)
 from trtspec.report import print_json, progress_bar, say, sparkline
 from trtspec.specs import Attention
 
@@ -45,6 +59,13 @@ if TYPE_CHECKING:
 
 
 CURVE, RUN = TrainOptions(), TrainingRun(Path(), "", Path())  # their defaults
+
+
+DRY_RUN = Mode("--dry-run", "--dry-run")
+WITH_LAYERS = Mode("a training run", "--features auto, memory or DIR")
+# the target's layers run elsewhere, in a stream or in a live server, so no acceptance is measured at the end
+WITHOUT_LAYERS = Mode("--features stream or URL", "--features stream or URL")
+NO_DUMPS = Excludes("dumps", where="by a directory of dumps, which holds the hidden states")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,14 +110,16 @@ class TrainCommand:
         ),
     ] = CURVE.answer_only
     epochs: Annotated[
-        int, typer.Option(min=1, help="Passes over the data; more than a finished run had extend it.")
+        int,
+        typer.Option(min=1, help="Passes over the data; more than a finished run had extend it."),
+        Excludes("steps", why="which replaces it"),
     ] = CURVE.epochs
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; replaces --epochs.")] = None
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per batch, across all processes.")] = (
         CURVE.batch_size
     )
     accumulation: Annotated[int, typer.Option(min=1, help="Batches per optimizer step.")] = CURVE.accumulation
-    seq_len: Annotated[int, typer.Option(min=8, help="Maximum sequence length in tokens.")] = CURVE.seq_len
+    seq_len: Annotated[int, typer.Option(min=8, help="Maximum sequence length in tokens."), NO_DUMPS] = CURVE.seq_len
     lr: Annotated[
         float | None,
         typer.Option(help="Peak learning rate.", show_default="by hidden size: 2e-3 at 256, 7e-5 at 7168"),
@@ -123,7 +146,9 @@ class TrainCommand:
         ),
     ] = CURVE.skip_bad_rows
     held_out: Annotated[
-        float, typer.Option(min=0, max=0.99, help="Share of the conversations that is held out for evaluations.")
+        float,
+        typer.Option(min=0, max=0.99, help="Share of the conversations that is held out for evaluations."),
+        Excludes("eval_data", why="which replaces it"),
     ] = CURVE.held_out
     eval_data: Annotated[
         str | None, typer.Option(help="Conversations to evaluate on; replaces --held-out.", show_default=False)
@@ -136,6 +161,7 @@ class TrainCommand:
         typer.Option(
             help="Source of the target's hidden states: auto, memory, a directory, stream, stream:DIR or a server URL."
         ),
+        NO_DUMPS,
     ] = "auto"
     config: Annotated[
         Path | None,
@@ -167,31 +193,22 @@ class TrainCommand:
     ] = ()
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = RUN.device
     acceptance_prompts: Annotated[
-        int, typer.Option(min=0, help="Held-out prompts for the final acceptance measurement; 0 skips it.")
+        int,
+        typer.Option(min=0, help="Held-out prompts for the final acceptance measurement; 0 skips it."),
+        Modes(DRY_RUN, WITH_LAYERS),
     ] = 48
-    gpu: Annotated[Gpu, typer.Option(help="GPU type whose memory --dry-run compares with.")] = "b200"
+    gpu: Annotated[Gpu, typer.Option(help="GPU type whose memory --dry-run compares with."), Modes(DRY_RUN)] = "b200"
     dry_run: DryRunOption = False
     restart: RestartOption = False
     force: ForceOption = False
     json_: JsonOption = False
 
+    @property
+    def dumps(self) -> Path | None:
+        """The directory that DATA is, if it holds hidden states."""
+        return DataFiles.named(self.data, self.eval_data).directory
 
-def _all_but(record: str, name: str, how: str, without: tuple[str, ...]) -> Mode:
-    """A mode that uses every option but these."""
-    used = [(f.name, Any, field(default=None)) for f in fields(TrainCommand) if f.name not in without]
-    return Mode(name, make_dataclass(record, used, frozen=True, kw_only=True), how)
 
-
-DRY_RUN = _all_but("TrainDryRun", "--dry-run", "--dry-run", ("dry_run",))
-WITH_LAYERS = _all_but("TrainWithLayers", "a training run", "--features auto, memory or DIR", ("dry_run", "gpu"))
-# the target's layers run elsewhere, in a stream or in a live server, so no acceptance is measured at the end
-WITHOUT_LAYERS = _all_but(
-    "TrainWithoutLayers",
-    "--features stream or URL",
-    "--features stream or URL",
-    ("dry_run", "gpu", "acceptance_prompts"),
-)
-MODES = (DRY_RUN, WITH_LAYERS, WITHOUT_LAYERS)
 NOT_IN_FILES = ("config", "dry_run", "restart", "force", "json_", "output")  # they belong to one call
 
 
@@ -238,8 +255,7 @@ def _judged(path: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 def refuse_from_file(command: TrainCommand, chosen: Mode, names: set[str]) -> None:
     """Raises UsageError for what a file sets and the mode does not use; a dry run uses all."""
-    used = {f.name for f in fields(chosen.record)}
-    for name in sorted(names - used - {"gpu"}):
+    for name in sorted(name for name in names - {"gpu"} if not uses(TrainCommand, name, chosen)):
         flag = flag_of(TrainCommand, name)
         raise UsageError(f"{command.config}: {name} ({flag}) is not used by {chosen.name}", "remove it from the file")
 
@@ -268,15 +284,9 @@ def train(command: TrainCommand) -> None:
     typed, (command, recipe, from_file) = command, with_file(command)
     features = feature_source(command.features)
     mode = _mode(command, features)
-    narrow(typed, mode, MODES, selecting=("dry_run",))
+    command = checked(command, mode)
     refuse_from_file(command, mode, from_file)
-    if command.steps is not None:
-        refuse_unused(typed, ["epochs"], "with --steps, which replaces it")
-    if command.eval_data is not None:
-        refuse_unused(typed, ["held_out"], "with --eval-data, which replaces it")
     files = DataFiles.named(_needed(command.data, "DATA"), command.eval_data)
-    if files.directory:
-        refuse_unused(typed, ["features", "seq_len"], f"by {files}: the dumps hold the hidden states")
     options = curve_options(command)
     request = TrainRequest(
         target=_needed(command.target, "TARGET"),
@@ -284,7 +294,7 @@ def train(command: TrainCommand) -> None:
         features=features,
         run=_run(command, files),
         acceptance_prompts=command.acceptance_prompts,
-        asked_for_acceptance="acceptance_prompts" in given(typed) | from_file,
+        asked_for_acceptance=mode is WITH_LAYERS and "acceptance_prompts" in given(typed) | from_file,
         again=shlex.join(["trtspec", "train", *words(replace(typed, restart=False, force=False, dry_run=False))]),
     )
     main = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts, the one that writes and talks

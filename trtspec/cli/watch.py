@@ -14,30 +14,32 @@ from typing import Annotated
 import typer
 
 from trtspec import report
-from trtspec.cli.options import JsonOption
 from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError
-from trtspec.records import Mode, narrow, refuse_empty, without
+from trtspec.records import Excludes, JsonOption, Needs, checked, refuse_empty
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
     url: Annotated[str, typer.Argument(help="Server whose metrics are read.", show_default=False)]
-    interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two readings.")] = 15.0
+    interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two readings."), Excludes("once")] = 15.0
     listen: Annotated[
-        str | None, typer.Option(help="HOST:PORT for Prometheus metrics of the watch; localhost without HOST.")
+        str | None,
+        typer.Option(help="HOST:PORT for Prometheus metrics of the watch; localhost without HOST."),
+        Excludes("once"),
     ] = None
     once: Annotated[bool, typer.Option("--once", help="Judge once; status 3 unless --baseline is reached.")] = False
-    baseline: Annotated[Path | None, typer.Option(help="results.json of `trtspec bench`, or its directory.")] = None
+    baseline: Annotated[
+        Path | None, typer.Option(help="results.json of `trtspec bench`, or its directory."), Needs("once")
+    ] = None
     max_drop: Annotated[
-        float, typer.Option(min=0.0, max=0.95, help="Largest relative drop of accepted drafts per step that passes.")
+        float,
+        typer.Option(min=0.0, max=0.95, help="Largest relative drop of accepted drafts per step that passes."),
+        Needs("once"),
     ] = 0.15
-    min_steps: Annotated[int, typer.Option(min=50, help="Verification steps that a verdict needs.")] = 500
+    min_steps: Annotated[int, typer.Option(min=50, help="Verification steps that a verdict needs."), Needs("once")] = (
+        500
+    )
     json_: JsonOption = False
-
-
-ONCE = Mode("--once", without(WatchOptions, "interval", "listen"), "--once")
-ON = Mode("a continuous watch", without(WatchOptions, "baseline", "max_drop", "min_steps"), "leaving --once out")
-MODES = (ONCE, ON)
 
 
 def watch(options: WatchOptions) -> None:
@@ -49,7 +51,7 @@ def watch(options: WatchOptions) -> None:
     from trtspec.bench.client import base_url
 
     refuse_empty(options)
-    narrow(options, ONCE if options.once else ON, MODES, selecting=("once",))
+    options = checked(options)
     url = base_url(options.url)
     asyncio.run(_judge_once(url, options) if options.once else _watch_on(url, options))
 

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trtspec import machine
 from trtspec.checkpoint.headers import Checkpoint
@@ -22,6 +22,7 @@ from trtspec.launch.server import LogPatterns, ServerAddress
 from trtspec.report import file_sha256, problem_lines, say, write_stderr
 
 if TYPE_CHECKING:
+    from trtspec.launch.options import ServeOptions
     from trtspec.launch.supervisor import Limits
 
 FIELDS = ("name", "memory.total", "driver_version", "compute_cap")
@@ -240,21 +241,6 @@ def check_reachable(host: str, environ: Mapping[str, str]) -> Iterator[Problem]:
         yield Problem("TS-SERVE-LOCALHOST", "warning", host, message, "pass --host 0.0.0.0")
 
 
-class Supervised(Protocol):
-    """The options of `trtspec serve` that decide how a server is watched, in seconds but for the count."""
-
-    @property
-    def startup_timeout(self) -> float: ...
-    @property
-    def generation_timeout(self) -> float: ...
-    @property
-    def stop_grace(self) -> float: ...
-    @property
-    def health_interval(self) -> float: ...
-    @property
-    def health_failures(self) -> int: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServerPlan:
     """Everything about a start. `patterns`: the file that says what the engine's log means. `config` is what the engine
@@ -331,9 +317,13 @@ def model_names(target: str, served: str | None) -> tuple[str, ...]:
     return (served,) if served else tuple(dict.fromkeys((target, Path(target).resolve().name)))
 
 
-def limits_of(start: Supervised) -> Limits:
+def limits_of(options: ServeOptions) -> Limits:
     from trtspec.launch.supervisor import Limits
 
     return Limits(
-        start.startup_timeout, start.generation_timeout, start.stop_grace, start.health_interval, start.health_failures
+        options.startup_timeout,
+        options.generation_timeout,
+        options.stop_grace,
+        options.health_interval,
+        options.health_failures,
     )

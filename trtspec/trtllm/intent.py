@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from trtspec.data_files import gpu_names, gpu_spec
 from trtspec.errors import UsageError
-from trtspec.records import parse, words
+from trtspec.records import Excludes, HeadOption, Needs, TargetArgument, parse, words
 from trtspec.trtllm.schema import parse_version
 
 Goal = Literal["latency", "throughput"]
@@ -30,6 +30,9 @@ CONTEXT_ATTENTION_DP_FROM = (
 )
 CONTEXT_BATCH = 4  # prompts at a time on a prefill server, as in Dynamo's recipe
 SPARE = 128  # tokens that a generation server keeps beside its full batch, for requests that arrive
+NOT_FRONT = Excludes("role=front")
+OF_A_FRONT = Needs("role=front", "disaggregated")  # `disaggregated` is an option of the command
+FRONT_IS_YAML = Excludes("format=helm-values", "format=dynamo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +43,7 @@ class Intent:
     written. The fields stand in the order of the words of the first line.
     """
 
-    target: Annotated[str, typer.Argument(help="Target model: a checkpoint directory or a hub id.")]
+    target: TargetArgument
     like: Annotated[
         str | None,
         typer.Option(
@@ -49,8 +52,9 @@ class Intent:
             help="Published checkpoint with the same shapes and formats as TARGET, for a directory that a later job "
             "will create.",
         ),
+        NOT_FRONT,
     ] = None
-    head: Annotated[str | None, typer.Option(help="Eagle3 head: a directory or a hub id.")] = None
+    head: Annotated[HeadOption, NOT_FRONT] = None
     version: Annotated[
         str,
         typer.Option(
@@ -59,20 +63,27 @@ class Intent:
             help="Exact TensorRT-LLM version, such as 1.3.0rc20.",
         ),
     ] = ""
-    goal: Annotated[Goal, typer.Option(help="What the default sizes are chosen for.")] = "latency"
+    goal: Annotated[Goal, typer.Option(help="What the default sizes are chosen for."), NOT_FRONT] = "latency"
     tp_size: Annotated[
-        int, typer.Option("--tp-size", "--tp", "--gpus", min=1, help="Tensor-parallel size: GPUs of one server.")
+        int,
+        typer.Option("--tp-size", "--tp", "--gpus", min=1, help="Tensor-parallel size: GPUs of one server."),
+        NOT_FRONT,
     ] = 4
     max_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Requests per step and rank. Default: set by --concurrency or --goal.")
+        int | None,
+        typer.Option(min=1, help="Requests per step and rank. Default: set by --concurrency or --goal."),
+        NOT_FRONT,
     ] = None
-    max_num_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step. Default: 8192.")] = None
+    max_num_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step. Default: 8192."), NOT_FRONT] = None
     max_seq_len: Annotated[
         int | None,
         typer.Option(min=1, help="Maximum length of prompt and answer together. Default: --isl + --osl, else 8192."),
+        NOT_FRONT,
     ] = None
-    draft_len: Annotated[int, typer.Option(min=1, help="Draft tokens per step, with --head.")] = 3
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes that one server spans.")] = 1
+    draft_len: Annotated[
+        int, typer.Option(min=1, help="Draft tokens per step, with --head."), NOT_FRONT, Needs("head")
+    ] = 3
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes that one server spans."), NOT_FRONT] = 1
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -80,45 +91,66 @@ class Intent:
             help="GPU type. Fails if the configuration cannot run there or does not fit in its memory; otherwise notes "
             "the KV-cache capacity in the file.",
         ),
+        NOT_FRONT,
     ] = None
-    role: Annotated[Role | None, typer.Option(help="One part of a disaggregated deployment.")] = None
+    role: Annotated[
+        Role | None,
+        typer.Option(help="One part of a disaggregated deployment."),
+        Excludes("disaggregated", why="which writes every part into a directory"),
+    ] = None
     experts_over: Annotated[
         int | None,
         typer.Option("--ep-size", "--ep", min=1, help="Expert-parallel size. Default: set by --goal."),
+        NOT_FRONT,
     ] = None
-    isl: Annotated[int | None, typer.Option(min=1, help="Prompt tokens, with --osl.")] = None
-    osl: Annotated[int | None, typer.Option(min=1, help="Answer tokens, with --isl.")] = None
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Concurrent requests of the whole server.")] = None
+    isl: Annotated[int | None, typer.Option(min=1, help="Prompt tokens, with --osl."), NOT_FRONT] = None
+    osl: Annotated[int | None, typer.Option(min=1, help="Answer tokens, with --isl."), NOT_FRONT] = None
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Concurrent requests of the whole server."), NOT_FRONT
+    ] = None
     spread_attention: Annotated[
         bool | None,
         typer.Option(
             "--attention-dp/--no-attention-dp",
             help="Attention data parallelism: each rank caches its own requests. Default: set by --goal.",
         ),
+        NOT_FRONT,
     ] = None
     context_urls: Annotated[
         tuple[str, ...],
         typer.Option("--context-url", metavar="HOST:PORT", help="A context server, for the front. Repeatable."),
+        OF_A_FRONT,
+        FRONT_IS_YAML,
     ] = ()
     generation_urls: Annotated[
         tuple[str, ...],
         typer.Option("--generation-url", metavar="HOST:PORT", help="A generation server, for the front. Repeatable."),
+        OF_A_FRONT,
+        FRONT_IS_YAML,
     ] = ()
     settings: Annotated[
         tuple[str, ...],
         typer.Option("--set", metavar="KEY=VALUE", help="Any other engine setting, by its dotted key. Repeatable."),
+        NOT_FRONT,
     ] = ()
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let the engine run the Python code in the checkpoint.")
+        bool,
+        typer.Option("--trust-remote-code", help="Let the engine run the Python code in the checkpoint."),
+        NOT_FRONT,
     ] = False
     format: Annotated[
-        Form, typer.Option(help="The engine YAML alone, values of the Helm chart, or a Dynamo deployment.")
+        Form,
+        typer.Option(help="The engine YAML alone, values of the Helm chart, or a Dynamo deployment."),
+        Excludes("role=front", value="helm-values"),
+        Excludes("role", value="dynamo"),
     ] = "yaml"
     image: Annotated[
         str | None,
         typer.Option(
             help="Container image of a Dynamo deployment. Default: that of the Dynamo release with this version."
         ),
+        NOT_FRONT,
+        Needs("format=dynamo"),
     ] = None
 
     quantize_from: Annotated[
@@ -128,6 +160,8 @@ class Intent:
             help="With --format helm-values: the checkpoint that a Job of the chart quantizes into TARGET, a directory "
             "below /models.",
         ),
+        NOT_FRONT,
+        Needs("format=helm-values"),
     ] = None
 
     @property

@@ -1,7 +1,7 @@
 """One start of TensorRT-LLM: options -> intent -> configuration -> command -> problems -> launch.
 
-`EngineStart` and `FrontStart` are the options of `trtspec serve` that each kind of server uses. `plan_engine` and
-`plan_front` say everything about a start and start nothing; `trtspec.launch.preflight.launch` starts what they planned.
+`plan_engine` and `plan_front` say everything about a start and start nothing; `trtspec.launch.preflight.launch` starts
+what they planned.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from trtspec.checkpoint.hub import Head, Resolved, Target, findable, load_head, load_target
 from trtspec.errors import Problem, UsageError
 from trtspec.files import STDIN, read_yaml_text
+from trtspec.launch.options import ServeOptions
 from trtspec.launch.preflight import (
     ServerPlan,
     check_files,
@@ -72,60 +73,6 @@ ROLES = {"context_servers": "context", "generation_servers": "generation"}
 ADDRESS = re.compile(r"[A-Za-z0-9_.-]+:(\d{1,5})|\[[0-9A-Fa-f:]+\]:(\d{1,5})")
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineStart:
-    """The options of `trtspec serve` that a TensorRT-LLM engine uses; None: not given. Times in seconds."""
-
-    target: str
-    passed: tuple[str, ...] = ()
-    head: str | None = None
-    config: Path | None = None
-    trtllm_version: str | None = None
-    host: str = "localhost"
-    port: int = 8000
-    goal: str | None = None
-    tp_size: int | None = None
-    max_batch_size: int | None = None
-    max_num_tokens: int | None = None
-    max_seq_len: int | None = None
-    draft_len: int | None = None
-    served_model_name: str | None = None
-    trust_remote_code: bool = False
-    launcher: str = "direct"
-    nodes: int | None = None
-    gpus_per_node: int | None = None
-    launcher_args: str = ""
-    role: str | None = None
-    startup_timeout: float = 7200.0
-    generation_timeout: float = 300.0
-    stop_grace: float = 30.0
-    health_interval: float = 15.0
-    health_failures: int = 8
-
-    def sizes(self) -> dict[str, int]:
-        """What was given, by YAML path."""
-        sizes = {
-            "tensor_parallel_size": self.tp_size,
-            "max_batch_size": self.max_batch_size,
-            "max_num_tokens": self.max_num_tokens,
-            "max_seq_len": self.max_seq_len,
-        }
-        return {key: value for key, value in sizes.items() if value is not None}
-
-
-@dataclass(frozen=True, kw_only=True)
-class FrontStart:
-    """The options that the front of a disaggregated deployment uses; its address stands in the file."""
-
-    target: str
-    disaggregated: Path
-    startup_timeout: float = 7200.0
-    generation_timeout: float = 300.0
-    stop_grace: float = 30.0
-    health_interval: float = 15.0
-    health_failures: int = 8
-
-
 @dataclass(frozen=True)
 class _File:
     """The configuration of a start: the user's, or the one written for it. `written_for` is what build-config says on
@@ -141,19 +88,19 @@ class _File:
         return Document.parse(self.text)
 
 
-def plan_engine(start: EngineStart, *, replay: tuple[str, ...] = (), launching: bool) -> ServerPlan:
+def plan_engine(options: ServeOptions, *, replay: tuple[str, ...] = (), launching: bool) -> ServerPlan:
     """Raises for what cannot be answered at all (unknown ids, unreadable files, options that contradict each other);
     everything else is a problem of the plan. `replay` is this command as words, for a job script."""
-    target = load_target(start.target)
-    given = _user_file(start)
-    head = _head(start, given, launching)
-    reach = Cluster(start.launcher, args=_launcher_args(start))
-    version, problems = _version(start, given, target, head, launching and not reach.contained)
-    intent = _intent(start, given, version[0], target)
+    target = load_target(options.target)
+    given = _user_file(options)
+    head = _head(options, given, launching)
+    reach = Cluster(options.launcher, args=_launcher_args(options))
+    version, problems = _version(options, given, target, head, launching and not reach.contained)
+    intent = _intent(options, given, version[0], target)
     file = given or _File(CONFIG_NAME, compose(intent, target.spec, head.spec if head else None), None, True)
 
-    role = start.role or intent.role
-    command = _command(start, intent, target, file, role)
+    role = options.role or intent.role
+    command = _command(options, intent, target, file, role)
     gpus = read_gpus()
     named = compute_capability(intent.gpu) if intent.gpu else None
     deployment = Deployment(
@@ -162,25 +109,25 @@ def plan_engine(start: EngineStart, *, replay: tuple[str, ...] = (), launching: 
         here=launching and not reach.contained,
     )  # fmt: skip
     world = _ranks(deployment, file.document)
-    nodes = start.nodes or intent.nodes
-    reach = replace(reach, nodes=nodes, gpus_per_node=start.gpus_per_node or -(-world // nodes))
+    nodes = options.nodes or intent.nodes
+    reach = replace(reach, nodes=nodes, gpus_per_node=options.gpus_per_node or -(-world // nodes))
 
     problems += command.problems
     problems += [found.problem(file.path) for found in lint(file.document, deployment)]
     problems += [found.problem(file.path) for found in check_tool_parser(deployment, command.argv)]
-    problems += _request_problems(start, target, head, command, file)
+    problems += _request_problems(options, target, head, command, file)
     needed = min(world, reach.gpus_per_node)
     problems += check_gpus(needed, gpus)
     if launching:
         models = [target.resolved, *([head.resolved] if head else [])]
         problems += check_hardware(gpus or [], deployment, file.document, needed, os.environ)
-        problems += check_host(models, start.host, target.spec.remote_code, os.environ)
+        problems += check_host(models, options.host, target.spec.remote_code, os.environ)
         problems += [] if reach.contained else engine_problems(file.text, file.path)
     problems += [] if reach.contained else PROGRAM.check()
     problems += check_cluster(reach, command.argv, world, os.environ, launching)
     problems += check_file(reach, file.ours, launching)
     env = {**ENVIRONMENT, **environment(reach, os.environ)}
-    names = model_names(start.target, start.served_model_name)
+    names = model_names(options.target, options.served_model_name)
     return ServerPlan(
         program=PROGRAM,
         patterns=PATTERNS,
@@ -192,19 +139,22 @@ def plan_engine(start: EngineStart, *, replay: tuple[str, ...] = (), launching: 
         writes_config=file.ours,
         problems=problems if launching else [mentioned(problem) for problem in problems],
         version=version,
-        endpoint=ServerAddress(start.host, start.port, names, generates=role is None, local=reach.launcher != "slurm"),
-        limits=limits_of(start),
+        endpoint=ServerAddress(
+            options.host, options.port, names, generates=role is None, local=reach.launcher != "slurm"
+        ),
+        limits=limits_of(options),
         job=job_script(reach, list(replay)) if reach.launcher == "slurm" else "",
         own_statuses=reach.launcher != "direct",
     )
 
 
-def plan_front(start: FrontStart, *, launching: bool) -> ServerPlan:
+def plan_front(options: ServeOptions, *, launching: bool) -> ServerPlan:
     """The front of a disaggregated deployment; the servers that it names are started by themselves. Raises UsageError
     for a file that cannot be read and a target that is none."""
-    load_target(start.target)
-    names = model_names(start.target, None)
-    path = start.disaggregated
+    load_target(options.target)
+    names = model_names(options.target, None)
+    path = options.disaggregated
+    assert path is not None  # it is what asks for a front
     read = read_front(path)
     problems = [
         *read.problems,
@@ -217,7 +167,7 @@ def plan_front(start: FrontStart, *, launching: bool) -> ServerPlan:
     return ServerPlan(
         program=PROGRAM,
         patterns=PATTERNS,
-        argv=read.argv(start.startup_timeout, REQUEST_TIMEOUT),
+        argv=read.argv(options.startup_timeout, REQUEST_TIMEOUT),
         env=dict(ENVIRONMENT),
         config=Document.parse(read.text).value or {},
         config_text=read.text,
@@ -225,14 +175,14 @@ def plan_front(start: FrontStart, *, launching: bool) -> ServerPlan:
         problems=problems,
         version=(version, "installed here" if version else "not asked"),
         endpoint=ServerAddress(read.host, read.port, names),
-        limits=limits_of(start),
+        limits=limits_of(options),
     )
 
 
-def _user_file(start: EngineStart) -> _File | None:
+def _user_file(options: ServeOptions) -> _File | None:
     """The file of --config. Raises UsageError where it cannot be read, is a front's, or already says what an option
     would decide."""
-    path = start.config
+    path = options.config
     if path is None:
         return None
     if str(path) == STDIN:
@@ -241,43 +191,37 @@ def _user_file(start: EngineStart) -> _File | None:
     written = parse_intent(text)
     if written is not None and written.role == "front":
         raise UsageError(f"{path} is the file of a front", f"pass it as --disaggregated {path}")
-    decided = {"--draft-len": start.draft_len, "--goal": start.goal if written is not None else None}
-    for flag, value in decided.items():
-        if value is not None:
-            raise UsageError(f"{flag} is not used with --config: {path} decides it", "change the file, or leave it out")
+    if written is not None and options.goal is not None:
+        raise UsageError(f"--goal is not used with --config: {path} decides it", "change the file, or leave it out")
     return _File(str(path), text, written, False)
 
 
-def _launcher_args(start: EngineStart) -> tuple[str, ...]:
-    if start.launcher == "direct" and start.launcher_args:
-        raise UsageError("--launcher-args is not used without a launcher", "pass --launcher slurm, mpi or lws")
+def _launcher_args(options: ServeOptions) -> tuple[str, ...]:
     try:
-        return tuple(shlex.split(start.launcher_args))
+        return tuple(shlex.split(options.launcher_args))
     except ValueError as error:
-        message = f"--launcher-args {start.launcher_args!r} does not parse: {error}"
+        message = f"--launcher-args {options.launcher_args!r} does not parse: {error}"
         raise UsageError(message, "quote it as for a shell") from None
 
 
-def _head(start: EngineStart, file: _File | None, launching: bool) -> Head | None:
+def _head(options: ServeOptions, file: _File | None, launching: bool) -> Head | None:
     """The head that was given, else the one that the file names, where that can be looked at here. Before a launch its
     weights are looked at too, not only its headers."""
     named = head_in(file.document) if file is not None else None
-    if start.head and file is not None and named is None and not file.document.error:
+    if options.head and file is not None and named is None and not file.document.error:
         message = f"--head is not used with --config: {file.path} has no speculative_config that names a head"
         raise UsageError(message, "write the file again with `trtspec build-config TARGET --head HEAD`")
-    if start.draft_len is not None and not start.head:
-        raise UsageError("--draft-len is not used without a draft head", "pass --head, or leave it out")
-    if start.head:
-        return load_head(start.head, values=launching)
+    if options.head:
+        return load_head(options.head, values=launching)
     return load_head(named, values=launching) if named and findable(named) else None
 
 
 def _version(
-    start: EngineStart, file: _File | None, target: Target, head: Head | None, installed_counts: bool
+    options: ServeOptions, file: _File | None, target: Target, head: Head | None, installed_counts: bool
 ) -> tuple[tuple[str, str], list[Problem]]:
     """The version to judge for and why, and what is doubtful about it. `installed_counts`: the engine that will run is
     the one that is installed here."""
-    asked = start.trtllm_version
+    asked = options.trtllm_version
     problems: list[Problem] = []
     installed = engine_version() if installed_counts else None
     if asked is not None and installed is not None and parse_version(asked) != parse_version(installed):
@@ -299,43 +243,54 @@ def _version(
     return (version, reason), problems
 
 
-def _intent(start: EngineStart, file: _File | None, version: str, target: Target) -> Intent:
+def _intent(options: ServeOptions, file: _File | None, version: str, target: Target) -> Intent:
     """What was given, over what the file's first line says, over the goal's defaults."""
     written = file.written_for if file is not None else None
-    base = written or Intent(target=start.target, version=version)
-    given: dict[str, Any] = {key: value for key in INTENT_OPTIONS if (value := getattr(start, key)) is not None}
-    named = start.head or (head_in(file.document) if file is not None else None)
-    trusted = start.trust_remote_code or base.trust_remote_code
-    intent = replace(base, target=start.target, version=version, head=named, trust_remote_code=trusted, **given)
+    base = written or Intent(target=options.target, version=version)
+    given: dict[str, Any] = {key: value for key in INTENT_OPTIONS if (value := getattr(options, key)) is not None}
+    named = options.head or (head_in(file.document) if file is not None else None)
+    trusted = options.trust_remote_code or base.trust_remote_code
+    intent = replace(base, target=options.target, version=version, head=named, trust_remote_code=trusted, **given)
     return intent.fitted(target.spec.max_position_embeddings)
 
 
-def _refuse_own(start: EngineStart, schema: Schema) -> None:
+def _sizes(options: ServeOptions) -> dict[str, int]:
+    """What was given, by YAML path."""
+    sizes = {
+        "tensor_parallel_size": options.tp_size,
+        "max_batch_size": options.max_batch_size,
+        "max_num_tokens": options.max_num_tokens,
+        "max_seq_len": options.max_seq_len,
+    }
+    return {key: value for key, value in sizes.items() if value is not None}
+
+
+def _refuse_own(options: ServeOptions, schema: Schema) -> None:
     """Raises UsageError for what stands after `--` and is decided by an option of this command."""
-    for item in parse_passed(schema, start.passed)[0]:
+    for item in parse_passed(schema, options.passed)[0]:
         own = OWN_OPTIONS.get(item.option.name)
         if own is not None:
             raise UsageError(f"{item.flag} is not used after --: {own} decides it", f"pass {own} before --")
-        if item.option.name in start.sizes():
+        if item.option.name in _sizes(options):
             raise UsageError(f"{item.flag} is given before -- and after it", "give it once")
 
 
-def _command(start: EngineStart, intent: Intent, target: Target, file: _File, role: str | None) -> Command:
+def _command(options: ServeOptions, intent: Intent, target: Target, file: _File, role: str | None) -> Command:
     schema = schema_for(intent.version)
-    _refuse_own(start, schema)
-    passed = list(start.passed)
-    passed += ["--served_model_name", start.served_model_name] if start.served_model_name else []
+    _refuse_own(options, schema)
+    passed = list(options.passed)
+    passed += ["--served_model_name", options.served_model_name] if options.served_model_name else []
     passed += ["--server_role", role.upper()] if role else []
-    given = Given(start.host, start.port, file.path, start.sizes(), passed)
+    given = Given(options.host, options.port, file.path, _sizes(options), passed)
     return build_command(intent, target.spec, schema, file.document, given)
 
 
 def _request_problems(
-    start: EngineStart, target: Target, head: Head | None, command: Command, file: _File
+    options: ServeOptions, target: Target, head: Head | None, command: Command, file: _File
 ) -> Iterator[Problem]:
     """Environment, port, files and remote code."""
     yield from check_environment(os.environ)
-    yield from check_port(start.host, start.port)
+    yield from check_port(options.host, options.port)
     models: list[Resolved] = [target.resolved, *([head.resolved] if head else [])]
     for resolved in models:
         yield from check_files(resolved, os.environ)
