@@ -229,11 +229,13 @@ def plan(
     """Whether a target fits, how fast it runs and which settings serve it best: ranked rows, the best one, and why a
     layout is refused."""
     from trtspec.checkpoint.hub import load_head, load_target
+    from trtspec.cli.options import IntList
     from trtspec.cli.plan import PlanOptions, planned
+    from trtspec.records import parsed
 
     if acceptance is not None and head is None:
         raise UsageError("acceptance is not used without a head", "name the head")
-    levels = None if concurrency is None else ",".join(map(str, concurrency))
+    levels = None if concurrency is None else parsed(IntList, ",".join(map(str, concurrency)), "concurrency")
     options = PlanOptions(
         target=target, head=head, gpu=gpu, gpus=gpus, tp=tp, ep=ep, attention_dp=attention_dp, isl=isl, osl=osl,
         concurrency=levels, acceptance=acceptance, ttft=ttft, tpot=tpot, max_draft=max_draft, kv_fraction=kv_fraction,

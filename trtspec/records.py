@@ -190,7 +190,8 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any],
     hints = dict(_hints(record))  # type: ignore[arg-type]
     tuples = {key for key, hint in hints.items() if _is_tuple(hint)}
     for field in dataclasses.fields(record):  # type: ignore[arg-type]
-        hints[field.name], default = _for_typer(_with_modes(hints[field.name]), _default(field))
+        hint = _with_parser(_with_modes(hints[field.name]), flag_of(record, field.name))
+        hints[field.name], default = _for_typer(hint, _default(field))
         parameters.append(
             inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name])
         )
@@ -266,6 +267,18 @@ def ignore_service_links(command: TyperCommand, environ: Mapping[str, str]) -> l
     return sorted(links)
 
 
+def parsed(kind: Any, text: str, name: str) -> Any:
+    """A value of a type that parses its own text: `kind.parse` raises ValueError for a text that is not `kind.what`,
+    and this UsageError, with `name` and `kind.example`. str() of a value is the text again."""
+    if text == "":
+        raise UsageError(f"{name} is empty, as with a variable that is not set", "give it a value, or leave it out")
+    try:
+        return kind.parse(text)
+    except ValueError as error:
+        why = f": {error}" if str(error) else ""
+        raise UsageError(f"{name} {text} is not {kind.what}{why}", f"write {name} {kind.example}") from None
+
+
 def refuse_empty(options: Any) -> None:
     """Raises UsageError for the first field that is an empty text, as the variable of a script is that is not set: it
     would be taken for one that was not given."""
@@ -328,6 +341,8 @@ def parse(record: type[Record], line: str | Sequence[str], name: str = "command"
         return command.main(split, prog_name=name, standalone_mode=False)
     except CLICK_ERROR as error:
         raise UsageError(f"{shlex.join(split)} does not parse: {error.format_message()}") from None
+    except UsageError as error:
+        raise UsageError(f"{shlex.join(split)} does not parse: {error.message}", error.remedy) from None
     finally:
         _typed.set(running)
 
@@ -373,6 +388,20 @@ def _with_modes(hint: Any) -> Any:
     for item in shown:
         item.help = f"{said}: {item.help}"
     return typing.Annotated[(kind, *shown)]
+
+
+def _with_parser(hint: Any, flag: str) -> Any:
+    """The same declaration, with the parser of a type that has one of its own."""
+    inner, *metadata = typing.get_args(hint)
+    kind = next((one for one in (inner, *typing.get_args(inner)) if hasattr(one, "parse")), None)
+    if kind is None:
+        return hint
+    infos = [copy.copy(item) for item in metadata if isinstance(item, typer.models.ParameterInfo)]
+    for info in infos:
+        info.parser = lambda value: parsed(kind, value, flag) if isinstance(value, str) else value
+        if isinstance(info, typer.models.OptionInfo):
+            info.metavar = info.metavar or getattr(kind, "metavar", kind.example)
+    return typing.Annotated[(inner, *infos)]
 
 
 def _for_typer(hint: Any, default: Any) -> tuple[Any, Any]:

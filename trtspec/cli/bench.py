@@ -16,7 +16,16 @@ import typer
 
 from trtspec import report
 from trtspec.cli.junit import failure_in, is_failure
-from trtspec.cli.options import ThinkingOption, json_object, numbers, request_limits_of
+from trtspec.cli.options import (
+    CountList,
+    IntList,
+    JsonObject,
+    NamedUrl,
+    RateList,
+    Share,
+    ThinkingOption,
+    request_limits_of,
+)
 from trtspec.errors import CheckFailed, Interrupted, UsageError, has_errors
 from trtspec.records import Excludes, ForceOption, JsonOption, Needs, checked, refuse_empty
 
@@ -28,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    url: Annotated[str, typer.Argument(help="OpenAI-compatible endpoint, as URL or NAME=URL.", show_default=False)]
+    url: Annotated[NamedUrl, typer.Argument(help="OpenAI-compatible endpoint, as URL or NAME=URL.", show_default=False)]
     output: Annotated[
         Path | None,
         typer.Option("--output", "--output-dir", "-o", help="Directory for results, answers and the HTML report."),
@@ -49,16 +58,16 @@ class BenchOptions:
         bool,
         typer.Option("--replay", help="Replay recorded conversations: ask for every assistant message again."),
     ] = False
-    samples: Annotated[str, typer.Option(help="Questions to ask: one number, or one per load; 0 asks all of them.")] = (
-        "0"
-    )
+    samples: Annotated[
+        CountList, typer.Option(help="Questions to ask: one number, or one per load; 0 asks all of them.")
+    ] = CountList((0,))
     concurrency: Annotated[
-        str,
+        IntList,
         typer.Option(help="Numbers of parallel conversations; each is measured separately."),
         Excludes("rate", why="which does not limit how many are in flight"),
-    ] = "1,4,16"
+    ] = IntList((1, 4, 16))
     rate: Annotated[
-        str | None,
+        RateList | None,
         typer.Option(help="New conversations per second instead of --concurrency, at random (Poisson) times: 0.5,1,2."),
     ] = None
     max_tokens: Annotated[
@@ -89,7 +98,7 @@ class BenchOptions:
     ] = ()
     seed: Annotated[int, typer.Option(help="Base random seed: answer i uses seed + i.")] = 0
     against_url: Annotated[
-        tuple[str, ...],
+        tuple[NamedUrl, ...],
         typer.Option(help="NAME=URL of a further endpoint, measured in alternating rounds; repeatable."),
     ] = ()
     rounds: Annotated[
@@ -116,7 +125,7 @@ class BenchOptions:
         ),
     ] = ()
     max_regression: Annotated[
-        str | None,
+        Share | None,
         typer.Option(
             help="Largest fall that --compare accepts, such as 5% or 0.05; what cannot be compared is then an error.",
             show_default="0",
@@ -147,8 +156,8 @@ class BenchOptions:
     ] = "chat"
     model: Annotated[str | None, typer.Option(help="Model name.", show_default="the first one the server lists")] = None
     extra_body: Annotated[
-        str, typer.Option(help="JSON object merged into every request, of keys that no option sets.")
-    ] = "{}"
+        JsonObject, typer.Option(help="JSON object merged into every request, of keys that no option sets.")
+    ] = JsonObject("{}", {})
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds allowed for one answer; a slower one has failed.")
     ] = 600.0
@@ -183,7 +192,6 @@ def bench(options: BenchOptions) -> None:
     options = checked(options)
     _refuse_overwrite(options)
     earlier = [read_whole(path) for path in options.compare]
-    allowed = None if options.max_regression is None else fraction(options.max_regression, "--max-regression")
     others = [read_whole(path) for path in options.beside]
     named, stored = served_at(options.at)
     meaning = schedule_meaning(options.trtllm_version)
@@ -193,7 +201,7 @@ def bench(options: BenchOptions) -> None:
         choose_draft.refuse_stored(stored, work.describe())
         results, answers = run(urls, work, options)
     if earlier:
-        comparison = compare(results, earlier[0], allowed, earlier[1:])
+        comparison = compare(results, earlier[0], options.max_regression, earlier[1:])
         results = replace(results, comparison=comparison, problems=[*results.problems, *comparison.problems])
     unchosen: UsageError | None = None
     if options.choose_draft:
@@ -235,8 +243,8 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
     from trtspec.bench.datasets import DatasetChoice, load_dataset
     from trtspec.bench.measure import BenchWorkload
 
-    levels = numbers(options.concurrency, "--concurrency")
-    rates = [] if options.rate is None else rates_of(options.rate)
+    levels = options.concurrency.values
+    rates = () if options.rate is None else options.rate.values
     choice = DatasetChoice(split=options.split, limit=options.limit, turns=options.turns, replay=options.replay)
     dataset = load_dataset(options.dataset, choice=choice)
     if dataset.licence:
@@ -244,12 +252,12 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
     return BenchWorkload(
         dataset=dataset,
         sampling=RequestSampling(options.osl or options.max_tokens, options.temperature, options.seed),
-        concurrency=tuple(levels),
+        concurrency=levels,
         samples=samples_per_level(options.samples, len(rates or levels)),
         rounds=options.rounds or (1 if len(urls) == 1 else choose_draft.ROUNDS if options.choose_draft else 3),
         api=options.api,
-        extra_body=json_object(options.extra_body, "--extra-body"),
-        rates=tuple(rates),
+        extra_body=options.extra_body.value,
+        rates=rates,
         thinking=options.thinking,
         warmup=options.warmup,
         limit_s=options.timeout,
@@ -415,27 +423,6 @@ def show(results: BenchResults, json_output: bool) -> None:
     )
 
 
-def fraction(text: str, option: str) -> float:
-    """`5%` or `0.05`. Raises UsageError for what is no share below 1."""
-    try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise UsageError(f"{option} {text} is not a share below 100 %", f"write {option} 5%")
-    return value
-
-
-def rates_of(text: str) -> list[float]:
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(0 < rate < 1e6 for rate in found):
-        raise UsageError(f"--rate {text} is not a list of requests per second", "write --rate 0.5,1,2")
-    return list(dict.fromkeys(found))
-
-
 def promise_of(text: str) -> ServiceLevel:
     from trtspec.bench.load import ServiceLevel
 
@@ -446,31 +433,25 @@ def promise_of(text: str) -> ServiceLevel:
         raise UsageError(f"--goodput {text} is not a service level: {error}", remedy) from None
 
 
-def endpoints(url: str, others: Sequence[str]) -> dict[str, str]:
+def endpoints(url: NamedUrl, others: Sequence[NamedUrl]) -> dict[str, str]:
     """NAME -> base URL; the first is the one the results are about."""
     from trtspec.addresses import shown
     from trtspec.bench.client import base_url
 
-    found: dict[str, str] = {}
-    for position, text in enumerate([url, *others]):
-        match = re.match(r"^([A-Za-z][\w.-]*)=(.+)$", text)
-        if position and not match:
-            raise UsageError(
-                f"--against-url {shown(text)} has no name", "write NAME=URL, for example plain=http://127.0.0.1:8001"
-            )
-        name, address = (match[1], match[2]) if match else ("endpoint", text)
-        if name in found:
-            raise UsageError(f"the name {name} is given twice", "give each endpoint its own name")
-        found[name] = base_url(address, f"--against-url {name}:" if position else "the URL")
+    found = {url.name or "endpoint": base_url(url.url, "the URL")}
+    for other in others:
+        if not other.name:
+            remedy = "write NAME=URL, for example plain=http://127.0.0.1:8001"
+            raise UsageError(f"--against-url {shown(other.url)} has no name", remedy)
+        if other.name in found:
+            raise UsageError(f"the name {other.name} is given twice", "give each endpoint its own name")
+        found[other.name] = base_url(other.url, f"--against-url {other.name}:")
     return found
 
 
-def samples_per_level(text: str, levels: int) -> tuple[int | None, ...]:
+def samples_per_level(samples: CountList, levels: int) -> tuple[int | None, ...]:
     """`0` = all questions everywhere; one number for all concurrencies, or one for each."""
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--samples {text} is not a number or a list of numbers", "write --samples 80") from None
-    if len(found) not in (1, levels) or min(found) < 0:
-        raise UsageError(f"--samples {text} does not fit {levels} loads", "give one number, or one for each load")
+    found = samples.values
+    if len(found) not in (1, levels):
+        raise UsageError(f"--samples {samples} does not fit {levels} loads", "give one number, or one for each load")
     return tuple((value or None) for value in (found * levels if len(found) == 1 else found))

@@ -11,7 +11,7 @@ import typer
 from trtspec import report
 from trtspec.addresses import shown
 from trtspec.cli.junit import failure_in, is_failure
-from trtspec.cli.options import numbers, request_limits_of
+from trtspec.cli.options import IntListOrNone, request_limits_of
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.records import Excludes, ForceOption, JsonOption, Mode, Modes, Needs, checked, refuse_empty
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from trtspec.bench.transcript import Recording
 
 MARKS = {"pass": "pass   ", "fail": "FAIL   ", "skipped": "skipped"}
-NO_CONTEXTS = "0"
 
 
 ALONE = Mode("`check` without --against", "`check` without --against")
@@ -60,10 +59,10 @@ class CheckOptions:
         int, typer.Option(min=1, help="Maximum tokens per answer; a recording brings its own."), OWN_PROMPTS
     ] = 128
     contexts: Annotated[
-        str,
+        IntListOrNone,
         typer.Option(help="Lengths, in tokens, of long prompts; 0 asks none. A recording brings its own."),
         OWN_PROMPTS,
-    ] = "512,2048,8192"
+    ] = IntListOrNone((512, 2048, 8192))
     context_samples: Annotated[
         int, typer.Option(min=1, help="Long prompts of each length."), OWN_PROMPTS, Excludes("contexts=0")
     ] = 4
@@ -197,8 +196,7 @@ def _battery(options: CheckOptions) -> Battery:
     questions = load_dataset(options.dataset, options.samples).questions
     if missing := left_out(questions, tools=False):
         report.announce(f"{options.dataset}: {missing}; the tools that check offers are its own")
-    lengths = [] if options.contexts == NO_CONTEXTS else numbers(options.contexts, "--contexts")
-    return make_battery(questions, options.max_tokens, lengths, options.context_samples)
+    return make_battery(questions, options.max_tokens, options.contexts.values, options.context_samples)
 
 
 def show(verdict: GateVerdict, options: CheckOptions) -> None:

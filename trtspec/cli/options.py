@@ -1,11 +1,13 @@
-"""Options of several commands whose choices come from data, and what several commands make of an option's text."""
+"""Options of several commands whose choices come from data, and values with a
+syntax of their own, and what several commands ask of a name."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import typer
 
@@ -42,27 +44,135 @@ ThinkingOption = Annotated[
 ]
 
 
-def numbers(text: str, option: str) -> list[int]:
-    """`1,4,16` as typed, each number once. Raises UsageError for what is no number or below 1."""
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise UsageError(f"{option} {text} is not a list of whole numbers above 0", f"write {option} 1,4,16")
-    return list(dict.fromkeys(found))
+@dataclass(frozen=True)
+class IntList:
+    """Whole numbers above 0, each once."""
+
+    values: tuple[Any, ...]
+    what: ClassVar = "a list of whole numbers above 0"
+    example: ClassVar = "1,4,16"
+    metavar: ClassVar = "N,N,..."
+    number: ClassVar[type] = int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        try:
+            found = [cls.number(part) for part in text.split(",")]
+        except ValueError:
+            raise ValueError from None
+        if not all(map(cls.fits, found)):
+            raise ValueError
+        return cls(tuple(dict.fromkeys(found)))
+
+    @staticmethod
+    def fits(number: float) -> bool:
+        return number > 0
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.values)) or "0"
 
 
-def json_object(text: str, option: str) -> dict[str, Any]:
-    """Raises UsageError for what is not JSON, or not an object."""
-    remedy = f"""write {option} '{{"top_k": 20}}'"""
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"{option} is not JSON: {error}", remedy) from None
-    if not isinstance(found, dict):
-        raise UsageError(f"{option} is not a JSON object", remedy)
-    return found
+class IntListOrNone(IntList):
+    """`0` is an empty list."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        return cls(()) if text == "0" else super().parse(text)
+
+
+class RateList(IntList):
+    what, example, number = "a list of requests per second", "0.5,1,2", float
+
+    @staticmethod
+    def fits(number: float) -> bool:
+        return 0 < number < 1e6
+
+
+class CountList(IntList):
+    """Whole numbers from 0, one for each of something."""
+
+    what, example = "a list of numbers", "1,29,57"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        if not all(part.strip().isdecimal() for part in text.split(",")):
+            raise ValueError
+        return cls(tuple(map(int, text.split(","))))
+
+
+class Share(float):
+    """From 0 up to, but not including, 1."""
+
+    what = "a share below 100 %"
+    example = "5%"
+
+    @classmethod
+    def parse(cls, text: str) -> Share:
+        try:
+            share = cls(float(text.removesuffix("%")) / (100 if text.endswith("%") else 1))
+        except ValueError:
+            raise ValueError from None
+        if not 0 <= share < 1:
+            raise ValueError
+        return share
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Of `90m`, `1h30m`, `3600`, `2d` or Slurm's `1-12:00:00`."""
+
+    text: str
+    seconds: float
+    what: ClassVar = "a time"
+    example: ClassVar = "3h30m"
+
+    @classmethod
+    def parse(cls, text: str) -> Duration:
+        found = CLOCK.fullmatch(text.strip()) or PARTS.fullmatch(text.strip().lower())
+        parts = found.groups() if found else ()
+        seconds = sum(float(part or 0) * unit for part, unit in zip(parts, SECONDS, strict=False))
+        if seconds <= 0:
+            raise ValueError("it may be 90m, 3h30m, 7200 or 1-12:00:00")
+        return cls(text, seconds)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class JsonObject:
+    text: str
+    value: dict[str, Any] = field(compare=False)
+    what: ClassVar = "a JSON object"
+    example: ClassVar = """'{"top_k": 20}'"""
+
+    @classmethod
+    def parse(cls, text: str) -> JsonObject:
+        value = json.loads(text)
+        if not isinstance(value, dict):
+            raise ValueError
+        return cls(text, value)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class NamedUrl:
+    """`NAME=URL`, or an URL alone; `name` is then empty."""
+
+    name: str
+    url: str
+    what: ClassVar = "a URL with a name"
+    example: ClassVar = "NAME=URL"
+
+    @classmethod
+    def parse(cls, text: str) -> NamedUrl:
+        named = re.fullmatch(r"([A-Za-z][\w.-]*)=(.+)", text)
+        return cls(named[1], named[2]) if named else cls("", text)
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.url}" if self.name else self.url
 
 
 def source_directory(source: str) -> Path:
@@ -94,12 +204,3 @@ def request_limits_of(server: DetectedServer) -> RequestLimits:
         return request_limits(Deployment(schema_for(server.version)))
     except UsageError:  # a version that is none
         return {}
-
-
-def seconds_of(text: str) -> float:
-    """Of `90m`, `1h30m`, `3600`, `2d` or Slurm's `1-12:00:00`; UsageError for anything else."""
-    found = CLOCK.fullmatch(text.strip()) or PARTS.fullmatch(text.strip().lower())
-    total = sum(float(part or 0) * unit for part, unit in zip(found.groups(), SECONDS, strict=True)) if found else 0.0
-    if total <= 0:
-        raise UsageError(f"--max-time {text!r} is no time", "for example 90m, 3h30m, 7200 or 1-12:00:00")
-    return total

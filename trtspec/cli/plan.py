@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trtspec.cli.options import Gpu, numbers
+from trtspec.cli.options import Gpu, IntList
 from trtspec.planning.layout import LONGEST_DRAFT
 from trtspec.records import Excludes, ForceOption, HeadOption, JsonOption, Needs, TargetArgument, checked
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 
 MoeKernel = Literal["TRTLLM", "CUTLASS", "DEEPGEMM", "MARLIN"]
-CONCURRENCY = "1,4,16,64"
+CONCURRENCY = IntList((1, 4, 16, 64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class PlanOptions:
     isl: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 1024
     osl: Annotated[int, typer.Option(min=1, help="Answer tokens.")] = 1024
     concurrency: Annotated[
-        str | None,
+        IntList | None,
         typer.Option(
             show_default=f"{CONCURRENCY}; with --ttft or --tpot, all that fit in the cache",
             help="Concurrent requests of the whole server, such as 1,4,16.",
@@ -142,7 +142,7 @@ def _concurrencies(options: PlanOptions, targets: Targets) -> tuple[int, ...]:
     """Empty where a target is to be searched for."""
     if options.concurrency is None and targets.any:
         return ()
-    return tuple(sorted(numbers(options.concurrency or CONCURRENCY, "--concurrency")))
+    return tuple(sorted((options.concurrency or CONCURRENCY).values))
 
 
 def _layouts(options: PlanOptions, model: ModelSpec) -> list[Layout]:

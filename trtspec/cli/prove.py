@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from trtspec import report
-from trtspec.cli.options import Gpu, ThinkingOption, numbers
+from trtspec.cli.options import Gpu, IntList, ThinkingOption
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.records import DryRunOption, HeadOption, JsonOption, RestartOption, TargetArgument, refuse_empty
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trtspec.bench.prove import ProveSetup
 
 MARKS = {"pass": "pass   ", "fail": "FAIL   ", "skipped": "skipped"}
-CONTEXTS = "1000,4000,16000"
+CONTEXTS = IntList((1000, 4000, 16000))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ class ProveOptions:
     samples: Annotated[int, typer.Option(min=2, help="Questions of each measurement.")] = 80
     max_tokens: Annotated[int, typer.Option(min=16, help="Maximum tokens per answer.")] = 256
     thinking: ThinkingOption = None
-    concurrency: Annotated[str, typer.Option(help="Numbers of parallel conversations.")] = "1,4,16"
-    contexts: Annotated[str, typer.Option(help="Prompt tokens of the long-context measurement.")] = CONTEXTS
+    concurrency: Annotated[IntList, typer.Option(help="Numbers of parallel conversations.")] = IntList((1, 4, 16))
+    contexts: Annotated[IntList, typer.Option(help="Prompt tokens of the long-context measurement.")] = CONTEXTS
     startup_timeout: Annotated[float, typer.Option(min=1, help="Seconds until a server must be ready.")] = 7200.0
     restart: RestartOption = False
     dry_run: DryRunOption = False
@@ -102,8 +102,8 @@ def _setup(options: ProveOptions) -> ProveSetup:
         dataset=NANO if options.dataset == NANO else absolute(options.dataset),
         samples=options.samples,
         max_tokens=options.max_tokens,
-        concurrency=tuple(numbers(options.concurrency, "--concurrency")),
-        contexts=tuple(sorted(numbers(options.contexts, "--contexts"))),
+        concurrency=options.concurrency.values,
+        contexts=tuple(sorted(options.contexts.values)),
         serve_words=options.passed,
         thinking=options.thinking,
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from trtspec.cli.options import json_object
+from trtspec.cli.options import JsonObject
 from trtspec.errors import TrtspecError
 from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, RestartOption, checked, refuse_empty
 from trtspec.report import file_sha256, print_json, progress_bar, provenance, refuse_overwrite, say, write_json
@@ -55,8 +55,8 @@ class SynthesizeOptions:
         bool, typer.Option("--raw", help="Send prompts to /completions as plain text, without the chat template.")
     ] = False
     extra_body: Annotated[
-        str | None, typer.Option(help="JSON object merged into every request, of keys that no option sets.")
-    ] = None
+        JsonObject, typer.Option(help="JSON object merged into every request, of keys that no option sets.")
+    ] = JsonObject("{}", {})
     shard: Annotated[
         str | None, typer.Option(help="i/n: process only part i of n, to share the work among machines.")
     ] = None
@@ -90,7 +90,7 @@ def synthesize(options: SynthesizeOptions) -> None:
         options.temperature,
         options.top_p,
         options.raw,
-        json_object(options.extra_body or "{}", "--extra-body"),
+        options.extra_body.value,
         options.thinking,
     )
     chosen = shard(read_prompts(options.prompts, options.split, options.samples), options.shard)

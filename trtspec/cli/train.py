@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtspec.cli.options import Gpu, seconds_of
+from trtspec.cli.options import CountList, Duration, Gpu
 from trtspec.errors import Interrupted, TrtspecError, UsageError
 from trtspec.heads.training.curve import remove_run, resumes
 from trtspec.heads.training.options import (
@@ -94,7 +94,7 @@ class TrainCommand:
         int | None, typer.Option(min=1, help="MLP width of the head.", show_default="the target's")
     ] = None
     aux_layers: Annotated[
-        str | None,
+        CountList | None,
         typer.Option(help="Layers whose outputs the head reads, counted from 0.", show_default="1,L//2-1,L-4"),
     ] = None
     init: Annotated[Path | None, typer.Option(help="Start from the weights of this head.")] = None
@@ -180,7 +180,7 @@ class TrainCommand:
         bool, typer.Option("--keep-state/--drop-state", help="Whether a finished run can be extended with more steps.")
     ] = RUN.keep_state
     max_time: Annotated[
-        str | None,
+        Duration | None,
         typer.Option(help="Stop in time and leave a usable head: 90m, 3h30m, 1-12:00:00.", show_default=False),
     ] = None
     activation_checkpointing: Annotated[
@@ -263,13 +263,7 @@ def refuse_from_file(command: TrainCommand, chosen: Mode, names: set[str]) -> No
 def curve_options(command: TrainCommand) -> TrainOptions:
     """What decides the loss curve, checked."""
     values = {f.name: getattr(command, f.name) for f in fields(TrainOptions)}
-    if command.aux_layers is not None:
-        try:
-            values["aux_layers"] = tuple(int(part) for part in command.aux_layers.split(","))
-        except ValueError:
-            raise UsageError(
-                f"--aux-layers {command.aux_layers!r} is not a list of numbers", "for example --aux-layers 1,29,57"
-            ) from None
+    values["aux_layers"] = None if command.aux_layers is None else command.aux_layers.values
     return TrainOptions(**values).checked()
 
 
@@ -329,7 +323,7 @@ def _run(command: TrainCommand, files: DataFiles) -> TrainingRun:
         import psutil
 
         began = time.monotonic() - (time.time() - psutil.Process().create_time())
-        deadline = began + seconds_of(command.max_time)
+        deadline = began + command.max_time.seconds
     same = ("output", "init", "save_every", "export_every", "keep", "best_by", "keep_state", "activation_checkpointing")
     values = {name: getattr(command, name) for name in (*same, "log_with", "device")}
     return TrainingRun(target_dir=Path(), data=str(files), deadline=deadline, **values)

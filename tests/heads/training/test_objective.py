@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.heads.training.test_exported_equals_trained import places_of, training_module
 from tests.tiny import make_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.cli.options import seconds_of
+from trtspec.cli.options import Duration
 from trtspec.errors import MissingDependency, UsageError
 from trtspec.heads.training.features import compute_features
 from trtspec.heads.training.loop import (
@@ -43,6 +43,7 @@ from trtspec.heads.training.options import (
 from trtspec.heads.training.processes import World
 from trtspec.heads.training.samples import DataOrder, Sample, read_mixture, split_data
 from trtspec.models.weights import load_target
+from trtspec.records import parsed
 
 LAYERS = (1, 3, 4)
 
@@ -301,10 +302,11 @@ def test_a_walk_along_an_answer():
     [("90m", 5400), ("3h30m", 12600), ("7200", 7200), ("45s", 45), ("1-12:00:00", 129600), ("00:30:00", 1800)],
 )
 def test_times(text, seconds):
-    assert seconds_of(text) == seconds
+    assert Duration.parse(text).seconds == seconds
+    assert str(Duration.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "0", "soon", "-5m", "1:2", "5x"])
+@pytest.mark.parametrize("text", ["0", "soon", "-5m", "1:2", "5x"])
 def test_no_times(text):
-    with pytest.raises(UsageError, match="is no time"):
-        seconds_of(text)
+    with pytest.raises(UsageError, match="--max-time .* is not a time"):
+        parsed(Duration, text, "--max-time")
