@@ -18,7 +18,7 @@ from tests.tiny_formats import pack_fp8_block, pack_int4
 from trtspec.checkpoint.tensors import DTYPES
 from trtspec.errors import MissingDependency, UsageError
 from trtspec.formats import WeightFormat
-from trtspec.quant import native, nvfp4, scale_search
+from trtspec.quant import native, nvfp4
 from trtspec.quant.decode import dequantize_fp8_block
 from trtspec.quant.native import NativePacker, choose_packer
 from trtspec.quant.packing import Packer, Rows, Scaling
@@ -296,15 +296,14 @@ def test_without_a_gpu_the_device_is_refused():
 def test_the_proof_is_what_torch_makes_of_it(weight_scales):
     """What the compiled kernel is held against in every process, without importing torch."""
     assert native.proof_of(TorchPacker(weight_scales)) == native.PROOFS[weight_scales]
-    assert scale_search.TINIEST == native.TINIEST
 
 
 @given(st.one_of(st.floats(0, 2.0**127, width=32), st.floats(0, 2.0**-120, width=32)))
 def test_scales_without_torch_are_the_float32_ones(amax):
     value = torch.tensor(amax, dtype=torch.float32)
     assert Scaling.of(amax).scale_2 == float(nvfp4.scale_2_of(value))
-    if amax >= native.TINIEST:
-        assert native._search_unit(amax) == float(scale_search.search_unit(value))
+    if amax >= nvfp4.TINIEST:
+        assert native._search_unit(amax) == float(nvfp4.search_unit(value))
 
 
 @NEEDS_COMPILER

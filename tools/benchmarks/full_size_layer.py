@@ -20,9 +20,9 @@ import torch
 from tests.tiny import make_tokenizer, target_config, text_config, text_tensors
 from tests.tiny_formats import FP8_CONFIG, INT4_CONFIG, pack_fp8_block, pack_int4
 from trtspec.checkpoint.writer import ShardFile, layout_of, write_index
-from trtspec.quant.conversion import ConversionOptions
+from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy
-from trtspec.quant.streaming import quantize_checkpoint
+from trtspec.quant.run import quantize_checkpoint
 
 HIDDEN, INNER = 7168, 2048
 KIMI_BYTES = 595e9

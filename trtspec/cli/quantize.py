@@ -25,7 +25,7 @@ from trtspec.records import Mode, narrow
 
 if TYPE_CHECKING:
     from trtspec.checkpoint.headers import Checkpoint
-    from trtspec.quant.conversion import Quantized, QuantizePlan
+    from trtspec.quant.run import Quantized, QuantizePlan
 
 KvCache = Literal["fp8", "none"]
 WeightScales = Literal["max", "mse"]
@@ -57,7 +57,7 @@ class QuantizeOptions:
             show_default="the policy's",
         ),
     ] = None
-    workers: Annotated[int, typer.Option(min=0, help="Worker processes; 0 starts one per core for a large source.")] = 0
+    workers: Annotated[int, typer.Option(min=0, help="Threads; 0 starts one per core.")] = 0
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N. A GPU writes the same bytes, faster.")] = "cpu"
     engine: Annotated[
         Literal["stream", "modelopt"],
@@ -107,7 +107,7 @@ def quantize(options: QuantizeOptions) -> None:
 
     The bytes equal those of ModelOpt's export for the same scales.
     """
-    from trtspec.quant.conversion import to_json
+    from trtspec.quant.run import to_json
     from trtspec.report import print_json, progress_bar
 
     used = narrow(options, ENGINES[options.engine], MODES, selecting=("engine",))
@@ -121,8 +121,8 @@ def quantize(options: QuantizeOptions) -> None:
 
 def run(options: Any, progress: Any = None) -> Quantized | QuantizePlan:
     """What one of the records of MODES asks for."""
-    from trtspec.quant.conversion import ConversionOptions
-    from trtspec.quant.streaming import quantize_checkpoint
+    from trtspec.quant.plan import ConversionOptions
+    from trtspec.quant.run import quantize_checkpoint
     from trtspec.report import OutputOptions
 
     source = _source(options)
@@ -153,7 +153,7 @@ def _source(options: Any) -> Path | Checkpoint:
 
 
 def _show(result: Quantized | QuantizePlan, source: str) -> None:
-    from trtspec.quant.conversion import QuantizePlan
+    from trtspec.quant.run import QuantizePlan
     from trtspec.report import Table, print_tables
 
     if isinstance(result, QuantizePlan):

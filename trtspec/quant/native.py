@@ -24,7 +24,7 @@ import numpy as np
 from trtspec.checkpoint.headers import DTYPE_BITS, NOT_FINITE_BITS
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.formats import WeightFormat
-from trtspec.quant.packing import BLOCK, Array, Packer, Rows, Scaling
+from trtspec.quant.packing import BLOCK, TINIEST, Array, Packer, Rows, Scaling, first_not_finite
 
 SOURCE = Path(__file__).with_name("nvfp4_kernel.c")
 # contraction would fuse a product and a sum into one rounding; then the bytes would depend on the processor.
@@ -49,8 +49,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "tables_bytes": (SIZE, ()),
     "searches_bytes": (SIZE, ()),
 }
-FLOATS = ("BF16", "F16", "F32")  # whose largest magnitude the kernel finds; of the others torch does
-TINIEST = 2.0**-88  # an amax below it leaves float32's range in the search for scales; torch knows what comes then
+FLOATS = ("BF16", "F16", "F32")  # whose largest magnitude the kernel finds
 
 
 @functools.cache
@@ -196,7 +195,7 @@ class NativePacker:
 
     def is_finite(self, data: Array, dtype: str) -> bool:
         if dtype not in FLOATS:
-            return dtype not in NOT_FINITE_BITS or self._torch.is_finite(data, dtype)
+            return first_not_finite(data, dtype) is None
         width, (_, least) = DTYPE_BITS[dtype] // 8, NOT_FINITE_BITS[dtype]
         largest = self.kernel.bf16_amax if width == 2 else self.kernel.f32_amax
         return bool(largest(_at(data), data.size // width) < least)
@@ -226,7 +225,7 @@ def _knows(rows: Rows) -> bool:
 
 
 def _search_unit(amax: float) -> float:
-    """`scale_search.search_unit`, each operation rounded to float32; torch divides a number by a tensor through the
+    """`nvfp4.search_unit`, each operation rounded to float32; torch divides a number by a tensor through the
     tensor's reciprocal. 0 for a tensor of zeros."""
     if not amax:
         return 0.0

@@ -22,6 +22,7 @@ from trtspec.formats import FP8_BLOCK_SIZE, NVFP4_BLOCK, NVFP4_RANGE, WeightForm
 
 Array = np.ndarray[Any, np.dtype[Any]]
 BLOCK = NVFP4_BLOCK
+TINIEST = 2.0**-88  # an amax below it leaves float32's range in ModelOpt's search; then every block has one scale
 
 
 @dataclass(frozen=True)
