@@ -21,7 +21,7 @@ from trtspec.formats import WeightFormat
 from trtspec.quant import native, nvfp4
 from trtspec.quant.decode import dequantize_fp8_block
 from trtspec.quant.native import NativePacker, choose_packer
-from trtspec.quant.packing import Packer, Rows, Scaling
+from trtspec.quant.packing import Packer, Rows, Scaling, prepared
 from trtspec.quant.torch_packer import TorchPacker, rows_of
 
 NEEDS_COMPILER = pytest.mark.skipif(not any(map(shutil.which, native.COMPILERS)), reason="no C compiler here")
@@ -66,6 +66,7 @@ def packers(weight_scales: str = "max") -> list[Packer]:
 
 def packed(packer: Packer, rows: Rows, amax: float | None = None) -> tuple[torch.Tensor, torch.Tensor, int]:
     count, columns = rows.shape
+    rows = prepared(rows, packer)
     target = torch.empty(count, columns // 2, dtype=torch.uint8), torch.empty(count, columns // 16, dtype=torch.uint8)
     scaling = Scaling.of(packer.amax(rows) if amax is None else amax)
     zeros = packer.pack(rows, scaling, *(each.numpy() for each in target))
@@ -78,7 +79,7 @@ def assert_modelopts_bytes(rows: Rows, packer: Packer, amax: float | None = None
     packer.decode(rows, bits.numpy().view("u2"))
     assert torch.equal(bits, weight.view(torch.int16))
     largest = float(weight.abs().amax())
-    assert packer.amax(rows) == largest
+    assert packer.amax(prepared(rows, packer)) == largest
     scale_2 = nvfp4.scale_2_of(torch.tensor(largest if amax is None else amax))
     tensor, scale, _ = NVFP4QTensor.quantize(weight.clone(), 16, weights_scaling_factor_2=scale_2)
     codes, scales, zeros = packed(packer, rows, amax)
@@ -118,7 +119,7 @@ def test_any_int4_codes_and_scales(portable, codes, bits):
         if TorchPacker().decoded(rows).isfinite().all():
             assert_modelopts_bytes(rows, packer)
         else:
-            assert packer.amax(rows) == float("inf")
+            assert packer.amax(prepared(rows, packer)) == float("inf")
 
 
 @NEEDS_COMPILER
@@ -145,7 +146,7 @@ def test_fp8_blocks(portable, shape):
     for packer in (*packers(), portable):
         assert_modelopts_bytes(rows, packer)
     parts["weight"].view(torch.uint8)[3, 5] = 0x7F
-    assert all(not torch.isfinite(torch.tensor(packer.amax(rows))) for packer in packers())
+    assert all(not torch.isfinite(torch.tensor(packer.amax(prepared(rows, packer)))) for packer in packers())
 
 
 @NEEDS_COMPILER
@@ -159,7 +160,7 @@ def test_what_is_not_finite_is_seen(portable, bad):
             rows_of(WeightFormat.BF16, weight),
             rows_of(WeightFormat.INT4, parts["weight_packed"], parts["weight_scale"]),
         ):
-            assert not torch.isfinite(torch.tensor(packer.amax(rows)))
+            assert not torch.isfinite(torch.tensor(packer.amax(prepared(rows, packer))))
 
 
 @NEEDS_COMPILER

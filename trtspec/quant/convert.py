@@ -26,7 +26,17 @@ from trtspec.checkpoint.headers import DTYPE_BITS, ShardReader
 from trtspec.checkpoint.writer import ShardFile, publish
 from trtspec.errors import TrtspecError
 from trtspec.quant.native import choose_packer
-from trtspec.quant.packing import BLOCK, Array, Packer, Rows, Scaling, as_array, first_not_finite, not_finite
+from trtspec.quant.packing import (
+    BLOCK,
+    Array,
+    Packer,
+    Rows,
+    Scaling,
+    decoded,
+    first_not_finite,
+    not_finite,
+    prepared,
+)
 from trtspec.quant.plan import Conversion, Group, ShardPlan, Weight, weight_class
 from trtspec.report import file_sha256
 
@@ -108,12 +118,16 @@ class Converter:
         if group.action == "copy":
             self._copy(file, group.weights[0], packer, digest)
             return Converted(digest.digest())
-        rows = [self._read(weight, digest) for weight in group.weights]
         if group.action == "decode":
-            _decode(file, group.weights[0], rows[0], packer)
+            weight = group.weights[0]
+            values = _bytes(decoded(self._read(weight, digest), packer))
+            if not packer.is_finite(values, "BF16"):
+                raise _refusal(weight, values)
+            file.write_chunks(weight.name, [values.data])
             return Converted(digest.digest())
+        rows = [prepared(self._read(weight, digest), packer) for weight in group.weights]
         amax = [_amax(weight, each, packer) for weight, each in zip(group.weights, rows, strict=True)]
-        amax += [_amax(partner, self._read(partner, digest), packer) for partner in group.partners]
+        amax += [_amax(partner, prepared(self._read(partner, digest), packer), packer) for partner in group.partners]
         scaling = Scaling.of(max(amax))
         pairs = zip(group.weights, rows, strict=True)
         linears = tuple(_pack(file, weight, each, packer, scaling, group.input_scale) for weight, each in pairs)
@@ -143,7 +157,7 @@ class Converter:
             data: Array = np.empty(info.nbytes, np.uint8)
             self.reader.read_bytes(info, info.begin, data.data)
             digest.update(data)
-            view = as_array(data, info.dtype, info.shape[-1])
+            view = data.view(f"u{DTYPE_BITS[info.dtype] // 8}").reshape(-1, info.shape[-1])
             if kind == "shape" and tuple(view.reshape(-1).tolist()) != weight.shape:
                 text = f"{info.name} is {view.tolist()}, the packed tensor holds {[*weight.shape]}"
                 raise TrtspecError(text, "download the checkpoint again")
@@ -158,23 +172,16 @@ class Converter:
 
 
 class _OwnPacker(threading.local):
-    """A packer for each thread: the next call overwrites its scratch buffers."""
+    """A packer for each thread: a call uses its tables."""
 
     def __init__(self, weight_scales: str, device: str) -> None:
         self.packer = choose_packer(weight_scales, device)
 
 
-def _decode(file: ShardFile, weight: Weight, rows: Rows, packer: Packer) -> None:
-    values = _decoded(rows, packer)
-    if not packer.is_finite(values, "BF16"):
-        raise _refusal(weight, values)
-    file.write_chunks(weight.name, [values.data])
-
-
 def _amax(weight: Weight, rows: Rows, packer: Packer) -> float:
     amax = packer.amax(rows)
     if not math.isfinite(amax):
-        raise _refusal(weight, _decoded(rows, packer))
+        raise _refusal(weight, _bytes(decoded(rows, packer)))
     return amax
 
 
@@ -195,11 +202,8 @@ def _pack(
     return PackedLinear(weight.module, error, norm, scale.size, zeros)
 
 
-def _decoded(rows: Rows, packer: Packer) -> Array:
-    """The bytes of their BF16 values."""
-    values: Array = np.empty(rows.shape, np.uint16)
-    packer.decode(rows, values)
-    return values.reshape(-1).view(np.uint8)
+def _bytes(rows: Rows) -> Array:
+    return rows.values.reshape(-1).view(np.uint8)
 
 
 def _refusal(weight: Weight, values: Array) -> TrtspecError:

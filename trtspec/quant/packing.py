@@ -46,16 +46,9 @@ class Rows:
         return rows, columns * self.format.values_per_element
 
     def head(self, rows: int) -> Rows:
-        """The first `rows` of them."""
-        scale = self.scale
-        if scale is not None:
-            scale = scale[: -(-rows // self.block[0]) if self.format.has_block_scales else rows]
-        return Rows(self.format, self.dtype, self.values[:rows], scale, self.scale_dtype, self.block)
-
-
-def as_array(data: Array, dtype: str, columns: int) -> Array:
-    """uint8 bytes as [rows, columns] of unsigned integers as wide as the safetensors dtype."""
-    return data.view(f"u{DTYPE_BITS[dtype] // 8}").reshape(-1, columns)
+        """The first `rows` of prepared ones."""
+        scale = None if self.scale is None else self.scale[:rows]
+        return Rows(self.format, self.dtype, self.values[:rows], scale, self.scale_dtype)
 
 
 class Scaling(NamedTuple):
@@ -72,10 +65,16 @@ class Scaling(NamedTuple):
 
 
 class Packer(Protocol):
-    """`weight_scales` is max or mse; `name` is c or torch."""
+    """`weight_scales` is max or mse; `name` is c or torch. `amax`, `pack` and `errors` take prepared rows."""
 
     name: str
     weight_scales: str
+
+    def translates(self, rows: Rows) -> bool:
+        """Whether it packs these quantized rows as they are stored."""
+
+    def decode(self, rows: Rows, result: Array) -> None:
+        """Fills uint16 `result` [n, K] with BF16 values."""
 
     def amax(self, rows: Rows) -> float:
         """max|w|; NaN or infinity where the weight is not finite."""
@@ -83,14 +82,25 @@ class Packer(Protocol):
     def pack(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> int:
         """Fills uint8 `packed` [n, K/2] and `scale` [n, K/16]; returns how many blocks are zero."""
 
-    def decode(self, rows: Rows, result: Array) -> None:
-        """Fills uint16 `result` [n, K] with BF16 values."""
-
     def errors(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> tuple[float, float]:
         """Squared error of the packed rows and squared norm of the source's."""
 
     def is_finite(self, data: Array, dtype: str) -> bool:
         """Whether the uint8 bytes of a tensor of that dtype hold neither NaN nor infinity; integers never do."""
+
+
+def decoded(rows: Rows, packer: Packer) -> Rows:
+    """The rows as BF16."""
+    if rows.scale is None and rows.dtype == "BF16":
+        return rows
+    values: Array = np.empty(rows.shape, np.uint16)
+    packer.decode(rows, values)
+    return Rows(WeightFormat.BF16, "BF16", values)
+
+
+def prepared(rows: Rows, packer: Packer) -> Rows:
+    """The rows as a packer packs them: plain, or quantized as it translates them; else decoded, once."""
+    return rows if rows.scale is None or packer.translates(rows) else decoded(rows, packer)
 
 
 def first_not_finite(data: Array, dtype: str) -> int | None:

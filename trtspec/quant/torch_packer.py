@@ -43,6 +43,9 @@ class TorchPacker:
     def __init__(self, weight_scales: str = "max", device: str = "cpu") -> None:
         self.weight_scales, self.device = weight_scales, torch.device(device)
 
+    def translates(self, rows: Rows) -> bool:
+        return False
+
     def decode(self, rows: Rows, result: Array) -> None:
         _tensor(result, "BF16").copy_(self.decoded(rows))
 
