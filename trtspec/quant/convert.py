@@ -34,7 +34,6 @@ from trtspec.quant.packing import (
     Scaling,
     decoded,
     first_not_finite,
-    not_finite,
     prepared,
 )
 from trtspec.quant.plan import Conversion, Group, ShardPlan, Weight, weight_class
@@ -116,14 +115,14 @@ class Converter:
         """Writes what becomes of the group's weights into `file`."""
         digest, packer = xxhash.xxh3_128(), self._own.packer
         if group.action == "copy":
-            self._copy(file, group.weights[0], packer, digest)
+            file.write_chunks(group.weights[0].name, self._chunks(group.weights[0], digest))
             return Converted(digest.digest())
         if group.action == "decode":
             weight = group.weights[0]
-            values = _bytes(decoded(self._read(weight, digest), packer))
-            if not packer.is_finite(values, "BF16"):
-                raise _refusal(weight, values)
-            file.write_chunks(weight.name, [values.data])
+            values = decoded(self._read(weight, digest), packer).values.reshape(-1)
+            if (index := first_not_finite(values, "BF16")) is not None:
+                raise _refusal(weight, index)
+            file.write_chunks(weight.name, [values.view(np.uint8).data])
             return Converted(digest.digest())
         rows = [prepared(self._read(weight, digest), packer) for weight in group.weights]
         amax = [_amax(weight, each, packer) for weight, each in zip(group.weights, rows, strict=True)]
@@ -133,22 +132,15 @@ class Converter:
         linears = tuple(_pack(file, weight, each, packer, scaling, group.input_scale) for weight, each in pairs)
         return Converted(digest.digest(), linears)
 
-    def _copy(self, file: ShardFile, weight: Weight, packer: Packer, digest: Any) -> None:
-        """Chunk by chunk, because embeddings are large; each is looked at for NaN while it is in memory."""
-        info = weight.parts[0]
-
-        def chunks() -> Iterator[memoryview]:
-            first = 0
-            for chunk in self.reader.pieces(info, COPY_BYTES):
-                digest.update(chunk)
-                data = np.frombuffer(chunk, np.uint8)
-                if not packer.is_finite(data, info.dtype):
-                    index = first // (DTYPE_BITS[info.dtype] // 8) + (first_not_finite(data, info.dtype) or 0)
-                    raise not_finite(info.name, info.shard, info.shape, index)
-                yield chunk
-                first += len(chunk)
-
-        file.write_chunks(weight.name, chunks())
+    def _chunks(self, weight: Weight, digest: Any) -> Iterator[memoryview]:
+        """The bytes of a copied tensor, looked at for NaN while they are in memory; embeddings are large."""
+        info, before = weight.parts[0], 0
+        for chunk in self.reader.pieces(info, COPY_BYTES):
+            digest.update(chunk)
+            if (index := first_not_finite(np.frombuffer(chunk, np.uint8), info.dtype)) is not None:
+                raise _refusal(weight, before // (DTYPE_BITS[info.dtype] // 8) + index)
+            yield chunk
+            before += len(chunk)
 
     def _read(self, weight: Weight, digest: Any) -> Rows:
         """The stored tensors of a weight. Raises TrtspecError where they contradict each other."""
@@ -181,7 +173,7 @@ class _OwnPacker(threading.local):
 def _amax(weight: Weight, rows: Rows, packer: Packer) -> float:
     amax = packer.amax(rows)
     if not math.isfinite(amax):
-        raise _refusal(weight, _bytes(decoded(rows, packer)))
+        raise _refusal(weight, first_not_finite(decoded(rows, packer).values.reshape(-1), "BF16"))
     return amax
 
 
@@ -202,13 +194,15 @@ def _pack(
     return PackedLinear(weight.module, error, norm, scale.size, zeros)
 
 
-def _bytes(rows: Rows) -> Array:
-    return rows.values.reshape(-1).view(np.uint8)
-
-
-def _refusal(weight: Weight, values: Array) -> TrtspecError:
-    """For NaN or infinity among the BF16 `values` (uint8) that a weight decodes to."""
-    return not_finite(weight.name, weight.parts[0].shard, weight.shape, first_not_finite(values, "BF16"))
+def _refusal(weight: Weight, index: int | None) -> TrtspecError:
+    """For NaN or infinity at the flat `index` of a weight."""
+    where = ""
+    if index is not None and math.prod(weight.shape) > 1:
+        where = f" at {[int(part) for part in np.unravel_index(index, weight.shape)]}"
+    return TrtspecError(
+        f"TS-QUANT-NOT-FINITE {weight.name} in {weight.parts[0].shard} holds NaN or infinity{where}",
+        "download that file again and compare its sha256 with the hub's; a model with NaN in it cannot be served",
+    )
 
 
 def _record(plan: ShardPlan, size: int, results: list[Converted]) -> Record:

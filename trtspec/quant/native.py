@@ -21,10 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from trtspec.checkpoint.headers import DTYPE_BITS, NOT_FINITE_BITS
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.formats import WeightFormat
-from trtspec.quant.packing import BLOCK, TINIEST, Array, Packer, Rows, Scaling, decoded, first_not_finite
+from trtspec.quant.packing import BLOCK, TINIEST, Array, Packer, Rows, Scaling, decoded
 
 SOURCE = Path(__file__).with_name("nvfp4_kernel.c")
 # contraction would fuse a product and a sum into one rounding; then the bytes would depend on the processor.
@@ -37,7 +36,6 @@ CHOICES = ("auto", "c", "torch")
 POINTER, SIZE, FLOAT, UINT32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_float, ctypes.c_uint32
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "bf16_amax": (UINT32, (POINTER, SIZE)),
-    "f32_amax": (UINT32, (POINTER, SIZE)),
     "bf16_pack": (SIZE, (POINTER, SIZE, FLOAT, POINTER, POINTER)),
     "bf16_pack_mse": (SIZE, (POINTER, SIZE, FLOAT, FLOAT, POINTER, POINTER)),
     "int4_amax": (UINT32, (POINTER, POINTER, SIZE, SIZE)),
@@ -49,7 +47,6 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "tables_bytes": (SIZE, ()),
     "searches_bytes": (SIZE, ()),
 }
-FLOATS = ("BF16", "F16", "F32")  # whose largest magnitude the kernel finds
 
 
 @functools.cache
@@ -182,13 +179,6 @@ class NativePacker:
         arguments = (_at(weight), _at(packed), _at(scale), weight.size // BLOCK)
         self.kernel.error_sums(*arguments, scaling.scale_2, ctypes.addressof(sums))
         return sums[0], sums[1]
-
-    def is_finite(self, data: Array, dtype: str) -> bool:
-        if dtype not in FLOATS:
-            return first_not_finite(data, dtype) is None
-        width, (_, least) = DTYPE_BITS[dtype] // 8, NOT_FINITE_BITS[dtype]
-        largest = self.kernel.bf16_amax if width == 2 else self.kernel.f32_amax
-        return bool(largest(_at(data), data.size // width) < least)
 
 
 def _at(array: Array) -> int:

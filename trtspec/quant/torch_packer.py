@@ -8,7 +8,7 @@ from trtspec.checkpoint.tensors import CODES, DTYPES
 from trtspec.formats import FP8_BLOCK_SIZE, WeightFormat
 from trtspec.quant import nvfp4
 from trtspec.quant.decode import dequantize
-from trtspec.quant.packing import BLOCK, Array, Rows, Scaling, first_not_finite
+from trtspec.quant.packing import BLOCK, Array, Rows, Scaling
 
 CHUNK = 1 << 23  # values
 
@@ -78,6 +78,3 @@ class TorchPacker:
         original = self.decoded(rows).cpu().float()
         error = nvfp4.dequantize(tensor, torch.float32) - original
         return float(error.square().sum(dtype=torch.float64)), float(original.square().sum(dtype=torch.float64))
-
-    def is_finite(self, data: Array, dtype: str) -> bool:
-        return first_not_finite(data, dtype) is None
