@@ -2,7 +2,7 @@
 
     python -m tools.benchmarks.full_size_layer DIRECTORY [--experts 384] [--format int4] [--workers 2] [--keep]
 
-Needs 20 GB in DIRECTORY. Prints GB/s of source, the peak RSS of the largest process and the time for K2.5's 595 GB.
+Needs 20 GB in DIRECTORY. Prints GB/s of source, the peak RSS and the time for K2.5's 595 GB.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def main() -> None:
         rate = result.bytes_in / result.seconds
         print(
             f"{arguments.format}: {result.quantized} linears, {result.bytes_in / 1e9:.2f} GB in "
-            f"{result.seconds:.1f} s with {arguments.workers} workers: {rate / 1e9:.3f} GB/s of source, peak RSS "
-            f"{result.peak_rss_bytes / 2**20:.0f} MiB in the largest process, "
+            f"{result.seconds:.1f} s with {arguments.workers} threads: {rate / 1e9:.3f} GB/s of source, peak RSS "
+            f"{result.peak_rss_bytes / 2**20:.0f} MiB, "
             f"{KIMI_BYTES / rate / 60:.0f} minutes for 595 GB; {result.classes}"
         )
     finally:
