@@ -322,7 +322,7 @@ void fp8_decode(const uint8_t *codes, const float *scale, size_t rows, size_t co
     }
 }
 
-/* ---- block scales of least squared error: quant/scale_search.py, with its arithmetic to the last bit ---- */
+/* ---- block scales of least squared error: quant/nvfp4.py, with its arithmetic to the last bit ---- */
 
 #define ABOVE 11 /* codes above the scale of the maximum: beyond them the maximum would round to 2 or less */
 #define BELOW 4  /* and below it; further ones only where clipping the maximum alone would not lose already */
