@@ -262,7 +262,7 @@ def quantize(
 ) -> QuantizeReport:
     """Converts a BF16, FP8 or INT4 Kimi checkpoint to NVFP4 with the streaming engine; resumes an interrupted run."""
     from trtspec.cli.quantize import QuantizeOptions, run
-    from trtspec.quant.conversion import to_json
+    from trtspec.quant.run import to_json
 
     options = QuantizeOptions(
         source=str(source), output=Path(output), policy=policy, kv_cache=kv_cache, input_scales=str(input_scales),

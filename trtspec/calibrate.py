@@ -34,7 +34,6 @@ from trtspec.models.kimi import DecoderLayer
 from trtspec.models.moe import Experts, MoE, dispatch
 from trtspec.models.precision import default_dtype
 from trtspec.models.stream import LayerStream, States
-from trtspec.quant.conversion import Calibrated, CalibrationPlan
 from trtspec.quant.modelopt import InputObserver
 from trtspec.quant.policy import METADATA_KEY, Policy, source_name
 from trtspec.report import (
@@ -72,6 +71,52 @@ class CalibrationOptions:
     @property
     def compute_dtype(self) -> torch.dtype:
         return self.dtype or default_dtype(self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationSize:
+    """What a calibration covers."""
+
+    output: str
+    policy: str
+    dtype: str
+    device: str
+    texts: int
+    tokens: int
+    layers: int
+    linears: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrated(CalibrationSize):
+    """The scales that were written. `unreached`: by layer, the experts that no token was given; `dead_inputs` were
+    always zero; `input_scale`: min, median and max."""
+
+    sha256: str
+    experts: int
+    experts_unreached: int
+    unreached: dict[str, list[int]]
+    dead_inputs: list[str]
+    input_scale: dict[str, float]
+    layers_resumed: int
+    seconds: float
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationPlan(CalibrationSize):
+    """What a run would read, hold and write; nothing was written."""
+
+    layer_bytes: int
+    states_bytes: int
+    states_in_memory: bool
+    load_ahead: bool
+    memory_bytes_estimate: int
+    disk_bytes: int
+    free_bytes: int
+    bytes_read: int
+    resumes: bool
+    dry_run: bool = True
 
 
 @dataclass

@@ -21,9 +21,9 @@ from tests.tiny import make_target
 from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint, equal_length_batches, read_texts
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.quant.conversion import ConversionOptions
+from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy
-from trtspec.quant.streaming import quantize_checkpoint
+from trtspec.quant.run import quantize_checkpoint
 from trtspec.report import OutputOptions
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from trtspec.checkpoint.hub import catalogue, resolve
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.data_files import kimi_nano_dir, load_yaml
 from trtspec.quant.policy import load_policy
-from trtspec.quant.streaming import quantize_checkpoint
+from trtspec.quant.run import quantize_checkpoint
 
 SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank",

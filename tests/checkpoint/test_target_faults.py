@@ -28,7 +28,7 @@ from trtspec.heads.convert.conversion import Options, convert_head
 from trtspec.models.stream import LayerStream
 from trtspec.models.weights import load_target
 from trtspec.quant.policy import load_policy
-from trtspec.quant.streaming import quantize_checkpoint
+from trtspec.quant.run import quantize_checkpoint
 
 # Without its source or its hashes, an amax of BF16 weights that became another BF16 number is an amax like any other:
 # doubling always gives one, 1.5 half of the time, 1.1 and 0.9 where the eight significant bits are a multiple of ten.

@@ -14,8 +14,8 @@ from tests.command_line import trtspec as here
 from tests.quant.test_streaming import same_bytes, tensors_of
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.quant.conversion import ConversionOptions, prepare
 from trtspec.quant.modelopt import replace_linears
+from trtspec.quant.plan import ConversionOptions, prepare
 from trtspec.quant.policy import load_policy
 
 

@@ -16,10 +16,10 @@ from tests.tiny import make_target
 from trtspec.checkpoint.headers import NOT_FINITE_BITS
 from trtspec.checkpoint.tensors import CODES
 from trtspec.errors import TrtspecError
-from trtspec.quant.conversion import ConversionOptions
 from trtspec.quant.packing import first_not_finite
+from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy
-from trtspec.quant.streaming import quantize_checkpoint
+from trtspec.quant.run import quantize_checkpoint
 
 BAD = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
 

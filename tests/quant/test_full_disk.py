@@ -14,10 +14,10 @@ from safetensors import safe_open
 
 from tests.tiny import make_target
 from trtspec import machine
+from trtspec.checkpoint.output import SPARE_BYTES
 from trtspec.errors import TrtspecError
-from trtspec.quant.output import SPARE_BYTES
 from trtspec.quant.policy import load_policy
-from trtspec.quant.streaming import quantize_checkpoint
+from trtspec.quant.run import quantize_checkpoint
 
 SHIM = r"""
 #define _GNU_SOURCE

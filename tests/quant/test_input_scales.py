@@ -14,9 +14,9 @@ from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.identity import MODEL, identity
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.quant.conversion import ConversionOptions, QuantizePlan
+from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import InputScales, load_policy
-from trtspec.quant.streaming import quantize_checkpoint
+from trtspec.quant.run import QuantizePlan, quantize_checkpoint
 from trtspec.report import OutputOptions
 
 K26 = load_policy("k2.6")

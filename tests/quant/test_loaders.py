@@ -18,9 +18,9 @@ from tests.quant.test_streaming import tensors_of
 from tests.tiny import make_target
 from trtspec.models.weights import load_target
 from trtspec.quant import nvfp4
-from trtspec.quant.conversion import ConversionOptions
+from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy
-from trtspec.quant.streaming import quantize_checkpoint
+from trtspec.quant.run import quantize_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 

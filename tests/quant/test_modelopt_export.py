@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from tests.command_line import inspected
 from tests.tiny import make_target
 from trtspec.quant import nvfp4
-from trtspec.quant.conversion import ConversionOptions
+from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy
-from trtspec.quant.streaming import quantize_checkpoint
+from trtspec.quant.run import quantize_checkpoint
 
 ROOT = Path(__file__).parents[2]
 OTHER = "TRTSPEC_MODELOPT_048_PYTHON"  # the Python of an environment with ModelOpt 0.48: `make test-oracles` makes one

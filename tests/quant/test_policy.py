@@ -16,9 +16,9 @@ from tests.tiny import make_target, target_config, text_config
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.target_tensors import shared_partners
 from trtspec.errors import UsageError
-from trtspec.quant.conversion import ConversionOptions
+from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import default_policy, load_policy
-from trtspec.quant.streaming import quantize_checkpoint
+from trtspec.quant.run import quantize_checkpoint
 from trtspec.report import OutputOptions
 from trtspec.specs import ModelSpec
 

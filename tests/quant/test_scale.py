@@ -21,9 +21,9 @@ from tests.quant.test_streaming import tensors_of, weights
 from tests.tiny import make_target
 from tools.benchmarks.full_size_layer import make_layer
 from trtspec.checkpoint.target_tensors import shared_partners
-from trtspec.quant.conversion import ConversionOptions
+from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy
-from trtspec.quant.streaming import quantize_checkpoint
+from trtspec.quant.run import quantize_checkpoint
 from trtspec.quant.verify import compare
 
 K25 = load_policy("k2.5")

@@ -22,17 +22,16 @@ from trtspec.checkpoint.target_problems import target_spec
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.quant import nvfp4
-from trtspec.quant.conversion import ConversionOptions
 from trtspec.quant.decode import decoded
-from trtspec.quant.output import JOURNAL_NAME
-from trtspec.quant.plan import weight_class
+from trtspec.quant.plan import ConversionOptions, weight_class
 from trtspec.quant.policy import load_policy
-from trtspec.quant.streaming import quantize_checkpoint
+from trtspec.quant.run import quantize_checkpoint
 from trtspec.report import OutputOptions
 
 FORMATS = ["bf16", "int4", "fp8-block"]
 K25 = load_policy("k2.5")
 K26 = load_policy("k2.6")
+JOURNAL_NAME = ".trtspec-quantize.jsonl"
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
@@ -117,13 +116,6 @@ def test_without_an_fp8_kv_cache(tmp_path):
     quantize_checkpoint(make_target(tmp_path / "in", layers=2), tmp_path / "out", K26, ConversionOptions(kv_cache=None))
     assert "kv_cache_scheme" not in json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert target_spec(Checkpoint.open(tmp_path / "out")).quant.kv_cache is None
-
-
-def test_workers_write_the_same_bytes(tmp_path):
-    source = make_target(tmp_path / "in", format="int4", layers=3, shards=4)
-    quantize_checkpoint(source, tmp_path / "one", K26, ConversionOptions(workers=1))
-    quantize_checkpoint(source, tmp_path / "two", K26, ConversionOptions(workers=2))
-    assert weights(tmp_path / "one") == weights(tmp_path / "two")
 
 
 def test_input_scales_from_a_file(tmp_path):
@@ -307,30 +299,18 @@ def test_bad_input_is_named_and_leaves_nothing(tmp_path, case):
     )
 
 
-def test_a_failing_worker_process_reports_its_tensor(tmp_path):
-    source = make_target(tmp_path / "in", layers=2, shards=2)
-    shard = source / "model-00002-of-00002.safetensors"
-    tensors = load_file(shard)
-    name = next(name for name in tensors if ".experts." in name)
-    tensors[name][0, 0] = float("inf")
-    save_file(tensors, shard, {"format": "pt"})
-    with pytest.raises(TrtspecError, match=rf"{name} in model-00002-of-00002.* NaN or infinity at \[0, 0\]") as caught:
-        quantize_checkpoint(source, tmp_path / "out", K26, ConversionOptions(workers=2))
-    assert caught.value.remedy
-
-
 def run_quantize(source: Path, out: Path, workers: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "trtspec", "quantize", str(source), "-o", str(out), "--policy", "k2.5", "--json"]
     return subprocess.Popen([*command, "--workers", str(workers)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, 2, 8])
 def test_kill_and_resume_gives_the_same_bytes(tmp_path, workers):
     source = make_target(tmp_path / "in", format="int4", layers=6, hidden=128, experts=16, shards=12)
     expected = tmp_path / "expected"
     quantize_checkpoint(source, expected, K25)
     out, draw, kills = tmp_path / "out", random.Random(workers), 0
-    for _ in range(4 - workers):
+    for _ in range(max(1, 4 - workers)):
         process = run_quantize(source, out, workers)
         while process.poll() is None and not (out / JOURNAL_NAME).exists():
             time.sleep(0.01)

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from tests.tiny import make_head, make_target
 from trtspec.checkpoint.describe import hash_problems
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.quant.conversion import ConversionOptions
 from trtspec.quant.modelopt import packed_by_modelopt
+from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy
-from trtspec.quant.streaming import quantize_checkpoint
+from trtspec.quant.run import quantize_checkpoint
 from trtspec.quant.verify import compare
 
 MODULE = "language_model.model.layers.1.mlp.experts.2.down_proj"

@@ -92,10 +92,8 @@ def visits(name: str) -> None:
         file = code.co_filename
         if event != "call" or not file.startswith(package) or code.co_name.startswith("<") or importing(frame):
             return
-        if window and file.endswith("quant/plan.py"):
-            state["on"] = True
-        if window and code.co_name == "publish":
-            state["on"] = False
+        if window and code.co_name in ("plan_conversion", "publish"):
+            state["on"] = code.co_name == "plan_conversion"
         if state["on"]:
             files[file] = None
 

@@ -37,9 +37,9 @@ from trtspec.models.head_weights import load_head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.weights import NVFP4Linear, load_target
 from trtspec.quant import nvfp4
-from trtspec.quant.conversion import ConversionOptions
+from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy
-from trtspec.quant.streaming import quantize_checkpoint
+from trtspec.quant.run import quantize_checkpoint
 
 HEAD = DATA / "kimi-nano-eagle3"
 POLICY = load_policy("k2.5")

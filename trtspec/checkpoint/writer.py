@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from filelock import BaseFileLock
 
 INDEX_NAME = "model.safetensors.index.json"
-VECTOR = 512  # views in one pwritev; the limit of Linux is 1024
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 # what file systems without flock answer; OPNOTSUPP and NOTSUP are one number on Linux
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -77,25 +76,6 @@ class ShardFile:
         self._write(data.numpy().data, self._offsets[name])
         self._missing.pop(name, None)
 
-    def write_parts(self, parts: list[tuple[str, int, memoryview]]) -> None:
-        """Writes pieces of tensors (name, byte offset in the tensor, bytes); neighbours in the file go together."""
-        placed = sorted(((self._offsets[name] + at, name, data) for name, at, data in parts), key=lambda part: part[0])
-        run: list[memoryview] = []
-        begin = end = 0
-        for offset, name, data in placed:
-            if run and (offset != end or len(run) == VECTOR):
-                self._write_vector(run, begin)
-                run = []
-            if not run:
-                begin = offset
-            run.append(data)
-            end = offset + len(data)
-            self._missing[name] -= len(data)
-            if not self._missing[name]:
-                del self._missing[name]
-        if run:
-            self._write_vector(run, begin)
-
     def write_chunks(self, name: str, chunks: Iterable[memoryview]) -> None:
         """Writes a tensor from its bytes in order; their number must be the layout's."""
         code, shape = self._layout[name]
@@ -124,17 +104,6 @@ class ShardFile:
             os.close(self._file)
         self._file = -1
         self.temporary.unlink(missing_ok=True)
-
-    def _write_vector(self, run: list[memoryview], offset: int) -> None:
-        """Neighbours in one call; what a full disk or a signal cut short goes on byte by byte to its message."""
-        try:
-            count = os.pwritev(self._file, run, offset)
-        except OSError:
-            count = 0
-        for view in run:
-            done = min(count, len(view))
-            self._write(view[done:], offset + done)
-            count, offset = count - done, offset + len(view)
 
     def _write(self, data: bytes | memoryview, offset: int) -> None:
         view = memoryview(data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,7 +12,7 @@ from trtspec.cli.options import PolicyOption, SourceArgument, policy_of, source_
 from trtspec.records import DryRunOption, ForceOption, JsonOption, RestartOption
 
 if TYPE_CHECKING:
-    from trtspec.quant.conversion import Calibrated, CalibrationPlan
+    from trtspec.calibrate import Calibrated, CalibrationPlan
 
 GIB = 2**30
 
@@ -54,7 +54,6 @@ def calibrate(options: CalibrateOptions) -> None:
     Texts are processed layer by layer, so one machine calibrates a model of any size. An interrupted run resumes with
     the layer it stopped in. Use the result with `trtspec quantize SRC -o OUT --input-scales FILE`.
     """
-    from trtspec.quant.conversion import to_json
     from trtspec.report import OutputOptions, print_json
 
     path = source_directory(options.source)
@@ -76,13 +75,13 @@ def calibrate(options: CalibrateOptions) -> None:
     with progress_bar("calibrating", unit="layers") as bar:
         result = calibrate_checkpoint(path, options.data, options.output, policy, chosen, again, bar.show)
     if options.json_:
-        print_json(to_json(result))
+        print_json(asdict(result))
     else:
         _show(result, options.source)
 
 
 def _show(result: Calibrated | CalibrationPlan, source: str) -> None:
-    from trtspec.quant.conversion import CalibrationPlan
+    from trtspec.calibrate import CalibrationPlan
 
     print(f"texts     {result.texts:,}, {result.tokens:,} tokens, computed in {result.dtype}")
     print(f"linears   {result.linears:,} under policy {result.policy}, {result.layers} layers")

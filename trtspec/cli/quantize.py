@@ -16,7 +16,7 @@ from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Res
 
 if TYPE_CHECKING:
     from trtspec.checkpoint.headers import Checkpoint
-    from trtspec.quant.conversion import Quantized, QuantizePlan
+    from trtspec.quant.run import Quantized, QuantizePlan
 
 KvCache = Literal["fp8", "none"]
 WeightScales = Literal["max", "mse"]
@@ -50,7 +50,7 @@ class QuantizeOptions:
     ] = None
     workers: Annotated[
         int,
-        typer.Option(min=0, help="Worker processes; 0 starts one per core for a large source."),
+        typer.Option(min=0, help="Threads; 0 starts one per core."),
         Excludes("engine=modelopt"),
     ] = 0
     device: Annotated[
@@ -73,7 +73,7 @@ def quantize(options: QuantizeOptions) -> None:
 
     The bytes equal those of ModelOpt's export for the same scales.
     """
-    from trtspec.quant.conversion import to_json
+    from trtspec.quant.run import to_json
     from trtspec.report import print_json, progress_bar
 
     options = checked(options)
@@ -86,8 +86,8 @@ def quantize(options: QuantizeOptions) -> None:
 
 
 def run(options: QuantizeOptions, progress: Any = None) -> Quantized | QuantizePlan:
-    from trtspec.quant.conversion import ConversionOptions
-    from trtspec.quant.streaming import quantize_checkpoint
+    from trtspec.quant.plan import ConversionOptions
+    from trtspec.quant.run import quantize_checkpoint
     from trtspec.report import OutputOptions
 
     source = _source(options)
@@ -118,7 +118,7 @@ def _source(options: QuantizeOptions) -> Path | Checkpoint:
 
 
 def _show(result: Quantized | QuantizePlan, source: str) -> None:
-    from trtspec.quant.conversion import QuantizePlan
+    from trtspec.quant.run import QuantizePlan
     from trtspec.report import Table, print_tables
 
     if isinstance(result, QuantizePlan):

@@ -25,8 +25,8 @@ from trtspec.checkpoint.target_problems import target_spec
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.formats import NVFP4_RANGE
-from trtspec.quant.conversion import Conversion
 from trtspec.quant.decode import decoded
+from trtspec.quant.plan import Conversion
 from trtspec.quant.policy import TEXT_PREFIX, Policy
 from trtspec.specs import ModelSpec
 

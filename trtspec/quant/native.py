@@ -21,10 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from trtspec.checkpoint.headers import DTYPE_BITS, NOT_FINITE_BITS
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.formats import WeightFormat
-from trtspec.quant.packing import BLOCK, Array, Packer, Rows, Scaling
+from trtspec.quant.packing import BLOCK, TINIEST, Array, Packer, Rows, Scaling, decoded
 
 SOURCE = Path(__file__).with_name("nvfp4_kernel.c")
 # contraction would fuse a product and a sum into one rounding; then the bytes would depend on the processor.
@@ -37,7 +36,6 @@ CHOICES = ("auto", "c", "torch")
 POINTER, SIZE, FLOAT, UINT32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_float, ctypes.c_uint32
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "bf16_amax": (UINT32, (POINTER, SIZE)),
-    "f32_amax": (UINT32, (POINTER, SIZE)),
     "bf16_pack": (SIZE, (POINTER, SIZE, FLOAT, POINTER, POINTER)),
     "bf16_pack_mse": (SIZE, (POINTER, SIZE, FLOAT, FLOAT, POINTER, POINTER)),
     "int4_amax": (UINT32, (POINTER, POINTER, SIZE, SIZE)),
@@ -49,8 +47,6 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "tables_bytes": (SIZE, ()),
     "searches_bytes": (SIZE, ()),
 }
-FLOATS = ("BF16", "F16", "F32")  # whose largest magnitude the kernel finds; of the others torch does
-TINIEST = 2.0**-88  # an amax below it leaves float32's range in the search for scales; torch knows what comes then
 
 
 @functools.cache
@@ -122,7 +118,10 @@ def _cache_directory() -> Path:
 
 
 class NativePacker:
-    """What C does not know (FP16 and FP32 weights, odd groups) goes to torch, which is imported only then."""
+    """What C does not know (FP16 and FP32 weights, odd groups) goes to torch, which is imported only then.
+
+    One thread at a time: the tables are the scratch space of a call.
+    """
 
     name = "c"
 
@@ -131,7 +130,6 @@ class NativePacker:
         # zero pages of an anonymous map: resident only where classes occur
         size = kernel.searches_bytes() if weight_scales == "mse" else kernel.tables_bytes()
         self._tables = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
-        self._scratch: Array = np.empty(0, dtype=np.uint16)
 
     @functools.cached_property
     def _torch(self) -> Packer:
@@ -139,67 +137,48 @@ class NativePacker:
 
         return TorchPacker(self.weight_scales)
 
+    def translates(self, rows: Rows) -> bool:
+        return rows.format.is_grouped_integer and rows.scale_dtype == "BF16" and _pairs(rows) > 0
+
     def decode(self, rows: Rows, result: Array) -> None:
-        if not _knows(rows):
-            self._torch.decode(rows, result)
-        elif rows.scale is None:
-            result[...] = rows.values
-        elif rows.format.is_grouped_integer:
+        if self.translates(rows):
             self.kernel.int4_decode(*_grouped(rows), _at(result))
-        else:
+        elif rows.scale is not None and rows.format.has_block_scales and rows.scale_dtype == "F32":
             (count, columns), (height, width) = rows.shape, rows.block
             for band, start in enumerate(range(0, count, height)):
                 part = min(height, count - start)
                 source = (_at(rows.values[start]), _at(rows.scale[band]), part, columns, width)
                 self.kernel.fp8_decode(*source, _at(result[start]))
-
-    def _bf16(self, rows: Rows) -> Array:
-        """The rows as BF16; in a scratch buffer, valid until the next call, unless they are."""
-        if rows.scale is None:
-            return rows.values
-        size = rows.shape[0] * rows.shape[1]
-        if self._scratch.size < size:
-            self._scratch = np.empty(size, dtype=np.uint16)
-        result = self._scratch[:size].reshape(rows.shape)
-        self.decode(rows, result)
-        return result
+        else:
+            self._torch.decode(rows, result)
 
     def amax(self, rows: Rows) -> float:
-        if not _knows(rows):
-            return self._torch.amax(rows)
-        if rows.format.is_grouped_integer:
+        if rows.scale is not None:
             bits = self.kernel.int4_amax(*_grouped(rows))
+        elif rows.dtype == "BF16":
+            bits = self.kernel.bf16_amax(_at(rows.values), rows.values.size)
         else:
-            weight = self._bf16(rows)
-            bits = self.kernel.bf16_amax(_at(weight), weight.size)
+            return self._torch.amax(rows)
         return float(np.uint32(bits << 16).view(np.float32))
 
     def pack(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> int:
-        searches = self.weight_scales == "mse"
-        if not _knows(rows) or (searches and 0 < scaling.amax < TINIEST):
-            return self._torch.pack(rows, scaling, packed, scale)
-        targets = (_at(packed), _at(scale))
+        searches, targets = self.weight_scales == "mse", (_at(packed), _at(scale))
         scales = (scaling.scale_2, _search_unit(scaling.amax)) if searches else (scaling.scale_2,)
-        if rows.format.is_grouped_integer:
+        if (rows.scale is None and rows.dtype != "BF16") or (searches and 0 < scaling.amax < TINIEST):
+            return self._torch.pack(rows, scaling, packed, scale)
+        if rows.scale is not None:
             function = self.kernel.int4_pack_mse if searches else self.kernel.int4_pack
             return int(function(*_grouped(rows), *scales, _at(self._tables), *targets))
-        weight, function = self._bf16(rows), self.kernel.bf16_pack_mse if searches else self.kernel.bf16_pack
-        return int(function(_at(weight), weight.size // BLOCK, *scales, *targets))
+        function = self.kernel.bf16_pack_mse if searches else self.kernel.bf16_pack
+        return int(function(_at(rows.values), rows.values.size // BLOCK, *scales, *targets))
 
     def errors(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> tuple[float, float]:
-        if not _knows(rows):
+        if rows.scale is None and rows.dtype != "BF16":
             return self._torch.errors(rows, scaling, packed, scale)
-        weight, sums = self._bf16(rows), (ctypes.c_double * 2)()
+        weight, sums = decoded(rows, self).values, (ctypes.c_double * 2)()
         arguments = (_at(weight), _at(packed), _at(scale), weight.size // BLOCK)
         self.kernel.error_sums(*arguments, scaling.scale_2, ctypes.addressof(sums))
         return sums[0], sums[1]
-
-    def is_finite(self, data: Array, dtype: str) -> bool:
-        if dtype not in FLOATS:
-            return dtype not in NOT_FINITE_BITS or self._torch.is_finite(data, dtype)
-        width, (_, least) = DTYPE_BITS[dtype] // 8, NOT_FINITE_BITS[dtype]
-        largest = self.kernel.bf16_amax if width == 2 else self.kernel.f32_amax
-        return bool(largest(_at(data), data.size // width) < least)
 
 
 def _at(array: Array) -> int:
@@ -219,14 +198,8 @@ def _grouped(rows: Rows) -> tuple[int, int, int, int]:
     return _at(rows.values), _at(rows.scale), rows.scale.size, _pairs(rows)
 
 
-def _knows(rows: Rows) -> bool:
-    if rows.format.is_grouped_integer:
-        return rows.scale_dtype == "BF16" and _pairs(rows) > 0
-    return rows.scale_dtype == "F32" if rows.format.has_block_scales else rows.dtype == "BF16"
-
-
 def _search_unit(amax: float) -> float:
-    """`scale_search.search_unit`, each operation rounded to float32; torch divides a number by a tensor through the
+    """`nvfp4.search_unit`, each operation rounded to float32; torch divides a number by a tensor through the
     tensor's reciprocal. 0 for a tensor of zeros."""
     if not amax:
         return 0.0

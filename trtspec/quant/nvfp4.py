@@ -13,7 +13,7 @@ import torch
 
 from trtspec.errors import TrtspecError
 from trtspec.formats import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK, NVFP4_RANGE
-from trtspec.quant.scale_search import best_scales
+from trtspec.quant.packing import TINIEST
 
 BLOCK = NVFP4_BLOCK
 E4M3_SMALLEST = 2.0**-9  # smaller block scales are raised to it, so that tiny blocks do not vanish
@@ -144,3 +144,90 @@ def _value_pairs() -> torch.Tensor:
         pairs = torch.stack((signed[codes & 15], signed[codes >> 4]), dim=-1).to(torch.bfloat16)
         _TABLE.append(pairs.view(torch.int32).reshape(256))
     return _TABLE[0]
+
+
+# Scales of least squared error. ModelOpt's `mse` with `fp8_scale_sweep` computes the error of all 126 scales of a block
+# and keeps the first least one. Here the same scale is found from sixteen of them, as a rule. With the scale of the
+# maximum, which maps it to 6, as the centre: above, the search ends where the maximum would round to 2 or less, because
+# half that scale then represents the same values; below, where clipping the maximum alone costs more than the best
+# found. ModelOpt's own arithmetic is kept to the last bit: its unit, its division, its sum of squares in the order in
+# which PyTorch adds sixteen floats.
+ABOVE = 11  # E4M3 codes above the maximum's own: 8 are one octave
+BELOW = 4
+WIDTH = ABOVE + 1 + BELOW
+SMALLEST, LARGEST, ONE = 1, 0x7E, 0x38  # E4M3 codes
+SEARCH_CHUNK = 1 << 13  # blocks
+
+
+def search_unit(amax: torch.Tensor) -> torch.Tensor:
+    """float32 scalar: what a block scale of 1.0 stands for while ModelOpt searches; `scale_2` but for its rounding."""
+    return 1.0 / (448.0 / (amax.float() / 6.0))
+
+
+def best_scales(blocks: torch.Tensor, base: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """float8_e4m3fn [n] of least squared error for finite `blocks` [n, 16]; of equal ones the smallest.
+
+    `base` [n] are the scales of the maxima, `amax` is the float32 largest magnitude of the tensor (of the group, where
+    a partner shares it). Blocks of zeros get 2^-9, as in ModelOpt; a tensor of zeros keeps `base`.
+    """
+    codes = base.view(torch.uint8).clone()
+    if float(amax) < TINIEST:
+        return codes.fill_(exported_code(amax) if float(amax) else ONE).view(torch.float8_e4m3fn)
+    unit = search_unit(amax)
+    for start in range(0, blocks.shape[0], SEARCH_CHUNK):
+        magnitudes = blocks[start : start + SEARCH_CHUNK].float().abs()
+        codes[start : start + SEARCH_CHUNK] = _search(magnitudes, codes[start : start + SEARCH_CHUNK].int(), unit)
+    return codes.view(torch.float8_e4m3fn)
+
+
+def _search(magnitudes: torch.Tensor, base: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
+    maximum = magnitudes.amax(-1)
+    best, least = torch.ones_like(base), torch.full_like(maximum, torch.inf)
+    rows = maximum.nonzero().squeeze(-1)  # those whose search goes on; a block of zeros keeps the smallest scale
+    first = (base - BELOW).clamp(min=SMALLEST)
+    while rows.numel():
+        code, error = _best_of_window(magnitudes[rows], first[rows], unit)
+        better = error <= least[rows]  # windows go down, and of equal scales the smallest counts
+        chosen = rows[better]
+        least[chosen], best[chosen] = error[better], code[better]
+        next_divisor = _divisor((first[rows] - 1).clamp(min=SMALLEST), unit)
+        clipped = maximum[rows] - 6.0 * next_divisor
+        rows = rows[(first[rows] > SMALLEST) & ~(clipped * clipped > least[rows])]
+        first[rows] -= WIDTH
+    return best.to(torch.uint8)
+
+
+def _best_of_window(
+    magnitudes: torch.Tensor, first: torch.Tensor, unit: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    best, least = first.clamp(min=SMALLEST), torch.full_like(magnitudes[:, 0], torch.inf)
+    for offset in range(WIDTH):
+        code = first + offset
+        error = _errors(magnitudes, code.clamp(SMALLEST, LARGEST), unit)
+        better = (error < least) & (code >= SMALLEST) & (code <= LARGEST)
+        best, least = torch.where(better, code, best), torch.where(better, error, least)
+    return best, least
+
+
+def _divisor(codes: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
+    return codes.to(torch.uint8).view(torch.float8_e4m3fn).float() * unit
+
+
+def _errors(magnitudes: torch.Tensor, codes: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
+    """Squared error of each block [n, 16] with its candidate [n]. Value i is added to value i + 8 first."""
+    divisor = _divisor(codes, unit)
+    squares = []
+    for column in magnitudes.unbind(-1):
+        error = column - round_to_e2m1(column / divisor) * divisor
+        squares.append(error * error)
+    total = torch.zeros_like(divisor)
+    for low, high in zip(squares[: BLOCK // 2], squares[BLOCK // 2 :], strict=True):
+        total += low + high
+    return total
+
+
+def exported_code(amax: torch.Tensor) -> int:
+    """The code that ModelOpt's export makes of its smallest candidate where that has left float32's range."""
+    scale = amax.float() * (2.0**-9 / 448.0) / 6.0
+    scale = torch.where(scale == 0, 1.0, scale) * 448.0 / (amax.float() / 6.0)
+    return int(scale.clamp(2.0**-9, 448.0).to(torch.float8_e4m3fn).view(torch.uint8))

@@ -134,16 +134,6 @@ uint32_t bf16_amax(const uint16_t *values, size_t count) {
     return maximum;
 }
 
-/* The same of float32; 0x7F800000 and above mean infinity or NaN. */
-uint32_t f32_amax(const uint32_t *values, size_t count) {
-    uint32_t maximum = 0;
-    for (size_t i = 0; i < count; i++) {
-        uint32_t magnitude = values[i] & 0x7FFFFFFF;
-        maximum = magnitude > maximum ? magnitude : maximum;
-    }
-    return maximum;
-}
-
 /* Fills packed (8 bytes a block) and scale (1 byte a block); returns how many blocks are zero. */
 size_t bf16_pack(const uint16_t *values, size_t blocks, float scale_2, uint8_t *packed, uint8_t *scale) {
     float maxima[STRIP], divisor[STRIP];
@@ -332,7 +322,7 @@ void fp8_decode(const uint8_t *codes, const float *scale, size_t rows, size_t co
     }
 }
 
-/* ---- block scales of least squared error: quant/scale_search.py, with its arithmetic to the last bit ---- */
+/* ---- block scales of least squared error: quant/nvfp4.py, with its arithmetic to the last bit ---- */
 
 #define ABOVE 11 /* codes above the scale of the maximum: beyond them the maximum would round to 2 or less */
 #define BELOW 4  /* and below it; further ones only where clipping the maximum alone would not lose already */

@@ -10,18 +10,18 @@ in a norm or a router spoils every token and would be invisible until the model'
 from __future__ import annotations
 
 import ctypes
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from trtspec.checkpoint.headers import DTYPE_BITS, NOT_FINITE_BITS
-from trtspec.errors import TrtspecError
 from trtspec.formats import FP8_BLOCK_SIZE, NVFP4_BLOCK, NVFP4_RANGE, WeightFormat
 
 Array = np.ndarray[Any, np.dtype[Any]]
 BLOCK = NVFP4_BLOCK
+FINITE_CHUNK = 1 << 18  # values looked at together, so that they stay in the cache
+TINIEST = 2.0**-88  # an amax below it leaves float32's range in ModelOpt's search; then every block has one scale
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,9 @@ class Rows:
         return rows, columns * self.format.values_per_element
 
     def head(self, rows: int) -> Rows:
-        """The first `rows` of them."""
-        scale = self.scale
-        if scale is not None:
-            scale = scale[: -(-rows // self.block[0]) if self.format.has_block_scales else rows]
-        return Rows(self.format, self.dtype, self.values[:rows], scale, self.scale_dtype, self.block)
-
-
-def as_array(data: Array, dtype: str, columns: int) -> Array:
-    """uint8 bytes as [rows, columns] of unsigned integers as wide as the safetensors dtype."""
-    return data.view(f"u{DTYPE_BITS[dtype] // 8}").reshape(-1, columns)
+        """The first `rows` of prepared ones."""
+        scale = None if self.scale is None else self.scale[:rows]
+        return Rows(self.format, self.dtype, self.values[:rows], scale, self.scale_dtype)
 
 
 class Scaling(NamedTuple):
@@ -71,10 +64,16 @@ class Scaling(NamedTuple):
 
 
 class Packer(Protocol):
-    """`weight_scales` is max or mse; `name` is c or torch."""
+    """`weight_scales` is max or mse; `name` is c or torch. `amax`, `pack` and `errors` take prepared rows."""
 
     name: str
     weight_scales: str
+
+    def translates(self, rows: Rows) -> bool:
+        """Whether it packs these quantized rows as they are stored."""
+
+    def decode(self, rows: Rows, result: Array) -> None:
+        """Fills uint16 `result` [n, K] with BF16 values."""
 
     def amax(self, rows: Rows) -> float:
         """max|w|; NaN or infinity where the weight is not finite."""
@@ -82,33 +81,33 @@ class Packer(Protocol):
     def pack(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> int:
         """Fills uint8 `packed` [n, K/2] and `scale` [n, K/16]; returns how many blocks are zero."""
 
-    def decode(self, rows: Rows, result: Array) -> None:
-        """Fills uint16 `result` [n, K] with BF16 values."""
-
     def errors(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> tuple[float, float]:
         """Squared error of the packed rows and squared norm of the source's."""
 
-    def is_finite(self, data: Array, dtype: str) -> bool:
-        """Whether the uint8 bytes of a tensor of that dtype hold neither NaN nor infinity; integers never do."""
+
+def decoded(rows: Rows, packer: Packer) -> Rows:
+    """The rows as BF16."""
+    if rows.scale is None and rows.dtype == "BF16":
+        return rows
+    values: Array = np.empty(rows.shape, np.uint16)
+    packer.decode(rows, values)
+    return Rows(WeightFormat.BF16, "BF16", values)
+
+
+def prepared(rows: Rows, packer: Packer) -> Rows:
+    """The rows as a packer packs them: plain, or quantized as it translates them; else decoded, once."""
+    return rows if rows.scale is None or packer.translates(rows) else decoded(rows, packer)
 
 
 def first_not_finite(data: Array, dtype: str) -> int | None:
-    """Which element of the uint8 bytes of a tensor of that safetensors dtype is NaN or infinite first; None: none is,
-    or the dtype has neither."""
+    """Which element of a flat array, of the bits of that safetensors dtype, is NaN or infinite first; None: none is, or
+    the dtype has neither."""
     if dtype not in NOT_FINITE_BITS:
         return None
     mask, least = NOT_FINITE_BITS[dtype]
     bits = data.view(f"u{DTYPE_BITS[dtype] // 8}")
-    found = np.flatnonzero((bits & bits.dtype.type(mask)) >= least)
-    return int(found[0]) if found.size else None
-
-
-def not_finite(name: str, shard: str, shape: tuple[int, ...], index: int | None) -> TrtspecError:
-    """The error that names the tensor, its shard and the place of the value, whose flat index it gets."""
-    where = ""
-    if index is not None and math.prod(shape) > 1:
-        where = f" at {[int(part) for part in np.unravel_index(index, shape)]}"
-    return TrtspecError(
-        f"TS-QUANT-NOT-FINITE {name} in {shard} holds NaN or infinity{where}",
-        "download that file again and compare its sha256 with the hub's; a model with NaN in it cannot be served",
-    )
+    for begin in range(0, bits.size, FINITE_CHUNK):
+        part = bits[begin : begin + FINITE_CHUNK] & bits.dtype.type(mask)
+        if part.max() >= least:
+            return begin + int((part >= least).argmax())
+    return None

@@ -1,16 +1,18 @@
-"""What a conversion to NVFP4 will do, tensor by tensor, decided from headers before the first byte is read."""
+"""What a conversion to NVFP4 will do, tensor by tensor, decided before the first byte is read."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
+from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.target_tensors import parts_of, shared_partners
 from trtspec.checkpoint.writer import byte_count
-from trtspec.errors import TrtspecError
+from trtspec.errors import TrtspecError, UsageError
 from trtspec.formats import (
     FP8_BLOCK_SIZE,
     NVFP4_BLOCK,
@@ -20,8 +22,10 @@ from trtspec.formats import (
     packed_format,
     stored_format,
 )
-from trtspec.quant.policy import InputScales, Policy
+from trtspec.quant.policy import ACCEPT, InputScales, Policy
+from trtspec.specs import ModelSpec
 
+FORMAT_VERSION = 2  # raised when the same options would give other bytes
 Action = Literal["quantize", "decode", "copy"]
 Entry = tuple[str, tuple[int, ...]]
 
@@ -104,6 +108,82 @@ class ShardPlan:
     @property
     def bytes_out(self) -> int:
         return sum(byte_count(*entry) for entry in self.layout().values())
+
+
+@dataclass(frozen=True)
+class ConversionOptions:
+    """The first three decide the bytes. `input_scales` None is 1.0 everywhere, `weight_scales` None the policy's.
+    `accept_input_scales` takes a scale file that is not bound to the source. `workers` are threads, 0: as many as cores
+    and memory allow. With `by_modelopt` ModelOpt quantizes."""
+
+    kv_cache: str | None = "fp8"
+    input_scales: Path | None = None
+    weight_scales: str | None = None
+    accept_input_scales: bool = False
+    workers: int = 0
+    device: str = "cpu"
+    by_modelopt: bool = False
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One request, checked: nothing has been written yet."""
+
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    output: Path
+    policy: Policy
+    options: ConversionOptions
+    scales: InputScales
+    weight_scales: str
+    plans: list[ShardPlan]
+
+    @property
+    def decisive(self) -> dict[str, Any]:
+        """What decides the output's bytes, besides the source."""
+        return {
+            "policy": {
+                "name": self.policy.name,
+                "quantize": list(self.policy.quantize),
+                "exclude": self.policy.exclude_patterns(self.spec),
+            },
+            "kv_cache": self.options.kv_cache,
+            "input_scales": self.scales.digest,
+            "weight_scales": self.weight_scales,
+            "format_version": FORMAT_VERSION,
+        }
+
+    @property
+    def deviations(self) -> list[str]:
+        """Where the options do otherwise than the publisher of the policy."""
+        calibrated = "one" if self.options.input_scales is None else "calibrated"
+        return self.policy.deviations(self.weight_scales, calibrated, self.options.kv_cache)
+
+    @property
+    def bytes_in(self) -> int:
+        return sum(plan.bytes_in for plan in self.plans)
+
+    @property
+    def bytes_out(self) -> int:
+        return sum(plan.bytes_out for plan in self.plans)
+
+
+def prepare(source: Path | Checkpoint, output: Path, policy: Policy, options: ConversionOptions) -> Conversion:
+    """Opens and checks everything that can be told from headers and options; raises TrtspecError or UsageError."""
+    target = require_target(source)
+    checkpoint, spec = target.checkpoint, target.spec
+    if spec.quant.format.is_fp4:
+        raise UsageError(f"{checkpoint.path} is NVFP4 already", "pass its BF16, FP8 or INT4 source")
+    if output.resolve() == checkpoint.path.resolve():
+        raise UsageError("source and output are the same directory", "choose another --output")
+    if options.accept_input_scales and options.input_scales is None:
+        raise UsageError(f"{ACCEPT} is given without a file of scales", "add --input-scales FILE, or leave it out")
+    scales = InputScales.load(options.input_scales)
+    names = [name for name in plain_names(checkpoint.tensors) if name.endswith(".weight")]
+    scales.check(checkpoint, [name.removesuffix(".weight") for name in names], options.accept_input_scales)
+    plans = plan_conversion(checkpoint, policy, scales, spec.quant.block_size)
+    weight_scales = options.weight_scales or policy.weight_scales
+    return Conversion(checkpoint, spec, output, policy, options, scales, weight_scales, plans)
 
 
 def plan_conversion(
@@ -231,7 +311,6 @@ def weight_class(name: str) -> str:
     return f"dense MLP {leaf}" if ".mlp." in module else f"attention {leaf}" if ".self_attn." in module else leaf
 
 
-def class_counts(plans: list[ShardPlan]) -> dict[str, int]:
-    """How many tensors of each class become NVFP4."""
-    weights = (weight for plan in plans for weight in plan.weights if weight.action == "quantize")
+def class_counts(weights: list[Weight]) -> dict[str, int]:
+    """How many weights of each class there are."""
     return dict(sorted(Counter(weight_class(weight.name) for weight in weights).items()))

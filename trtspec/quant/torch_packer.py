@@ -10,6 +10,8 @@ from trtspec.quant import nvfp4
 from trtspec.quant.decode import dequantize
 from trtspec.quant.packing import BLOCK, Array, Rows, Scaling
 
+CHUNK = 1 << 23  # values
+
 
 def rows_of(
     format: WeightFormat,
@@ -41,6 +43,9 @@ class TorchPacker:
     def __init__(self, weight_scales: str = "max", device: str = "cpu") -> None:
         self.weight_scales, self.device = weight_scales, torch.device(device)
 
+    def translates(self, rows: Rows) -> bool:
+        return False
+
     def decode(self, rows: Rows, result: Array) -> None:
         _tensor(result, "BF16").copy_(self.decoded(rows))
 
@@ -57,11 +62,15 @@ class TorchPacker:
         return float(self.decoded(rows).abs().amax())
 
     def pack(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> int:
-        weight, amax = self.decoded(rows), torch.tensor(scaling.amax, device=self.device)
-        result = nvfp4.quantize(weight, amax, self.weight_scales)
-        _tensor(packed, "U8").copy_(result.packed)
-        _tensor(scale, "U8").copy_(result.scale.view(torch.uint8))
-        return int((weight.view(-1, BLOCK) == 0).all(-1).sum())
+        weight, amax, zeros = self.decoded(rows), torch.tensor(scaling.amax, device=self.device), 0
+        step = max(1, CHUNK // weight.shape[1])
+        for first in range(0, len(weight), step):  # float32 intermediates of a few rows, not of the whole
+            part = slice(first, first + step)
+            result = nvfp4.quantize(weight[part], amax, self.weight_scales)
+            _tensor(packed[part], "U8").copy_(result.packed)
+            _tensor(scale[part], "U8").copy_(result.scale.view(torch.uint8))
+            zeros += int((weight[part].reshape(-1, BLOCK) == 0).all(-1).sum())
+        return zeros
 
     def errors(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> tuple[float, float]:
         scales = _tensor(scale, "F8_E4M3")
@@ -69,7 +78,3 @@ class TorchPacker:
         original = self.decoded(rows).cpu().float()
         error = nvfp4.dequantize(tensor, torch.float32) - original
         return float(error.square().sum(dtype=torch.float64)), float(original.square().sum(dtype=torch.float64))
-
-    def is_finite(self, data: Array, dtype: str) -> bool:
-        kind = DTYPES.get(dtype)
-        return kind is None or not kind.is_floating_point or bool(torch.isfinite(_tensor(data, dtype).float()).all())

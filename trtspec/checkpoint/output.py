@@ -1,0 +1,180 @@
+"""The directory that a command writes a checkpoint into: checked, claimed, resumed after a kill, finished.
+
+    directory = OutputDirectory(path, "quantize", names, size)
+    with directory.claim(header, again) as journal:
+        ...                                    # shards that `journal.done` records are kept
+        carry_files(source, path)              # what the source has beside its weights
+
+The journal is the lock and says what is finished. A command writes config.json last: a directory without it is no
+checkpoint to any loader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtspec import machine
+from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME
+from trtspec.checkpoint.writer import Journal, header_of, recorded_keys, refuse_changed
+from trtspec.errors import TrtspecError, UsageError
+from trtspec.report import OutputOptions, fsync_directory, refuse_overwrite
+
+SPARE_BYTES = 64 << 20  # configs, tokenizer and headers
+OWN_PREFIX = ".trtspec-"
+TEMPORARY = (".partial", ".tmp")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
+WRITTEN = ("config.json", HF_QUANT_NAME, INDEX_NAME, "README.md", "provenance.json")  # beside the shards
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+MOST_NAMES = 5  # of files that a message lists
+
+
+@dataclass(frozen=True)
+class OutputDirectory:
+    """`names` are the files that `command` will write into `path`, `size` is the bytes of the shards among them."""
+
+    path: Path
+    command: str
+    names: frozenset[str]
+    size: int
+
+    @property
+    def journal(self) -> Path:
+        return self.path / f"{OWN_PREFIX}{self.command}.jsonl"
+
+    @contextmanager
+    def claim(self, header: dict[str, Any], again: OutputOptions) -> Iterator[Journal]:
+        """The journal, locked. Removes what a killed run left half-written and, for a new run, earlier weights.
+
+        Raises UsageError if the directory contains foreign files, another run writes it or `header` differs from the
+        earlier run's; TrtspecError if it cannot be written, now or when its disk is full.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f"{OWN_PREFIX}{os.getpid()}.partial"
+            probe.touch()
+            probe.unlink(missing_ok=True)  # another run that begins there may have tidied up
+        except OSError as error:
+            raise TrtspecError(f"cannot write {self.path}: {error.strerror}", "choose another --output") from None
+        resumes = self.check(again)
+        try:
+            with Journal(self.journal, header, restart=again.restart) as journal:
+                self._clear(resumes)
+                yield journal
+        except OSError as error:
+            if error.errno not in DISK_ERRORS:
+                raise
+            remedy = "free space on that disk, then run the command again: finished shards are kept"
+            raise TrtspecError(f"cannot write {self.path}: {error.strerror}", remedy) from error
+
+    def check(self, again: OutputOptions) -> bool:
+        """Whether an earlier run would be resumed; reads only, so a dry run does it too.
+
+        Raises UsageError if the directory contains files that the command did not write, TrtspecError if there is no
+        room.
+        """
+        begun = self.journal.exists()
+        if not begun:
+            self._refuse_foreign(again.force)
+        present = {path.name for path in self.path.glob("*.safetensors")}
+        if strays := sorted(present - self._ours()):
+            raise UsageError(
+                f"{self.path} also holds {_listed(strays)}, which a loader would take for part of the checkpoint",
+                "move it away, or choose another --output",
+            )
+        free, replaced = machine.free_disk(self.path), sum((self.path / name).stat().st_size for name in present)
+        if free + replaced < self.size + SPARE_BYTES:
+            raise TrtspecError(
+                f"{self.path} needs {self.size:,} bytes and its disk has {free:,} free",
+                "free space, or choose an --output on another disk",
+            )
+        return begun and not again.restart
+
+    def refuse_other(self, header: dict[str, Any]) -> None:
+        """Raises UsageError naming what differs between `header` and the journal's."""
+        if (begun := header_of(self.journal)) is not None:
+            refuse_changed(self.journal, begun, header)
+
+    def _refuse_foreign(self, force: bool) -> None:
+        """Without a journal the directory must be empty, or `force` given for what a finished run left."""
+        if not self.path.is_dir():
+            refuse_overwrite(self.path, force)
+            return
+        present = [path.name for path in self.path.iterdir() if not _is_temporary(path.name)]
+        if present and not force:
+            raise UsageError(
+                f"{self.path} already exists and would be overwritten", "pass --force, or choose another --output"
+            )
+        if foreign := sorted(set(present) - (self._ours() if self._provenance() else set())):
+            raise UsageError(
+                f"{self.path} holds {_listed(foreign)}, which `trtspec {self.command}` did not write",
+                f"move that away, or choose another --output; --force replaces only what {self.command} wrote",
+            )
+
+    def _ours(self) -> set[str]:
+        """The names that this run, and earlier ones by their journal and provenance.json, write."""
+        found = set(self.names) | (recorded_keys(self.journal) if self.journal.exists() else set())
+        earlier = self._provenance()
+        return found | set(earlier.get("shards", {})) | set(earlier.get("carried", []))
+
+    def _provenance(self) -> dict[str, Any]:
+        """provenance.json of an earlier run; empty where there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads((self.path / "provenance.json").read_text(encoding="utf-8"))
+            if isinstance(found, dict) and found.get("command") == self.command:
+                return found
+        return {}
+
+    def _clear(self, resumes: bool) -> None:
+        patterns = (".*.partial", *(f".{name}.*.tmp" for name in WRITTEN))
+        stale = [path for pattern in patterns for path in self.path.glob(pattern)]
+        if not resumes:
+            names = ["config.json", INDEX_NAME, *(name for name in self._ours() if name.endswith(".safetensors"))]
+            stale += [self.path / name for name in names]
+        for path in stale:
+            path.unlink(missing_ok=True)
+
+
+def _is_temporary(name: str) -> bool:
+    """Of a run that begins beside this one, or of one that was killed."""
+    return name.startswith(".") and (name.startswith(OWN_PREFIX) or name.endswith(TEMPORARY))
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def carried_names(source: Path) -> list[str]:
+    """Tokenizer, template, remote code, generation config, licences: every file that is not weights or written anew."""
+    return sorted(
+        path.name
+        for path in source.iterdir()
+        if path.is_file()
+        and not path.name.startswith(".")
+        and path.name not in WRITTEN
+        and not path.name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
+    )
+
+
+def carry_files(source: Path, output: Path) -> list[str]:
+    """Copies them byte for byte and returns their names."""
+    names = carried_names(source)
+    for name in names:
+        temporary = output / f".{name}.carried.partial"
+        try:
+            shutil.copyfile(source / name, temporary)
+            temporary.replace(output / name)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    fsync_directory(output)
+    return names

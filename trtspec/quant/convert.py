@@ -1,0 +1,264 @@
+"""Shards of NVFP4 from the source's tensors: groups of linears that share a scale, each whole, on a pool of threads.
+
+A thread reads a group, computes it in C and writes it where the shard's layout says. All three release the
+interpreter lock, and no more groups are in memory than there are threads. Results come back in the plan's order, so
+nothing depends on which thread was first.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from trtspec import machine
+from trtspec.checkpoint.headers import DTYPE_BITS, ShardReader
+from trtspec.checkpoint.writer import ShardFile, publish
+from trtspec.errors import TrtspecError
+from trtspec.quant.native import choose_packer
+from trtspec.quant.packing import (
+    BLOCK,
+    Array,
+    Packer,
+    Rows,
+    Scaling,
+    decoded,
+    first_not_finite,
+    prepared,
+)
+from trtspec.quant.plan import Conversion, Group, ShardPlan, Weight, weight_class
+from trtspec.report import file_sha256
+
+ERROR_ROWS = 64  # the rows of each tensor on which the rounding error is measured
+COPY_BYTES = 16 << 20  # of a copied tensor in memory at a time
+THREAD_BYTES = 1 << 30  # more than a thread holds of any Kimi: the dense layer's gate and up, stored and packed
+Record = dict[str, Any]
+
+
+def convert_shards(
+    conversion: Conversion, plans: list[ShardPlan], threads: int, progress: Callable[[int], None] | None = None
+) -> Iterator[tuple[ShardPlan, Record]]:
+    """Yields each shard's plan and journal record once the shard is durable. The first failure stops the rest.
+
+    `progress` gets source bytes as they are done. Raises TrtspecError naming the tensor that cannot be converted; then
+    no unfinished file is left behind.
+    """
+    reader, files = ShardReader(conversion.checkpoint.path), list[ShardFile]()
+    converter = Converter(reader, conversion.weight_scales, conversion.options.device)
+    publishing: deque[tuple[ShardPlan, Future[Record]]] = deque()
+    pool, torch_threads = ThreadPoolExecutor(threads, thread_name_prefix="convert"), _set_torch_threads(1)
+    try:
+        for plan in plans:
+            file = ShardFile(conversion.output / plan.shard, plan.layout())
+            files.append(file)
+            results = []
+            for group, result in zip(plan.groups, pool.map(partial(converter.convert, file), plan.groups), strict=True):
+                results.append(result)
+                if progress:
+                    progress(sum(weight.bytes_in for weight in group.weights))
+                while publishing and publishing[0][1].done():
+                    yield publishing[0][0], publishing.popleft()[1].result()
+            file.close()
+            publishing.append((plan, pool.submit(_publish, file, _record(plan, file.size, results))))
+        for plan, future in publishing:
+            yield plan, future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        for file in files:
+            file.abandon()
+        reader.close()
+        _set_torch_threads(torch_threads)
+
+
+def thread_count(asked: int, plans: list[ShardPlan]) -> int:
+    """0 means as many as cores and memory allow."""
+    most = asked or min(machine.cores(), machine.free_memory() // THREAD_BYTES)
+    return max(1, min(most, sum(len(plan.groups) for plan in plans)))
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """Squared error and squared norm of a linear's first rows; its blocks, and how many of them are zero."""
+
+    module: str
+    error: float
+    norm: float
+    blocks: int
+    zeros: int
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A group that is written: the digest of what was read for it."""
+
+    read: bytes
+    linears: tuple[PackedLinear, ...] = ()
+
+
+class Converter:
+    """Converts groups of one checkpoint, in any number of threads at once."""
+
+    def __init__(self, reader: ShardReader, weight_scales: str, device: str) -> None:
+        self.reader, self._own = reader, _OwnPacker(weight_scales, device)
+
+    def convert(self, file: ShardFile, group: Group) -> Converted:
+        """Writes what becomes of the group's weights into `file`."""
+        digest, packer = xxhash.xxh3_128(), self._own.packer
+        if group.action == "copy":
+            file.write_chunks(group.weights[0].name, self._chunks(group.weights[0], digest))
+            return Converted(digest.digest())
+        if group.action == "decode":
+            weight = group.weights[0]
+            values = decoded(self._read(weight, digest), packer).values.reshape(-1)
+            if (index := first_not_finite(values, "BF16")) is not None:
+                raise _refusal(weight, index)
+            file.write_chunks(weight.name, [values.view(np.uint8).data])
+            return Converted(digest.digest())
+        rows = [prepared(self._read(weight, digest), packer) for weight in group.weights]
+        amax = [_amax(weight, each, packer) for weight, each in zip(group.weights, rows, strict=True)]
+        amax += [_amax(partner, prepared(self._read(partner, digest), packer), packer) for partner in group.partners]
+        scaling = Scaling.of(max(amax))
+        pairs = zip(group.weights, rows, strict=True)
+        linears = tuple(_pack(file, weight, each, packer, scaling, group.input_scale) for weight, each in pairs)
+        return Converted(digest.digest(), linears)
+
+    def _chunks(self, weight: Weight, digest: Any) -> Iterator[memoryview]:
+        """The bytes of a copied tensor, looked at for NaN while they are in memory; embeddings are large."""
+        info, before = weight.parts[0], 0
+        for chunk in self.reader.pieces(info, COPY_BYTES):
+            digest.update(chunk)
+            if (index := first_not_finite(np.frombuffer(chunk, np.uint8), info.dtype)) is not None:
+                raise _refusal(weight, before // (DTYPE_BITS[info.dtype] // 8) + index)
+            yield chunk
+            before += len(chunk)
+
+    def _read(self, weight: Weight, digest: Any) -> Rows:
+        """The stored tensors of a weight. Raises TrtspecError where they contradict each other."""
+        views = []
+        for info, kind in zip(weight.parts, weight.format.storage.kinds, strict=False):
+            data: Array = np.empty(info.nbytes, np.uint8)
+            self.reader.read_bytes(info, info.begin, data.data)
+            digest.update(data)
+            view = data.view(f"u{DTYPE_BITS[info.dtype] // 8}").reshape(-1, info.shape[-1])
+            if kind == "shape" and tuple(view.reshape(-1).tolist()) != weight.shape:
+                text = f"{info.name} is {view.tolist()}, the packed tensor holds {[*weight.shape]}"
+                raise TrtspecError(text, "download the checkpoint again")
+            views.append(view)
+        if len(views) == 1:
+            return Rows(weight.format, weight.parts[0].dtype, views[0])
+        info, scale = weight.parts[1], views[1]
+        if bool((scale >> 8 * scale.itemsize - 1).any()):
+            text = f"{info.name} in {info.shard} holds a negative scale"
+            raise TrtspecError(text, "download that file again", "TS-TARGET-BAD-SCALE")
+        return Rows(weight.format, weight.parts[0].dtype, views[0], scale, info.dtype, weight.block)
+
+
+class _OwnPacker(threading.local):
+    """A packer for each thread: a call uses its tables."""
+
+    def __init__(self, weight_scales: str, device: str) -> None:
+        self.packer = choose_packer(weight_scales, device)
+
+
+def _amax(weight: Weight, rows: Rows, packer: Packer) -> float:
+    amax = packer.amax(rows)
+    if not math.isfinite(amax):
+        raise _refusal(weight, first_not_finite(decoded(rows, packer).values.reshape(-1), "BF16"))
+    return amax
+
+
+def _pack(
+    file: ShardFile, weight: Weight, rows: Rows, packer: Packer, scaling: Scaling, input_scale: float
+) -> PackedLinear:
+    count, columns = rows.shape
+    packed, scale = np.empty((count, columns // 2), np.uint8), np.empty((count, columns // BLOCK), np.uint8)
+    zeros, head = packer.pack(rows, scaling, packed, scale), min(ERROR_ROWS, count)
+    error, norm = packer.errors(rows.head(head), scaling, packed[:head], scale[:head])
+    for suffix, data in (
+        ("weight", packed.reshape(-1).data),
+        ("weight_scale", scale.reshape(-1).data),
+        ("weight_scale_2", memoryview(struct.pack("<f", scaling.scale_2))),
+        ("input_scale", memoryview(struct.pack("<f", input_scale))),
+    ):
+        file.write_chunks(f"{weight.module}.{suffix}", [data])
+    return PackedLinear(weight.module, error, norm, scale.size, zeros)
+
+
+def _refusal(weight: Weight, index: int | None) -> TrtspecError:
+    """For NaN or infinity at the flat `index` of a weight."""
+    where = ""
+    if index is not None and math.prod(weight.shape) > 1:
+        where = f" at {[int(part) for part in np.unravel_index(index, weight.shape)]}"
+    return TrtspecError(
+        f"TS-QUANT-NOT-FINITE {weight.name} in {weight.parts[0].shard} holds NaN or infinity{where}",
+        "download that file again and compare its sha256 with the hub's; a model with NaN in it cannot be served",
+    )
+
+
+def _record(plan: ShardPlan, size: int, results: list[Converted]) -> Record:
+    """The journal's record of a shard, without its checksum; `classes` sums errors and blocks by class of linear."""
+    classes: dict[str, dict[str, float]] = {}
+    linears = [linear for result in results for linear in result.linears]
+    for linear in linears:
+        empty = {"tensors": 0, "error": 0.0, "norm": 0.0, "blocks": 0, "zero_blocks": 0}
+        entry = classes.setdefault(weight_class(linear.module), empty)
+        entry["tensors"] += 1
+        entry["error"] += linear.error
+        entry["norm"] += linear.norm
+        entry["blocks"] += linear.blocks
+        entry["zero_blocks"] += linear.zeros
+    actions = [weight.action for weight in plan.weights]
+    return {
+        "bytes": size,
+        "quantized": actions.count("quantize"),
+        "decoded": actions.count("decode"),
+        "copied": actions.count("copy"),
+        "read": _digest(result.read for result in results),
+        "classes": classes,
+        "zero_tensors": [linear.module for linear in linears if linear.zeros == linear.blocks],
+    }
+
+
+def _digest(groups: Iterable[bytes]) -> str:
+    return xxhash.xxh3_128(b"".join(groups)).hexdigest()
+
+
+def source_digest(reader: ShardReader, plan: ShardPlan) -> str:
+    """A record's `read` for the source as it is now; reads all that the shard is converted from."""
+
+    def digest(group: Group) -> bytes:
+        found = xxhash.xxh3_128()
+        for part in (part for weight in group.members for part in weight.parts):
+            for chunk in reader.pieces(part, COPY_BYTES):
+                found.update(chunk)
+        return found.digest()
+
+    return _digest(map(digest, plan.groups))
+
+
+def _publish(file: ShardFile, record: Record) -> Record:
+    """The checksum of what the kernel will write, then durable under its name."""
+    digest = file_sha256(file.temporary)
+    publish(file.temporary, file.path)
+    return record | {"sha256": digest}
+
+
+def _set_torch_threads(count: int) -> int:
+    """Torch's own threads would wait for each other at every step. Returns how many there were; where C computes, torch
+    is not even imported."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return count
+    before: int = torch.get_num_threads()
+    torch.set_num_threads(count)
+    return before
