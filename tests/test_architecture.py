@@ -24,10 +24,10 @@ LEVEL = {
     "engine": 6, "heads": 6, "calibrate": 6, "trtllm": 6, "vllm": 6, "bench": 6,
     "models": 5, "planning": 5, "launch": 5,
     "quant": 4,
-    "checkpoint": 3,
+    "checkpoint": 3, "client": 3,
     "data_files": 2,
     "specs": 1, "report": 1, "records": 1,
-    "files": 0, "machine": 0, "addresses": 0, "request_keys": 0,
+    "files": 0, "machine": 0,
     "formats": -1, "errors": -1,
 }  # fmt: skip
 TORCH_FREE = (
@@ -45,9 +45,8 @@ TORCH_FREE = (
     "data_files",
     "files",
     "machine",
-    "addresses",
-    "request_keys",
     "bench",
+    "client",
 )
 TORCH_FREE_CHECKPOINT = ("headers", "identity", "target_problems", "heads", "hub", "tokenizer", "rows", "conversations")
 HEAVY = ("torch", "transformers", "modelopt", "accelerate", "datasets")

@@ -24,7 +24,7 @@ from tests.bench.conftest import free_port
 from tests.command_line import trtspec
 from tests.test_docs_commands import PAGES, PARSED, PLACEHOLDER, ROOT, Command, commands, sizes_only
 from trtspec import data_files
-from trtspec.bench import measure
+from trtspec.client.client import wait_ready
 
 NANO, HEAD = data_files.kimi_nano_dir(), data_files.DATA / "kimi-nano-eagle3"
 PUBLISHED, PUBLISHED_HEAD = "nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3"
@@ -108,7 +108,7 @@ class Room:
         port = free_port()
         words = [sys.executable, "-m", "trtspec", "serve", str(NANO), "--backend", "reference", "--port", str(port)]
         self.servers.append(subprocess.Popen([*words, *options], env=os.environ | {"PYTHONPATH": str(ROOT)}))
-        asyncio.run(measure.wait_ready(f"http://127.0.0.1:{port}", 300))
+        asyncio.run(wait_ready(f"http://127.0.0.1:{port}", 300))
         return f"http://127.0.0.1:{port}"
 
     def url(self, found: re.Match[str]) -> str:

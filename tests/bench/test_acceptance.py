@@ -7,7 +7,7 @@ import random
 import pytest
 
 from trtspec.bench import acceptance
-from trtspec.bench.acceptance import TurnCounts
+from trtspec.client.servers import TurnCounts
 
 
 def turn(steps: int, accepted: int, histogram: tuple[int, ...] | None = None, **more: object) -> TurnCounts:

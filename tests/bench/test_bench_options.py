@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.command_line import trtspec
-from trtspec.bench.client import Answer
 from trtspec.bench.load import ServiceLevel, goodput
+from trtspec.client.client import Answer
 
 NOWHERE = ("bench", "http://127.0.0.1:9")
 

@@ -14,7 +14,6 @@ import pytest
 from tests.bench import cheats
 from tests.bench.cheating_server import ACCEPTANCE_CHEATS, CHEATS, LONG_CHEATS, TEXT_CHEATS, TOKEN_CHEATS
 from tests.command_line import Done, trtspec
-from trtspec.bench.adapters import FROM_COUNTERS
 from trtspec.bench.arguments import compare_turns
 from trtspec.bench.asking import Asker
 from trtspec.bench.battery import stop_word
@@ -33,6 +32,7 @@ from trtspec.bench.parameters import NO_ANSWER, check_parameters
 from trtspec.bench.parameters import REFUSED as DECLINED
 from trtspec.bench.transcript import ParameterReply, Recording, Token, ToolReply, Transcript, visible_text
 from trtspec.bench.visible import check_stream, check_visible_text
+from trtspec.client.servers import FROM_COUNTERS
 
 FEW = 6
 # what each cheat is caught by: one of these codes is among those of the verdict

@@ -16,11 +16,11 @@ import pytest
 
 from tests.command_line import trtspec
 from trtspec.bench import choose_draft
-from trtspec.bench.acceptance import TurnCounts, summarize
-from trtspec.bench.adapters import DetectedServer
+from trtspec.bench.acceptance import summarize
 from trtspec.bench.choose_draft import choose, one_length, propose, schedule_of
 from trtspec.bench.results import BenchResults, EndpointResult, LevelResult, QuestionSpeed, Throughput
-from trtspec.bench.text_quality import judge_run
+from trtspec.client.servers import DetectedServer, TurnCounts
+from trtspec.client.text_quality import judge_run
 from trtspec.errors import UsageError
 from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.lint.linter import lint

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from tests.bench.test_statistics import RUNS, in_a_mood, run_of
-from trtspec.bench.acceptance import TurnCounts, by_category
-from trtspec.bench.adapters import FROM_COUNTERS, FROM_SGLANG
+from trtspec.bench.acceptance import by_category
 from trtspec.bench.compare import compare
 from trtspec.bench.results import BenchResults
-from trtspec.bench.text_quality import judge_run
+from trtspec.client.servers import FROM_COUNTERS, FROM_SGLANG, TurnCounts
+from trtspec.client.text_quality import judge_run
 
 NAMES = [str(place) for place in range(40)]
 LOOPS, TEXT = judge_run(["loop " * 40] * 10), judge_run(["Every word of this sentence is its own."] * 10)

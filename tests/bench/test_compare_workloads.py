@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from tests.bench.test_statistics import run_of
-from trtspec.bench.client import RequestSampling
 from trtspec.bench.compare import compare
 from trtspec.bench.conditions import parse
 from trtspec.bench.datasets import DatasetChoice, load_dataset
 from trtspec.bench.measure import BenchWorkload
 from trtspec.bench.results import BenchResults
+from trtspec.client.client import RequestSampling
 from trtspec.errors import UsageError
 
 NAMES = [str(place) for place in range(12)]

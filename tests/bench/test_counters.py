@@ -15,16 +15,17 @@ from typing import Any
 import pytest
 
 from tests.bench.cheating_server import WORDS
-from trtspec.bench import adapters, assembly
-from trtspec.bench.client import RequestSampling
+from trtspec.bench import assembly
 from trtspec.bench.conditions import parse
 from trtspec.bench.datasets import Dataset, Question
 from trtspec.bench.measure import BenchWorkload, Progress, measure
-from trtspec.bench.metrics import Counters
 from trtspec.bench.raw_results import RawResults
 from trtspec.bench.recorder import _pooled
 from trtspec.bench.results import BenchResults
 from trtspec.bench.transcript import Transcript
+from trtspec.client import servers
+from trtspec.client.client import RequestSampling
+from trtspec.client.servers import Counters
 from trtspec.data_files import kimi_nano_dir
 
 NANO = str(kimi_nano_dir())
@@ -40,7 +41,7 @@ WORKLOAD = BenchWorkload(
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """This server makes a step every 0.01 s."""
-    monkeypatch.setattr(adapters, "SETTLED_S", 0.1)
+    monkeypatch.setattr(servers, "SETTLED_S", 0.1)
 
 
 @dataclass

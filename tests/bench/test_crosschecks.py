@@ -8,10 +8,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from trtspec.bench import adapters, ci_reports, findings
-from trtspec.bench.acceptance import TurnCounts, summarize, without_surplus
-from trtspec.bench.client import Answer
+from trtspec.bench import ci_reports, findings
+from trtspec.bench.acceptance import summarize, without_surplus
 from trtspec.bench.load import Round
+from trtspec.client import servers
+from trtspec.client.client import Answer
+from trtspec.client.servers import TurnCounts
 from trtspec.errors import Problem
 from trtspec.report import Table
 
@@ -75,9 +77,9 @@ def test_an_average_below_one_is_no_acceptance() -> None:
     """0.5 made 152 steps of 76 tokens, and accepted -76; a rounded 1 and a 0, which is no count, are honest."""
     faults: list[str] = []
     low = [answer(spec_decode=None, tokens_per_iteration=average) for average in (0.5, 1e-9)]
-    assert adapters.all_counts(low, faults) == [] and "avg_decoded_tokens_per_iter is 0.5" in faults[0]
+    assert servers.all_counts(low, faults) == [] and "avg_decoded_tokens_per_iter is 0.5" in faults[0]
     plain, untold = (answer(30, 0, spec_decode=None, tokens_per_iteration=average) for average in (0.999, 0.0))
-    assert [(count.verifications, count.accepted) for count in adapters.all_counts([plain, untold])] == [(30, 0)]
+    assert [(count.verifications, count.accepted) for count in servers.all_counts([plain, untold])] == [(30, 0)]
     assert not findings.contradictions("e", [plain, untold], 1000)
 
 

@@ -19,11 +19,11 @@ import pytest
 
 from tests.bench.conftest import STAND_IN, free_port, wait_until_healthy
 from tests.bench.test_malformed_metadata import WORKLOAD, pages, served
-from trtspec.bench.client import Answer, Endpoint, RequestSampling, new_client, request_body, stream_answer
 from trtspec.bench.datasets import Dataset, Question, load_dataset
 from trtspec.bench.measure import Progress, measure
 from trtspec.bench.raw_results import RawResults
 from trtspec.bench.results import read_results, read_whole
+from trtspec.client.client import Answer, Endpoint, RequestSampling, new_client, request_body, stream_answer
 from trtspec.errors import UsageError
 
 Start = Callable[..., str]

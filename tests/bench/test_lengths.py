@@ -12,11 +12,11 @@ import pytest
 
 from tests.bench.test_counters import QUESTIONS, CountingServer, bench
 from tests.bench.test_raw_prompts import ROWS
-from trtspec.bench.client import RequestSampling
 from trtspec.bench.conditions import PromptSizes, parse, read_tokenizer
 from trtspec.bench.datasets import DatasetChoice, Question, load_dataset
 from trtspec.bench.results import BenchResults
 from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.client.client import RequestSampling
 from trtspec.data_files import kimi_nano_dir
 from trtspec.errors import Problem, UsageError
 

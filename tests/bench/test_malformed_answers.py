@@ -15,9 +15,9 @@ from tests.bench.cheating_server import fuzzed
 from tests.command_line import trtspec
 from trtspec.bench.asking import read_answer
 from trtspec.bench.check import GateLimits, run_checks
-from trtspec.bench.client import Answer, absorb, finite
 from trtspec.bench.pace import check_speed
 from trtspec.bench.transcript import AskedPrompt, Recording, read_recording
+from trtspec.client.client import finite
 from trtspec.errors import UsageError
 
 
@@ -97,22 +97,6 @@ def test_a_last_pass_without_times_is_no_measurement(whole: Recording) -> None:
 
 def test_damaged_answers(cheating: str, small: Path) -> None:
     assert ask_damaged(cheating, small, range(4)) == {3}
-
-
-@pytest.mark.parametrize(
-    ("error", "says"),
-    [
-        ({"object": "error", "message": "too long", "code": "context_length_exceeded"}, "HTTP 500: too long"),
-        ({"object": "error", "message": "too long", "code": 400}, "HTTP 400: too long"),
-        ({"error": {"message": "too long", "code": "404"}}, "HTTP 404: too long"),
-        ({"error": {"message": "too long", "code": True}, "code": "9" * 5000}, "HTTP 500: too long"),
-        ({"error": "too long", "code": None}, "HTTP 500: too long"),
-    ],
-)
-def test_an_error_in_a_stream_keeps_the_servers_words(error: dict[str, Any], says: str) -> None:
-    answer = Answer("q", "c", 0, started=0.0)
-    absorb(answer, error, 0.0)
-    assert answer.error == says
 
 
 def test_integers_without_end(whole: Recording) -> None:

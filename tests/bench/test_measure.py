@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from tests.command_line import Done, trtspec
-from trtspec.bench import adapters, assembly, measure
-from trtspec.bench.client import Answer, RequestSampling
+from trtspec.bench import assembly, measure
 from trtspec.bench.compare import compare
 from trtspec.bench.datasets import DatasetChoice, load_dataset
 from trtspec.bench.load import Round, steady_rate
 from trtspec.bench.results import read_whole
+from trtspec.client import servers
+from trtspec.client.client import Answer, RequestSampling
 
 Start = Callable[..., str]
 
@@ -47,9 +48,9 @@ def test_every_source_agrees_on_the_same_answers(stand_in: Start, dataset: Path)
     exact = run({"e": stand_in(kind="reference")}, dataset)
     average = run({"e": stand_in(kind="trtllm")}, dataset)
     counters = run({"e": stand_in(kind="vllm")}, dataset)
-    assert exact["source"] == adapters.FROM_CHOICE and exact["server"]["kind"] == "reference"
-    assert average["source"] == adapters.FROM_AVERAGE and average["server"]["kind"] == "trtllm"
-    assert counters["source"] == adapters.FROM_COUNTERS and counters["server"]["kind"] == "vllm"
+    assert exact["source"] == servers.FROM_CHOICE and exact["server"]["kind"] == "reference"
+    assert average["source"] == servers.FROM_AVERAGE and average["server"]["kind"] == "trtllm"
+    assert counters["source"] == servers.FROM_COUNTERS and counters["server"]["kind"] == "vllm"
     for key in ("steps", "drafted", "accepted", "histogram", "acceptance_length"):
         assert counters[key] == exact[key], key
     # trtllm-serve counts the prefill as a step, which is taken out again
@@ -64,7 +65,7 @@ def test_every_source_agrees_on_the_same_answers(stand_in: Start, dataset: Path)
 def test_sglang_tells_a_mean_and_nothing_else(stand_in: Start, dataset: Path) -> None:
     exact = run({"e": stand_in(kind="reference")}, dataset)
     running = run({"e": stand_in(kind="sglang")}, dataset)
-    assert running["source"] == adapters.FROM_SGLANG
+    assert running["source"] == servers.FROM_SGLANG
     assert running["acceptance_length"] == pytest.approx(exact["acceptance_length"], rel=0.05)  # warm-up included
     assert running["histogram"] is None and running["drafted"] is None
 

@@ -20,19 +20,16 @@ import pytest
 
 from tests.bench.load_generators import Load, figures, guidellm, vllm_bench_serve, word_tokenizer
 from trtspec.bench import assembly, measure
-from trtspec.bench.client import (
-    KEPT_S,
+from trtspec.bench.datasets import load_dataset
+from trtspec.bench.load import ServiceLevel
+from trtspec.bench.results import BenchResults
+from trtspec.client.client import (
     Endpoint,
     RequestSampling,
-    first_model,
     new_client,
     request_body,
     stream_answer,
 )
-from trtspec.bench.datasets import load_dataset
-from trtspec.bench.load import ServiceLevel
-from trtspec.bench.results import BenchResults
-from trtspec.errors import TrtspecError
 
 PACED = Path(__file__).with_name("paced_server.py")
 TTFT, GAP, TOKENS, PER_CHUNK = 0.2, 0.05, 40, 2
@@ -139,55 +136,6 @@ def test_waiting_for_a_connection_is_not_counted(paced: Callable[..., str]) -> N
     found = asyncio.run(firsts())
     assert found[5][0] - found[0][0] >= 0.6, "three had to wait"
     assert 0.6 <= statistics.median(first for _, first in found[5:]) < 1.0, f"1.2 with the waiting: {found}"
-
-
-def test_a_connection_is_not_used_when_the_server_is_about_to_close_it() -> None:
-    """A server that resets a connection over which a request comes after more than the time that clients keep one: what
-    uvicorn does at 5 s, without the luck that it takes to meet the moment."""
-    resets, model = [], b'{"data": [{"id": "m"}]}'
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        idle_since = time.monotonic()
-        while await reader.readline():
-            while (await reader.readline()).strip():
-                pass
-            if time.monotonic() - idle_since > KEPT_S:
-                resets.append(1)
-                writer.transport.abort()
-                return
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(model) + model)
-            await writer.drain()
-            idle_since = time.monotonic()
-        writer.close()
-
-    async def asked_twice() -> None:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        async with server, new_client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
-            assert (await first_model(client))["id"] == "m"
-            await asyncio.sleep(KEPT_S + 0.1)
-            assert (await first_model(client))["id"] == "m"
-
-    asyncio.run(asked_twice())
-    assert not resets
-
-
-def test_waiting_for_a_silent_server_ends_in_time() -> None:
-    """It accepts connections and never answers, as some do while they load."""
-
-    async def waited() -> float:
-        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.read()
-            writer.close()
-
-        server = await asyncio.start_server(silent, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        started = time.monotonic()
-        async with server:
-            with pytest.raises(TrtspecError, match=f"after 0.5 s {url} does not answer /v1/models"):
-                await measure.wait_ready(url, 0.5)
-        return time.monotonic() - started
-
-    assert asyncio.run(waited()) < 20, "a client's own patience is 30 s"
 
 
 def test_a_buffering_proxy_is_named(paced: Callable[..., str], dataset: Path) -> None:

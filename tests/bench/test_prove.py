@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.command_line import trtspec
-from trtspec.bench.acceptance import TurnCounts, summarize
+from trtspec.bench.acceptance import summarize
 from trtspec.bench.battery import make_battery
 from trtspec.bench.datasets import load_dataset
 from trtspec.bench.gate import answers_needed
@@ -48,6 +48,7 @@ from trtspec.cli.prove_run import (
     run_proof,
     tied,
 )
+from trtspec.client.servers import TurnCounts
 from trtspec.errors import UsageError
 from trtspec.trtllm.schema import schema_for
 

@@ -25,14 +25,14 @@ from tests.bench.load_generators import TOOLS, Load, figures, guidellm, tool, vl
 from tests.command_line import trtspec
 from trtspec import data_files
 from trtspec.bench import assembly, measure
-from trtspec.bench.adapters import all_counts
 from trtspec.bench.choose_draft import choose
-from trtspec.bench.client import RequestSampling
 from trtspec.bench.conditions import parse
 from trtspec.bench.datasets import Dataset, load_dataset, spread
 from trtspec.bench.measure import MeasuredEndpoint
 from trtspec.bench.results import BenchResults, EndpointResult
 from trtspec.bench.tables import card_tables
+from trtspec.client.client import RequestSampling, wait_ready
+from trtspec.client.servers import all_counts
 
 NANO, HEAD = str(data_files.kimi_nano_dir()), str(data_files.DATA / "kimi-nano-eagle3")
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +51,7 @@ def reference() -> Iterator[Callable[..., str]]:
             subprocess.Popen([*TRTSPEC, "serve", NANO, "--backend", "reference", "--port", str(port), *options])
         )
         url = f"http://127.0.0.1:{port}"
-        asyncio.run(measure.wait_ready(url, 300))
+        asyncio.run(wait_ready(url, 300))
         return url
 
     yield start

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from trtspec.bench import assembly, demo_report, measure
-from trtspec.bench.client import RequestSampling
 from trtspec.bench.datasets import load_dataset
 from trtspec.bench.report import bench_html
 from trtspec.bench.results import BenchResults, from_dict
+from trtspec.client.client import RequestSampling
 
 SAMPLE_CLASSES = {"SAMPLE experts": {"tensors": 28, "relative_error": 0.0951, "worst": 0.0985}}
 

@@ -10,7 +10,6 @@ from scipy import stats
 
 from trtspec.bench import compare as comparing
 from trtspec.bench.acceptance import (
-    TurnCounts,
     independent_ratio,
     length_interval,
     paired_ratio,
@@ -18,9 +17,9 @@ from trtspec.bench.acceptance import (
     summarize,
     t_quantile,
 )
-from trtspec.bench.adapters import DetectedServer
 from trtspec.bench.results import BenchResults, LevelResult, QuestionSpeed, Throughput
-from trtspec.bench.text_quality import judge_run
+from trtspec.client.servers import DetectedServer, TurnCounts
+from trtspec.client.text_quality import judge_run
 
 RUNS = 1000
 RATES = np.array([0.78, 0.66, 0.6])  # conditional acceptance of a real head, roughly

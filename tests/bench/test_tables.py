@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from trtspec.bench import assembly, demo_report, measure, report, tables
-from trtspec.bench.client import RequestSampling
 from trtspec.bench.datasets import load_dataset
 from trtspec.bench.results import BenchResults, Comparison, EndpointResult
+from trtspec.client.client import RequestSampling
 from trtspec.report import Table
 
 LENGTHS = {"concurrency": 1, "draft_len": 3, "tokens_per_step": 2.0, "step_s": 0.01, "tokens_per_s": 200.0}

@@ -16,8 +16,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from trtspec.bench.metrics import NAMES, VLLM
 from trtspec.bench.watch import Watch, start_exporter
+from trtspec.client.servers import TRTLLM, VLLM
 from trtspec.data_files import kimi_nano_dir
 
 MONITORING = Path(__file__).parents[2] / "docker" / "monitoring"
@@ -149,8 +149,7 @@ def test_tensorrt_llms_metrics_are_all_exported() -> None:
     exported = set(listed["samples"])
     wanted = {name for name in named() if name.startswith("trtllm")}
     assert len(wanted) >= 6 and wanted <= exported, wanted - exported
-    (row,) = (row for row in NAMES if row.kind == "trtllm")
-    read = {f"{name}_total" for name in (row.drafted, row.accepted)}
+    read = {f"{name}_total" for name in (TRTLLM.drafted, TRTLLM.accepted)}
     assert read <= exported, read - exported
 
 

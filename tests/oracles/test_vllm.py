@@ -32,10 +32,9 @@ import pytest
 from tests.bench.honest import question_files
 from tests.engine.near_ties import first_divergence, quantized_rounding_at
 from tests.oracles.vllm_environment import IN_VLLM, vllm_environment
-from trtspec.bench.adapters import FROM_COUNTERS
 from trtspec.bench.datasets import load_dataset, spread
-from trtspec.bench.metrics import VLLM, Counters, read_counters
 from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.client.servers import FROM_COUNTERS, VLLM, Counters, counters_in, read_samples
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.sequence import Completion
@@ -169,7 +168,7 @@ def ask(url: str, prompts: list[GenerationRequest]) -> dict[str, Any]:
 
 
 def counters_of(url: str) -> Counters:
-    return read_counters(httpx.get(f"{url}/metrics", timeout=60).text, VLLM) or Counters()
+    return counters_in(read_samples(httpx.get(f"{url}/metrics", timeout=60).text), VLLM) or Counters()
 
 
 def own_word(url: str) -> Counters:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import socket
 import sys
 import threading
-import time
 
 import psutil
 
-from trtspec.launch.server import LogPatterns, ServerAddress, is_healthy
+from trtspec.client.client import health, wait_ready
+from trtspec.launch.server import LogPatterns, ServerAddress
 from trtspec.launch.supervisor import ServerLaunch, run
 
 
@@ -23,8 +24,7 @@ def main(target: str, config: str, cycles: int) -> None:
     words = ["trtllm-serve", target, "--host", "localhost", "--port", str(port), "--extra_llm_api_options", config]
 
     def stop() -> None:
-        while not is_healthy(f"http://localhost:{port}"):
-            time.sleep(0.02)
+        asyncio.run(wait_ready(f"http://localhost:{port}", 60, health))
         os.kill(os.getpid(), signal.SIGTERM)
 
     for cycle in range(cycles):

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from trtspec.bench.acceptance import TurnCounts, bootstrap_interval
-from trtspec.bench.text_quality import mean_distinct_ratio
+from trtspec.bench.acceptance import bootstrap_interval
 from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.client.servers import TurnCounts
+from trtspec.client.text_quality import mean_distinct_ratio
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.heads.training import module as train

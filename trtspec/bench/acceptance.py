@@ -24,56 +24,17 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import Annotated
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import Field
+
+from trtspec.client.servers import Count, TurnCounts
 
 RESAMPLES = 1000
 LEAST_RUNS = 4  # earlier runs from which the next one is predicted: t is within 2 % of Student's for so many
 CONFIDENCE = 0.95
 POWER = 0.8  # chance of finding a change with the number of questions that is proposed for it
 NORMAL = NormalDist()
-Count = Annotated[int, Field(ge=0, lt=2**53)]  # held where files are read: a float has it exactly
-
-
-@dataclass(frozen=True)
-class TurnCounts:
-    """What speculation did in one answer. `drafted` and `histogram` are None where the server does not tell.
-
-    `prefill_in_steps` says whether `steps` already counts the prefill iteration (trtllm-serve's average does). Counters
-    of a whole run give one entry for `answers` to `questions`. `surplus`: accepted drafts past the end of answers,
-    which nobody received; they are taken out of `accepted`, and are still in `histogram`.
-    """
-
-    question: str
-    category: str
-    tokens: Count
-    steps: Count
-    accepted: Count
-    drafted: Count | None
-    histogram: tuple[Count, ...] | None
-    source: str
-    prefill_in_steps: bool = False
-    answers: Count = 1
-    questions: Count = 1
-    surplus: Count = 0
-
-    @property
-    def verifications(self) -> int:
-        """Verification steps: without the prefill."""
-        return max(0, self.steps - self.answers) if self.prefill_in_steps else self.steps
-
-    @property
-    def iterations(self) -> int:
-        """Engine iterations: verification steps and one prefill for each answer."""
-        return self.verifications + self.answers
-
-    @property
-    def tokens_per_iteration(self) -> float:
-        """Tokens per engine iteration with the prefill counted as one iteration of length 1."""
-        return (self.iterations + self.accepted) / self.iterations if self.iterations else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 
-from trtspec.bench.client import (
+from trtspec.bench.transcript import AnswerTiming, AskedPrompt, Token, ToolReply, Transcript
+from trtspec.client.client import (
     Answer,
     Endpoint,
     RequestSampling,
@@ -21,7 +22,6 @@ from trtspec.bench.client import (
     stream_answer,
     token_count,
 )
-from trtspec.bench.transcript import AnswerTiming, AskedPrompt, Token, ToolReply, Transcript
 from trtspec.errors import TrtspecError
 
 TOP = 5  # tokens told at each place: where three are as good as equal, rounding may choose the third

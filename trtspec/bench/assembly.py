@@ -9,7 +9,6 @@ from typing import Any
 
 from trtspec.bench import findings
 from trtspec.bench.acceptance import by_category, summarize
-from trtspec.bench.client import Answer
 from trtspec.bench.load import steady_rate, throughput, total_rate
 from trtspec.bench.measure import BenchWorkload, LoadLevel, MeasuredEndpoint
 from trtspec.bench.results import (
@@ -21,7 +20,8 @@ from trtspec.bench.results import (
     QuestionSpeed,
 )
 from trtspec.bench.tables import is_degenerate_at
-from trtspec.bench.text_quality import OutputQuality, judge_run
+from trtspec.client.client import Answer
+from trtspec.client.text_quality import OutputQuality, judge_run
 from trtspec.errors import Problem
 
 

@@ -17,8 +17,8 @@ from trtspec.bench.gate import (
     result,
 )
 from trtspec.bench.lossless import compare_transcripts
-from trtspec.bench.text_quality import RUN_SHARE, degeneration, judge_run
 from trtspec.bench.transcript import Recording, Transcript
+from trtspec.client.text_quality import RUN_SHARE, degeneration, judge_run
 from trtspec.errors import UsageError
 
 ALL = "all"

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from trtspec.bench.acceptance import (
     LEAST_RUNS,
     RatioTest,
-    TurnCounts,
     acceptance_length,
     independent_ratio,
     next_ratio,
@@ -26,8 +25,8 @@ from trtspec.bench.acceptance import (
     pairs_needed,
     per_question,
 )
-from trtspec.bench.adapters import FROM_COUNTERS
 from trtspec.bench.results import BenchResults, ComparedFigure, Comparison, QuestionSpeed
+from trtspec.client.servers import FROM_COUNTERS, TurnCounts
 from trtspec.errors import Problem
 
 SAME = (

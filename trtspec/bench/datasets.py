@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from trtspec import data_files
-from trtspec.bench import text_quality
 from trtspec.bench.dataset_rows import DatasetSource, NamedSet, locate, rows_of, without_pictures
 from trtspec.checkpoint.conversations import Conversation, conversation, note_unread
+from trtspec.client import text_quality
 from trtspec.errors import Problem, UsageError
 from trtspec.report import file_sha256
 

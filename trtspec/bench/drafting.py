@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trtspec.bench.acceptance import AcceptanceSummary, summarize
-from trtspec.bench.adapters import FROM_COUNTERS, FROM_SGLANG, LEAST_AVERAGE, is_count
 from trtspec.bench.gate import SHOWN, CheckResult, Status, pass_or_fail, result
 from trtspec.bench.steps import (
     AGREE,
@@ -28,8 +27,9 @@ from trtspec.bench.steps import (
     pooled_histogram,
     steps_of,
 )  # fmt: skip
-from trtspec.bench.text_quality import judge_run
 from trtspec.bench.transcript import Recording, Transcript
+from trtspec.client.servers import FROM_COUNTERS, FROM_SGLANG, LEAST_AVERAGE, choice_histogram, is_count
+from trtspec.client.text_quality import judge_run
 
 LITTLE = 0.1  # accepted drafts per step; below it there is nothing that could collapse
 LONG_SHARE = 0.25  # a length that accepts less than this share of what short prompts do
@@ -157,9 +157,8 @@ def _spec_faults(spec: dict[str, Any], tokens: int) -> Iterator[str]:
         yield f"{accepted} drafts are accepted without a step"
     if accepted > drafted:
         yield f"{accepted} drafts are accepted of {drafted}"
-    histogram = spec.get("histogram")
-    longest = LONGEST_DRAFT
-    if isinstance(histogram, (list, tuple)) and histogram and all(is_count(entry) for entry in histogram):
+    histogram, longest = choice_histogram(spec), LONGEST_DRAFT
+    if histogram:
         longest = len(histogram) - 1
         if sum(histogram) != steps or sum(j * count for j, count in enumerate(histogram)) != accepted:
             yield "the histogram does not add up to its own steps and accepted drafts"

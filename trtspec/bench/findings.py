@@ -12,11 +12,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 
-from trtspec.bench.acceptance import AcceptanceSummary, TurnCounts, add_histograms, per_question, units_needed
-from trtspec.bench.adapters import is_too_low
-from trtspec.bench.client import Answer
+from trtspec.bench.acceptance import AcceptanceSummary, add_histograms, per_question, units_needed
 from trtspec.bench.load import Round
-from trtspec.bench.text_quality import judge_run
+from trtspec.client.client import Answer
+from trtspec.client.servers import TurnCounts, is_too_low
+from trtspec.client.text_quality import judge_run
 from trtspec.errors import Problem, TrtspecError, UsageError
 
 # request parameters that a server's release handles badly under speculation: "end_engine", "ignored", "refused"

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 import httpx
 import numpy as np
 
-from trtspec.bench.client import Answer, Endpoint, RequestSampling, request_body, stream_answer
 from trtspec.bench.datasets import Question
 from trtspec.bench.raw_prompts import text_alone
 from trtspec.bench.results import Goodput, LatencySpread, Throughput
+from trtspec.client.client import Answer, Endpoint, RequestSampling, request_body, stream_answer
 
 Ask = tuple[int, Question]  # a question with its place in the workload, of which its seed is made
 

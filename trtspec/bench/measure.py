@@ -6,7 +6,6 @@ of them alike; a comparison is the median over rounds of the ratio inside a roun
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -15,19 +14,29 @@ from typing import Any
 
 import httpx
 
-from trtspec.bench import adapters, findings
-from trtspec.bench.acceptance import TurnCounts, without_surplus
-from trtspec.bench.client import BENCH_OWNED, Answer, Endpoint, RequestSampling, first_model, new_client
+from trtspec.bench import findings
+from trtspec.bench.acceptance import without_surplus
 from trtspec.bench.conditions import Condition, PromptSizes, as_text, under, whole
 from trtspec.bench.datasets import Dataset, Question, spread
 from trtspec.bench.load import Ask, Load, Round, ServiceLevel, closed_loop, open_loop, total_rate
 from trtspec.bench.raw_prompts import asked_as_text, sessions_left_out, text_alone
 from trtspec.bench.raw_results import PartName, RawResults, whole_conversations
 from trtspec.bench.results import level_label
-from trtspec.errors import Problem, TrtspecError, UsageError
-from trtspec.request_keys import refuse_owned
+from trtspec.client import servers
+from trtspec.client.client import OWNED, Answer, Endpoint, RequestSampling, new_client, refuse_owned
+from trtspec.client.servers import TurnCounts
+from trtspec.errors import Problem, UsageError
 
 WARMUP_TOKENS = 16
+BENCH_OWNED = {  # keys of a request that options set and every figure states
+    **OWNED,
+    "messages": "give --dataset",
+    "prompt": "give --dataset",
+    "tools": "give a --dataset whose questions have tools",
+    "seed": "give --seed",
+    "stream": "leave it out: answers are always streamed",
+    "stream_options": "leave it out: usage is always asked for",
+}
 THINKING_VARIABLES = ("thinking", "enable_thinking", "reasoning_effort")  # of the chat templates of model families
 OPEN_CONNECTIONS = 4096  # at a given rate the server decides how many are in flight
 
@@ -159,7 +168,7 @@ class MeasuredEndpoint:
     name: str
     client: httpx.AsyncClient
     endpoint: Endpoint
-    server: adapters.DetectedServer
+    server: servers.DetectedServer
     rounds: dict[LoadLevel, list[Round]] = field(default_factory=dict)
     limits: findings.RequestLimits = field(default_factory=dict)
     counts: dict[LoadLevel, list[TurnCounts]] = field(default_factory=dict)
@@ -186,7 +195,7 @@ async def measure(
     workload: BenchWorkload,
     model: str | None = None,
     progress: Progress | None = None,
-    limits: Callable[[adapters.DetectedServer], findings.RequestLimits] = lambda server: {},
+    limits: Callable[[servers.DetectedServer], findings.RequestLimits] = lambda server: {},
 ) -> tuple[list[MeasuredEndpoint], BenchWorkload, list[Problem]]:
     """Puts the load on every endpoint of `urls` (the first is the one the results are about).
 
@@ -199,7 +208,7 @@ async def measure(
         for name, url in urls.items():
             most = OPEN_CONNECTIONS if workload.rates else workload.most
             client = await stack.enter_async_context(new_client(url, most, workload.limit_s))
-            server = await adapters.detect_server(client, model)
+            server = await servers.detect_server(client, model)
             progress.raw.served_by(name, server)
             endpoint = Endpoint(url, server.model, workload.api, workload.body(), workload.limit_s)  # type: ignore[arg-type]
             found = MeasuredEndpoint(name, client, endpoint, server, limits=limits(server))
@@ -223,25 +232,6 @@ async def measure(
             findings.refuse_all_failed(target.name, target.answers())
             await count_outside(target, workload, asked[0], progress)
     return targets, workload, problems
-
-
-async def wait_ready(url: str, seconds: float) -> None:
-    """Returns when the server names its model. Raises TrtspecError after `seconds` with its last words."""
-    deadline = time.monotonic() + seconds
-    async with new_client(url, 1) as client:
-        while True:
-            try:
-                async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
-                    await first_model(client)
-                return
-            except TimeoutError:
-                error = f"{url} does not answer /v1/models"
-            except TrtspecError as failure:
-                error = failure.message
-            if time.monotonic() >= deadline:
-                message = f"after {seconds:g} s {error}"
-                raise TrtspecError(message, "look at the server's log, or give a longer --wait-ready")
-            await asyncio.sleep(0.2)
 
 
 async def prepare(targets: Sequence[MeasuredEndpoint], workload: BenchWorkload) -> tuple[BenchWorkload, list[Problem]]:
@@ -353,8 +343,8 @@ async def run_part(
         elif answers:
             ends = stored.seconds or max(answer.finished for answer in answers)
             runs.append(Round(level.concurrency, answers, 0.0, ends, 0.0, 0.0, name.number, level.rate))
-            own = stored.counts or adapters.all_counts(answers, target.unmeasured)
-            if not own and stored.seconds is None and await adapters.read_counters(target.client, target.server):
+            own = stored.counts or servers.all_counts(answers, target.unmeasured)
+            if not own and stored.seconds is None and await servers.read_counters(target.client, target.server):
                 target.uncounted.append(f"{len(answers)} answers of {_where(name)} were read before an interruption")
             counts += own
             done |= {answer.question for answer in answers}
@@ -381,7 +371,7 @@ async def ask(
     progress: Progress,
 ) -> tuple[Round, list[TurnCounts]]:
     """The load itself, with the server's counters around it where answers say nothing of speculation."""
-    read = adapters.settled_counters if target.restless else adapters.read_counters
+    read = servers.settled_counters if target.restless else servers.read_counters
     before = await read(target.client, target.server, target.unmeasured)
     origin = time.perf_counter()
 
@@ -395,15 +385,15 @@ async def ask(
         run = await closed_loop(load, asked, level.concurrency, name.number)
     else:
         run = await open_loop(load, asked, level.rate, workload.sampling.seed, name.number)
-    after = await adapters.read_counters(target.client, target.server, target.unmeasured)
-    counts, from_counters = adapters.all_counts(run.answers, target.unmeasured), []
+    after = await servers.read_counters(target.client, target.server, target.unmeasured)
+    counts, from_counters = servers.all_counts(run.answers, target.unmeasured), []
     good = [answer for answer in run.answers if not answer.error]
     failed = len(run.answers) - len(good)
     target.restless = failed > 0
     if before and after and good and not counts:
         tokens = sum(answer.completion_tokens for answer in run.answers)
         label = name.level if name.level in {question.category for _, question in asked} else "all"
-        pooled = adapters.counts_between(before, after, label, tokens, target.unmeasured)
+        pooled = servers.counts_between(before, after, label, tokens, target.unmeasured)
         if pooled is not None:
             from_counters = [without_surplus(pooled, len(good), len({answer.question for answer in good}))]
         if failed:  # what it did for them is in its counters, and nobody knows how much that was
@@ -422,10 +412,10 @@ async def count_outside(
     good = [answer for answer in target.answers() if not answer.error]
     if not any(target.counts.values()):
         tokens = sum(answer.completion_tokens for answer in good)
-        mean = await adapters.running_mean(target.client, target.server, tokens, target.unmeasured)
+        mean = await servers.running_mean(target.client, target.server, tokens, target.unmeasured)
         different = len({answer.question for answer in good})
         target.category_counts += [replace(count, answers=len(good), questions=different) for count in mean]
-    if not any(c.source == adapters.FROM_COUNTERS for counts in target.counts.values() for c in counts):
+    if not any(c.source == servers.FROM_COUNTERS for counts in target.counts.values() for c in counts):
         return
     quiet = replace(progress, on_answer=None)
     asked = list(enumerate(questions))

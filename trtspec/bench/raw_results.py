@@ -15,10 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trtspec.bench.acceptance import TurnCounts
-from trtspec.bench.adapters import DetectedServer
-from trtspec.bench.client import Answer
 from trtspec.checkpoint.writer import Journal, differences
+from trtspec.client.client import Answer
+from trtspec.client.servers import DetectedServer, TurnCounts
 from trtspec.errors import TrtspecError, UsageError
 
 RAW_FILE = "raw.jsonl"

@@ -11,15 +11,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trtspec.bench import adapters, battery
-from trtspec.bench.acceptance import TurnCounts, without_surplus
+from trtspec.bench import battery
+from trtspec.bench.acceptance import without_surplus
 from trtspec.bench.arguments import at_limit, cut_off
 from trtspec.bench.asking import PAIR, TOP, Asker, declined
 from trtspec.bench.battery import Battery
-from trtspec.bench.client import Answer, Endpoint, new_client
 from trtspec.bench.features import stream_fault
 from trtspec.bench.findings import RequestLimits
-from trtspec.bench.metrics import Counters
 from trtspec.bench.parameters import probe_parameters
 from trtspec.bench.transcript import (
     AskedPrompt,
@@ -30,6 +28,9 @@ from trtspec.bench.transcript import (
     ToolReply,
     Transcript,
 )  # fmt: skip
+from trtspec.client import servers
+from trtspec.client.client import Endpoint, new_client
+from trtspec.client.servers import Counters, TurnCounts
 from trtspec.errors import TrtspecError
 
 FATES = {
@@ -52,7 +53,7 @@ class RecorderOptions:
 
     concurrency: int = 4
     model: str | None = None
-    limits: Callable[[adapters.DetectedServer], RequestLimits] = lambda server: {}
+    limits: Callable[[servers.DetectedServer], RequestLimits] = lambda server: {}
     baseline: bool = False
     logprobs: bool = False
     timeout: float = 120.0
@@ -61,7 +62,7 @@ class RecorderOptions:
 async def record(url: str, asked: Battery, options: RecorderOptions) -> Recording:
     """Raises TrtspecError where the server lists no model; every later failure is part of the recording."""
     async with new_client(url, options.concurrency * max(REPEAT, BURST), options.timeout) as client:
-        server = await adapters.detect_server(client, options.model)
+        server = await servers.detect_server(client, options.model)
         endpoint = Endpoint(url, server.model)
         asker = Asker(client, endpoint, asked.max_tokens, options.timeout, options.concurrency)
         watching = asyncio.create_task(asker.watch_clock())
@@ -71,16 +72,16 @@ async def record(url: str, asked: Battery, options: RecorderOptions) -> Recordin
             watching.cancel()
 
 
-async def _record(asker: Asker, server: adapters.DetectedServer, asked: Battery, options: RecorderOptions) -> Recording:
+async def _record(asker: Asker, server: servers.DetectedServer, asked: Battery, options: RecorderOptions) -> Recording:
     limits, client = options.limits(server), asker.client
     withheld = None if options.logprobs else await _reason_to_withhold(asker, server, limits, asked, options)
     asker.logprobs = withheld is None
-    before = await adapters.read_counters(client, server)
+    before = await servers.read_counters(client, server)
     cold = await _cold(asker, asked)
-    after = await adapters.read_counters(client, server)
+    after = await servers.read_counters(client, server)
     counts = counts_of_transcripts(cold)
     counts = counts or _pooled(before, after, cold)
-    counts = counts or await adapters.running_mean(client, server, sum(item.completion_tokens or 0 for item in cold))
+    counts = counts or await servers.running_mean(client, server, sum(item.completion_tokens or 0 for item in cold))
     if withheld is None and not any(transcript.tokens for transcript in cold):
         withheld = "the server gives none"
     found = Recording(asker.endpoint.base_url, server.to_dict(), asked.max_tokens, cold, counts=counts,
@@ -104,13 +105,13 @@ async def _record(asker: Asker, server: adapters.DetectedServer, asked: Battery,
 
 
 async def _reason_to_withhold(
-    asker: Asker, server: adapters.DetectedServer, limits: RequestLimits, asked: Battery, options: RecorderOptions
+    asker: Asker, server: servers.DetectedServer, limits: RequestLimits, asked: Battery, options: RecorderOptions
 ) -> str | None:
     """Why log-probabilities are not asked for, or None where the release is known to survive it, or where a few answers
     show that it drafts nothing; a baseline that does not tell is taken for plain. Nothing shows that where they can end
     the engine: a head of which no draft is accepted has the averages of a plain server."""
     fate = next((kind for kind in FATES if "logprobs" in limits.get(kind, ())), None)
-    if server.row.survives_logprobs or (limits and fate is None):
+    if server.adapter.survives_logprobs or (limits and fate is None):
         return None
     if fate == "end_engine":
         return FATES[fate].format(server.version)
@@ -128,10 +129,8 @@ def counts_of_transcripts(transcripts: Sequence[Transcript]) -> list[TurnCounts]
     """What the answers themselves say about speculation; nothing of those that say nothing or nonsense."""
     found = []
     for transcript in transcripts:
-        answer = Answer(transcript.question, transcript.category, 0, started=0.0)
-        answer.completion_tokens = transcript.completion_tokens or 0
-        answer.tokens_per_iteration, answer.spec_decode = transcript.average, transcript.spec_decode
-        counts = adapters.counts_of(answer)
+        tokens, average = transcript.completion_tokens or 0, transcript.average
+        counts = servers.counts_of(transcript.question, transcript.category, tokens, transcript.spec_decode, average)
         if counts is not None and transcript.error is None:
             found.append(counts)
     return found
@@ -142,7 +141,7 @@ def _pooled(before: Counters | None, after: Counters | None, answers: Sequence[T
     told = [item for item in answers if item.completion_tokens]
     if before is None or after is None or not told or any(item.error for item in answers):
         return []
-    pooled = adapters.counts_between(before, after, "all", sum(item.completion_tokens or 0 for item in told))
+    pooled = servers.counts_between(before, after, "all", sum(item.completion_tokens or 0 for item in told))
     return [without_surplus(pooled, len(told), len(told))] if pooled else []
 
 
@@ -162,16 +161,16 @@ async def _cold(asker: Asker, asked: Battery) -> list[Transcript]:
     return [first, *rest]
 
 
-async def _streams(asker: Asker, server: adapters.DetectedServer, asked: Battery, found: Recording) -> Recording:
+async def _streams(asker: Asker, server: servers.DetectedServer, asked: Battery, found: Recording) -> Recording:
     """The prompts as streams, the long ones twice, and the prompts again behind a burst."""
     prompts = [transcript.prompt for transcript in found.answered]
     if prompts:
         first = await asker.stream(prompts[0])
         if first.error:  # some servers refuse options of streams that they do not know
             asker.per_chunk = False
-    before = await adapters.read_counters(asker.client, server)
+    before = await servers.read_counters(asker.client, server)
     streamed = await asker.all(prompts, streamed=True)
-    counts = _pooled(before, await adapters.read_counters(asker.client, server), streamed)
+    counts = _pooled(before, await servers.read_counters(asker.client, server), streamed)
     confirmed = await asker.all(differing(found.answered, streamed), streamed=False)
     cold, warm = await _long(asker, asked.long)
     burst = await _burst(asker, prompts)

@@ -16,9 +16,9 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from trtspec import files
-from trtspec.bench.acceptance import AcceptanceSummary, Count, TurnCounts
-from trtspec.bench.adapters import DetectedServer
-from trtspec.bench.text_quality import OutputQuality
+from trtspec.bench.acceptance import AcceptanceSummary
+from trtspec.client.servers import Count, DetectedServer, TurnCounts
+from trtspec.client.text_quality import OutputQuality
 from trtspec.errors import Problem, TrtspecError, UsageError
 
 Read = TypeVar("Read")

@@ -8,15 +8,13 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from trtspec.bench.acceptance import TurnCounts
-from trtspec.bench.adapters import FROM_STREAMS, LEAST_AVERAGE, is_count
 from trtspec.bench.gate import UNLIKELY
-from trtspec.bench.text_quality import degeneration
 from trtspec.bench.transcript import Transcript
+from trtspec.client.servers import FROM_STREAMS, LEAST_AVERAGE, TurnCounts, choice_histogram, is_count
+from trtspec.client.text_quality import degeneration
 
 ENOUGH_STEPS = 50
 ENOUGH_ANSWERS = 10
@@ -92,12 +90,6 @@ def increments(counted: Sequence[int], most: int | None = None) -> list[int]:
     return [size for size in added if size > 0]
 
 
-def histogram_of(spec: dict[str, Any] | None) -> list[int] | None:
-    found = (spec or {}).get("histogram")
-    known = isinstance(found, (list, tuple)) and found and all(is_count(entry) for entry in found)
-    return list(found) if known and found else None
-
-
 def pooled_histogram(transcripts: Sequence[Transcript]) -> list[int]:
     """How many steps accepted 0, 1, 2 ... drafts, by the streams, and by the server's own word where there are none."""
     total = [0] * (LONGEST_DRAFT + 1)
@@ -114,7 +106,7 @@ def step_sizes(transcripts: Sequence[Transcript]) -> list[tuple[Transcript, list
     found = []
     for transcript in transcripts:
         steps = steps_of(transcript)
-        histogram = histogram_of(transcript.spec_decode)
+        histogram = choice_histogram(transcript.spec_decode)
         if steps is not None and steps.accepted:
             found.append((transcript, list(steps.accepted)))
         elif steps is not None and histogram is not None and sum(histogram) == steps.steps:
@@ -132,7 +124,7 @@ def forced(transcripts: Sequence[Transcript]) -> str | None:
         return _narrow_averages(lively)
     counts = Counter(pooled)
     most, longest = max(counts, key=lambda size: (counts[size], -size)), max(counts)
-    drafts = max((len(h) - 1 for t in lively if (h := histogram_of(t.spec_decode))), default=0)
+    drafts = max((len(h) - 1 for t in lively if (h := choice_histogram(t.spec_decode))), default=0)
     if most and counts[most] >= SAME_SHARE * len(pooled):
         return f"every one of {len(pooled)} steps accepted {most} drafts"
     pairs = [

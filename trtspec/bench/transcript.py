@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from trtspec import files
-from trtspec.bench.acceptance import TurnCounts
+from trtspec.client.servers import TurnCounts
 from trtspec.errors import TrtspecError, UsageError
 
 SCHEMA = 3  # of a recording

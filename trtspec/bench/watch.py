@@ -1,13 +1,4 @@
-"""Acceptance of a live endpoint, from the counters that its server keeps.
-
-| server | where | counts |
-|---|---|---|
-| trtspec reference | /prometheus/metrics | verification steps |
-| vLLM | /metrics | verification steps |
-| TensorRT-LLM with enable_iter_perf_stats | /metrics: JSON, each record for one reader only | verification steps |
-| TensorRT-LLM with return_perf_metrics | /prometheus/metrics | draft tokens |
-| SGLang with --enable-metrics | /metrics | nothing: a mean acceptance length |
-"""
+"""Acceptance of a live endpoint, from the counters that its server keeps; client/servers.py says which and where."""
 
 from __future__ import annotations
 
@@ -24,11 +15,17 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from trtspec.bench.acceptance import acceptance_length
-from trtspec.bench.client import describe
-from trtspec.bench.metrics import Counters, count_of, counted_between, counters_in, is_total, names_in, read_samples
 from trtspec.bench.results import read_results
+from trtspec.client.client import RequestFailed, fetch, finite
+from trtspec.client.servers import (
+    Counters,
+    adapter_of,
+    counted_between,
+    counters_in,
+    read_iterations,
+    read_samples,
+)
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.files import parse_json
 
 PATHS = ("/prometheus/metrics", "/metrics")
 TIMEOUT = 10.0  # seconds of one reading, however slowly its bytes come
@@ -70,19 +67,22 @@ class Watch:
         try:
             async with asyncio.timeout(TIMEOUT):
                 for path in [self.path] if self.path else PATHS:
-                    response = await client.get(path)
                     try:
-                        if response.status_code != 200:
-                            raise ValueError(f"answers {response.status_code}")
-                        self.take(response.content.decode("utf-8", "replace"))
+                        self.take((await fetch(client, path)).decode("utf-8", "replace"))
                     except ValueError as error:
                         reasons.append(f"{path} {error}")
+                    except RequestFailed as error:
+                        if error.status is None:
+                            raise
+                        reasons.append(f"{path} answers {error.status}")
                     else:
                         self.path, self.scrapes, self.failure = path, self.scrapes + 1, ""
                         return
             failure = f"{self.url} gives no metrics of speculation: {'; '.join(reasons)}"
-        except (httpx.HTTPError, TimeoutError) as error:
-            failure = f"{self.url} does not answer: {describe(error)}"
+        except TimeoutError:
+            failure = f"{self.url} does not answer within {TIMEOUT:g} s"
+        except RequestFailed as error:
+            failure = error.message
         self.missed, self.failure, self.acceptance_length = self.missed + 1, failure, None
         raise (NoMetrics if len(reasons) == len(PATHS) else TrtspecError)(failure, "look at how the server was started")
 
@@ -93,14 +93,14 @@ class Watch:
             self.source, self.keeps = "iteration statistics", FIGURES
         else:
             samples = read_samples(text)
-            names = names_in(samples)
+            names = adapter_of(samples)
             if names is None:
                 raise ValueError("has no metrics of a server that is known")
             now = counters_in(samples, names)
-            means = [value for _, value in samples.get(names.mean, ()) if is_total(value) and value >= 1]
+            means = [value for _, value in samples.get(names.mean, ()) if 1 <= (finite(value) or 0) < 2**53]
             if now is None and names.mean not in samples:
-                raise ValueError(f"has {names.kind} metrics and none of speculation")
-            self.source = f"{names.kind} metrics"
+                raise ValueError(f"has {names.name} metrics and none of speculation")
+            self.source = f"{names.name} metrics"
             self.keeps = () if now is None else FIGURES if names.steps else FIGURES[1:]
             self.last, before = now or Counters(), self.last
             try:
@@ -122,20 +122,6 @@ class Watch:
         counts = ", ".join(f"{getattr(self.counted, key):,} {key}" for key in self.keeps)
         length = f"{self.acceptance_length:.2f}" if self.acceptance_length else "not measured, no steps"
         return self.failure or f"{self.source}: acceptance length {length}; in all {counts or 'no counts'}"
-
-
-def read_iterations(text: str, source: str = "") -> Counters:
-    """The counts of TensorRT-LLM's iteration statistics: a list collected since somebody last asked, empty at first
-    only for an engine that does not collect them. Raises ValueError for anything else."""
-    records = parse_json(text)
-    if not all(isinstance(record, dict) for record in records):  # a text that begins with [ is a list
-        raise ValueError("is JSON and no list of iterations")
-    if not records and not source:
-        raise ValueError("is an empty list: no iteration yet, or enable_iter_perf_stats is off")
-    stats = [found for record in records if isinstance(found := record.get("specDecodingStats"), dict)]
-    keys = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
-    steps, drafted, accepted = (sum(count_of(key, found.get(key)) for found in stats) for key in keys)
-    return Counters(steps, drafted, accepted)
 
 
 @dataclass(frozen=True)

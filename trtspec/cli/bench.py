@@ -239,9 +239,9 @@ def _refuse_overwrite(options: BenchOptions) -> None:
 def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
     """What the options ask of these servers; UsageError names the first option that cannot be."""
     from trtspec.bench import choose_draft, conditions
-    from trtspec.bench.client import RequestSampling
     from trtspec.bench.datasets import DatasetChoice, load_dataset
     from trtspec.bench.measure import BenchWorkload
+    from trtspec.client.client import RequestSampling
 
     levels = options.concurrency.values
     rates = () if options.rate is None else options.rate.values
@@ -274,14 +274,15 @@ def run(urls: dict[str, str], work: BenchWorkload, options: BenchOptions) -> tup
     import asyncio
 
     from trtspec.bench import assembly, measure
-    from trtspec.bench.client import key_header
     from trtspec.bench.raw_results import RAW_FILE, RawResults
+    from trtspec.client.addresses import key_header
+    from trtspec.client.client import wait_ready
     from trtspec.report import progress_bar
 
     key_header()  # a key that cannot be sent is refused before anything is written
     if options.wait_ready:
         for url in urls.values():
-            asyncio.run(measure.wait_ready(url, options.wait_ready))
+            asyncio.run(wait_ready(url, options.wait_ready))
     path = options.output / RAW_FILE if options.output else None
     header = {"workload": work.describe(), "endpoints": urls, "model": options.model}
     with (
@@ -318,8 +319,8 @@ def interrupted_by_sigterm() -> Iterator[None]:
 
 def served_at(entries: Sequence[str]) -> tuple[dict[str, tuple[int, str]], dict[int, BenchResults]]:
     """`--at`: endpoints to measure by name (with their draft length and URL), and stored results by draft length."""
-    from trtspec.addresses import shown
     from trtspec.bench.results import read_whole
+    from trtspec.client.addresses import shown
 
     named: dict[str, tuple[int, str]] = {}
     stored: dict[int, BenchResults] = {}
@@ -345,12 +346,12 @@ def measured(urls: dict[str, str], named: dict[str, tuple[int, str]]) -> tuple[d
     """(endpoints to measure, draft lengths by name). `--at` of a URL that is measured anyway only says its length.
 
     Raises UsageError where two lengths are given for one URL."""
-    from trtspec.bench.client import base_url
+    from trtspec.client.addresses import server_url
 
     found = dict(urls)
     lengths: dict[str, int] = {}
     for name, (length, url) in named.items():
-        address = base_url(url, f"--at {length}:")
+        address = server_url(url, f"--at {length}:")
         known = next((other for other, place in found.items() if place == address), None)
         if known in lengths:
             raise UsageError(f"--at {length}={url}: it is also given {lengths[known]} drafts", "name what it serves")
@@ -435,17 +436,16 @@ def promise_of(text: str) -> ServiceLevel:
 
 def endpoints(url: NamedUrl, others: Sequence[NamedUrl]) -> dict[str, str]:
     """NAME -> base URL; the first is the one the results are about."""
-    from trtspec.addresses import shown
-    from trtspec.bench.client import base_url
+    from trtspec.client.addresses import server_url, shown
 
-    found = {url.name or "endpoint": base_url(url.url, "the URL")}
+    found = {url.name or "endpoint": server_url(url.url, "the URL")}
     for other in others:
         if not other.name:
             remedy = "write NAME=URL, for example plain=http://127.0.0.1:8001"
             raise UsageError(f"--against-url {shown(other.url)} has no name", remedy)
         if other.name in found:
             raise UsageError(f"the name {other.name} is given twice", "give each endpoint its own name")
-        found[other.name] = base_url(other.url, f"--against-url {other.name}:")
+        found[other.name] = server_url(other.url, f"--against-url {other.name}:")
     return found
 
 

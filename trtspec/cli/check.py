@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trtspec import report
-from trtspec.addresses import shown
 from trtspec.cli.junit import failure_in, is_failure
 from trtspec.cli.options import IntListOrNone, request_limits_of
+from trtspec.client.addresses import shown
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.records import Excludes, ForceOption, JsonOption, Mode, Modes, Needs, checked, refuse_empty
 
@@ -158,14 +158,14 @@ def collect(options: CheckOptions, mode: Mode) -> tuple[Recording, Recording | N
     from dataclasses import replace
 
     from trtspec.bench.battery import battery_of
-    from trtspec.bench.client import base_url
     from trtspec.bench.recorder import RecorderOptions
     from trtspec.bench.recorder import record as ask_server
     from trtspec.bench.transcript import read_recording
+    from trtspec.client.addresses import server_url
 
-    url = base_url(options.url)
+    url = server_url(options.url)
     against = options.against or ""
-    other = base_url(against, "--against") if mode is SERVER else ""
+    other = server_url(against, "--against") if mode is SERVER else ""
     expected = read_recording(Path(against)) if mode is RECORDING else None
     asked = battery_of(expected) if expected else _battery(options)
     # a server that is recorded as the baseline, or named as it, should run without speculation

@@ -290,7 +290,7 @@ class Demo:
         sizes = self.sizes
         self.chain.run(
             [
-                "synthesize", prompts, "-o", self.answers, "--base-url", f"{plain}/v1", "--concurrency", ROWS,
+                "synthesize", prompts, "-o", self.answers, "--base-url", plain, "--concurrency", ROWS,
                 "--samples", str(sizes.answers), "--max-tokens", str(sizes.answer_tokens),
                 "--temperature", str(sizes.answer_temperature),
             ],
@@ -428,7 +428,7 @@ def run_stages(demo: Demo) -> None:
 
 def repetition(directory: Path) -> dict[str, float | None]:
     """Distinct 4-grams of the target's own answers over those of the held-out text, at equal length."""
-    from trtspec.bench.text_quality import mean_distinct_ratio
+    from trtspec.client.text_quality import mean_distinct_ratio
 
     held_out = [
         prompt["reference"]

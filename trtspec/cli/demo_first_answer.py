@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -65,8 +65,7 @@ def answers(plain_url: str, eagle_url: str, quiet: bool) -> dict[str, Any]:
     prompt = str(asked["messages"][-1]["content"])
     with _shown(pair, prompt, quiet) as refresh:
         for answer, url in zip(pair, (plain_url, eagle_url), strict=True):
-            for _ in _stream(answer, url, asked["messages"]):
-                refresh()
+            asyncio.run(_ask(answer, url, asked["messages"], refresh))
     found = [asdict(answer) for answer in pair]
     return {"question": prompt, "answers": found, "same_text": pair[0].text == pair[1].text}
 
@@ -80,37 +79,24 @@ def verdict(found: dict[str, Any]) -> str:
     return f"{plain.line()}\n    {eagle.line()}\n    {same}, {eagle.decode_rate / plain.decode_rate:.1f} times as fast"
 
 
-def _stream(answer: StreamedAnswer, url: str, messages: list[dict[str, Any]]) -> Iterator[None]:
-    """Fills `answer`; yields after every chunk."""
-    import httpx
+async def _ask(answer: StreamedAnswer, url: str, messages: list[dict[str, Any]], refresh: Callable[[], None]) -> None:
+    """Fills `answer`, and refreshes after every event. Raises TrtspecError when the server fails."""
+    from trtspec.client.client import Answer, Endpoint, RequestSampling, new_client, request_body, stream_answer
 
-    body = {"model": "kimi-nano", "messages": messages, "max_tokens": TOKENS, "temperature": 0, "stream": True}
-    body["stream_options"] = {"include_usage": True}
-    began = time.perf_counter()
-    try:
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, trust_env=False, timeout=120) as response:
-            if response.status_code != 200:
-                raise TrtspecError(f"{url} answered {response.status_code}: {response.read().decode()[:300]}")
-            for line in response.iter_lines():
-                payload = line.removeprefix("data:").strip()
-                if line.startswith("data:") and payload != "[DONE]":
-                    _take(answer, json.loads(payload), time.perf_counter() - began)
-                    yield
-    except (httpx.HTTPError, ValueError) as error:
-        raise TrtspecError(f"{url} stopped answering: {error}", "see its log in the demo's directory") from None
+    def take(so_far: Answer) -> None:
+        if so_far.chunks:
+            answer.first_token = so_far.chunks[0][0] - so_far.started
+            answer.seconds = so_far.chunks[-1][0] - so_far.started
+        answer.text, answer.tokens = so_far.text, so_far.completion_tokens
+        answer.steps = (so_far.spec_decode or {}).get("steps") or answer.steps
+        refresh()
 
-
-def _take(answer: StreamedAnswer, event: dict[str, Any], now: float) -> None:
-    for choice in event.get("choices") or []:
-        text = (choice.get("delta") or {}).get("content") or ""
-        if text:
-            answer.first_token = now if answer.first_token is None else answer.first_token
-            answer.text += text
-            answer.seconds = now
-        answer.steps = (choice.get("spec_decode") or {}).get("steps") or answer.steps
-    usage = event.get("usage")
-    if usage:
-        answer.tokens = int(usage.get("completion_tokens") or answer.tokens)
+    endpoint = Endpoint(url, "kimi-nano", limit_s=120)
+    async with new_client(url, 1, headers={}) as client:
+        body = request_body(endpoint, messages, RequestSampling(TOKENS), 0)
+        found = await stream_answer(client, endpoint, body, QUESTION, "demo", 0, take)
+    if found.error:
+        raise TrtspecError(f"{url} stopped answering: {found.error}", "see its log in the demo's directory")
 
 
 @contextmanager

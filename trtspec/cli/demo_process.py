@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shlex
@@ -10,13 +11,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trtspec.errors import TrtspecError
+
+if TYPE_CHECKING:
+    import httpx
 
 READY_SECONDS = 180
 STOP_SECONDS = 20
@@ -102,6 +106,8 @@ class Chain:
     @contextmanager
     def server(self, name: str, arguments: Sequence[str], port: int) -> Iterator[str]:
         """`trtspec serve ARGUMENTS` until the block ends; yields its URL once /health answers 200."""
+        from trtspec.client.client import health
+
         command = ["serve", *arguments, "--host", "127.0.0.1", "--port", str(port)]
         self.say(f"    $ trtspec {shlex.join(command)} &")
         log = self.directory / "logs" / f"serve-{name}.log"
@@ -112,9 +118,10 @@ class Chain:
             # its own session: Ctrl-C reaches the demo alone, which then stops the server in order
             whole = [sys.executable, "-m", "trtspec", *command]
             with child(whole, stdout=stream, stderr=stream, start_new_session=True) as process:
-                wait_ready(process, port, name, log)
+                url = f"http://127.0.0.1:{port}"
+                until_ready(process, url, log, READY_SECONDS, health)
                 step.seconds = time.monotonic() - began
-                yield f"http://127.0.0.1:{port}"
+                yield url
         step.status = 0 if process.returncode in (0, -15, 143) else process.returncode
 
     def to_dicts(self) -> list[dict[str, Any]]:
@@ -177,30 +184,28 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def wait_ready(process: subprocess.Popen[bytes], port: int, name: str, log: Path) -> None:
-    """Returns once GET /health answers 200. Raises TrtspecError with the log when the server ends or takes too long."""
-    deadline = time.monotonic() + READY_SECONDS
+def until_ready(
+    process: subprocess.Popen[bytes],
+    url: str,
+    log: Path,
+    seconds: float,
+    look: Callable[[httpx.AsyncClient], Awaitable[None]],
+) -> None:
+    """Returns once `look` raises nothing. Raises TrtspecError with the log when the server ends or takes too long."""
+    from trtspec.client.client import RequestFailed, wait_ready
+
     with noted_signals() as noted:
-        while time.monotonic() < deadline and not noted:
-            if process.poll() is not None:
-                raise TrtspecError(
-                    f"the server {name} ended with status {process.returncode} before it was ready; {log} says:\n"
-                    f"{tail(log.read_bytes())}",
-                    "run that serve command by hand",
-                )
-            if answers_health(port):
-                return
-            time.sleep(0.2)
-    raise TrtspecError(f"the server {name} was not ready after {READY_SECONDS} s; see {log}", "look at its log")
-
-
-def answers_health(port: int) -> bool:
-    import httpx
-
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=2).status_code == 200
-    except httpx.HTTPError:
-        return False
+        try:
+            asyncio.run(wait_ready(url, seconds, look, lambda: noted or process.poll() is not None, {}))
+        except RequestFailed:
+            message = f"the server was not ready after {seconds:.0f} s; see {log}"
+            raise TrtspecError(message, "look at its log") from None
+        if process.poll() is not None and not noted:
+            raise TrtspecError(
+                f"the server ended with status {process.returncode} before it was ready; {log} says:\n"
+                f"{tail(log.read_bytes())}",
+                "run that serve command by hand",
+            )
 
 
 def environment() -> dict[str, str]:

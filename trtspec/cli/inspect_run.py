@@ -79,8 +79,9 @@ def run_head(
 ) -> HeadRun:
     """Drafts and judges. Raises TrtspecError where a head cannot draft for the target at all, MissingDependency where
     memory does not suffice, UsageError for weights that are elsewhere and for too few prompts."""
-    from trtspec.bench.acceptance import TurnCounts, summarize
+    from trtspec.bench.acceptance import summarize
     from trtspec.checkpoint.tokenizer import KimiTokenizer
+    from trtspec.client.servers import TurnCounts
     from trtspec.engine.head_check import draft_freely, trials
     from trtspec.models.head_weights import open_head, read_tensors
     from trtspec.models.memory import check_device, free_bytes, head_bytes, target_bytes

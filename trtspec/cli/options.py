@@ -15,8 +15,8 @@ from trtspec.data_files import gpu_names, policy_names
 from trtspec.errors import UsageError
 
 if TYPE_CHECKING:
-    from trtspec.bench.adapters import DetectedServer
     from trtspec.bench.findings import RequestLimits
+    from trtspec.client.servers import DetectedServer
     from trtspec.quant.policy import Policy
 
     Gpu = str
@@ -198,7 +198,7 @@ def request_limits_of(server: DetectedServer) -> RequestLimits:
     from trtspec.trtllm.lint.speculation import request_limits
     from trtspec.trtllm.schema import schema_for
 
-    if not server.row.dated or server.version is None:
+    if not server.adapter.dated or server.version is None:
         return {}
     try:
         return request_limits(Deployment(schema_for(server.version)))

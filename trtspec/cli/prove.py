@@ -65,8 +65,8 @@ def prove(options: ProveOptions) -> None:
         return
     if options.output is None:
         raise UsageError("a proof needs a directory for its outputs", "pass -o DIR")
-    from trtspec.bench.client import key_header
     from trtspec.cli.prove_run import prove_all
+    from trtspec.client.addresses import key_header
 
     key_header()  # a key that bench cannot send is refused before hours of work
     lines = prove_all(setup, options.output, options.startup_timeout, options.restart)

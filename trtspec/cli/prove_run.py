@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from trtspec import files, report
 from trtspec.bench.prove import (
     URL,
@@ -37,15 +39,13 @@ from trtspec.bench.prove import (
 )
 from trtspec.bench.prove_page import prove_html
 from trtspec.checkpoint.writer import Journal
-from trtspec.cli.demo_process import child, duration, noted_signals, stop, tail, wait
+from trtspec.cli.demo_process import child, duration, stop, tail, until_ready, wait
+from trtspec.client.client import generate_once, health
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.launch.preflight import used_memory
-from trtspec.launch.server import generation_failure, is_healthy
 from trtspec.records import variable
 
-POLL = 0.1
 LEFT_OVER = 180.0  # seconds that the server of a killed run gets to end
-NEVER = 2.0  # seconds of silence before a first look at a server's health
 LIBC = ctypes.CDLL(None)
 SMALL = 8 * 2**20  # bytes; up to this size a file is known by its hash, above by its size and the time of its change
 # options of serve that a proof sets, or with which a launch would not be one server on this machine
@@ -262,24 +262,16 @@ def served(
         note = {"pid": process.pid, "started": start_time(process.pid)}
         report.write_json(work / "server.json", note)
         url = f"http://127.0.0.1:{port}"
-        wait_ready(process, url, log, startup)
+        until_ready(process, url, log, startup, generates)
         yield process, url, time.monotonic() - began
         stop(process)
     (work / "server.json").unlink(missing_ok=True)
 
 
-def wait_ready(process: subprocess.Popen[bytes], url: str, log: Path, startup: float) -> None:
-    """Returns once a generation came back."""
-    deadline = time.monotonic() + startup
-    with noted_signals() as noted:
-        while time.monotonic() < deadline and not noted:
-            if process.poll() is not None:
-                said = tail(log.read_bytes())[-1500:]
-                raise TrtspecError(f"the server ended with status {process.returncode}; its log says:\n{said}")
-            if is_healthy(url, NEVER) and generation_failure(url, 300.0) is None:
-                return
-            time.sleep(POLL)
-    raise TrtspecError(f"the server was not ready after {startup:.0f} s; see {log.name}")
+async def generates(client: httpx.AsyncClient) -> None:
+    """Raises RequestFailed until the server is healthy and a generation comes back."""
+    await health(client)
+    await generate_once(client)
 
 
 def die_with_parent() -> None:

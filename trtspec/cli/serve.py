@@ -25,7 +25,7 @@ API_KEY = "TRTSPEC_SERVE_API_KEY"  # the key itself is never printed
 
 def serve(options: ServeOptions) -> None:
     """Run all preflight checks, then serve TARGET. Signals and the exit status are passed on; nothing is restarted."""
-    from trtspec.addresses import bearer
+    from trtspec.client.addresses import bearer
 
     bearer(options.api_key, "the key of --api-key or TRTSPEC_SERVE_API_KEY")
     options = checked(options, options.mode)

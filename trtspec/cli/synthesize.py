@@ -29,8 +29,8 @@ class SynthesizeOptions:
         ),
     ]
     output: Annotated[Path, typer.Option("--output", "-o", help="Data set to write (jsonl).")]
-    base_url: Annotated[str, typer.Option(help="OpenAI-compatible endpoint of the target.")] = (
-        "http://127.0.0.1:8000/v1"
+    base_url: Annotated[str, typer.Option(help="OpenAI-compatible endpoint of the target, with or without /v1.")] = (
+        "http://127.0.0.1:8000"
     )
     model: Annotated[str | None, typer.Option(help="Model name.", show_default="the first one the server lists")] = None
     api_key: Annotated[str, typer.Option(help="Bearer token; OPENAI_API_KEY is read too.", envvar="OPENAI_API_KEY")] = (
@@ -178,7 +178,7 @@ def _summary(outcome: Outcome, output: Path, prompts: int) -> dict[str, Any]:
 def judge_answers(rows: list[dict[str, Any]]) -> tuple[dict[str, int], dict[str, str]]:
     """(counts of what a head should not learn much of, the reason by row): answers that are empty, noise or a loop, or
     that the token limit cut off."""
-    from trtspec.bench.text_quality import degeneration
+    from trtspec.client.text_quality import degeneration
 
     found = {}
     for row in rows:

@@ -48,18 +48,18 @@ def watch(options: WatchOptions) -> None:
     Reads Prometheus metrics or TensorRT-LLM's iteration statistics. With --json prints one object per reading. With
     --once judges all that the server counted since it started.
     """
-    from trtspec.bench.client import base_url
+    from trtspec.client.addresses import server_url
 
     refuse_empty(options)
     options = checked(options)
-    url = base_url(options.url)
+    url = server_url(options.url)
     asyncio.run(_judge_once(url, options) if options.once else _watch_on(url, options))
 
 
 async def _judge_once(url: str, options: WatchOptions) -> None:
     """Raises CheckFailed unless the verdict is `pass`, and TrtspecError if nothing could be read."""
-    from trtspec.bench.client import new_client
     from trtspec.bench.watch import Watch, judge, read_baseline
+    from trtspec.client.client import new_client
 
     if options.baseline is None:
         remedy = "trtspec bench URL --samples 80 -o DIR, and later trtspec watch URL --once --baseline DIR"
@@ -83,8 +83,8 @@ async def _judge_once(url: str, options: WatchOptions) -> None:
 
 async def _watch_on(url: str, options: WatchOptions) -> None:
     """Until SIGINT or SIGTERM."""
-    from trtspec.bench.client import new_client
     from trtspec.bench.watch import NoMetrics, Watch, start_exporter
+    from trtspec.client.client import new_client
 
     found, ended = Watch(url), asyncio.Event()
     if options.listen:

@@ -13,21 +13,22 @@ import json
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import httpx
 
-from trtspec.addresses import bearer, server_url
 from trtspec.checkpoint.conversations import Conversation, read_conversations
 from trtspec.checkpoint.writer import Journal
+from trtspec.client.addresses import bearer, server_url
+from trtspec.client.client import OWNED, Endpoint, RequestFailed, complete, first_model, new_client, refuse_owned
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import write_atomic
-from trtspec.request_keys import OWNED, refuse_owned
 
+T = TypeVar("T")
 RETRY_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 THINKING = re.compile(r"^\s*(?:<think>)?(?:(?!</?think>).)*</think>\s*", re.DOTALL)  # up to the end of the reasoning
 MAX_FAILED_IN_A_ROW = 8  # then the server is gone, not one request unlucky
@@ -139,8 +140,8 @@ class AnswerSampling:
 
 @dataclass(frozen=True)
 class TargetEndpoint:
-    """`base_url` ends in /v1; UsageError for one that is no URL, or a key that no header can carry. `retries` are of
-    one request, with exponential backoff and jitter."""
+    """`base_url` with or without /v1; UsageError for one that is no URL, or a key that no header can carry. `retries`
+    are of one request, with exponential backoff and jitter."""
 
     base_url: str
     api_key: str = field(default="none", repr=False)
@@ -202,12 +203,10 @@ async def _answer_all(
     began = time.monotonic()
     queue = iter(todo)
     in_a_row = 0
-    limits = httpx.Limits(max_connections=endpoint.concurrency, max_keepalive_connections=endpoint.concurrency)
-    headers = bearer(endpoint.api_key)
-    base = server_url(endpoint.base_url) + "/"
-    async with httpx.AsyncClient(base_url=base, headers=headers, timeout=endpoint.timeout, limits=limits) as client:
+    url, headers = server_url(endpoint.base_url), bearer(endpoint.api_key)
+    async with new_client(url, endpoint.concurrency, endpoint.timeout, headers, proxies=True) as client:
         if todo and sampling.model is None:
-            sampling = AnswerSampling(**{**asdict(sampling), "model": await _first_model(client, endpoint)})
+            sampling = replace(sampling, model=await _first_model(client, endpoint))
 
         async def work() -> None:
             nonlocal in_a_row
@@ -216,10 +215,10 @@ async def _answer_all(
                     row, tokens = await converse(client, prompt, sampling, endpoint)
                 except RequestFailed as failure:
                     in_a_row += 1
-                    outcome.failed[prompt.id] = failure.reason
+                    outcome.failed[prompt.id] = failure.message
                     if in_a_row >= MAX_FAILED_IN_A_ROW:
                         raise TrtspecError(
-                            f"TS-SYNTH-SERVER {MAX_FAILED_IN_A_ROW} requests in a row failed, last: {failure.reason}",
+                            f"TS-SYNTH-SERVER {MAX_FAILED_IN_A_ROW} requests in a row failed, last: {failure.message}",
                             "look at the server, then run the same command again: finished answers are kept",
                         ) from None
                     continue
@@ -244,14 +243,6 @@ async def _all_or_first_error(workers: list[Any]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class RequestFailed(Exception):
-    """One request failed for good; the others go on."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
 async def converse(
     client: httpx.AsyncClient, prompt: Prompt, sampling: AnswerSampling, endpoint: TargetEndpoint
 ) -> tuple[dict[str, Any], int]:
@@ -265,7 +256,7 @@ async def converse(
         record["category"] = prompt.category
     if sampling.raw:
         text = "\n".join(message["content"] for turn in prompt.turns for message in turn)
-        choice, tokens = await _ask(client, "completions", {"prompt": text}, prompt.seed, sampling, endpoint)
+        choice, tokens = await _ask(client, {"prompt": text}, prompt.seed, sampling, endpoint)
         if not isinstance(choice.get("text"), str):
             raise RequestFailed(f"the answer holds no text: {str(choice)[:200]}")
         return record | {"prompt": text, "completion": choice["text"]} | _ending(choice), tokens
@@ -277,7 +268,7 @@ async def converse(
         body: dict[str, Any] = {"messages": messages}
         if prompt.tools:
             body["tools"] = list(prompt.tools)
-        choice, tokens = await _ask(client, "chat/completions", body, prompt.seed + number, sampling, endpoint)
+        choice, tokens = await _ask(client, body, prompt.seed + number, sampling, endpoint)
         total += tokens
         messages.append(_answer(choice, sampling.thinking))
         if choice.get("finish_reason") == "length":
@@ -311,13 +302,10 @@ def _answer(choice: dict[str, Any], thinking: Literal["keep", "drop"]) -> dict[s
 
 
 async def _ask(
-    client: httpx.AsyncClient,
-    path: str,
-    body: dict[str, Any],
-    seed: int,
-    sampling: AnswerSampling,
-    endpoint: TargetEndpoint,
+    client: httpx.AsyncClient, body: dict[str, Any], seed: int, sampling: AnswerSampling, target: TargetEndpoint
 ) -> tuple[dict[str, Any], int]:
+    """(the first choice, completion tokens)."""
+    endpoint = Endpoint(target.base_url, str(sampling.model), "completions" if sampling.raw else "chat")
     body = {
         "model": sampling.model,
         "max_tokens": sampling.max_tokens,
@@ -327,47 +315,34 @@ async def _ask(
         **sampling.extra_body,
         **body,
     }
-    reply = await _with_retries(lambda: client.post(path, json=body), endpoint)
+    reply = await _with_retries(lambda: complete(client, endpoint, body), target)
     try:
         return reply["choices"][0], int((reply.get("usage") or {}).get("completion_tokens") or 0)
-    except (KeyError, IndexError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError):
         raise RequestFailed(f"the answer is no completion: {str(reply)[:200]}") from None
 
 
-async def _with_retries(send: Callable[[], Any], endpoint: TargetEndpoint) -> Any:
-    """JSON of a 200 answer. Connection errors and busy statuses are tried again, other statuses are final."""
-    reason = ""
-    for attempt in range(endpoint.retries + 1):
-        if attempt:
-            await asyncio.sleep(endpoint.first_delay * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
+async def _with_retries(send: Callable[[], Awaitable[T]], target: TargetEndpoint) -> T:
+    """What `send` returns. Connection errors and busy statuses are tried again, other statuses are final."""
+    attempt = 0
+    while True:
         try:
-            response = await send()
-        except httpx.TransportError as error:
-            reason = f"{type(error).__name__} {error}".strip()
-            continue
-        if response.status_code == 200:
-            try:
-                return response.json()
-            except ValueError:
-                reason = f"status 200 with a body that is not JSON: {response.text[:200]}"
-                continue
-        reason = f"status {response.status_code}: {response.text[:200]}"
-        if response.status_code in (401, 403, 404):
-            remedy = "check --base-url (it ends in /v1), --model and --api-key"
-            raise UsageError(f"{response.request.url} answers {reason}", remedy)
-        if response.status_code not in RETRY_STATUS:
-            break
-    raise RequestFailed(reason)
+            return await send()
+        except RequestFailed as failure:
+            if failure.status in (401, 403, 404):
+                remedy = "check --base-url, --model and --api-key"
+                raise UsageError(f"{target.base_url}: {failure.message}", remedy) from None
+            if attempt == target.retries or failure.status not in (None, *RETRY_STATUS):
+                raise
+        await asyncio.sleep(target.first_delay * 2**attempt * random.uniform(0.5, 1.0))
+        attempt += 1
 
 
-async def _first_model(client: httpx.AsyncClient, endpoint: TargetEndpoint) -> str:
+async def _first_model(client: httpx.AsyncClient, target: TargetEndpoint) -> str:
     try:
-        reply = await _with_retries(lambda: client.get("models"), endpoint)
-        return str(reply["data"][0]["id"])
+        return str((await _with_retries(lambda: first_model(client), target))["id"])
     except RequestFailed as failure:
         raise TrtspecError(
-            f"TS-SYNTH-SERVER {endpoint.base_url} does not answer ({failure.reason})",
-            "start it: `trtspec serve TARGET`, and pass its URL as --base-url http://HOST:PORT/v1",
+            f"TS-SYNTH-SERVER {failure.message}",
+            "start it: `trtspec serve TARGET`, and pass its URL as --base-url http://HOST:PORT",
         ) from None
-    except (KeyError, IndexError, TypeError):
-        raise TrtspecError(f"{endpoint.base_url}/models lists no model", "pass --model") from None

@@ -1,17 +1,16 @@
-"""A server as it is seen from outside. Whether it is ready: it is the one that was started, /health says so, and a real
-generation comes back. Its log: passed on as it comes, phases reported once, last lines kept, known failures explained.
+"""A server as it is seen from outside. Whether it is the one that was started. Its log: passed on as it comes, phases
+reported once, last lines kept, known failures explained.
 """
 
 from __future__ import annotations
 
 import collections
-import functools
-import json
 import re
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,6 @@ import yaml
 from trtspec.report import say, write_stderr
 
 if TYPE_CHECKING:
-    from urllib.request import OpenerDirector
-
     import psutil
 TAIL_LINES = 400
 PIECE = 65536  # characters: a longer line is passed on in pieces, so that memory stays bounded
@@ -51,29 +48,11 @@ class ServerAddress:
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 
-@functools.cache
-def opener() -> OpenerDirector:
-    """Never through a proxy: http_proxy is set on many clusters, and a proxy does not reach this machine's loopback."""
-    from urllib.request import ProxyHandler, build_opener  # here, as psutil below: a dry run has no use for 40 ms
-
-    return build_opener(ProxyHandler({}))
-
-
-def is_healthy(url: str, timeout: float = 2.0) -> bool:
-    """Whether GET /health answers 200 within `timeout` seconds."""
-    from http.client import HTTPException
-
-    try:
-        with opener().open(f"{url}/health", timeout=timeout) as response:
-            return response.status == 200
-    except (OSError, ValueError, HTTPException):
-        return False
-
-
 def stranger(endpoint: ServerAddress, root: int) -> str | None:
     """What answers at `endpoint`, in words, when it is not a process below `root`; None when it is, or when nobody can
     tell and the model has the right name."""
-    from http.client import HTTPException
+    from trtspec.client.addresses import bearer
+    from trtspec.client.client import RequestFailed, ask_once, first_model
 
     if endpoint.local:
         owned = _listens_below(endpoint.port, root)
@@ -82,8 +61,8 @@ def stranger(endpoint: ServerAddress, root: int) -> str | None:
     if not endpoint.model_names:
         return None
     try:
-        served = model_name(endpoint.url, 10.0, endpoint.api_key)
-    except (OSError, ValueError, HTTPException, LookupError, TypeError):
+        served = ask_once(endpoint.url, partial(first_model, timeout=10.0), headers=bearer(endpoint.api_key))["id"]
+    except RequestFailed:
         return None  # a server that cannot say its model fails to generate too, and that says why
     return None if served in endpoint.model_names else f"a server of the model {served!r}"
 
@@ -125,43 +104,6 @@ def _listener(port: int) -> str:
         return f"{psutil.Process(pids[0]).name()} (process {pids[0]})"
     except (psutil.Error, OSError, IndexError):
         return "another process"
-
-
-def generation_failure(url: str, timeout: float, key: str | None = None) -> str | None:
-    """None when one token comes back within `timeout` seconds, else the reason in words."""
-    import urllib.error
-    from http.client import HTTPException
-
-    try:
-        body = {"model": model_name(url, timeout, key), "prompt": "Hello", "max_tokens": 1, "temperature": 0}
-        choices = _json(f"{url}/v1/completions", body, timeout, key)["choices"]
-        return None if choices else "the answer has no choices"
-    except TimeoutError:
-        return f"no answer within {timeout:g} s"
-    except urllib.error.HTTPError as error:
-        return f"HTTP {error.code}: {error.read(300).decode('utf-8', 'replace')}"
-    except urllib.error.URLError as error:
-        timed_out = isinstance(error.reason, TimeoutError)
-        return f"no answer within {timeout:g} s" if timed_out else str(error.reason)
-    except HTTPException as error:  # the server went away in the middle of its answer
-        return f"the answer broke off: {type(error).__name__}"
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def model_name(url: str, timeout: float, key: str | None = None) -> str:
-    """What /v1/models calls the model. Raises what a broken connection or another kind of answer raises."""
-    return str(_json(f"{url}/v1/models", None, timeout, key)["data"][0]["id"])
-
-
-def _json(url: str, body: dict[str, Any] | None, timeout: float, key: str | None) -> Any:
-    data = json.dumps(body).encode() if body is not None else None
-    from urllib.request import Request
-
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    request = Request(url, data, headers)
-    with opener().open(request, timeout=timeout) as response:
-        return json.loads(response.read())
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -9,21 +10,25 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import httpx
+
+from trtspec.client.addresses import bearer
+from trtspec.client.client import RequestFailed, ask_once, generate_once, health, wait_ready
 from trtspec.errors import TrtspecError
 from trtspec.launch.reaper import FORWARDED, UNKILLABLE
-from trtspec.launch.server import LogPatterns, LogReader, ServerAddress, generation_failure, is_healthy, stranger
+from trtspec.launch.server import LogPatterns, LogReader, ServerAddress, stranger
 from trtspec.report import announce
 
 REAPER = Path(__file__).with_name("reaper.py")
 KILLED = 128 + signal.SIGKILL
 LOADING_GRACE = 5.0  # seconds; vLLM 0.32's front end keeps waiting for an engine that SIGTERM ended while it loaded
 POLL = 0.05  # seconds; a signal just before a blocking wait would be handled only after it
-STARTING_POLL = 0.2
 
 
 class ServerFailed(TrtspecError):
@@ -140,27 +145,42 @@ def _forwarded_signals(process: subprocess.Popen[str]) -> Iterator[list[int]]:
 def _wait_ready(process: subprocess.Popen[str], launch: ServerLaunch, started: float, asked: list[int]) -> bool:
     """True once a generation came back; False when the server ended or was told to end before."""
     endpoint, limits = launch.endpoint, launch.limits
-    while time.monotonic() - started < limits.startup:
-        if process.poll() is not None or asked:
+
+    def ended() -> bool:
+        return process.poll() is not None or bool(asked)
+
+    try:
+        left = limits.startup - (time.monotonic() - started)
+        if not asyncio.run(wait_ready(endpoint.url, left, health, ended, headers={})):
             return False
-        if not is_healthy(endpoint.url):
-            time.sleep(STARTING_POLL)
-            continue
-        other = stranger(endpoint, process.pid)
-        asks = endpoint.generates and not other
-        failure = generation_failure(endpoint.url, limits.generation, endpoint.api_key) if asks else None
-        if process.poll() is not None or asked:
-            return False
-        if other:
-            message = f"{other} answers on port {endpoint.port}, and this launch did not start it"
-            raise ServerFailed(message, "stop it, or pass another --port", "TS-SERVE-OTHER-SERVER")
-        if failure:
-            message = f"the server answers /health and does not generate: {failure}"
-            remedy = "look at the log above; lower the load, or drop --head to tell them apart"
-            raise ServerFailed(message, remedy, "TS-SERVE-NOT-READY")
-        return True
-    message = f"the server was not ready after {limits.startup:.0f} s"
-    raise ServerFailed(message, "look at the log above, or pass a larger --startup-timeout", "TS-SERVE-NOT-READY")
+    except RequestFailed:
+        message = f"the server was not ready after {limits.startup:.0f} s"
+        remedy = "look at the log above, or pass a larger --startup-timeout"
+        raise ServerFailed(message, remedy, "TS-SERVE-NOT-READY") from None
+    other, failure = stranger(endpoint, process.pid), ""
+    if endpoint.generates and not other:
+        failure = _failure(endpoint.url, generate_once, limits.generation, bearer(endpoint.api_key))
+    if ended():
+        return False
+    if other:
+        message = f"{other} answers on port {endpoint.port}, and this launch did not start it"
+        raise ServerFailed(message, "stop it, or pass another --port", "TS-SERVE-OTHER-SERVER")
+    if failure:
+        message = f"the server answers /health and does not generate: {failure}"
+        remedy = "look at the log above; lower the load, or drop --head to tell them apart"
+        raise ServerFailed(message, remedy, "TS-SERVE-NOT-READY")
+    return True
+
+
+def _failure(
+    url: str, look: Callable[[httpx.AsyncClient], Awaitable[None]], timeout: float, headers: dict[str, str]
+) -> str:
+    """Why `look` fails; empty if it does not."""
+    try:
+        ask_once(url, look, timeout, headers)
+    except RequestFailed as failure:
+        return failure.message
+    return ""
 
 
 def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[int]) -> None:
@@ -170,9 +190,10 @@ def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[
         time.sleep(POLL)
         if not limits.health_interval or asked or time.monotonic() - last < limits.health_interval:
             continue
-        healthy = is_healthy(launch.endpoint.url, limits.health_interval)
+        look = partial(health, timeout=limits.health_interval)
+        unhealthy = _failure(launch.endpoint.url, look, limits.health_interval, {})
         last = time.monotonic()
-        if healthy:
+        if not unhealthy:
             if failed:
                 announce("trtspec: /health answers again")
             failed = 0

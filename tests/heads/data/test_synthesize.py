@@ -111,7 +111,7 @@ def test_every_shape_of_prompt_is_read(tmp_path, server, target_dir):
         {"turns": ["four", "five"]},
         "six",
     ]
-    run(write(tmp_path / "prompts.jsonl", shapes), tmp_path / "data.jsonl", url)
+    run(write(tmp_path / "prompts.jsonl", shapes), tmp_path / "data.jsonl", url.removesuffix("/v1"))
     turns = [
         [(m["role"], m["content"].split()[0]) for m in row["conversations"]] for row in rows(tmp_path / "data.jsonl")
     ]
@@ -316,7 +316,7 @@ def test_a_refused_prompt_is_left_out_and_named(tmp_path, server):
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "fine"}, {"prompt": "refused"}])
     outcome = run(prompts, tmp_path / "data.jsonl", url)
     assert len(rows(tmp_path / "data.jsonl")) == 1
-    assert "status 400" in next(iter(outcome.failed.values()))
+    assert "HTTP 400: too long" in next(iter(outcome.failed.values()))
 
 
 def test_a_server_that_is_not_there_is_an_error_with_a_remedy(tmp_path):

@@ -23,6 +23,7 @@ import httpx
 import torch
 from torch import Tensor, nn
 
+from trtspec.client.client import RequestFailed, ask_once, first_model
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.features import Features
 from trtspec.heads.training.samples import Sample
@@ -45,13 +46,13 @@ def served_model(urls: tuple[str, ...], longest: int) -> str:
     names = {}
     for url in urls:
         try:
-            model = httpx.get(f"{url}/v1/models", timeout=30).raise_for_status().json()["data"][0]
-            names[url], room = str(model["id"]), model.get("max_model_len")
-        except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
+            model = ask_once(url, first_model, headers={})
+        except RequestFailed as failure:
             raise TrtspecError(
-                f"TS-FEATURES-SERVER {url} does not name its model ({error})",
+                f"TS-FEATURES-SERVER {url} does not name its model ({failure.message})",
                 "start the command that `trtspec train --dry-run` prints, and wait until it is ready",
             ) from None
+        names[url], room = model["id"], model.get("max_model_len")
         if isinstance(room, int) and room <= longest:
             raise TrtspecError(
                 f"TS-FEATURES-SERVER {url} takes {room} tokens, and the longest sample has {longest} and one more",

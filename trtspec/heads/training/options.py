@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from trtspec.addresses import server_url
 from trtspec.checkpoint.heads.dialects import DEFAULT
+from trtspec.client.addresses import server_url
 from trtspec.errors import MissingDependency, UsageError
 from trtspec.files import load_file
 from trtspec.heads.training.curve import CURVE_NAME, WORK_NAME

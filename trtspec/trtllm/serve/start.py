@@ -378,19 +378,20 @@ def _front_problem(where: str, message: str, remedy: str) -> Problem:
 def check_servers(front: Front, names: tuple[str, ...]) -> Iterator[Problem]:
     """Servers that do not answer yet, for which the front waits, and those of another model. `names`: what /v1/models
     may call the target."""
-    from http.client import HTTPException
+    import httpx
 
-    from trtspec.launch.server import model_name, opener
+    from trtspec.client.client import RequestFailed, ask_once, first_model, health
+
+    async def named(client: httpx.AsyncClient) -> str:
+        await health(client)
+        return str((await first_model(client, 2.0))["id"])
 
     for role, addresses in front.servers.items():
         for address in addresses:
             try:
-                with opener().open(f"http://{address}/health", timeout=2):
-                    pass
-                served = model_name(f"http://{address}", 2)
-            except (OSError, ValueError, HTTPException, LookupError, TypeError) as error:
-                reason = getattr(error, "reason", error)
-                message = f"the {role} server {address} does not answer yet ({reason})"
+                served = ask_once(f"http://{address}", named, headers={})
+            except RequestFailed as failure:
+                message = f"the {role} server {address} does not answer yet ({failure.message})"
                 remedy = f"start it with `trtspec serve TARGET --config FILE --role {role}`"
                 yield Problem("TS-SERVE-FRONT-WAITS", "warning", address, message, remedy)
                 continue

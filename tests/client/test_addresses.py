@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.command_line import trtspec
-from trtspec.addresses import bearer, server_url, shown
+from trtspec.client.addresses import bearer, server_url, shown
 from trtspec.errors import UsageError
 from trtspec.heads.synthesis import TargetEndpoint
 from trtspec.heads.training.options import feature_source
@@ -81,7 +81,12 @@ def test_no_command_sends_or_shows_a_key_with_a_line_break(elsewhere: Path) -> N
 
 
 def test_what_is_taken() -> None:
-    taken = {"h:80": "http://h:80", "http://[::1]:80/v1/": "http://[::1]:80/v1", "https://h/pre": "https://h/pre"}
+    taken = {
+        "h:80": "http://h:80",
+        "http://[::1]:80/v1/": "http://[::1]:80",
+        "https://h/pre": "https://h/pre",
+        "v1": "http://v1",
+    }
     assert {text: server_url(text) for text in taken} == taken
     assert bearer("sk-a b") == {"Authorization": "Bearer sk-a b"} and bearer("") == bearer(None) == {}
     assert shown("http://h:1") == "http://h:1"

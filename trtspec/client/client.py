@@ -1,9 +1,9 @@
-"""An asynchronous client for any OpenAI-compatible endpoint: one streamed answer with the time of every chunk.
+"""An asynchronous client for any OpenAI-compatible server: requests, streamed answers with the time of every chunk, and
+waiting until a server is ready.
 
-A request starts when its first byte is sent over an open connection: name lookup, connecting, TLS and waiting for a
-free connection do not count. Connections are reused. The time of a chunk is that of the
-network read which brought its end, so that what a proxy held back and sent at once has one time, and parsing costs
-none.
+A streamed request starts when its first byte is sent over an open connection: name lookup, connecting, TLS and waiting
+for a free connection do not count. The time of a chunk is that of the network read which brought its end: what a proxy
+held back and sent at once has one time, and parsing costs none.
 """
 
 from __future__ import annotations
@@ -11,30 +11,26 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import httpx
 
 from trtspec import files
-from trtspec.addresses import bearer, server_url
-from trtspec.errors import TrtspecError
-from trtspec.request_keys import OWNED
+from trtspec.client.addresses import key_header
+from trtspec.errors import TrtspecError, UsageError
 
-Api = Literal["chat", "completions"]
-# keys of a request that options of `bench` set and every figure states
-BENCH_OWNED = {
-    **OWNED,
-    "messages": "give --dataset",
-    "prompt": "give --dataset",
-    "tools": "give a --dataset whose questions have tools",
-    "seed": "give --seed",
-    "stream": "leave it out: answers are always streamed",
-    "stream_options": "leave it out: usage is always asked for",
+T = TypeVar("T")
+# keys of a request that options set -> what to do in place of giving them in --extra-body; commands add their own
+OWNED = {
+    "model": "give --model",
+    "max_tokens": "give --max-tokens",
+    "max_completion_tokens": "give --max-tokens",
+    "temperature": "give --temperature",
+    "n": "leave it out: one answer is read of each request",
+    "best_of": "leave it out: one answer is read of each request",
 }
 MOST_CALLS = 127  # an index above it is no count of calls
 MOST_LINE = 64 * 2**20  # bytes of one event
@@ -42,6 +38,16 @@ TIMEOUT = httpx.Timeout(connect=10, read=600, write=60, pool=None)
 # uvicorn, in front of vLLM, SGLang and trtllm-serve, closes a connection after 5 idle seconds; a request that is sent
 # on it at that moment fails with a ReadError, so it has to be gone before
 KEPT_S = 2.0
+POLL_S = 0.2  # between two looks at a server that is not ready
+HEALTH_S = 2.0  # that /health may take
+
+
+class RequestFailed(TrtspecError):
+    """A request that brought no answer, in words. `status`: that of the response; None if none came."""
+
+    def __init__(self, message: str, remedy: str = "look at the server's log", status: int | None = None) -> None:
+        super().__init__(message, remedy)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -51,10 +57,11 @@ class Endpoint:
 
     base_url: str
     model: str
-    api: Api = "chat"
+    api: Literal["chat", "completions"] = "chat"
     extra_body: dict[str, Any] = field(default_factory=dict)
     limit_s: float | None = None
 
+    @property
     def path(self) -> str:
         return "/v1/chat/completions" if self.api == "chat" else "/v1/completions"
 
@@ -101,43 +108,116 @@ class Answer:
         return self.reasoning + self.text + "".join(call["name"] + call["arguments"] for call in self.tool_calls)
 
 
-def base_url(url: str, option: str = "the URL") -> str:
-    """Accepts host:port, http://host:port, with or without a trailing /v1. Raises UsageError, which begins with
-    `option`, for what is no address of a server or may hold a password."""
-    return server_url(url, option).removesuffix("/v1").rstrip("/")
+def refuse_owned(extra_body: Mapping[str, Any], owned: Mapping[str, str]) -> None:
+    """Raises UsageError for the first key of `extra_body` that is in `owned`."""
+    for key in extra_body:
+        if key in owned:
+            raise UsageError(f"--extra-body sets {key}, which is not its to set", owned[key])
 
 
-def key_header() -> dict[str, str]:
-    """The key of OPENAI_API_KEY as a header. Raises UsageError for one that no header can carry."""
-    return bearer(os.environ.get("OPENAI_API_KEY"))
-
-
-def new_client(url: str, concurrency: int = 64, timeout: float | None = None) -> httpx.AsyncClient:
-    """A client bound to one server; the key comes from OPENAI_API_KEY and the proxy variables are not used. `timeout`:
-    seconds that a server may stay silent. Raises UsageError for a key that no header can carry."""
-    headers = key_header()
-    most = concurrency + 4
+def new_client(
+    url: str,
+    concurrency: int = 64,
+    timeout: float | None = None,
+    headers: dict[str, str] | None = None,
+    proxies: bool = False,
+) -> httpx.AsyncClient:
+    """A client of the server at `url`, a base URL without /v1. `timeout`: seconds that the server may stay silent.
+    `headers`: those that carry the key, by default that of OPENAI_API_KEY, which UsageError refuses if no header can
+    carry it. `proxies`: whether the proxy variables of the environment are used."""
+    most, headers = concurrency + 4, key_header() if headers is None else headers
     limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEPT_S)
     times = httpx.Timeout(connect=min(10, timeout), read=timeout, write=timeout, pool=None) if timeout else TIMEOUT
-    return httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=times, trust_env=False)
+    return httpx.AsyncClient(
+        base_url=url, headers=headers, limits=limits, timeout=times, trust_env=proxies,
+        verify=url.startswith("https"),  # else the certificates are loaded for nothing, which takes 20 ms
+    )  # fmt: skip
 
 
-async def first_model(client: httpx.AsyncClient) -> dict[str, Any]:
-    """The first entry of /v1/models. Raises TrtspecError naming the server when it cannot be reached."""
-    remedy = "start the server and wait for its /health to answer 200, then run the command again"
+async def fetch(client: httpx.AsyncClient, path: str, body: Any = None, timeout: float | None = None) -> bytes:
+    """The 200 response to a GET of `path`, or to a POST of `body`. `timeout`: as in `new_client`, for this request
+    alone. Raises RequestFailed."""
+    times = timeout or httpx.USE_CLIENT_DEFAULT
+    request = client.build_request("GET" if body is None else "POST", path, json=body, timeout=times)
     try:
-        response = await client.get("/v1/models", timeout=30)
+        response = await client.send(request)
+    except httpx.TimeoutException:
+        limit = timeout or client.timeout.read or math.inf
+        raise RequestFailed(f"no answer within {limit:g} s from {request.url}") from None
     except httpx.HTTPError as error:
-        raise TrtspecError(f"{client.base_url} does not answer: {describe(error)}", remedy) from None
+        raise RequestFailed(f"{request.url} does not answer: {describe(error)}") from None
+    if response.status_code != 200:
+        raise RequestFailed(error_message(response.status_code, response.text), status=response.status_code)
+    return response.content
+
+
+async def health(client: httpx.AsyncClient, timeout: float = HEALTH_S) -> None:
+    """Raises RequestFailed unless GET /health answers 200."""
+    await fetch(client, "/health", timeout=timeout)
+
+
+async def first_model(client: httpx.AsyncClient, timeout: float = 30.0) -> dict[str, Any]:
+    """The first entry of /v1/models, with an `id`. Raises RequestFailed."""
+    remedy = "start the server and wait for its /health to answer 200, then run the command again"
+    where = f"{str(client.base_url).rstrip('/')}/v1/models"
     try:
-        found = files.parse_json(response.content) if response.status_code == 200 else None
-    except ValueError:
-        found = None
-    models = found.get("data") if isinstance(found, dict) else None
-    first = models[0] if isinstance(models, list) and models else None
-    if not isinstance(first, dict) or not isinstance(first.get("id"), str) or not first["id"]:
-        raise TrtspecError(f"{client.base_url}v1/models answered {response.status_code} without a model", remedy)
-    return first
+        first = files.parse_json(await fetch(client, "/v1/models", timeout=timeout))["data"][0]
+        if isinstance(first["id"], str) and first["id"]:
+            return dict(first)
+    except RequestFailed as failure:
+        message = f"{where} answered {failure.message}" if failure.status else failure.message
+        raise RequestFailed(message, remedy, failure.status) from None
+    except (ValueError, LookupError, TypeError):
+        pass
+    raise RequestFailed(f"{where} answered 200 without a model", remedy, 200)
+
+
+async def generate_once(client: httpx.AsyncClient) -> None:
+    """Raises RequestFailed unless the server answers a prompt with one token."""
+    model = (await first_model(client))["id"]
+    body = {"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
+    await complete(client, Endpoint(str(client.base_url), model, "completions"), body)
+
+
+async def wait_ready(
+    url: str,
+    seconds: float,
+    look: Callable[[httpx.AsyncClient], Awaitable[Any]] = first_model,
+    stopped: Callable[[], Any] = lambda: False,
+    headers: dict[str, str] | None = None,
+) -> bool:
+    """True once `look` raises no RequestFailed, False once `stopped()` is true. Raises RequestFailed after `seconds`
+    with the last words of `look`."""
+    deadline = time.monotonic() + seconds
+    async with new_client(url, 1, headers=headers) as client:
+        while not stopped():
+            try:
+                async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
+                    await look(client)
+                return True
+            except TimeoutError:
+                said = f"{url} does not answer"
+            except RequestFailed as failure:
+                said = failure.message
+            if time.monotonic() >= deadline:
+                raise RequestFailed(f"after {seconds:g} s {said}", "look at the server's log, or wait longer")
+            await asyncio.sleep(POLL_S)
+    return False
+
+
+def ask_once(
+    url: str,
+    look: Callable[[httpx.AsyncClient], Awaitable[T]],
+    timeout: float | None = None,
+    headers: dict[str, str] | None = None,
+) -> T:
+    """What `look` returns or raises, for code that is not asynchronous."""
+
+    async def asked() -> T:
+        async with new_client(url, 1, timeout, headers) as client:
+            return await look(client)
+
+    return asyncio.run(asked())
 
 
 def describe(error: Exception) -> str:
@@ -175,9 +255,16 @@ def request_body(
 
 
 async def stream_answer(
-    client: httpx.AsyncClient, endpoint: Endpoint, body: dict[str, Any], question: str, category: str, turn: int
+    client: httpx.AsyncClient,
+    endpoint: Endpoint,
+    body: dict[str, Any],
+    question: str,
+    category: str,
+    turn: int,
+    on_event: Callable[[Answer], None] = lambda answer: None,
 ) -> Answer:
-    """Sends one request and reads its stream. A failure is a result too: it is returned in `error`, never raised."""
+    """Sends one request and reads its stream. A failure is a result too: it is returned in `error`, never raised.
+    `on_event` gets the answer so far after each event."""
     answer = Answer(question, category, turn, started=time.perf_counter())
 
     async def trace(event: str, info: dict[str, Any]) -> None:
@@ -186,13 +273,14 @@ async def stream_answer(
 
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True, **body.get("stream_options", {})}}
     try:
-        request = client.build_request("POST", endpoint.path(), json=streamed, extensions={"trace": trace})
-        async with asyncio.timeout(endpoint.limit_s), sent(client, request) as response:
+        sending = client.stream("POST", endpoint.path, json=streamed, extensions={"trace": trace})
+        async with asyncio.timeout(endpoint.limit_s), sending as response:
             if response.status_code != 200:
                 answer.error = error_message(response.status_code, (await response.aread()).decode("utf-8", "replace"))
             else:
                 async for now, event in events(response):
                     absorb(answer, event, now)
+                    on_event(answer)
     except TimeoutError:
         answer.error = f"not complete after {endpoint.limit_s:g} s"
     except (httpx.HTTPError, httpx.StreamError, OSError, ValueError) as error:
@@ -203,16 +291,6 @@ async def stream_answer(
     if answer.error is None and answer.finish_reason is None:
         answer.error = "the stream ended without a finish_reason"
     return answer
-
-
-@asynccontextmanager
-async def sent(client: httpx.AsyncClient, request: httpx.Request) -> AsyncIterator[httpx.Response]:
-    """The response to a request, open for reading."""
-    response = await client.send(request, stream=True)
-    try:
-        yield response
-    finally:
-        await response.aclose()
 
 
 async def events(response: httpx.Response) -> AsyncIterator[tuple[float, dict[str, Any]]]:
@@ -319,22 +397,14 @@ def _absorb_call(answer: Answer, call: dict[str, Any]) -> int:
 
 
 async def complete(client: httpx.AsyncClient, endpoint: Endpoint, body: dict[str, Any]) -> dict[str, Any]:
-    """One request without streaming; returns the response's JSON, which has a choice. Raises TrtspecError with the
+    """One request without streaming; returns the response's JSON, which has a choice. Raises RequestFailed with the
     server's words, or saying what came in place of an answer."""
+    content = await fetch(client, endpoint.path, {**body, "stream": False})
     try:
-        response = await client.post(endpoint.path(), json={**body, "stream": False})
-    except httpx.HTTPError as error:
-        raise TrtspecError(
-            f"{client.base_url} does not answer: {describe(error)}", "look at the server's log"
-        ) from None
-    if response.status_code != 200:
-        raise TrtspecError(error_message(response.status_code, response.text), "look at the server's log")
-    try:
-        reply = response.json()
-    except (ValueError, RecursionError):
-        reply = None
-    choices = reply.get("choices") if isinstance(reply, dict) else None
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        start = " ".join(response.text[:80].split())
-        raise TrtspecError(f"HTTP 200 with what is no chat completion: {start!r}", "ask the server, not a proxy")
-    return reply
+        reply = files.parse_json(content)
+        if isinstance(reply["choices"][0], dict):
+            return dict(reply)
+    except (ValueError, LookupError, TypeError):
+        pass
+    start = " ".join(content[:80].decode("utf-8", "replace").split())
+    raise RequestFailed(f"HTTP 200 with what is no chat completion: {start!r}", "ask the server, not a proxy", 200)

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from trtspec.bench import text_quality as quality
+from trtspec.client import text_quality as quality
 
 PROSE = inspect.getdoc(json) or ""
 CODE = inspect.getsource(textwrap)[:2000]

@@ -6,6 +6,7 @@ refused unseen, and of a key only its fault is told.
 
 from __future__ import annotations
 
+import os
 import re
 
 from trtspec.errors import UsageError
@@ -20,7 +21,7 @@ def shown(text: str) -> str:
 
 
 def server_url(text: str, option: str = "the URL") -> str:
-    """`text` with its scheme, http where it names none, and without a slash at its end.
+    """The base URL of a server: with a scheme (http if `text` has none), without /v1 and slashes at its end.
 
     Raises UsageError, which begins with `option`, for what no request can be sent to, and for a user name, a password,
     a query or a fragment: they would stand in every result."""
@@ -55,7 +56,12 @@ def server_url(text: str, option: str = "the URL") -> str:
             fault = f"{url.port} is no port (1 to 65535)"
     if fault:
         raise UsageError(f"{option} {text!r} is not the URL of a server: {fault}", remedy)
-    return whole.rstrip("/")
+    return re.sub(r"(?<=[^/])/v1$", "", whole.rstrip("/")).rstrip("/")
+
+
+def key_header() -> dict[str, str]:
+    """The key of OPENAI_API_KEY as a header. Raises UsageError for one that no header can carry."""
+    return bearer(os.environ.get("OPENAI_API_KEY"))
 
 
 def bearer(key: str | None, option: str = "OPENAI_API_KEY") -> dict[str, str]:

@@ -1,0 +1,388 @@
+"""What each kind of server reports of speculation, and under which names. Every figure carries its `source`.
+
+| server | of one answer or run, for bench and check | of all traffic, for watch |
+|---|---|---|
+| trtspec reference | `spec_decode` on each choice | steps in /prometheus/metrics |
+| vLLM | counters around the run, which must be alone on the server | steps in /metrics |
+| TensorRT-LLM | `avg_decoded_tokens_per_iter` on each choice, prefill included | see below |
+| SGLang | `avg_spec_accept_length` of /server_info, a mean since its start | a mean in /metrics with --enable-metrics |
+
+TensorRT-LLM counts steps in the JSON of /metrics with enable_iter_perf_stats, each record for one reader only, and
+draft tokens in /prometheus/metrics with return_perf_metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
+
+import httpx
+from pydantic import Field
+
+from trtspec.client.client import Answer, RequestFailed, fetch, finite, first_model, token_count
+from trtspec.files import parse_json
+
+FROM_CHOICE = "spec_decode of each choice"
+FROM_AVERAGE = "avg_decoded_tokens_per_iter of each choice (prefill counted as a step)"
+FROM_COUNTERS = "vllm:spec_decode_num_* counters around the run"
+FROM_STREAMS = "usage in the chunks of streams"
+FROM_SGLANG = "avg_spec_accept_length of /server_info (mean since the server's start)"
+LEAST_AVERAGE = 0.99  # tokens per iteration: each brings one, and an average may be rounded
+SETTLED_S = 1.0  # between two readings of counters that no longer change; a step of an engine takes less
+RESTLESS_S = 30.0  # after which somebody else is on the server
+METADATA_S = 10.0  # that a page about the server may take
+Count = Annotated[int, Field(ge=0, lt=2**53)]  # held where files are read: a float has it exactly
+Samples = dict[str, list[tuple[Mapping[str, str], float]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """One kind of server. `owner`: its `owned_by` in /v1/models.
+
+    `prefix` begins the names of its Prometheus metrics; `steps`, `drafted`, `accepted` and `position` name its counters
+    without `_total` ("": not counted), `first` is the number of the first draft in the `position` label, and `mean`
+    names a gauge of tokens per step in place of counters. `around_runs`: bench reads the counters around a run, because
+    answers say nothing.
+
+    `mean_paths`: where it reports its mean acceptance length since its start. `dated`: what it does with request
+    parameters under speculation is known by release. `survives_logprobs`: no release is known that a request for
+    log-probabilities ends under speculation (this repository's tests ask both)."""
+
+    name: str
+    owner: str
+    prefix: str = ""
+    steps: str = ""
+    drafted: str = ""
+    accepted: str = ""
+    position: str = ""
+    first: int = 0
+    mean: str = ""
+    around_runs: bool = False
+    mean_paths: tuple[str, ...] = ()
+    dated: bool = False
+    survives_logprobs: bool = False
+
+
+REFERENCE = Adapter(
+    name="reference", owner="trtspec", prefix="trtspec_", survives_logprobs=True, steps="trtspec_spec_decode_steps",
+    drafted="trtspec_spec_decode_draft_tokens", accepted="trtspec_spec_decode_accepted_tokens", first=1,
+    position="trtspec_spec_decode_accepted_tokens_per_position",
+)  # fmt: skip
+VLLM = Adapter(
+    name="vllm", owner="vllm", prefix="vllm:", around_runs=True, survives_logprobs=True,
+    steps="vllm:spec_decode_num_drafts", drafted="vllm:spec_decode_num_draft_tokens",
+    accepted="vllm:spec_decode_num_accepted_tokens", position="vllm:spec_decode_num_accepted_tokens_per_pos",
+)  # fmt: skip
+TRTLLM = Adapter(
+    name="trtllm", owner="tensorrt_llm", prefix="trtllm_", dated=True, drafted="trtllm_spec_decode_num_draft_tokens",
+    accepted="trtllm_spec_decode_num_accepted_tokens",
+)  # fmt: skip
+SGLANG = Adapter(
+    name="sglang", owner="sglang", prefix="sglang:", mean="sglang:spec_accept_length",
+    mean_paths=("/server_info", "/get_server_info"),  # the second is the older one
+)  # fmt: skip
+ADAPTERS = {adapter.name: adapter for adapter in (REFERENCE, VLLM, TRTLLM, SGLANG)}
+UNKNOWN = Adapter(name="unknown", owner="")
+
+
+@dataclass(frozen=True)
+class DetectedServer:
+    """What answers at a URL. `kind` is one of ADAPTERS, or unknown. `draft_sampling` says how it chooses the drafts of
+    sampled requests, where it tells."""
+
+    kind: str
+    model: str
+    version: str | None = None
+    draft_sampling: str | None = None
+
+    @property
+    def adapter(self) -> Adapter:
+        return ADAPTERS.get(self.kind, UNKNOWN)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+async def detect_server(client: httpx.AsyncClient, model: str | None = None) -> DetectedServer:
+    """Asks /v1/models for the owner, then /version and /metrics. Raises RequestFailed when nothing answers."""
+    entry = await first_model(client)
+    named = found if isinstance(found := await _json(client, "/version"), dict) else {}
+    owner = str(entry.get("owned_by", "")).lower()
+    kind = next((kind for kind in ADAPTERS.values() if kind.owner == owner), UNKNOWN)
+    if named.get("backend") == "reference" or "trtspec" in named:
+        kind = REFERENCE
+    if kind is UNKNOWN:
+        text = await _text(client, "/metrics")
+        kind = next((kind for kind in ADAPTERS.values() if kind.around_runs and kind.prefix in text), UNKNOWN)
+    told = {key: value for key in ("version", "draft_sampling") if isinstance(value := named.get(key), str)}
+    return DetectedServer(kind.name, model or entry["id"], **told)
+
+
+@dataclass(frozen=True)
+class TurnCounts:
+    """What speculation did in one answer. `drafted` and `histogram` are None where the server does not tell.
+
+    `prefill_in_steps` says whether `steps` already counts the prefill iteration (trtllm-serve's average does). Counters
+    of a whole run give one entry for `answers` to `questions`. `surplus`: accepted drafts past the end of answers,
+    which nobody received; they are taken out of `accepted`, and are still in `histogram`.
+    """
+
+    question: str
+    category: str
+    tokens: Count
+    steps: Count
+    accepted: Count
+    drafted: Count | None
+    histogram: tuple[Count, ...] | None
+    source: str
+    prefill_in_steps: bool = False
+    answers: Count = 1
+    questions: Count = 1
+    surplus: Count = 0
+
+    @property
+    def verifications(self) -> int:
+        """Verification steps: without the prefill."""
+        return max(0, self.steps - self.answers) if self.prefill_in_steps else self.steps
+
+    @property
+    def iterations(self) -> int:
+        """Engine iterations: verification steps and one prefill for each answer."""
+        return self.verifications + self.answers
+
+    @property
+    def tokens_per_iteration(self) -> float:
+        """Tokens per engine iteration with the prefill counted as one iteration of length 1."""
+        return (self.iterations + self.accepted) / self.iterations if self.iterations else 1.0
+
+
+@dataclass(frozen=True)
+class Counters:
+    """A reading of a server's speculation counters: verification steps, drafted and accepted tokens, and the steps
+    that accepted draft k (from 1)."""
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    per_position: dict[int, int] = field(default_factory=dict)
+
+
+def read_samples(text: str) -> Samples:
+    """Every sample of a Prometheus text by its name, without `_total` (clients differ) and without buckets; Dynamo's
+    `trtllm:` is written `trtllm_`. Raises ValueError for what is no such text."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: Samples = {}
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if not sample.name.endswith("_bucket"):
+                    name = sample.name.removesuffix("_total").replace("trtllm:", "trtllm_", 1)
+                    found.setdefault(name, []).append((sample.labels, sample.value))
+    except (ValueError, LookupError, AttributeError, TypeError, OverflowError):
+        raise ValueError("is not Prometheus text") from None
+    return found
+
+
+def adapter_of(samples: Samples) -> Adapter | None:
+    """Whose metrics these are, or None for those of no server that is known."""
+    return next((one for one in ADAPTERS.values() if any(name.startswith(one.prefix) for name in samples)), None)
+
+
+def counters_in(samples: Samples, names: Adapter) -> Counters | None:
+    """The counters of one server, summed over its engines, or None where it has none of speculation; `steps` is 0 where
+    it counts draft tokens alone. Raises ValueError in words for counters that are no counts."""
+    if (names.steps or names.drafted) not in samples:
+        return None
+    positions: dict[int, int] = {}
+    for labels, value in samples.get(names.position, ()):
+        digits = labels.get("position", "")
+        place = int(digits) - names.first + 1 if digits.isascii() and digits.isdigit() and len(digits) < 4 else 0
+        if place < 1:
+            raise ValueError(f"has {names.position} of the position {labels.get('position')!r:.40}")
+        positions[place] = positions.get(place, 0) + count_of(names.position, value)
+    steps, drafted, accepted = (
+        sum(count_of(name, value) for _, value in samples.get(name, ()))
+        for name in (names.steps, names.drafted, names.accepted)
+    )
+    return Counters(steps, drafted, accepted, positions)
+
+
+def count_of(name: str, value: Any) -> int:
+    """A whole number that is not negative. Raises ValueError, which names it, for anything else."""
+    try:
+        return token_count(value)
+    except ValueError:
+        raise ValueError(f"has {name} {value!s:.40}, which is no count") from None
+
+
+def read_iterations(text: str, source: str = "") -> Counters:
+    """The counts of TensorRT-LLM's iteration statistics: a list collected since somebody last asked, empty at first
+    only for an engine that does not collect them. Raises ValueError for anything else."""
+    records = parse_json(text)
+    if not all(isinstance(record, dict) for record in records):  # a text that begins with [ is a list
+        raise ValueError("is JSON and no list of iterations")
+    if not records and not source:
+        raise ValueError("is an empty list: no iteration yet, or enable_iter_perf_stats is off")
+    stats = [found for record in records if isinstance(found := record.get("specDecodingStats"), dict)]
+    keys = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
+    steps, drafted, accepted = (sum(count_of(key, found.get(key)) for found in stats) for key in keys)
+    return Counters(steps, drafted, accepted)
+
+
+def counted_between(before: Counters, after: Counters) -> Counters:
+    """What was counted between two readings. Raises ValueError in words where it is less than nothing."""
+    found = Counters(
+        after.steps - before.steps,
+        after.drafted - before.drafted,
+        after.accepted - before.accepted,
+        {place: count - before.per_position.get(place, 0) for place, count in sorted(after.per_position.items())},
+    )
+    fewest = min(found.steps, found.drafted, found.accepted, *found.per_position.values())
+    if fewest < 0 or before.per_position.keys() - after.per_position.keys():
+        raise ValueError("counts less after the run than before it: it was started again, or is several servers")
+    return found
+
+
+def histogram_of(counted: Counters) -> tuple[int, ...] | None:
+    """Entry j = steps that accepted exactly j drafts, or None where no positions are told or they are no part of the
+    steps."""
+    reached = [counted.steps, *counted.per_position.values()]
+    whole = list(counted.per_position) == list(range(1, len(reached)))
+    if len(reached) == 1 or not whole or reached != sorted(reached, reverse=True):
+        return None
+    return tuple(here - there for here, there in zip(reached, [*reached[1:], 0], strict=True))
+
+
+async def read_counters(
+    client: httpx.AsyncClient, server: DetectedServer, faults: list[str] | None = None
+) -> Counters | None:
+    """The server's counters, where bench reads them around runs; None where it has none or does not speculate. What it
+    has that are no counts is None too, with the reason added to `faults`."""
+    if not server.adapter.around_runs:
+        return None
+    try:
+        return counters_in(read_samples(await _text(client, "/metrics")), server.adapter)
+    except ValueError as error:
+        _note(faults, f"its /metrics {error}")
+        return None
+
+
+async def settled_counters(
+    client: httpx.AsyncClient, server: DetectedServer, faults: list[str] | None = None
+) -> Counters | None:
+    """`read_counters` once they no longer change: a server goes on for a while with requests that a client gave up."""
+    deadline = time.monotonic() + RESTLESS_S
+    found = await read_counters(client, server, faults)
+    while found is not None and time.monotonic() < deadline:
+        await asyncio.sleep(SETTLED_S)
+        again = await read_counters(client, server, faults)
+        if again == found:
+            break
+        found = again
+    return found
+
+
+def counts_between(
+    before: Counters, after: Counters, category: str, tokens: int, faults: list[str] | None = None
+) -> TurnCounts | None:
+    """The whole run between two readings as one entry; the histogram follows from the per-position counts. None where
+    the readings are not of one run; what is left out has its reason added to `faults`."""
+    try:
+        counted = counted_between(before, after)
+    except ValueError as error:
+        _note(faults, f"its /metrics {error}")
+        return None
+    histogram = histogram_of(counted)
+    if counted.per_position and histogram is None:
+        reached = list(counted.per_position.values())
+        _note(faults, f"its /metrics counts {reached} accepted drafts by position in {counted.steps} steps")
+    told = counted.steps, counted.accepted, counted.drafted, histogram
+    return TurnCounts(f"all of {category}", category, tokens, *told, FROM_COUNTERS)
+
+
+def _note(faults: list[str] | None, fault: str) -> None:
+    if faults is not None and fault not in faults:
+        faults.append(fault)
+
+
+def counts_of(
+    question: str, category: str, tokens: int, spec: dict[str, Any] | None, average: float | None
+) -> TurnCounts | None:
+    """What one answer itself says about its speculation, or None when it says nothing. `spec`: its `spec_decode`;
+    `average`: its tokens per iteration."""
+    if spec is not None and all(is_count(spec.get(key)) for key in ("steps", "accepted", "drafted")):
+        told = spec["steps"], spec["accepted"], spec["drafted"], choice_histogram(spec)
+        return TurnCounts(question, category, tokens, *told, FROM_CHOICE)
+    if average is None or average < LEAST_AVERAGE or not tokens:
+        return None
+    steps = max(1, min(tokens, round(tokens / average)))
+    return TurnCounts(question, category, tokens, steps, tokens - steps, None, None, FROM_AVERAGE, True)
+
+
+def choice_histogram(spec: dict[str, Any] | None) -> tuple[int, ...] | None:
+    """Entry j of a choice's `spec_decode` = steps that accepted j drafts; None where it has none that are counts."""
+    found = (spec or {}).get("histogram")
+    return tuple(found) if isinstance(found, (list, tuple)) and found and all(map(is_count, found)) else None
+
+
+def is_count(value: Any) -> bool:
+    """A whole number that is not negative; a server may say anything."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def all_counts(answers: Sequence[Answer], faults: list[str] | None = None) -> list[TurnCounts]:
+    """`counts_of` for every answer without an error that tells something. An average that is none has its reason added
+    to `faults`."""
+    good = [answer for answer in answers if not answer.error]
+    low = next((answer.tokens_per_iteration for answer in good if is_too_low(answer.tokens_per_iteration)), None)
+    if low is not None:
+        _note(faults, f"its avg_decoded_tokens_per_iter is {low:g}, and each iteration brings at least one token")
+    found = (
+        counts_of(one.question, one.category, one.completion_tokens, one.spec_decode, one.tokens_per_iteration)
+        for one in good
+    )
+    return [counts for counts in found if counts is not None]
+
+
+def is_too_low(average: float | None) -> bool:
+    """Whether so few tokens per iteration cannot be; 0 is told by a server that did not count."""
+    return average is not None and 0 < average < LEAST_AVERAGE
+
+
+async def running_mean(
+    client: httpx.AsyncClient, server: DetectedServer, tokens: int, faults: list[str] | None = None
+) -> list[TurnCounts]:
+    """One entry from the mean that the server keeps since its start, or nothing where it keeps none. A mean that is
+    none has its reason added to `faults`."""
+    info: Any = None
+    for path in server.adapter.mean_paths:
+        info = info or await _json(client, path)
+    try:
+        told = info["internal_states"][0]["avg_spec_accept_length"]
+    except (LookupError, TypeError):
+        return []
+    if not told or not tokens:
+        return []
+    length = finite(told)
+    if length is None or not 1 <= length <= tokens:
+        _note(faults, f"its avg_spec_accept_length is {str(told)[:40]!r}, which is no mean over {tokens} tokens")
+        return []
+    steps = max(1, round(tokens / length))
+    return [TurnCounts("all", "all", tokens, steps, tokens - steps, None, None, FROM_SGLANG)]
+
+
+async def _json(client: httpx.AsyncClient, path: str) -> Any:
+    with suppress(ValueError):
+        return parse_json(await _text(client, path))
+
+
+async def _text(client: httpx.AsyncClient, path: str) -> str:
+    """A page about the server; empty where it has none."""
+    with suppress(RequestFailed):
+        return (await fetch(client, path, timeout=METADATA_S)).decode("utf-8", "replace")
+    return ""
