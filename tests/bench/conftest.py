@@ -6,11 +6,9 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.bench import cheats
@@ -49,18 +47,6 @@ def stand_in() -> Iterator[Callable[..., str]]:
     yield start
     for process in forking:
         process.communicate(timeout=60)
-
-
-def wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
-    for _ in range(300):
-        assert process.poll() is None, "the stand-in server died"
-        try:
-            if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.05)
-    raise AssertionError("the stand-in server did not come up")
 
 
 @pytest.fixture(scope="session")

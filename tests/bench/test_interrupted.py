@@ -17,13 +17,22 @@ from typing import Any
 
 import pytest
 
-from tests.bench.conftest import STAND_IN, free_port, wait_until_healthy
+from tests.bench.conftest import STAND_IN, free_port
 from tests.bench.test_malformed_metadata import WORKLOAD, pages, served
 from trtspec.bench.datasets import Dataset, Question, load_dataset
 from trtspec.bench.measure import Progress, measure
 from trtspec.bench.raw_results import RawResults
 from trtspec.bench.results import read_results, read_whole
-from trtspec.client.client import Answer, Endpoint, RequestSampling, new_client, request_body, stream_answer
+from trtspec.client.client import (
+    Answer,
+    Endpoint,
+    RequestSampling,
+    health,
+    new_client,
+    request_body,
+    stream_answer,
+    wait_ready,
+)
 from trtspec.errors import UsageError
 
 Start = Callable[..., str]
@@ -133,7 +142,7 @@ def test_a_server_that_dies_halfway(dataset: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(STAND_IN), str(port), '{"step_s": 0.01}']
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen(command) as server:
-        wait_until_healthy(server, url)
+        assert asyncio.run(wait_ready(url, 60, health, lambda: server.poll() is not None))
         process = subprocess.Popen(bench(url, dataset, "-o", str(out)), stdout=subprocess.PIPE, text=True)
         wait_for(lambda: len(answered(out)) >= 6)
         server.kill()
@@ -144,7 +153,7 @@ def test_a_server_that_dies_halfway(dataset: Path, tmp_path: Path) -> None:
     speed = results.concurrency[0].throughput
     assert speed.errors >= 30 - 3 - 10 and speed.requests - speed.errors >= 6
     with subprocess.Popen(command) as server:
-        wait_until_healthy(server, url)
+        assert asyncio.run(wait_ready(url, 60, health, lambda: server.poll() is not None))
         again = subprocess.run(bench(url, dataset, "-o", str(out), "--resume"), capture_output=True, text=True)
         server.kill()
     assert again.returncode == 0, again.stderr

@@ -23,13 +23,7 @@ from trtspec.bench import assembly, measure
 from trtspec.bench.datasets import load_dataset
 from trtspec.bench.load import ServiceLevel
 from trtspec.bench.results import BenchResults
-from trtspec.client.client import (
-    Endpoint,
-    RequestSampling,
-    new_client,
-    request_body,
-    stream_answer,
-)
+from trtspec.client.client import Endpoint, RequestSampling, new_client, request_body, stream_answer
 
 PACED = Path(__file__).with_name("paced_server.py")
 TTFT, GAP, TOKENS, PER_CHUNK = 0.2, 0.05, 40, 2

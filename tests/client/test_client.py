@@ -21,7 +21,7 @@ from trtspec.client.client import (
     health,
     new_client,
     wait_ready,
-)  # fmt: skip
+)
 
 CUT = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 96\r\n\r\n"
 

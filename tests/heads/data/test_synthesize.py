@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,13 +13,13 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.command_line import trtspec
 from trtspec.checkpoint.conversations import read_conversations
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.cli.synthesize import judge_answers
+from trtspec.client.client import wait_ready
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.heads.synthesis import AnswerSampling, TargetEndpoint, read_prompts, shard, synthesize
 from trtspec.heads.training.samples import read_samples
@@ -34,12 +35,7 @@ def serving(log: Path, *options: str):
     process = subprocess.Popen([sys.executable, str(SERVER), str(port), str(log), *options])
     url = f"http://127.0.0.1:{port}/v1"
     try:
-        for _ in range(400):
-            try:
-                httpx.get(f"{url}/models").raise_for_status()
-                break
-            except httpx.HTTPError:
-                time.sleep(0.05)
+        asyncio.run(wait_ready(url.removesuffix("/v1"), 60))
         yield url
     finally:
         process.kill()

@@ -5,12 +5,12 @@ The client is ModelOpt's own; the states it brings are those of the target in me
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
 import sys
 import threading
-import time
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from tests.tiny import make_target
+from trtspec.client.client import health, wait_ready
 from trtspec.errors import MissingDependency, TrtspecError
 from trtspec.heads.training import features_server
 from trtspec.heads.training import module as train
@@ -56,14 +57,9 @@ def serving(target_dir: Path, layers: str, dtype: str):
         str(free_port()),
     ]
     process = subprocess.Popen([*line, layers, dtype], cwd=ROOT)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 240
+    url = f"http://127.0.0.1:{port}"
     try:
-        while process.poll() is None and time.monotonic() < deadline:
-            try:
-                httpx.get(f"{url}/health").raise_for_status()
-                break
-            except httpx.HTTPError:
-                time.sleep(0.2)
+        asyncio.run(wait_ready(url, 240, health, lambda: process.poll() is not None))
         yield url, process
     finally:
         process.kill()
