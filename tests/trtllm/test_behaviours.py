@@ -107,6 +107,39 @@ def test_a_boundary_inside_a_line_is_a_warning_that_names_it(text: str, version:
     assert [finding.severity for finding in findings] == ["warning"] and interval in findings[0].message
 
 
+def in_doubt(text: str, version: str, key: str) -> list[Any]:
+    return [f for f in lint(text, Deployment(schema_for(version))) if f.key.endswith(key)]
+
+
+def test_what_both_possibilities_refuse_is_one_error() -> None:
+    """The key is unknown up to 1.3.0rc24, and no text from 1.3.0rc26 on."""
+    text = "speculative_config: {decoding_type: NGram, max_draft_len: 1, enable_penalty: maybe}\n"
+    (finding,) = in_doubt(text, "1.3.0rc25", "enable_penalty")
+    assert (finding.code, finding.severity) == ("TS-LINT-WRONG-TYPE", "error")
+
+
+def test_what_two_changes_decide_is_no_error() -> None:
+    """The key may be older than the crash: nobody knows for a release that has one without the other."""
+    text = "speculative_config: {decoding_type: NGram, max_draft_len: 1, use_rejection_sampling: true}\n"
+    assert {f.severity for f in in_doubt(text, "1.3.0rc9", "use_rejection_sampling")} == {"warning"}
+
+
+def test_one_warning_names_what_a_value_means_before_and_after() -> None:
+    text = "speculative_config: {decoding_type: NGram, max_draft_len: 3, draft_len_schedule: {1: 3}}\n"
+    message = found(text, "1.3.0rc9")["TS-LINT-SCHEDULE-MEANING"].message
+    for part in ("lower bounds", "like 1.3.0rc5", "upper bounds", "like 1.3.0rc20", "after 1.3.0rc5, by 1.3.0rc20"):
+        assert part in message
+    assert not any("SCHEDULE" in code for code in found(text, "1.2.1"))
+
+
+def test_a_key_that_went_is_still_missed_where_it_may_be_needed() -> None:
+    """Earlier releases refuse the file without `model_path`, later ones with it."""
+    text = "kv_cache_compression_config: {algorithm: triattention}\n"
+    for version in ("1.3.0rc24", "1.3.0rc25"):
+        missed = in_doubt(text, version, "model_path")
+        assert [(f.code, f.severity) for f in missed] == [("TS-LINT-MISSING-KEY", "error")], version
+
+
 def test_every_decoding_type_of_every_line_has_one_row() -> None:
     rows = [name for method in methods().values() for name in method.spellings]
     known = {name for line in LINES for name in line_fields(line, "speculative_config.decoding_type", "allowed")}

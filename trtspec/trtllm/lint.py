@@ -36,36 +36,6 @@ UNSETTLED = {"TS-LINT-UNKNOWN-KEY", "TS-LINT-RENAMED-KEY", "TS-LINT-REMOVED-KEY"
 MISSING = "TS-LINT-MISSING-KEY"
 ABOUT_KEYS = {*UNSETTLED, *VALUE_CODES.values(), MISSING, "TS-LINT-WRONG-VARIANT"}
 MEANING = "TS-LINT-SCHEDULE-MEANING"  # what a value means: reported only where two possibilities differ
-PACKAGE = "tensorrt_llm"
-MARK = "trtspec-verdict:"  # the engine prints on stdout while it is imported
-# Keys that trtllm-serve takes out before the class sees them are taken out here too. The tokenizer is not loaded.
-JUDGE = """
-import importlib, json, sys
-text = sys.stdin.read()
-import yaml
-import tensorrt_llm
-module = importlib.import_module("tensorrt_llm.llmapi.llm_args")
-kind = getattr(module, "TorchLlmArgs", None) or module.LlmArgs
-values = yaml.safe_load(text) or {}
-values.pop("disagg_cluster", None)
-if "hf_revision" in values:
-    values.setdefault("revision", values.pop("hf_revision"))
-if "build_config" not in kind.model_fields:
-    values.pop("build_config", None)
-values.setdefault("model", "checkpoint")
-if "skip_tokenizer_init" in kind.model_fields:
-    values["skip_tokenizer_init"] = True
-errors = []
-try:
-    kind(**values)
-except Exception as error:
-    listed = getattr(error, "errors", None)
-    if callable(listed):
-        errors = [{"loc": [str(part) for part in item["loc"]], "message": item["msg"]} for item in listed()]
-    else:
-        errors = [{"loc": [], "message": f"{type(error).__name__}: {error}"}]
-print(MARK + json.dumps({"version": tensorrt_llm.__version__, "errors": errors}))
-"""
 
 
 def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
@@ -126,8 +96,8 @@ class Doubt:
     def _either_way(self, finding: Finding, others: list[Finding], *, new: bool) -> bool:
         """Whether the other possibility refuses a key that this finding is about, or one that it is below, and the one
         change that decides this leaves the finding as it is."""
-        if finding.code == MISSING and finding.key not in self.schema.possibilities[-1 if not new else 0].fields:
-            return True  # refused without the key by one, and with it by the other
+        if finding.code == MISSING and not new and finding.key not in self.schema.possibilities[-1].fields:
+            return True  # earlier releases refuse the file without the key, later ones with it
         for other in others:
             if other.severity == "error" and any(_touches(finding, key, other.key) for key in finding.keys):
                 change = self._change(*((other, None) if new else (None, other)))
@@ -141,7 +111,8 @@ class Doubt:
         change, version = self._change(old, new), self.schema.version
         words = {change.after or "an earlier release": old, change.by or "a later release": new}
         said = [f"{finding.message}, if {version} is like {end}" for end, finding in words.items() if finding]
-        message = f"{'; '.join(said)} (changed {change.interval}; not known for {version})"
+        message = "; ".join(said)
+        message += "" if change.interval in message else f" (changed {change.interval})"
         finding = new or old
         assert finding is not None
         if old is not None and new is not None and finding.code != MEANING:
@@ -262,6 +233,38 @@ def _better(before: list[Finding], after: list[Finding]) -> bool:
         if old - new:
             return True
     return False
+
+
+PACKAGE = "tensorrt_llm"
+MARK = "trtspec-verdict:"  # the engine prints on stdout while it is imported
+# Keys that trtllm-serve takes out before the class sees them are taken out here too. The tokenizer is not loaded.
+JUDGE = """
+import importlib, json, sys
+text = sys.stdin.read()
+import yaml
+import tensorrt_llm
+module = importlib.import_module("tensorrt_llm.llmapi.llm_args")
+kind = getattr(module, "TorchLlmArgs", None) or module.LlmArgs
+values = yaml.safe_load(text) or {}
+values.pop("disagg_cluster", None)
+if "hf_revision" in values:
+    values.setdefault("revision", values.pop("hf_revision"))
+if "build_config" not in kind.model_fields:
+    values.pop("build_config", None)
+values.setdefault("model", "checkpoint")
+if "skip_tokenizer_init" in kind.model_fields:
+    values["skip_tokenizer_init"] = True
+errors = []
+try:
+    kind(**values)
+except Exception as error:
+    listed = getattr(error, "errors", None)
+    if callable(listed):
+        errors = [{"loc": [str(part) for part in item["loc"]], "message": item["msg"]} for item in listed()]
+    else:
+        errors = [{"loc": [], "message": f"{type(error).__name__}: {error}"}]
+print(MARK + json.dumps({"version": tensorrt_llm.__version__, "errors": errors}))
+"""
 
 
 @dataclass(frozen=True)

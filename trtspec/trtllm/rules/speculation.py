@@ -36,13 +36,11 @@ def check_speculation(document: Document, deployment: Deployment) -> Iterator[Fi
         yield finding_at(document, "TS-LINT-NO-DECODING-TYPE", "error", SPEC, message, remedy)
     if method is not None:
         yield from _required(document, method)
-        yield from _two_names(document, deployment)
         yield from _for_kimi(document, deployment, method)
         yield from _trees(document, deployment, method)
         yield from _two_models(document, deployment)
         yield from _sampling(document, deployment, method)
     yield from _schedule(document, deployment)
-    yield from _switch_off(document)
     yield from _backend(document)
 
 
@@ -60,24 +58,6 @@ def _required(document: Document, method: SpeculationMethod) -> Iterator[Finding
     if method.python_only is not None:
         message = f"{decoding_type(document)} needs {method.python_only}, a Python object, which no file can hold"
         yield finding_at(document, "TS-LINT-NO-DRAFT-MODEL", "error", SPEC, message, "use another decoding_type")
-
-
-def _two_names(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    if all(document.has(key) and key in deployment.schema.fields for key in MODEL_KEYS):
-        message = "speculative_model and speculative_model_dir are two names of one setting"
-        remedy = "keep speculative_model_dir, which every version takes"
-        fix = partial(delete_key, path=MODEL_KEYS[1])
-        yield finding_at(document, "TS-LINT-DUPLICATE-KEY", "error", MODEL_KEYS[1], message, remedy, fix)
-    key = f"{SPEC}.num_eagle_layers"
-    if document.has(key):
-        message = "num_eagle_layers is overwritten by max_draft_len; it belongs to the TensorRT-engine backend"
-        fix = partial(delete_key, path=key)
-        yield finding_at(document, "TS-LINT-NO-EFFECT", "warning", key, message, "remove it", fix)
-    key = f"{SPEC}.eagle3_model_arch"
-    if document.get(key) == "mistral_large3":
-        message = "mistral_large3 names another head class; llama3 covers the MHA and MLA heads of Kimi"
-        fix = partial(delete_key, path=key)
-        yield finding_at(document, "TS-LINT-HEAD-ARCH", "error", key, message, "remove eagle3_model_arch", fix)
 
 
 def _for_kimi(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
@@ -219,16 +199,6 @@ def reaches_zero(document: Document, deployment: Deployment, schedule: dict[int,
     largest = deployment.setting(document, "max_batch_size")
     beyond = deployment.schema.behaviour("draft_len_schedule").get("beyond") == "zero"
     return 0 in schedule.values() or (beyond and max(schedule) < (largest if isinstance(largest, int) else 2048))
-
-
-def _switch_off(document: Document) -> Iterator[Finding]:
-    for name in ("acceptance_rate_threshold", "acceptance_length_threshold"):
-        key = f"{SPEC}.{name}"
-        if document.get(key):
-            message = f"once acceptance falls below {name}, speculation stays off until the server is restarted"
-            fix = partial(delete_key, path=key)
-            remedy = "leave it out, and watch acceptance from outside"
-            yield finding_at(document, "TS-LINT-SWITCHES-OFF", "warning", key, message, remedy, fix)
 
 
 def _sampling(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
