@@ -107,6 +107,9 @@ def test_code_of_the_checkpoint_is_refused_until_it_is_trusted() -> None:
     ("words", "says"),
     [
         (["--", "--host", "1.2.3.4"], "--host is not used after --: --host decides it"),
+        (["--", "--hos", "1.2.3.4"], "--hos is not used after --: --host decides it"),
+        (["--", "--max-model=8"], "--max-model is not used after --: --max-seq-len decides it"),
+        (["--", "--headl"], "it answers no requests"),
         (["--", "--speculative_config", "{}"], "--speculative_config is not used after --: --head decides it"),
         (["--", "--no-trust-remote-code"], "--trust-remote-code decides it"),
         (["--", "-tp", "8"], "-tp is not used after --: --tp-size decides it"),

@@ -128,7 +128,8 @@ def support_matrix() -> str:
     )
     lines.append("| what | lacks it | has it | evidence |\n|---|---|---|---|")
     for gate in gates["gates"].values():
-        lines.append(f"| {gate['what']} | {gate['after']} | {gate['by']} | {gate['source']} |")
+        since = gate["since"]
+        lines.append(f"| {gate['what']} | {since['after']} | {since['by']} | {gate['source']} |")
     lines += [*behaviours(), *speculation()]
     lines.append(
         "\nA Kimi with an Eagle3 head is known to run on:\n\n| model type | release | evidence |\n|---|---|---|"
@@ -183,10 +184,10 @@ def behaviours() -> list[str]:
     ]
     lines.append("| behaviour | line | from | until | evidence |\n|---|---|---|---|---|")
     for line in sorted(schemas, key=Version):
-        for name, entry in schemas[line]["behaviours"].items():
+        for name, entry in (schemas[line]["behaviours"] | schemas[line]["rules"]).items():
             if entry is None:
                 lines.append(f"| {name.replace('_', ' ')} | {line} | | ends here | |")
-            elif "when" not in entry and "exclusive" not in entry or {"since", "until"} & set(entry):
+            elif "when" not in entry or {"since", "until"} & set(entry):
                 ends = [between(entry.get(key)) for key in ("since", "until")]
                 told = f"{entry['evidence']}: {entry['source']}"
                 lines.append(f"| {name.replace('_', ' ')} | {line} | {ends[0]} | {ends[1]} | {told} |")
@@ -196,8 +197,8 @@ def behaviours() -> list[str]:
 def between(dates: dict[str, str] | None) -> str:
     if dates is None:
         return ""
-    known = dates["by"] != "unknown"
-    return f"after {dates['after']}, by {dates['by']}" if known else f"after {dates['after']}, release not known"
+    known = [f"{word} {dates[word]}" for word in ("after", "by") if word in dates]
+    return ", ".join(known if "by" in dates else [*known, "release not known"])
 
 
 def speculation() -> list[str]:

@@ -18,7 +18,7 @@ from trtspec.trtllm.build import build_named
 from trtspec.trtllm.deployment import deployment_of
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import PREFIX, parse_intent
-from trtspec.trtllm.lint.linter import lint
+from trtspec.trtllm.lint import lint
 
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent / "docs"

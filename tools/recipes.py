@@ -14,7 +14,7 @@ from trtspec.trtllm.build import build_named, disaggregated, judged_as
 from trtspec.trtllm.deployment import default_version
 from trtspec.trtllm.intent import Goal, Intent
 from trtspec.trtllm.kubernetes import helm_values
-from trtspec.trtllm.lint.linter import lint
+from trtspec.trtllm.lint import lint
 from trtspec.trtllm.schema import schema_for
 
 ROOT = Path(__file__).resolve().parent.parent

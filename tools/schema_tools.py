@@ -24,7 +24,7 @@ from pydantic_core import PydanticUndefined
 
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.report import write_atomic
-from trtspec.trtllm.schema import LINES, Entries, line_of, merged, newest_known
+from trtspec.trtllm.schema import LINES, Entries, entries_of, files_up_to, line_of, merged, newest_known
 
 Entry = dict[str, Any]
 ORDER = (
@@ -37,7 +37,7 @@ COMPARED = tuple(name for name in ORDER if name not in BY_HAND)
 HEADER = """\
 line: "{line}"
 label: "{label}"
-{inherits}versions: {{from: {version}, {begins}seen: {version}, newest: {version}}}
+versions: {{from: {version}, {begins}seen: {version}, newest: {version}}}
 sources:
   - "the classes of tensorrt_llm {version}, read where it is installed"
 """
@@ -47,21 +47,23 @@ DEEPEST = 6  # levels of nested objects; the engine has four
 
 
 def load(name: str) -> Entries:
-    """(fields, removed, options) of a line, a version or a file; raises UsageError for anything else."""
+    """What a line, a version or a file states in the end; raises UsageError for anything else."""
     if Path(name).is_file():
-        return merged(yaml.safe_load(Path(name).read_text(encoding="utf-8")))
-    line = name if name in LINES else line_of(name)
-    return merged({"inherits": line, "fields": {}})
+        data = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+        older = files_up_to(data["line"]) if "begins" in data["versions"] else []
+        return merged([*(one for one in older if one["line"] != data["line"]), data])
+    return entries_of(name if name in LINES else line_of(name))
 
 
 def differences(old: Entries, new: Entries) -> Iterator[str]:
     """One line each: + added, - gone, ~ changed attributes; fields first, then options."""
-    for title, before, after in (("", old[0], new[0]), ("--", old[2], new[2])):
+    for title, part in (("", "fields"), ("--", "options")):
+        before, after = old[part], new[part]
         for path in sorted({*before, *after}):
             if path not in before:
                 yield f"+ {title}{path}: {flow(after[path])}"
             elif path not in after:
-                renamed = new[1].get(path, {}).get("renamed_to")
+                renamed = new["removed"].get(path, {}).get("renamed_to")
                 yield f"- {title}{path}" + (f" (now {renamed})" if renamed else "")
             else:
                 changed = changes(before[path], after[path])
@@ -96,7 +98,7 @@ def installed_entries(package: str) -> tuple[Entries, str]:
         raise MissingDependency(f"{package} cannot be imported here ({error})", remedy) from None
     kind = getattr(module, "TorchLlmArgs", None) or module.LlmArgs
     serve = importlib.import_module(f"{package}.commands.serve").main.commands["serve"]
-    return (fields_of(kind), {}, options_of(serve), {}), engine.__version__
+    return {"fields": fields_of(kind), "options": options_of(serve)}, engine.__version__
 
 
 def fields_of(model: type[BaseModel], prefix: str = "", depth: int = 0) -> dict[str, Entry]:
@@ -280,16 +282,14 @@ def _option(param: Any) -> Entry:
 
 def as_file(entries: Entries, version: str, line: str, inherits: str | None) -> str:
     """The schema file of `entries`: whole, or only what differs from the line that it inherits."""
-    fields, removed, options, gone = entries[0], {}, entries[2], []
+    fields, removed, options, gone = entries["fields"], {}, entries["options"], []
     if inherits is not None:
         old = load(inherits)
-        since = {"after": inherits, "by": line, "evidence": "verified"}
-        removed = {path: {"last": inherits, "evidence": "verified"} for path in old[0] if path not in fields}
-        gone = [name for name in old[2] if name not in options]
-        fields, options = (dict(_changed(part, was, since)) for part, was in ((fields, old[0]), (options, old[2])))
+        removed = {path: {"evidence": "verified"} for path in old["fields"] if path not in fields}
+        gone = [name for name in old["options"] if name not in options]
+        fields, options = (dict(_changed(entries[part], old[part])) for part in ("fields", "options"))
     text = HEADER.format(
         line=line, label=f"{line}, read from {version}", version=version,
-        inherits=f'inherits: "{inherits}"\n' if inherits else "",
         begins=f"begins: {{after: {newest_known()}, by: {version}}}, " if inherits else "",
     )  # fmt: skip
     for title, part in (("fields", fields), ("removed", removed), ("options", options)):
@@ -297,12 +297,12 @@ def as_file(entries: Entries, version: str, line: str, inherits: str | None) -> 
     return text + (f"removed_options: {flow(gone)}\n" if gone else "")
 
 
-def _changed(part: dict[str, Entry], was: dict[str, Entry], since: Entry) -> Iterator[tuple[str, Entry]]:
+def _changed(part: dict[str, Entry], was: dict[str, Entry]) -> Iterator[tuple[str, Entry]]:
     """New entries whole, others by what the classes say anew; limits and listed values that stand in validators, and
     what click does not tell, stay as they were."""
     for path, entry in part.items():
         if path not in was:
-            yield path, {**entry, "since": since}
+            yield path, entry
             continue
         changed = {key: value for key, value in changes(was[path], entry).items() if key in entry}
         if was[path].get("variants") and "variants" not in entry:

@@ -137,7 +137,7 @@ def lint(
     followed by a space; every other string is a path. `options`: of trtllm-serve, used with the file."""
     from trtspec.trtllm.deployment import deployment_of
     from trtspec.trtllm.document import Document
-    from trtspec.trtllm.lint.linter import lint as find
+    from trtspec.trtllm.lint import lint as find
 
     name, document = _document(config, Document)
     deployment, reason, wrong = deployment_of(

@@ -52,6 +52,12 @@ def passed_options(words: Sequence[str]) -> dict[str, str]:
     return {SHORT.get(name, name): flag for name, flag in named.items()}
 
 
+def _meant(name: str, flag: str, options: dict[str, str]) -> str | None:
+    """The entry of an option, also of one that is abbreviated (`--hos`), as vLLM's parser accepts it."""
+    short = flag.startswith("--")
+    return next((options[key] for key in options if key == name or (short and key.startswith(name))), None)
+
+
 def installed_vllm() -> str | None:
     """Version of the `vllm` on PATH: by the package beside it, else by asking it, which takes many seconds."""
     found = shutil.which(PROGRAM.executable)
@@ -88,9 +94,9 @@ def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
     head = load_head(options.head, values=launching) if options.head else None
     version, reason, problems = _version(options.vllm_version, launching)
     for name, flag in passed_options(options.passed).items():
-        if own := _releases()["own_options"].get(name):
+        if own := _meant(name, flag, _releases()["own_options"]):
             raise UsageError(f"{flag} is not used after --: {own} decides it", f"pass {own} before --")
-        if remedy := _releases()["refused_options"].get(name):
+        if remedy := _meant(name, flag, _releases()["refused_options"]):
             raise UsageError(f"{flag} is not used after --", remedy)
     problems += preflight.check_port(options.host, options.port)
     models = [target.resolved, *([head.resolved] if head else [])]

@@ -19,11 +19,12 @@ from trtspec.bench import choose_draft
 from trtspec.bench.acceptance import summarize
 from trtspec.bench.choose_draft import choose, one_length, propose, schedule_of
 from trtspec.bench.results import BenchResults, EndpointResult, LevelResult, QuestionSpeed, Throughput
+from trtspec.cli.bench import schedule_meaning
 from trtspec.client.servers import DetectedServer, TurnCounts
 from trtspec.client.text_quality import judge_run
 from trtspec.errors import UsageError
 from trtspec.trtllm.deployment import Deployment
-from trtspec.trtllm.lint.linter import lint
+from trtspec.trtllm.lint import lint
 from trtspec.trtllm.schema import schema_for
 
 RATES = (0.8, 0.7, 0.6, 0.5, 0.4)
@@ -152,9 +153,9 @@ def test_a_schedule_in_the_words_of_both_kinds_of_release() -> None:
 
 @pytest.mark.parametrize("version", ["1.3.0rc20", "1.3.0rc21", "1.3.0rc23"])
 def test_build_config_takes_the_proposal_and_its_file_lints_clean(tmp_path: Path, version: str) -> None:
-    meaning = schema_for(version).behaviour("draft_len_schedule")
+    meaning = schedule_meaning(version)
     loads = choose({0: endpoint(0), 2: endpoint(2), 5: endpoint(5)})
-    proposal = propose(loads, {} if meaning.interval else meaning.values, version)
+    proposal = propose(loads, meaning, version)
     assert proposal.schedule
     arguments = tmp_path / "build-config.args"
     arguments.write_text("".join(shlex.quote(word) + "\n" for word in proposal.options))
@@ -182,9 +183,9 @@ def test_build_config_takes_the_proposal_and_its_file_lints_clean(tmp_path: Path
 
 @pytest.mark.parametrize(("version", "has_one"), [("1.2.0", True), ("1.3.0rc18", False)])
 def test_older_releases_get_lower_bounds_or_one_length(version: str, has_one: bool) -> None:
-    meaning = schema_for(version).behaviour("draft_len_schedule")
+    meaning = schedule_meaning(version)
     loads = choose({0: endpoint(0), 2: endpoint(2), 5: endpoint(5)})
-    proposal = propose(loads, {} if meaning.interval else meaning.values, version)
+    proposal = propose(loads, meaning, version)
     assert (proposal.schedule is not None) == has_one
     assert (
         any(f"{version} has no draft_len_schedule whose meaning is known" in note for note in proposal.notes) != has_one

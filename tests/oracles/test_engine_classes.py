@@ -20,7 +20,7 @@ import pytest
 
 from tests.oracles.mutations import Mutator
 from trtspec.trtllm.deployment import Deployment, Finding
-from trtspec.trtllm.lint.linter import lint
+from trtspec.trtllm.lint import lint
 from trtspec.trtllm.schema import schema_for
 
 SOME, ALL = 400, 5000

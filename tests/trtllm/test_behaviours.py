@@ -14,9 +14,9 @@ from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.trtllm.build import compose
 from trtspec.trtllm.deployment import Deployment, eagle3, methods
 from trtspec.trtllm.intent import Intent
-from trtspec.trtllm.lint.linter import lint
-from trtspec.trtllm.lint.speculation import REJECTION, request_limits
-from trtspec.trtllm.schema import LINES, SCHEMAS, UNKNOWN, line_fields, schema_for
+from trtspec.trtllm.lint import lint
+from trtspec.trtllm.rules.speculation import REJECTION, request_limits
+from trtspec.trtllm.schema import LINES, SCHEMAS, line_fields, schema_for
 
 TRTLLM = SCHEMAS.parent
 RELEASE = re.compile(r"1\.\d+(\.\d+)?(rc\d+)?(\.post\d+)?")
@@ -37,7 +37,7 @@ def reuse(**values: Any) -> str:
     ("version", "winner", "bounds", "first", "beyond"),
     [
         ("1.2.1", "yaml", "lower", 1, "last"),
-        ("1.3.0rc9", UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN),
+        ("1.3.0rc9", None, None, None, None),
         ("1.3.0rc20", "cli", "upper", "smallest", "zero"),
         ("1.4.0rc1", "cli", "upper", "smallest", "zero"),
     ],
@@ -45,33 +45,30 @@ def reuse(**values: Any) -> str:
 def test_a_meaning_is_inherited_until_a_line_states_another(
     version: str, winner: Any, bounds: Any, first: Any, beyond: Any
 ) -> None:
-    schema = schema_for(version)
-    meaning = schema.behaviour("draft_len_schedule")
-    assert (schema.precedence, meaning.get("bounds"), meaning.get("first"), meaning.get("beyond")) == (
-        winner, bounds, first, beyond,
-    )  # fmt: skip
-    assert bool(meaning.interval) == (bounds is UNKNOWN)
+    def word(name: str, key: str) -> Any:
+        return schema_for(version).agreed(lambda one: one.behaviour(name).get(key))
+
+    schedule = tuple(word("draft_len_schedule", key) for key in ("bounds", "first", "beyond"))
+    assert (word("precedence", "winner"), *schedule) == (winner, bounds, first, beyond)
 
 
 def test_what_was_mended_is_gone_and_what_may_be_is_asked_with_its_interval() -> None:
     states = {}
     for version in ("1.3.0rc5", "1.3.0rc16", "1.3.0rc17", "1.3.0rc18", "1.3.0rc20", "1.3.0rc22", "1.4.0rc1"):
-        crash = schema_for(version).behaviour("rejection_sampling_crashes")
-        states[version] = "unknown" if crash.interval else "yes" if crash else "no"
+        states[version] = schema_for(version).agreed(lambda one: "rejection_sampling_crashes" in one.rules)
     assert states == {
-        "1.3.0rc5": "no", "1.3.0rc16": "unknown", "1.3.0rc17": "yes", "1.3.0rc18": "yes",
-        "1.3.0rc20": "unknown", "1.3.0rc22": "no", "1.4.0rc1": "no",
+        "1.3.0rc5": False, "1.3.0rc16": None, "1.3.0rc17": True, "1.3.0rc18": True,
+        "1.3.0rc20": None, "1.3.0rc22": False, "1.4.0rc1": False,
     }  # fmt: skip
 
 
 def test_every_behaviour_says_how_it_is_known() -> None:
     for line in LINES:
-        entries = yaml.safe_load((SCHEMAS / f"{line}.yaml").read_text())["behaviours"]
-        for name, entry in entries.items():
+        data = yaml.safe_load((SCHEMAS / f"{line}.yaml").read_text())
+        for name, entry in (data["behaviours"] | data["rules"]).items():
             if entry is not None:
                 assert entry["evidence"] in ("verified", "inferred", "unknown") and entry["source"], (line, name)
-                assert set(entry) - {"evidence", "source", "since", "until"}, (line, name)  # it says something
-                assert all(entry[key]["evidence"] for key in ("since", "until") if key in entry), (line, name)
+                assert set(entry) - {"evidence", "source", "since", "until"} or "until" in entry, (line, name)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +105,39 @@ def test_block_reuse_has_the_key_of_its_release(version: str, flat: str, convers
 def test_a_boundary_inside_a_line_is_a_warning_that_names_it(text: str, version: str, interval: str) -> None:
     findings = [finding for finding in found(text, version).values() if finding.severity != "info"]
     assert [finding.severity for finding in findings] == ["warning"] and interval in findings[0].message
+
+
+def in_doubt(text: str, version: str, key: str) -> list[Any]:
+    return [f for f in lint(text, Deployment(schema_for(version))) if f.key.endswith(key)]
+
+
+def test_what_both_possibilities_refuse_is_one_error() -> None:
+    """The key is unknown up to 1.3.0rc24, and no text from 1.3.0rc26 on."""
+    text = "speculative_config: {decoding_type: NGram, max_draft_len: 1, enable_penalty: maybe}\n"
+    (finding,) = in_doubt(text, "1.3.0rc25", "enable_penalty")
+    assert (finding.code, finding.severity) == ("TS-LINT-WRONG-TYPE", "error")
+
+
+def test_what_two_changes_decide_is_no_error() -> None:
+    """The key may be older than the crash: nobody knows for a release that has one without the other."""
+    text = "speculative_config: {decoding_type: NGram, max_draft_len: 1, use_rejection_sampling: true}\n"
+    assert {f.severity for f in in_doubt(text, "1.3.0rc9", "use_rejection_sampling")} == {"warning"}
+
+
+def test_one_warning_names_what_a_value_means_before_and_after() -> None:
+    text = "speculative_config: {decoding_type: NGram, max_draft_len: 3, draft_len_schedule: {1: 3}}\n"
+    message = found(text, "1.3.0rc9")["TS-LINT-SCHEDULE-MEANING"].message
+    for part in ("lower bounds", "like 1.3.0rc5", "upper bounds", "like 1.3.0rc20", "after 1.3.0rc5, by 1.3.0rc20"):
+        assert part in message
+    assert not any("SCHEDULE" in code for code in found(text, "1.2.1"))
+
+
+def test_a_key_that_went_is_still_missed_where_it_may_be_needed() -> None:
+    """Earlier releases refuse the file without `model_path`, later ones with it."""
+    text = "kv_cache_compression_config: {algorithm: triattention}\n"
+    for version in ("1.3.0rc24", "1.3.0rc25"):
+        missed = in_doubt(text, version, "model_path")
+        assert [(f.code, f.severity) for f in missed] == [("TS-LINT-MISSING-KEY", "error")], version
 
 
 def test_every_decoding_type_of_every_line_has_one_row() -> None:
@@ -150,13 +180,13 @@ def test_what_rejection_sampling_is_worth_is_said_with_both_figures() -> None:
     ],
 )
 def test_request_parameters_by_release(version: str, penalties: bool, end: bool, ignored: str, refused: str) -> None:
-    limits = request_limits(Deployment(schema_for(version)), penalties)
+    limits = request_limits(schema_for(version), penalties)
     assert ("logprobs" in limits["end_engine"]) == end
     assert (not ignored or ignored in limits["ignored"]) and (not refused or refused in limits["refused"])
 
 
 def test_penalties_are_honoured_where_the_key_allows_them() -> None:
-    limits = request_limits(Deployment(schema_for("1.4.0rc1")), penalties=True)
+    limits = request_limits(schema_for("1.4.0rc1"), penalties=True)
     assert not any("repetition_penalty" in listed for listed in limits.values())
 
 

@@ -16,7 +16,7 @@ from trtspec.errors import CheckFailed, TrtspecError, UsageError
 from trtspec.trtllm.build import build, build_named
 from trtspec.trtllm.deployment import Finding, deployment_of
 from trtspec.trtllm.intent import Intent, parse_intent
-from trtspec.trtllm.lint.linter import lint
+from trtspec.trtllm.lint import lint
 
 K26, HEAD = "nvidia/Kimi-K2.6-NVFP4", "nvidia/Kimi-K2.6-Eagle3"
 

@@ -21,7 +21,7 @@ from trtspec.trtllm.deployment import deployment_of
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Goal, Intent, parse_intent
 from trtspec.trtllm.kubernetes import helm_values
-from trtspec.trtllm.lint.linter import lint
+from trtspec.trtllm.lint import lint
 from trtspec.trtllm.schema import schema_for
 from trtspec.trtllm.serve.command import Given, build_command
 

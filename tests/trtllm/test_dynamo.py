@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from trtspec.cli.app import app
 from trtspec.errors import UsageError
 from trtspec.trtllm.deployment import deployment_of
-from trtspec.trtllm.lint.linter import lint
+from trtspec.trtllm.lint import lint
 
 PAIR = ["nvidia/Kimi-K2.5-NVFP4", "--head", "nvidia/Kimi-K2.5-Eagle3", "--trust-remote-code"]
 RELEASE = ["--trtllm-version", "1.3.0rc23"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trtspec.trtllm.lint.keys import check_value
+from trtspec.trtllm.rules.keys import check_value
 from trtspec.trtllm.schema import Field, line_fields
 
 ENGINE = Path(__file__).parent / "standin_engine"
@@ -147,8 +147,8 @@ def test_a_new_line_states_only_what_differs(tmp_path: Path) -> None:
     words = ("from-installed", "--inherits", "1.4", "--line", "1.5", "-o", str(path))
     assert run("tools.schema_tools", *words).returncode == 0
     data = yaml.safe_load(path.read_text())
-    assert data["inherits"] == "1.4"
-    assert data["fields"]["brand_new_key"]["since"] == {"after": "1.4", "by": "1.5", "evidence": "verified"}
+    assert data["versions"]["begins"] == {"after": "1.4.0rc1", "by": data["versions"]["from"]}  # dates every entry
+    assert data["fields"]["brand_new_key"]["type"] == "bool"
     assert "tensor_parallel_size" not in data["fields"]
     assert "allowed" not in data["fields"].get("kv_cache_config.dtype", {})  # a validator's list is not forgotten
     assert "moe_config" in data["removed"] and "host" in data["removed_options"]

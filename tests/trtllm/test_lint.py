@@ -11,7 +11,7 @@ import yaml
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.deployment import Deployment
-from trtspec.trtllm.lint.linter import fix, lint
+from trtspec.trtllm.lint import fix, lint
 from trtspec.trtllm.schema import schema_for
 
 GOOD = """\

@@ -17,8 +17,8 @@ import yaml
 
 from tests.trtllm.test_upstream import NEWEST, SAMPLES, accepts, adapter, leaves, serve_options
 from trtspec.trtllm.deployment import Deployment, parse_passed
-from trtspec.trtllm.lint.keys import check_value
-from trtspec.trtllm.lint.linter import lint
+from trtspec.trtllm.lint import lint
+from trtspec.trtllm.rules.keys import check_value
 from trtspec.trtllm.schema import DISCRIMINATORS, LINES, Field, line_fields, schema_for
 
 OLDER = "1.3.0rc20"

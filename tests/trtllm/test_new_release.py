@@ -19,18 +19,19 @@ CONFIGS = PACKAGE.parent / "configs"
 NEW_LINE = """\
 line: "1.5"
 label: "1.5, invented for a test"
-inherits: "1.4"
 versions: {from: 1.5.0rc0, begins: {after: 1.4.0rc1, by: 1.5.0rc0}, seen: 1.5.0rc0, newest: 1.5.0rc0}
 sources: [invented]
 fields:
-  response_interval: {type: int, min: 1, default: 1, since: {by: '1.5', evidence: verified}}
-  speculative_config.draft_tokens: {type: int|null, min: 0, default: null, since: {by: '1.5', evidence: verified}}
+  response_interval: {type: int, min: 1, default: 1}
+  speculative_config.draft_tokens: {type: int|null, min: 0, default: null}
 removed:
-  stream_interval: {last: '1.4', evidence: verified, renamed_to: response_interval}
-  speculative_config.max_draft_len: {last: '1.4', evidence: verified, renamed_to: speculative_config.draft_tokens}
+  stream_interval: {evidence: verified, renamed_to: response_interval}
+  speculative_config.max_draft_len: {evidence: verified, renamed_to: speculative_config.draft_tokens}
 behaviours:
   draft_len_schedule: {bounds: lower, first: 1, beyond: last, evidence: verified, source: invented}
-  chunks_or_sleep: {exclusive: [enable_chunked_prefill, sleep_config], evidence: verified, source: invented}
+rules:
+  chunks_or_sleep: {when: {enable_chunked_prefill: set, sleep_config: set}, message: enable_chunked_prefill and
+    sleep_config exclude each other, remedy: keep one of the two, evidence: verified, source: invented}
 options: {}
 """
 NEW_METHOD = """\
@@ -49,7 +50,7 @@ NEW_METHOD = """\
 JUDGE = """\
 import json, sys
 from trtspec.trtllm.deployment import Deployment
-from trtspec.trtllm.lint.linter import lint
+from trtspec.trtllm.lint import lint
 from trtspec.checkpoint.hub import load_target
 from trtspec.trtllm.schema import schema_for
 target = load_target("nvidia/Kimi-K2.6-NVFP4").spec

@@ -6,20 +6,23 @@ import shutil
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from trtspec.errors import UsageError
 from trtspec.trtllm import schema
-from trtspec.trtllm.deployment import default_version, gate
+from trtspec.trtllm.deployment import default_version
 from trtspec.trtllm.schema import LINES, UNKNOWN, newest_known, parse_version, schema_for
+
+BEGINS = {"1.3": "after 1.3.0rc5, by 1.3.0rc20", "1.4": "after 1.3.0rc20, by 1.3.0rc22"}
 
 
 @pytest.mark.parametrize(
-    ("version", "line", "neighbour"),
+    ("version", "line", "doubted"),
     [
         ("1.2.0", "1.2", None),
         ("1.2.1", "1.2", None),
         ("1.3.0rc5", "1.2", None),
-        ("1.3.0rc9", "1.3", "1.2"),
+        ("1.3.0rc9", "1.3", "1.3"),
         ("1.3.0rc20", "1.3", None),
         ("1.3.0rc21", "1.3", "1.4"),
         ("1.3.0rc22", "1.4", None),
@@ -27,11 +30,36 @@ from trtspec.trtllm.schema import LINES, UNKNOWN, newest_known, parse_version, s
         ("1.4.0", "1.4", None),
     ],
 )
-def test_a_version_belongs_to_one_line(version: str, line: str, neighbour: str | None) -> None:
+def test_a_version_belongs_to_one_line(version: str, line: str, doubted: str | None) -> None:
+    """`doubted`: the line of which nobody knows whether it began before this version."""
     schema = schema_for(version)
     assert schema.line == line
-    assert (schema.neighbour.line if schema.neighbour else None) == neighbour
-    assert bool(schema.boundary) == (neighbour is not None)
+    intervals = {change.interval for change in schema.doubts}
+    assert [name for name, begins in BEGINS.items() if begins in intervals] == [doubted] * (doubted is not None)
+
+
+def test_between_two_sources_a_version_has_two_schemas() -> None:
+    before, after = schema_for("1.3.0rc25").possibilities
+    assert "speculative_config.enable_penalty" in after.fields and "sampler_type" in before.fields
+    assert "speculative_config.enable_penalty" not in before.fields and "sampler_type" not in after.fields
+    (change,) = (one for one in after.doubts if one.interval == "after 1.3.0rc24, by 1.3.0rc26")
+    alone = after.assuming(change)
+    assert "speculative_config.enable_penalty" in alone.fields and "sampler_type" in alone.fields
+    assert after.agreed(lambda one: "sampler_type" in one.fields) is None
+
+
+@pytest.mark.parametrize("row", ["{when: {a: 1}, message: m, remedy: r, evidence: verified}",
+                                 "{when: {a: 1}, message: m, remedy: r, evidence: verified, source: s, othewise: 1}",
+                                 "{when: [a], message: m, remedy: r, evidence: verified, source: s}"])  # fmt: skip
+def test_a_row_that_is_no_rule_is_refused(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "schemas"
+    shutil.copytree(schema.SCHEMAS, folder)
+    text = (folder / "1.4.yaml").read_text()
+    (folder / "1.4.yaml").write_text(text.replace("\nrules:\n", f"\nrules:\n  mistaken: {row}\n"))
+    monkeypatch.setattr(schema, "SCHEMAS", folder)
+    monkeypatch.setattr(schema, "PARSED", folder / "__pycache__" / "lines.json")
+    with pytest.raises(ValidationError):
+        schema._files.__wrapped__()
 
 
 @pytest.mark.parametrize("text", ["", "latest", "1.3.x", "0.21.0", "1.1.0", "1.2.0rc8"])
@@ -57,8 +85,8 @@ def test_known_differences_between_lines() -> None:
     assert "WIDEEP" not in new.fields["moe_config.backend"].allowed
     assert "sampler_type" not in new.fields
     assert new.removed["speculative_config.acceptance_window"].renamed_to.endswith("acceptance_rate_window_size")
-    assert old.precedence == "yaml"
-    assert mid2026.precedence == new.precedence == "cli"
+    winners = [one.behaviour("precedence")["winner"] for one in (old, mid2026, new)]
+    assert winners == ["yaml", "cli", "cli"]
 
 
 def test_every_field_has_a_type_and_every_object_its_parent() -> None:
@@ -103,7 +131,7 @@ def test_the_newest_line_states_everything() -> None:
         "checkpoint_loader", "speculative_config.drafter", "speculative_config.resource_manager",
         "sparse_attention_config.threshold_scale_factor", "sparse_attention_config.target_sparsity",
     }  # fmt: skip
-    assert all(schema.certain(field.since) for field in schema.fields.values())
+    assert schema.agreed(lambda one: one.fields) == schema.fields  # none is in doubt
 
 
 def test_variants_follow_the_classes() -> None:
@@ -116,10 +144,8 @@ def test_variants_follow_the_classes() -> None:
 
 
 def test_gates_answer_no_yes_and_unknown() -> None:
-    kimi = gate("kimi_k25")
-    assert [kimi.state(parse_version(v)) for v in ("1.2.1", "1.3.0rc5", "1.3.0rc6", "1.3.0rc7", "1.4.0rc1")] == [
-        "no", "no", "unknown", "yes", "yes",
-    ]  # fmt: skip
+    releases = ("1.2.1", "1.3.0rc5", "1.3.0rc6", "1.3.0rc7", "1.4.0rc1")
+    assert [schema_for(v).agreed(lambda one: one.has("kimi_k25")) for v in releases] == [False, False, None, True, True]
 
 
 def test_default_version_follows_model_and_head() -> None:

@@ -15,7 +15,7 @@ from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.errors import UsageError
 from trtspec.specs import QuantSpec
 from trtspec.trtllm.deployment import Deployment, Finding, compute_capability, deployment_of
-from trtspec.trtllm.lint.linter import lint
+from trtspec.trtllm.lint import lint
 from trtspec.trtllm.schema import schema_for
 
 NEW, MID, OLD = "1.4.0rc1", "1.3.0rc20", "1.2.1"
@@ -212,7 +212,7 @@ TRAPS: list[tuple[str, str, str, Context]] = [
     ("RENAMED-KEY", MID, "kv_cache_dtype: fp8", {}),
     ("REMOVED-KEY", NEW, "sampler_type: auto", {}),
     ("REMOVED-KEY", MID, "pytorch_backend_config: {use_cuda_graph: true}", {}),
-    ("KEY-UNCERTAIN", OLD, "env_overrides: {A: b}", {}),
+    ("VERSION-UNCERTAIN", OLD, "env_overrides: {A: b}", {}),
     ("KEY-UNCERTAIN", OLD, "sparse_attention_config: {somewhere: 1}", {}),
     ("VERSION-UNCERTAIN", "1.3.0rc9", "telemetry_config: {disabled: true}", {}),
     ("VERSION-NEWER", "2.0.0", "+", {}),

@@ -368,8 +368,7 @@ def schedule_meaning(version: str | None) -> dict[str, Any]:
         return {}
     from trtspec.trtllm.schema import schema_for
 
-    meaning = schema_for(version).behaviour("draft_len_schedule")
-    return {} if meaning.interval else dict(meaning.values)
+    return dict(schema_for(version).agreed(lambda one: one.behaviour("draft_len_schedule")) or {})
 
 
 def chosen(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trtspec.errors import Problem, Severity, TrtspecError
     from trtspec.trtllm.deployment import Finding
     from trtspec.trtllm.document import Document
-    from trtspec.trtllm.lint.linter import Verdict
+    from trtspec.trtllm.lint import Verdict
 
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
 MOST_COLUMNS = 160  # of a source line in the output
@@ -156,8 +156,8 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
     from trtspec.errors import TrtspecError
     from trtspec.trtllm.deployment import deployment_of
     from trtspec.trtllm.document import Document
-    from trtspec.trtllm.lint.linter import fix
-    from trtspec.trtllm.lint.linter import lint as find
+    from trtspec.trtllm.lint import fix
+    from trtspec.trtllm.lint import lint as find
 
     try:
         document = Document.read(file)
@@ -192,7 +192,7 @@ def _engine_verdict(document: Document, asked: str | None) -> Verdict:
     from packaging.version import Version
 
     from trtspec.errors import UsageError
-    from trtspec.trtllm.lint.linter import judge
+    from trtspec.trtllm.lint import judge
     from trtspec.trtllm.schema import parse_version
 
     verdict = judge(document)

@@ -194,13 +194,12 @@ def policy_of(name: str | None, source: str, path: Path) -> Policy:
 
 def request_limits_of(server: DetectedServer) -> RequestLimits:
     """What the release of a server does with request parameters under speculation; nothing where it is not known."""
-    from trtspec.trtllm.deployment import Deployment
-    from trtspec.trtllm.lint.speculation import request_limits
+    from trtspec.trtllm.rules.speculation import request_limits
     from trtspec.trtllm.schema import schema_for
 
     if not server.adapter.dated or server.version is None:
         return {}
     try:
-        return request_limits(Deployment(schema_for(server.version)))
+        return request_limits(schema_for(server.version))
     except UsageError:  # a version that is none
         return {}

@@ -24,12 +24,12 @@ from trtspec.planning.acceptance import worth_of_rejection_sampling
 from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, KV_FRACTION, Layout, refusals
 from trtspec.report import problem_lines
 from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
-from trtspec.trtllm.deployment import SPEC, Deployment, Finding, eagle3, gate
+from trtspec.trtllm.deployment import SPEC, Deployment, Finding, eagle3
 from trtspec.trtllm.document import Document, scalar
 from trtspec.trtllm.intent import Intent, Role
-from trtspec.trtllm.lint.linter import lint
-from trtspec.trtllm.lint.model import CAPTURE, expected_layers
-from trtspec.trtllm.lint.speculation import REJECTION
+from trtspec.trtllm.lint import lint
+from trtspec.trtllm.rules.model import CAPTURE, expected_layers
+from trtspec.trtllm.rules.speculation import REJECTION
 from trtspec.trtllm.schema import Schema, schema_for
 from trtspec.trtllm.serve.command import CONFIG_NAME, Given, build_command
 
@@ -203,10 +203,8 @@ def _header(intent: Intent) -> str:
 
 def _sampled(intent: Intent, schema: Schema, found: Mapping[str, EngineSetting]) -> str:
     """What use_rejection_sampling is worth, where the release is known to have it and not to crash with it."""
-    key, crash = schema.fields.get(REJECTION), schema.behaviour("rejection_sampling_crashes")
-    if intent.head is None or key is None or not schema.certain(key.since) or crash or crash.otherwise:
-        return ""
-    if REJECTION in found:
+    works = schema.agreed(lambda one: REJECTION in one.fields and "rejection_sampling_crashes" not in one.rules)
+    if intent.head is None or not works or REJECTION in found:
         return ""
     words = f"At a temperature above 0, use_rejection_sampling accepts more drafts: {worth_of_rejection_sampling()}."
     return textwrap.fill(words, 118, initial_indent="# ", subsequent_indent="# ") + "\n"
@@ -226,7 +224,7 @@ def _capacity(intent: Intent, target: ModelSpec, head: HeadSpec | None, chosen: 
     estimate = memory(target, head, gpu, layout, fraction=fraction, max_num_tokens=intent.tokens)
     batch = intent.batch * (intent.tp_size if intent.attention_dp else 1)
     alone = memory(target, head, gpu, layout, fraction=fraction).sequences(intent.seq_len)
-    block = schema_for(intent.version).behaviour("transfer_in_blocks").values["tokens_per_block"]
+    block = schema_for(intent.version).behaviour("transfer_in_blocks")["tokens_per_block"]
     if alone >= 1 and intent.max_num_tokens is None and estimate.kv_tokens < batch * block:
         raise _too_many(intent, gpu, batch, alone, estimate.kv_tokens)
     held = estimate.sequences(intent.seq_len)
@@ -321,9 +319,10 @@ def _speculation(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSp
         default = ", ".join(map(str, layers[1]))
         reason = f"the head was trained on these; the engine would take {default}"
         found.append(EngineSetting(CAPTURE, list(layers[0]), reason))
-    if schema.sampling_key is not None:
+    key = next((one.sampling_key for one in schema.possibilities if one.sampling_key in schema.fields), None)
+    if key is not None:
         reason = "else temperature is ignored; no effect on releases that fixed it"
-        found.append(EngineSetting(schema.sampling_key, True, reason))
+        found.append(EngineSetting(key, True, reason))
     return found
 
 
@@ -332,7 +331,7 @@ def _experts(intent: Intent, schema: Schema, target: ModelSpec) -> list[EngineSe
     if not target.quant.format.is_fp4:
         return []
     key = "moe_config.backend"
-    tried = gate("cutedsl_experts").state(schema.version) == "yes"
+    tried = schema.agreed(lambda one: one.has("cutedsl_experts"))
     if intent.attention_dp and intent.head is None and tried:
         reason = "with attention DP the kernels of InferenceX's B200 sweep (without speculation); AUTO takes CUTLASS"
         return [EngineSetting(key, "CUTEDSL", reason)]
@@ -371,11 +370,11 @@ def _parallel(intent: Intent) -> list[EngineSetting]:
 
 def _cache(intent: Intent, schema: Schema) -> list[EngineSetting]:
     found = []
-    blind = schema.behaviour("prefix_reuse_blinds_draft")
+    blind = any(one.behaviour("prefix_reuse_blinds_draft") for one in schema.possibilities)
     if intent.role == "generation":
         reason = "its caches arrive from the prefill servers, where prefixes are shared"
         found.append(EngineSetting(REUSE, False, reason))
-    elif intent.head and not intent.attention_dp and intent.role is None and (blind or blind.otherwise):
+    elif intent.head and not intent.attention_dp and intent.role is None and blind:
         reason = (
             "a reused prefix is hidden from the draft, and acceptance collapses (TensorRT-LLM#17548, #18280); costs "
         )
@@ -410,13 +409,13 @@ def _transfer(intent: Intent, schema: Schema) -> list[EngineSetting]:
     key = "cache_transceiver_config"
     default = schema.behaviour("kv_transfer_default")
     asked = [own.value for own in map(_own, intent.settings) if own.path == BLOCK and isinstance(own.value, int)]
-    block = max(asked[-1] if asked else schema.behaviour("transfer_in_blocks").values["tokens_per_block"], 1)
+    block = max(asked[-1] if asked else schema.behaviour("transfer_in_blocks")["tokens_per_block"], 1)
     buffer = -(-intent.seq_len // block) * block
     longest = "the longest request, so that its cache goes over whole"
     longest += f"; in blocks of {block}" if buffer > intent.seq_len else ""
     reason = "hands caches over between the servers; the same on both sides"
     return [
-        EngineSetting(f"{key}.backend", default.values["backend"], reason),
+        EngineSetting(f"{key}.backend", default["backend"], reason),
         EngineSetting(f"{key}.max_tokens_in_buffer", buffer, longest),
     ]
 

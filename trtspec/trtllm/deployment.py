@@ -2,9 +2,9 @@
 the names that a user typed or that the file itself gives (nothing is downloaded for it); a `Finding` is a problem with
 its place in the file and the edit that corrects it.
 
-What TensorRT-LLM can do is asked here too: releases.yaml says which release can do what, and what nobody has checked,
-with an answer per version; speculation.yaml lists the ways to speculate, what each needs, and what a file says about
-its own."""
+speculation.yaml lists the ways to speculate, what each needs, and what a file says about its own; releases.yaml says
+what a model family was verified on.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ import yaml
 from packaging.version import Version
 
 from trtspec.checkpoint.hub import findable, load_head, load_target
-from trtspec.data_files import Gate, gpu_names, gpu_spec
+from trtspec.data_files import gpu_names, gpu_spec
 from trtspec.errors import Problem, Severity, UsageError
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.document import Document, Edit
 from trtspec.trtllm.intent import parse_intent
-from trtspec.trtllm.schema import Option, Schema, newest_known, schema_for
+from trtspec.trtllm.schema import Option, Schema, gates, newest_known, releases, schema_for
 
 Fix = Callable[[Document], Edit]
 SPEC = "speculative_config"
@@ -149,14 +149,15 @@ class Passed:
 
 
 def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[list[Passed], list[Problem]]:
-    """Options after `--` by the schema: `--flag value`, `--flag=value` and flags without a value."""
+    """Options after `--` by the schema: `--flag value`, `--flag=value` and flags without a value. What only one of the
+    version's possibilities takes is a warning."""
     passed: list[Passed] = []
     problems: list[Problem] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
         flag, has_value, text = word.partition("=")
-        option = schema.option(flag)
+        option = next((found for one in reversed(schema.possibilities) if (found := one.option(flag))), None)
         if not flag.startswith("-") or option is None:
             problems.append(_unknown(schema, flag))
             while rest and not rest[0].startswith("-"):
@@ -175,7 +176,7 @@ def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[list[Passed], li
             )
             break
         value = text if has_value else rest.pop(0)
-        problems += _check_value(option, flag, value)
+        problems += _check_value(schema, option, flag, value)
         passed.append(Passed(option, flag, _converted(option, value)))
     return passed, [*problems, *_doubts(schema, passed), *_repeated(passed)]
 
@@ -189,7 +190,7 @@ def _unknown(schema: Schema, flag: str) -> Problem:
     return Problem("TS-SERVE-UNKNOWN-OPTION", "error", flag, message, remedy)
 
 
-def _check_value(option: Option, flag: str, text: str) -> Iterator[Problem]:
+def _check_value(schema: Schema, option: Option, flag: str, text: str) -> Iterator[Problem]:
     kinds = {"int": int, "float": float}
     if option.type in kinds:
         try:
@@ -197,7 +198,12 @@ def _check_value(option: Option, flag: str, text: str) -> Iterator[Problem]:
         except ValueError:
             message = f"{flag} takes {option.type}, not {text!r}"
             yield Problem("TS-SERVE-OPTION-VALUE", "error", flag, message, f"write {flag} and a number")
-    if option.choices and text not in option.choices:
+    known = [found.choices for one in schema.possibilities if (found := one.option(flag))]
+    refused = [bool(choices) and text not in choices for choices in known]
+    if any(refused) and not all(refused):
+        message = f"not known whether trtllm-serve {schema.version} takes {flag} {text}: that changed between releases"
+        yield Problem("TS-SERVE-OPTION-UNCERTAIN", "warning", flag, message, "try `trtllm-serve --help`")
+    elif all(refused):
         message = f"{flag} takes one of {', '.join(option.choices)}, not {text!r}"
         yield Problem("TS-SERVE-OPTION-VALUE", "error", flag, message, "choose one of them")
 
@@ -211,11 +217,11 @@ def _converted(option: Option, text: str) -> Any:
 
 def _doubts(schema: Schema, passed: list[Passed]) -> Iterator[Problem]:
     for item in passed:
-        since = item.option.since
-        if since is not None and not schema.certain(since):
-            message = (
-                f"not known whether trtllm-serve {schema.version} has {item.flag}: it came {schema.interval(since)}"
-            )
+        has = [one.option(item.flag) is not None for one in schema.possibilities]
+        if not all(has):
+            change = next(one for one in schema.doubts if bool(schema.assuming(one).option(item.flag)) != has[0])
+            message = f"not known whether trtllm-serve {schema.version} has {item.flag}: it "
+            message += f"{'went' if has[0] else 'came'} {change.interval}"
             yield Problem("TS-SERVE-OPTION-UNCERTAIN", "warning", item.flag, message, "try `trtllm-serve --help`")
 
 
@@ -242,7 +248,8 @@ def compute_capability(gpu: str) -> str:
 @dataclass(frozen=True)
 class Finding:
     """`key` is the dotted path; `line` and `column` count from 1 (None: no line of the file is at fault). `width` is
-    the number of characters at fault; `on_value` says that they are the value's and not the key's."""
+    the number of characters at fault; `on_value` says that they are the value's and not the key's. `beside`: the other
+    keys that a rule is about."""
 
     code: str
     severity: Severity
@@ -254,6 +261,11 @@ class Finding:
     on_value: bool = False
     column: int | None = None
     width: int = 1
+    beside: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.key, *self.beside)
 
     def placed(self, document: Document) -> Finding:
         """With the column and width of its key or value in the text."""
@@ -286,27 +298,18 @@ def _beside(name: str) -> dict[str, Any]:
     return yaml.load(Path(__file__).with_name(name).read_text(encoding="utf-8"), Loader=loader)
 
 
-@functools.cache
-def _releases() -> dict[str, Any]:
-    return _beside("releases.yaml")
-
-
-def gate(name: str) -> Gate:
-    return Gate(name=name, **_releases()["gates"][name])
-
-
 def reports(version: Version, target: ModelSpec, head: HeadSpec) -> list[dict[str, Any]]:
     """What users reported for exactly this release with such a model and head."""
     return [
         entry
-        for entry in _releases()["reports"]
+        for entry in releases()["reports"]
         if (Version(entry["version"]), entry["family"], entry["attention"]) == (version, family(target), head.attention)
     ]
 
 
 def dynamo_releases() -> dict[str, str]:
     """Releases of Dynamo, newest first, with the engine version that the image of each carries."""
-    return _releases()["dynamo"]["releases"]
+    return releases()["dynamo"]["releases"]
 
 
 def dynamo_release(version: str) -> str | None:
@@ -316,7 +319,7 @@ def dynamo_release(version: str) -> str | None:
 
 def driver_for(version: Version) -> tuple[int, str]:
     """The oldest major driver version for a release, and why."""
-    entry = next(e for e in reversed(_releases()["drivers"]) if version >= Version(e["from"]))
+    entry = next(e for e in reversed(releases()["drivers"]) if version >= Version(e["from"]))
     return entry["driver"], entry["source"]
 
 
@@ -327,11 +330,11 @@ def family(target: ModelSpec) -> str:
 
 def default_version(target: ModelSpec, head: HeadSpec | None) -> tuple[str, str]:
     """The newest version known to run this model with this kind of head, and who says so."""
-    entry = _releases()["verified"][family(target)]
+    entry = releases()["verified"][family(target)]
     if head is not None and head.eagle == "3.1":
-        needed = gate("eagle31")
-        if needed.state(Version(entry["version"])) != "yes":
-            return needed.by, needed.source
+        needed = gates()["eagle31"]
+        if not schema_for(entry["version"]).agreed(lambda schema: schema.has("eagle31")):
+            return needed.since.by or entry["version"], needed.source
     return entry["version"], entry["source"]
 
 

@@ -1,10 +1,12 @@
 """What one version of TensorRT-LLM accepts and what it means by it: YAML fields by dotted path, the options of
-`trtllm-serve`, and behaviours.
+`trtllm-serve`, behaviours that code asks for by name, and rules about settings beside each other.
 
-`schemas/*.yaml` hold one file per version line, each stating what differs from the line it inherits; a new file is a
-new line. Versions are ordered by `packaging.version`. An entry may be dated by releases: up to `after` (or `last`) it
-does not hold, from `by` on it does, and between the two nobody knows. Where the release in which two lines part is not
-known, a version between them has a `neighbour`: the other line that it may belong to.
+`schemas/*.yaml` hold one file per version line, in the order of `packaging.version`; each states what its line changed.
+Every change has a date: `since` (a field, option, behaviour, rule or gate came, or became what the entry says) or
+`until` (it went). A date names the last source read without the change (`after`) and the first one read with it (`by`);
+either may be missing. An entry without a date came with its line (`begins`). A version up to `after` is before the
+change, one from `by` on is past it. For a version between the two there are two possible schemas: in one none of the
+changes in doubt has happened, in the other all have. `schema_for` returns the latter; `possibilities` has both.
 """
 
 from __future__ import annotations
@@ -12,25 +14,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import re
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import yaml
 from packaging.version import InvalidVersion, Version
 
-from trtspec.errors import TrtspecError, UsageError
+from trtspec.errors import Severity, TrtspecError, UsageError
 from trtspec.report import write_atomic
 
+T = TypeVar("T")
 SCHEMAS = Path(__file__).parent / "schemas"
 PARSED = SCHEMAS / "__pycache__" / "lines.json"
 LINES = tuple(sorted((path.stem for path in SCHEMAS.glob("*.yaml")), key=Version))  # oldest first
-RELEASE = re.compile(r"\d+\.\d+\.\d")  # a release such as 1.3.0rc24; a line has two parts
-NOT_SEEN = "unknown"  # as the `by` of an interval
-UNKNOWN = object()  # what no source states: a default, or the answer of a release inside an unknown interval
+UNKNOWN = object()  # a default that no source states
 # the key that says which of several classes an object is; `variants` of a field are values of it
 DISCRIMINATORS = {
     "speculative_config": "decoding_type",
@@ -41,27 +41,29 @@ DISCRIMINATORS = {
 
 
 @dataclass(frozen=True)
-class Since:
-    """Seen absent in `after`, seen present in `by`, each a line or a release ("unknown" where only `after` was looked
-    at); evidence as in the schema files."""
+class Change:
+    """When something changed: `after` is the last source read without the change, `by` the first one with it."""
 
-    by: str
-    evidence: str
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
     after: str | None = None
-    source: str = ""
+    by: str | None = None
+    evidence: str = field(default="", compare=False)
+    source: str = field(default="", compare=False)
 
     @property
     def interval(self) -> str:
-        if self.by == NOT_SEEN:
-            return f"after {self.after}, in a release that is not known"
-        return f"after {self.after}, by {self.by}" if self.after else f"by {self.by}"
+        words = [f"{word} {end}" for word, end in (("after", self.after), ("by", self.by)) if end]
+        return ", ".join(words) if self.by else f"{words[0]}, in a release that is not known"
 
-    def place(self, version: Version) -> str:
-        """ "before", "inside" or "past", as far as releases tell; lines alone say "past"."""
-        if self.after is not None and RELEASE.match(self.after) and version <= Version(self.after):
-            return "before"
-        not_yet = RELEASE.match(self.by) is not None and version < Version(self.by)
-        return "inside" if not_yet or self.by == NOT_SEEN else "past"
+    def happened(self, version: Version) -> bool | None:
+        """None between the two sources."""
+        if self.by is not None and version >= _release(self.by):
+            return True
+        return False if self.after is not None and version <= _release(self.after) else None
+
+
+_release = functools.cache(Version)
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,7 @@ class Field:
     """One key of the engine's YAML. `type` is a union such as "int|null" or "list[int]"; `min` and `max` are inclusive
     and, like `allowed`, hold for every item of a list. Of a `strict` one the engine makes no integer from text or 8.0,
     and no text from a number. `required` holds where the key's object is written, for the `variants` alone where they
-    are named. `changed` is the interval in which it became what it is here from `otherwise`, `until` the one in which
-    it goes."""
+    are named."""
 
     path: str
     type: str
@@ -87,10 +88,6 @@ class Field:
     variants: tuple[str, ...] = ()
     status: str = "stable"
     open: bool = False
-    since: Since | None = None
-    changed: Since | None = None
-    otherwise: Field | None = None
-    until: Since | None = None
     note: str = ""
 
     @property
@@ -110,19 +107,15 @@ class Field:
 
 @dataclass(frozen=True)
 class Removed:
-    """A key that an earlier line had; `last` and `by` are lines or releases. `renamed_to` is a dotted path, and
-    `same_value` says whether the value carries over; the values in `tolerated` are ignored with a warning in some
-    releases of the line."""
+    """A key that earlier releases had, or that documents invent (no `until`). `renamed_to` is a dotted path, and
+    `same_value` says whether the value carries over; the engine ignores the values in `tolerated` with a warning."""
 
     path: str
-    last: str
-    evidence: str
-    by: str | None = None
+    until: Change | None = None
     renamed_to: str | None = None
     same_value: bool = True
     tolerated: tuple[Any, ...] = ()
     note: str = ""
-    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -138,86 +131,91 @@ class Option:
     multiple: bool = False
     status: str = "stable"
     key: str | None = None
-    since: Since | None = None
 
 
 @dataclass(frozen=True)
-class Behaviour:
-    """What a release does with what it is given. False where it does nothing of the kind. In an `interval` where it is
-    not known whether it changed already, `otherwise` holds the other possibility."""
+class Rule:
+    """Settings that a release refuses or voids beside each other. The rule speaks where all of `when` holds and not all
+    of `unless` does; the finding is at the key `at`, by default the first one of `when`. `fix` drops a key or writes
+    one: {drop: path} or {write: {path: value}}.
 
-    name: str
-    values: Mapping[str, Any] = field(default_factory=dict)
-    evidence: str = ""
-    source: str = ""
-    interval: str = ""
-    otherwise: Mapping[str, Any] = field(default_factory=dict)
-    dated: bool = False  # by releases, so that the line does not matter
+    `when` and `unless` map dotted paths to conditions: set (not null, false, 0 or empty text), unset, given (written),
+    filled (written and not null), empty (written as null), a value, a list of values, {not: x}, {outside: [...]},
+    {above: n}, {below: n}. A setting that is not written has its default.
+    """
 
-    def __bool__(self) -> bool:
-        return bool(self.values)
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """One word of it; UNKNOWN where the two possibilities differ in it."""
-        value = self.values.get(key, default)
-        if self.interval and self.otherwise.get(key, default) != value:
-            return UNKNOWN
-        return value
+    when: dict[str, Any]
+    message: str
+    remedy: str
+    evidence: str
+    source: str
+    unless: dict[str, Any] = field(default_factory=dict)
+    since: Change | None = None
+    until: Change | None = None
+    code: str = "TS-LINT-COMBINATION"
+    severity: Severity = "error"
+    at: str | None = None
+    fix: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
+class Gate:
+    """What became possible, or was mended, in a release."""
+
+    what: str
+    since: Change
+    source: str
+
+
+Entries = dict[str, dict[str, dict[str, Any]]]
+PARTS = ("fields", "removed", "options", "behaviours", "rules")
+
+
+@dataclass(frozen=True, eq=False)
 class Schema:
-    """The accepted surface of `version`, and its behaviours by name."""
+    """The accepted surface of `version` as one possibility has it: of the changes in doubt, those in `done` happened.
+    A behaviour is a mapping of its own words, empty where the release does nothing of the kind."""
 
     version: Version
     line: str
-    label: str
+    done: frozenset[Change]
     fields: dict[str, Field]
     removed: dict[str, Removed]
     options: dict[str, Option]
-    behaviours: dict[str, Behaviour] = field(default_factory=dict)
-    seen: Version = Version("0")  # the release whose files the line was read from
-    neighbour: Schema | None = field(default=None, repr=False)
-    boundary: str = ""
+    behaviours: dict[str, dict[str, Any]]
+    rules: dict[str, Rule]
 
     @property
-    def precedence(self) -> Any:
-        """Who wins when the YAML and a typed option name one setting: "yaml", "cli" or UNKNOWN."""
-        return self.behaviour("precedence").get("winner")
+    def possibilities(self) -> tuple[Schema, ...]:
+        """The schema before and past the changes that are in doubt for this version; one where none is."""
+        return _possibilities(self.version)
 
-    def behaviour(self, name: str) -> Behaviour:
-        """What this release does; where it may be of two lines that differ in it, both possibilities."""
-        own = self.behaviours.get(name, Behaviour(name))
-        if self.neighbour is None or own.dated:
-            return own
-        other = self.neighbour.behaviours.get(name, Behaviour(name))
-        if other.values == own.values and not other.interval:
-            return own
-        return replace(own, interval=self.boundary, otherwise=other.values)
+    @property
+    def doubts(self) -> frozenset[Change]:
+        return self.possibilities[-1].done
+
+    def assuming(self, *done: Change) -> Schema:
+        """As if of the changes in doubt exactly these had happened."""
+        return _schema(self.version, frozenset(done))
+
+    def agreed(self, ask: Callable[[Schema], T]) -> T | None:
+        """The answer that every possibility gives; None where they differ."""
+        answers = [ask(schema) for schema in self.possibilities]
+        return answers[0] if all(answer == answers[0] for answer in answers) else None
+
+    def has(self, gate: str) -> bool:
+        return _happened(gates()[gate].since, self.version, self.done)
+
+    def behaviour(self, name: str) -> Mapping[str, Any]:
+        return self.behaviours.get(name, {})
 
     @property
     def sampling_key(self) -> str | None:
-        """The key without which speculation decodes greedily here, or may; None where sampling is found per request."""
-        asked = self.behaviour("sampled_speculation")
-        name = asked.values.get("asked_by") or asked.otherwise.get("asked_by")
-        key = f"speculative_config.{name}"
-        return key if name is not None and key in self.fields else None
-
-    def combinations(self) -> list[Behaviour]:
-        """The behaviours that forbid, require or void settings beside others (`when` in the schema files)."""
-        other = self.neighbour.behaviours if self.neighbour is not None else {}
-        found = [self.behaviour(name) for name in {**self.behaviours, **other}]
-        return [one for one in found if {"when", "exclusive"} & {*one.values, *one.otherwise}]
-
-    def certain(self, since: Since | None) -> bool:
-        """False when the thing may or may not exist in this version yet."""
-        if since is None:
-            return True
-        if since.by not in LINES:
-            return since.place(self.version) == "past"
-        if self.line == since.by and since.after is not None:
-            return self.neighbour is not None or self.version >= self.seen
-        return LINES.index(self.line) >= LINES.index(since.by)
+        """The key without which speculation decodes greedily here; None where sampling is found per request."""
+        key = f"speculative_config.{self.behaviour('sampled_speculation').get('asked_by')}"
+        return key if key in self.fields else None
 
     def current(self, path: str) -> str:
         """What a key is called in this release, by the name that it had when a rule was written."""
@@ -226,12 +224,6 @@ class Schema:
             return gone.renamed_to
         parent, dot, name = path.rpartition(".")
         return f"{self.current(parent)}.{name}" if dot else path
-
-    def interval(self, since: Since) -> str:
-        """The two ends as releases: of a line, the one whose files were read."""
-        ends = {line: _file(line)["versions"]["seen"] for line in LINES}
-        after = since.after and ends.get(since.after, since.after)
-        return replace(since, after=after, by=ends.get(since.by, since.by)).interval
 
     def children(self, path: str) -> list[str]:
         """Keys known directly below `path` ("" for the top level)."""
@@ -242,6 +234,89 @@ class Schema:
         return next((option for option in self.options.values() if flag in option.flags), None)
 
 
+def schema_for(text: str) -> Schema:
+    """The schema of exactly one version, past every change that is in doubt for it."""
+    return _possibilities(parse_version(text))[-1]
+
+
+@functools.cache
+def _possibilities(version: Version) -> tuple[Schema, ...]:
+    doubts = frozenset(change for change in _changes() if change.happened(version) is None)
+    return tuple(_schema(version, done) for done in dict.fromkeys((frozenset[Change](), doubts)))
+
+
+@functools.lru_cache(maxsize=64)
+def _schema(version: Version, done: frozenset[Change]) -> Schema:
+    found = merged(_files().values(), lambda change: _happened(change, version, done))
+    return Schema(
+        version=version,
+        line=line_of(str(version)),
+        done=done,
+        fields={path: _typed(Field, entry, path=path) for path, entry in found["fields"].items()},
+        removed={path: _typed(Removed, entry, path=path) for path, entry in found["removed"].items()},
+        options={name: _typed(Option, entry, name=name) for name, entry in found["options"].items()},
+        behaviours=found["behaviours"],
+        rules={name: Rule(**entry) for name, entry in found["rules"].items()},
+    )
+
+
+def _happened(change: Change, version: Version, done: frozenset[Change]) -> bool:
+    happened = change.happened(version)
+    return change in done if happened is None else happened
+
+
+def merged(files: Iterable[Mapping[str, Any]], happened: Callable[[Change], bool] = lambda change: True) -> Entries:
+    """The entries of schema files laid over each other, oldest first; by default what holds in the end."""
+    found: Entries = {part: {} for part in PARTS}
+    for data in files:
+        begins = data["versions"].get("begins")
+
+        def dated(entry: Mapping[str, Any] | None, name: str, begins: Any = begins) -> bool:
+            date = (entry or {}).get(name, begins)
+            return date is None or happened(_change(date))
+
+        for part in ("fields", "options"):
+            for name, entry in data.get(part, {}).items():
+                if dated(entry, "since"):
+                    found[part][name] = {**found[part].get(name, {}), **entry}
+                    found["removed"].pop(name, None)
+        for path, entry in data.get("removed", {}).items():
+            if dated(entry, "until"):
+                found["fields"].pop(path, None)
+                found["removed"][path] = entry
+        for name in data.get("removed_options", ()) if dated(None, "until") else ():
+            found["options"].pop(name, None)
+        for part in ("behaviours", "rules"):
+            for name, entry in data.get(part, {}).items():
+                if dated(entry, "since"):
+                    found[part].pop(name, None)
+                    if entry and not ("until" in entry and dated(entry, "until")):
+                        found[part][name] = entry
+    return found
+
+
+def _change(entry: Mapping[str, Any]) -> Change:
+    return Change(**entry)
+
+
+def _typed(kind: Callable[..., T], entry: Mapping[str, Any], **name: str) -> T:
+    """An object of the class; what the files say about an entry, such as its source, is not among its fields."""
+    known = _field_names(kind)
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) and key != "default" else value
+        for key, value in entry.items()
+        if key in known
+    }
+    if "until" in values:
+        values["until"] = _change(values["until"])
+    return kind(**name, **values)
+
+
+@functools.cache
+def _field_names(kind: Any) -> frozenset[str]:
+    return frozenset(each.name for each in fields(kind))
+
+
 def parse_version(text: str) -> Version:
     """Raises UsageError for text that is not a version, or a release older than the oldest known one."""
     try:
@@ -250,52 +325,27 @@ def parse_version(text: str) -> Version:
         raise UsageError(
             f"{text!r} is not a TensorRT-LLM version", f"write it as the package does, for example {newest_known()}"
         ) from None
-    oldest = _file(LINES[0])["versions"]["from"]
+    oldest = _files()[LINES[0]]["versions"]["from"]
     if version < Version(oldest):
         message = f"TensorRT-LLM {text} is too old: {oldest} to {newest_known()} are known"
         raise UsageError(message, f"use {oldest} or later, for example --trtllm-version {newest_known()}")
     return version
 
 
-@functools.cache
-def schema_for(text: str) -> Schema:
-    """The schema of exactly one version, with the neighbouring line where the boundary between them is not known."""
-    version = parse_version(text)
-    name = line_of(text)
-    other, boundary = _neighbour(version, name)
-    schema = _line(name, version)
-    if other is None:
-        return schema
-    return replace(schema, neighbour=_line(other, version), boundary=boundary)
-
-
 def line_of(text: str) -> str:
     """The line that a version belongs to; raises UsageError as parse_version does."""
     version = parse_version(text)
-    return next(line for line in reversed(LINES) if version >= Version(_file(line)["versions"]["from"]))
+    return next(line for line in reversed(LINES) if version >= Version(_files()[line]["versions"]["from"]))
 
 
 def newest_known() -> Version:
     return max(Version(data["versions"]["newest"]) for data in _files().values() if "newest" in data["versions"])
 
 
-def _neighbour(version: Version, name: str) -> tuple[str | None, str]:
-    """The other line that `version` may belong to, and the interval in which the change happened."""
-    for older, newer in zip(LINES, LINES[1:], strict=False):
-        begins = _file(newer)["versions"]["begins"]
-        if name in (older, newer) and Version(begins["after"]) < version < Version(begins["by"]):
-            return (newer if name == older else older), f"after {begins['after']}, by {begins['by']}"
-    return None, ""
-
-
-def _file(line: str) -> dict[str, Any]:
-    return _files()[line]
-
-
 @functools.cache
 def _files() -> dict[str, dict[str, Any]]:
-    """Every schema file, parsed. Like bytecode, what was parsed once is kept beside the files until one changes:
-    reading it back takes a twentieth of the time, and every torch-free command needs it."""
+    """Every schema file, parsed and its rules checked. Like bytecode, what was parsed once is kept beside the files
+    until one changes: reading it back takes a twentieth of the time, and every torch-free command needs it."""
     files = {line: SCHEMAS / f"{line}.yaml" for line in LINES}
     stamp = {line: [(found := path.stat()).st_mtime_ns, found.st_size] for line, path in files.items()}
     try:
@@ -304,8 +354,12 @@ def _files() -> dict[str, dict[str, Any]]:
             return kept["lines"]
     except (OSError, ValueError, KeyError):
         pass
+    from pydantic import TypeAdapter
+
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     lines = {line: yaml.load(path.read_text(encoding="utf-8"), Loader=loader) for line, path in files.items()}
+    for data in lines.values():
+        TypeAdapter(dict[str, Rule | None]).validate_python(data.get("rules", {}))
     if not sys.dont_write_bytecode:
         with contextlib.suppress(OSError, TrtspecError):  # an installation that may not be written is only slower
             PARSED.parent.mkdir(exist_ok=True)
@@ -313,108 +367,48 @@ def _files() -> dict[str, dict[str, Any]]:
     return lines
 
 
-Entries = tuple[dict[str, dict], dict[str, dict], dict[str, dict], dict[str, dict]]
+@functools.cache
+def releases() -> dict[str, Any]:
+    """releases.yaml: gates, drivers, images, reports and what each model family was verified on."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load(Path(__file__).with_name("releases.yaml").read_text(encoding="utf-8"), Loader=loader)
 
 
 @functools.cache
-def _merged(line: str, version: Version | None = None) -> Entries:
-    return merged(_file(line), version)
+def gates() -> dict[str, Gate]:
+    return {name: Gate(row["what"], _change(row["since"]), row["source"]) for name, row in releases()["gates"].items()}
 
 
-def merged(data: dict[str, Any], version: Version | None = None) -> Entries:
-    """(fields, removed keys, options, behaviours) of a parsed schema file laid over the line that it inherits; of
-    dated entries what holds for `version`, or without one what holds in the end."""
-    inherited = _merged(data["inherits"], version) if "inherits" in data else ({}, {}, {}, {})
-    known, removed, options, behaviours = ({key: dict(value) for key, value in part.items()} for part in inherited)
-    for path, entry in data.get("fields", {}).items():
-        where, was = _place(entry.get("changed") or entry.get("since"), version), known.get(path, {})
-        if where != "before":
-            other = {"otherwise": was} if where == "inside" and "changed" in entry and was else {}
-            known[path] = {**was, **entry, **other}
-            removed.pop(path, None)
-    for path, entry in data.get("removed", {}).items():
-        dates = {"after": entry["last"], "by": entry.get("by", ""), "evidence": entry["evidence"]}
-        where = _place(dates, version) if "by" in entry else "past"
-        if where == "past":
-            known.pop(path, None)
-            removed[path] = entry
-        elif where == "inside" and path in known:
-            known[path]["until"] = dates
-    for name in data.get("removed_options", ()):
-        options.pop(name)
-    for name, entry in data.get("options", {}).items():
-        if _place(entry.get("since"), version) != "before":
-            options[name] = {**options.get(name, {}), **entry}
-    for name, entry in data.get("behaviours", {}).items():
-        behaviours[name] = _behaves(entry or {}, behaviours.get(name, {}), version)
-    return known, removed, options, {name: entry for name, entry in behaviours.items() if entry}
+@functools.cache
+def _changes() -> frozenset[Change]:
+    return frozenset([*map(_change, _dates(list(_files().values()))), *(gate.since for gate in gates().values())])
 
 
-def _behaves(entry: dict[str, Any], was: dict[str, Any], version: Version | None) -> dict[str, Any]:
-    """What a behaviour is in a version: what it `was` in the line before, or as `entry` says, or nothing any more;
-    with an `interval`, not known which."""
-    begins = _place(entry.get("since"), version)
-    if begins == "before":
-        return was
-    if begins == "inside":
-        return {**entry, "otherwise": was, "interval": Since(**entry["since"]).interval}
-    ends = _place(entry.get("until"), version) if "until" in entry else "before"
-    if ends == "inside":
-        return {**entry, "otherwise": {}, "interval": Since(**entry["until"]).interval}
-    return entry if ends == "before" else {}
+def _dates(entry: Any) -> Iterator[dict[str, Any]]:
+    """Every date in a parsed file."""
+    for name, value in entry.items() if isinstance(entry, dict) else ((None, value) for value in entry):
+        if name in ("since", "until", "begins"):
+            yield value
+        elif isinstance(value, (dict, list)):
+            yield from _dates(value)
 
 
-def _place(dates: dict[str, Any] | None, version: Version | None) -> str:
-    return "past" if dates is None or version is None else Since(**dates).place(version)
+@functools.cache
+def entries_of(line: str) -> Entries:
+    """What holds in a line in the end."""
+    return merged(files_up_to(line))
 
 
-@functools.lru_cache(maxsize=32)
-def _line(line: str, version: Version) -> Schema:
-    known, removed, options, behaviours = _merged(line, version)
-    data = _file(line)
-    return Schema(
-        version=version,
-        line=line,
-        label=data["label"],
-        fields={path: _field(path, entry) for path, entry in known.items()},
-        removed={path: Removed(path=path, **_typed(entry)) for path, entry in removed.items()},
-        options={name: Option(name=name, **_typed(entry)) for name, entry in options.items()},
-        behaviours={name: _behaviour(name, entry) for name, entry in behaviours.items()},
-        seen=Version(data["versions"]["seen"]),
-    )
-
-
-def _field(path: str, entry: dict[str, Any]) -> Field:
-    typed = _typed(entry)
-    if "otherwise" in typed:
-        typed["otherwise"] = _field(path, typed["otherwise"])
-    return Field(path=path, **typed)
-
-
-def _behaviour(name: str, entry: dict[str, Any]) -> Behaviour:
-    about = ("since", "until", "evidence", "source", "otherwise", "interval")
-    values = {key: value for key, value in entry.items() if key not in about}
-    was = {key: value for key, value in entry.get("otherwise", {}).items() if key not in about}
-    dated = "since" in entry or "until" in entry
-    return Behaviour(name, values, entry["evidence"], entry["source"], entry.get("interval", ""), was, dated)
-
-
-def _typed(entry: dict[str, Any]) -> dict[str, Any]:
-    typed: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) and key != "default" else value for key, value in entry.items()
-    }
-    for name in ("since", "changed", "until"):
-        if name in typed:
-            typed[name] = Since(**typed[name])
-    return typed
+def files_up_to(line: str) -> list[dict[str, Any]]:
+    return [data for name, data in _files().items() if Version(name) <= Version(line)]
 
 
 def line_fields(line: str, path: str = "", key: str = "") -> Any:
-    """Paths known in a line; with `path` and `key`, one attribute of one field there (empty when absent)."""
-    known = _merged(line)[0]
+    """Paths known in a line in the end; with `path` and `key`, one attribute of a field there (empty when absent)."""
+    known = entries_of(line)["fields"]
     return known.get(path, {}).get(key, ()) if path else known.keys()
 
 
 def removed_in(line: str) -> list[Removed]:
     """What exactly this line took away."""
-    return [Removed(path=path, **_typed(entry)) for path, entry in _file(line).get("removed", {}).items()]
+    return [_typed(Removed, entry, path=path) for path, entry in _files()[line].get("removed", {}).items()]

@@ -12,7 +12,7 @@ import yaml
 from tests.trtllm.lint.engine_files import written
 from trtspec.trtllm.deployment import Deployment, Finding
 from trtspec.trtllm.document import CannotEdit, Document, Entry, add_key
-from trtspec.trtllm.lint.linter import fix, lint
+from trtspec.trtllm.lint import fix, lint
 from trtspec.trtllm.schema import schema_for
 
 VERSIONS = ("1.2.1", "1.3.0rc9", "1.3.0rc20", "1.4.0rc1")

@@ -9,8 +9,8 @@ from pydantic import Field as Limits
 from pydantic import TypeAdapter, ValidationError
 
 from trtspec.trtllm.document import Document
-from trtspec.trtllm.lint.keys import check_value
-from trtspec.trtllm.lint.linter import as_the_engine_sees_it
+from trtspec.trtllm.lint import as_the_engine_sees_it
+from trtspec.trtllm.rules.keys import check_value
 from trtspec.trtllm.schema import Field, schema_for
 
 SAMPLES: list[Any] = [
@@ -86,7 +86,7 @@ kv_cache_config: {dtype: 3}
 
 def test_a_schedule_with_string_keys_is_judged_like_one_with_numbers() -> None:
     from trtspec.trtllm.deployment import Deployment
-    from trtspec.trtllm.lint.linter import lint
+    from trtspec.trtllm.lint import lint
 
     spec = (
         "speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: /h, draft_len_schedule: "

@@ -20,11 +20,11 @@ from trtspec.launch.preflight import EngineProgram, InstalledGpu, check_visible,
 from trtspec.planning.layout import Layout
 from trtspec.planning.memory import memory
 from trtspec.specs import HeadSpec, ModelSpec
-from trtspec.trtllm.deployment import Deployment, driver_for, gate, installed_version, parse_passed
+from trtspec.trtllm.deployment import Deployment, driver_for, installed_version, parse_passed
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent
-from trtspec.trtllm.lint.engine import FORCED_ACCEPTANCE
-from trtspec.trtllm.lint.model import right_parser
+from trtspec.trtllm.rules.engine import FORCED_ACCEPTANCE
+from trtspec.trtllm.rules.model import right_parser
 from trtspec.trtllm.schema import Schema
 
 CONFIG_NAME = "extra-llm-api-config.yml"
@@ -102,23 +102,22 @@ def _kimi_options(
         words.append("--trust_remote_code")
         settings["trust_remote_code"] = True
     parser = right_parser(target, intent.published_as)
-    exists = parser == "kimi_k2" or gate("kimi_k25_parser").state(schema.version) == "yes"
+    exists = parser == "kimi_k2" or bool(schema.agreed(lambda one: one.has("kimi_k25_parser")))
     decided = "reasoning_parser" in given or document.has("reasoning_parser")
     if parser is not None and _takes(schema, "reasoning_parser", parser) and exists and not decided:
         words += ["--reasoning_parser", parser]
         settings["reasoning_parser"] = parser
     if _takes(schema, "tool_parser", "kimi_k2") and "tool_parser" not in given:
         words += ["--tool_parser", "kimi_k2"]
-    telemetry = schema.options.get("telemetry")
-    certain = telemetry is not None and schema.certain(telemetry.since) and schema.neighbour is None
+    certain = schema.agreed(lambda one: "telemetry" in one.options)
     if certain and "telemetry" not in given and not document.has("telemetry_config.disabled"):
         words.append("--no-telemetry")
     return words
 
 
 def _takes(schema: Schema, name: str, value: str) -> bool:
-    option = schema.options.get(name)
-    return option is not None and schema.certain(option.since) and value in option.choices
+    options = [one.options.get(name) for one in schema.possibilities]
+    return all(option is not None and value in option.choices for option in options)
 
 
 STARTERS = {"slurm": "srun", "mpi": "mpirun", "lws": "mpirun"}

@@ -36,8 +36,8 @@ from trtspec.trtllm.build import compose
 from trtspec.trtllm.deployment import Deployment, choose_version, compute_capability, head_in, parse_passed
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent, parse_intent
-from trtspec.trtllm.lint.linter import engine_problems, lint
-from trtspec.trtllm.lint.model import check_tool_parser
+from trtspec.trtllm.lint import engine_problems, lint
+from trtspec.trtllm.rules.model import check_tool_parser
 from trtspec.trtllm.schema import Schema, parse_version, schema_for
 from trtspec.trtllm.serve.command import (
     CONFIG_NAME,

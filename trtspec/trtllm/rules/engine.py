@@ -1,5 +1,4 @@
-"""Rules about the engine around the model: token budget, CUDA graphs, MoE kernels, KV cache, transfer, environment, and
-what the schema files say of settings beside each other (`exclusive` and `when` among a release's behaviours)."""
+"""Rules about the engine around the model: token budget, CUDA graphs, MoE kernels, KV cache, transfer, environment."""
 
 from __future__ import annotations
 
@@ -12,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.errors import Severity
-from trtspec.trtllm.deployment import Deployment, Finding, Fix, decoding_type, draft_length, finding_at, step_tokens
+from trtspec.trtllm.deployment import Deployment, Finding, decoding_type, draft_length, finding_at, step_tokens
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
-from trtspec.trtllm.schema import UNKNOWN, Behaviour
 
 FORCED_ACCEPTANCE = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 SIZES = ("max_batch_size", "max_num_tokens", "max_seq_len")
@@ -27,6 +25,9 @@ def check_engine(document: Document, deployment: Deployment) -> Iterator[Finding
     yield from _moe(document, deployment)
     yield from _transfer(document, deployment)
     yield from _forced_acceptance(document, deployment)
+    yield from _connector(document)
+    yield from _helix(document)
+    yield from _lists(document, deployment)
 
 
 def _whole(value: Any) -> bool:
@@ -37,14 +38,13 @@ def _double_settings(document: Document, deployment: Deployment) -> Iterator[Fin
     """Who wins flipped between versions, so a setting that stands in both places is always an error."""
     for key in deployment.argv:
         if document.has(key):
-            winner = {"yaml": "the file wins", UNKNOWN: "it is not known which wins"}
-            who = winner.get(deployment.schema.precedence, "the option wins")
-            message = f"{key} is in the file and on the command line; in {deployment.version} {who}, in other "
+            who = "file" if deployment.schema.behaviour("precedence")["winner"] == "yaml" else "option"
+            message = f"{key} is in the file and on the command line; in {deployment.version} the {who} wins, in other "
             message += "versions the other"
             fix = partial(delete_key, path=key)
             yield finding_at(document, "TS-LINT-SET-TWICE", "error", key, message, f"remove {key} from the file", fix)
     nested = document.get("build_config")
-    if isinstance(nested, dict) and deployment.schema.behaviour("build_config").get("dropped") in (True, UNKNOWN):
+    if isinstance(nested, dict) and deployment.schema.behaviour("build_config").get("dropped"):
         message = "build_config is dropped for the pytorch backend: its contents are silently lost"
         yield finding_at(
             document, "TS-LINT-NO-EFFECT", "error", "build_config", message, "move its keys to the top level"
@@ -159,12 +159,12 @@ def _transfer_buffer(document: Document, deployment: Deployment) -> Iterator[Fin
     if not _whole(buffer) or buffer <= 0:
         return
     blocks = deployment.schema.behaviour("transfer_in_blocks")
-    (unless, other), *_ = blocks.get("unless").items()
-    block = document.get("kv_cache_config.tokens_per_block", blocks.get("tokens_per_block"))
+    (unless, other), *_ = blocks["unless"].items()
+    block = document.get("kv_cache_config.tokens_per_block", blocks["tokens_per_block"])
     block = block if _whole(block) and block > 0 else 1
     if buffer % block and document.get(unless) != other:
         whole = -(-buffer // block) * block
-        message = f"the buffer must hold whole blocks of {block} tokens: {buffer} stops the engine ({blocks.source})"
+        message = f"the buffer must hold whole blocks of {block} tokens: {buffer} stops the engine ({blocks['source']})"
         fix = partial(set_value, path=key, value=whole)
         yield finding_at(document, "TS-LINT-TRANSFER-BLOCKS", "error", key, message, f"write {whole}", fix)
     if not _whole(length):
@@ -195,79 +195,6 @@ def _forced_acceptance(document: Document, deployment: Deployment) -> Iterator[F
 
 
 CONNECTOR = "kv_connector_config"
-
-
-def check_combinations(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    for one in deployment.schema.combinations():
-        finding = _of_release(document, deployment, one)
-        if finding is not None:
-            yield finding
-    yield from _connector(document)
-    yield from _helix(document)
-    yield from _lists(document, deployment)
-
-
-def _of_release(document: Document, deployment: Deployment, one: Behaviour) -> Finding | None:
-    """What a release says of settings beside each other; a warning with the interval where it is not known."""
-    words = one.values or one.otherwise
-    pair = words.get("exclusive", ())
-    when = words.get("when") or dict.fromkeys(pair, "set")
-    written = [path for path in when if document.has(path) or path in deployment.argv]
-    if any(deployment.schema.current(path) not in deployment.schema.fields for path in written):
-        return None  # the key itself is refused
-    if not all(_holds(document, deployment, path, wanted) for path, wanted in when.items()):
-        return None
-    unless = words.get("unless", {})
-    if unless and all(_holds(document, deployment, path, wanted) for path, wanted in unless.items()):
-        return None
-    names = [path.rpartition(".")[2] for path in pair]
-    message = words.get("message") or f"{' and '.join(names)} exclude each other"
-    severity = words.get("severity", "error")
-    if one.interval:
-        message += f" (changed {one.interval}; not known for {deployment.version})"
-        severity = "warning" if severity == "error" else severity
-    key = words.get("at") or next(iter(when))
-    code, remedy = words.get("code", "TS-LINT-COMBINATION"), words.get("remedy", "keep one of the two")
-    return Finding(code, severity, key, f"{message} ({one.source})", remedy, document.line(key), _fix(document, words))
-
-
-def _fix(document: Document, words: Any) -> Fix | None:
-    if "drop" in words and document.has(words["drop"]):
-        return partial(delete_key, path=words["drop"])
-    for path, value in words.get("write", {}).items():
-        return partial(set_value if document.has(path) else add_key, path=path, value=value)
-    return None
-
-
-def _holds(document: Document, deployment: Deployment, path: str, wanted: Any) -> bool:
-    value = deployment.setting(document, path, _default(document, deployment, path))
-    if wanted in ("given", "filled", "empty"):
-        written = document.has(path) or path in deployment.argv
-        return written and (wanted == "given" or (value is None) == (wanted == "empty"))
-    if wanted in ("set", "unset"):
-        return (value not in (None, False, 0, "")) == (wanted == "set")  # an empty mapping is an object
-    if isinstance(wanted, dict):
-        (word, other), *_ = wanted.items()
-        if word in ("above", "below"):
-            return isinstance(value, (int, float)) and (value > other if word == "above" else value < other)
-        return not any(_same(value, item) for item in (other if word == "outside" else [other]))
-    return any(_same(value, item) for item in (wanted if isinstance(wanted, list) else [wanted]))
-
-
-def _default(document: Document, deployment: Deployment, path: str) -> Any:
-    """What the engine takes where the file says nothing; an object that is not written has no settings."""
-    parent, field = path.rpartition(".")[0], deployment.schema.fields.get(deployment.schema.current(path))
-    if field is None or field.default is UNKNOWN or field.is_object or (parent and not document.has(parent)):
-        return None
-    return field.default
-
-
-def _same(value: Any, wanted: Any) -> bool:
-    if isinstance(wanted, bool):
-        return value is wanted
-    if isinstance(value, str) and isinstance(wanted, str):
-        return value.lower() == wanted.lower()
-    return value == wanted
 
 
 def _connector(document: Document) -> Iterator[Finding]:

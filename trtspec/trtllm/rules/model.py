@@ -20,11 +20,11 @@ from trtspec.trtllm.deployment import (
     eagle3,
     family,
     finding_at,
-    gate,
     method_of,
     reports,
 )
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
+from trtspec.trtllm.schema import gates
 
 CAPTURE = eagle3().capture_key
 
@@ -63,17 +63,10 @@ def _layout(document: Document, deployment: Deployment, target: ModelSpec) -> It
 def _gated(
     document: Document, deployment: Deployment, name: str, code: str, key: str, otherwise: str = ""
 ) -> Iterator[Finding]:
-    needed = gate(name)
-    state = needed.state(deployment.schema.version)
-    if state == "yes":
-        return
-    remedy = f"use {needed.by} or later" + otherwise
-    if state == "no":
-        message = f"TensorRT-LLM {deployment.version} is too old for this: {needed.what} ({needed.interval})"
-        yield finding_at(document, code, "error", key, message, remedy)
-    else:
-        message = f"not known for {deployment.version}: {needed.what} ({needed.interval})"
-        yield finding_at(document, code, "warning", key, message, remedy)
+    needed = gates()[name]
+    if not deployment.schema.has(name):
+        message = f"TensorRT-LLM {deployment.version} is too old for this: {needed.what} ({needed.since.interval})"
+        yield finding_at(document, code, "error", key, message, f"use {needed.since.by} or later{otherwise}")
 
 
 def _target_gates(document: Document, deployment: Deployment, target: ModelSpec) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ releases do so, and who says it, stands among the behaviours of the schema files
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from trtspec.trtllm.deployment import (
     method_of,
 )
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
-from trtspec.trtllm.schema import UNKNOWN, Behaviour
+from trtspec.trtllm.schema import Schema
 
 SCHEDULE, CONCURRENCY = f"{SPEC}.draft_len_schedule", f"{SPEC}.max_concurrency"
 ENDS_AT_ZERO = "TS-LINT-SCHEDULE-ENDS-AT-ZERO"
@@ -36,13 +36,11 @@ def check_speculation(document: Document, deployment: Deployment) -> Iterator[Fi
         yield finding_at(document, "TS-LINT-NO-DECODING-TYPE", "error", SPEC, message, remedy)
     if method is not None:
         yield from _required(document, method)
-        yield from _two_names(document, deployment)
         yield from _for_kimi(document, deployment, method)
         yield from _trees(document, deployment, method)
         yield from _two_models(document, deployment)
         yield from _sampling(document, deployment, method)
     yield from _schedule(document, deployment)
-    yield from _switch_off(document)
     yield from _backend(document)
 
 
@@ -60,24 +58,6 @@ def _required(document: Document, method: SpeculationMethod) -> Iterator[Finding
     if method.python_only is not None:
         message = f"{decoding_type(document)} needs {method.python_only}, a Python object, which no file can hold"
         yield finding_at(document, "TS-LINT-NO-DRAFT-MODEL", "error", SPEC, message, "use another decoding_type")
-
-
-def _two_names(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    if all(document.has(key) and key in deployment.schema.fields for key in MODEL_KEYS):
-        message = "speculative_model and speculative_model_dir are two names of one setting"
-        remedy = "keep speculative_model_dir, which every version takes"
-        fix = partial(delete_key, path=MODEL_KEYS[1])
-        yield finding_at(document, "TS-LINT-DUPLICATE-KEY", "error", MODEL_KEYS[1], message, remedy, fix)
-    key = f"{SPEC}.num_eagle_layers"
-    if document.has(key):
-        message = "num_eagle_layers is overwritten by max_draft_len; it belongs to the TensorRT-engine backend"
-        fix = partial(delete_key, path=key)
-        yield finding_at(document, "TS-LINT-NO-EFFECT", "warning", key, message, "remove it", fix)
-    key = f"{SPEC}.eagle3_model_arch"
-    if document.get(key) == "mistral_large3":
-        message = "mistral_large3 names another head class; llama3 covers the MHA and MLA heads of Kimi"
-        fix = partial(delete_key, path=key)
-        yield finding_at(document, "TS-LINT-HEAD-ARCH", "error", key, message, "remove eagle3_model_arch", fix)
 
 
 def _for_kimi(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
@@ -134,10 +114,10 @@ def _choices(document: Document, deployment: Deployment) -> Iterator[Finding]:
     flat, depths = all(len(choice) == 1 for choice in choices), [len(choice) for choice in choices]
     if choices and crash and (flat or len(set(depths)) == len(depths)):
         shape = "of depth 1" if flat else "without branches"
-        message = f"a static tree {shape} raises an exception when drafts are written ({crash.source})"
+        message = f"a static tree {shape} raises an exception when drafts are written ({crash['source']})"
         remedy = "leave eagle_choices out: max_draft_len alone drafts a chain"
         fix = partial(delete_key, path=key)
-        yield finding_at(document, "TS-LINT-STATIC-TREE", crash.values["severity"], key, message, remedy, fix)
+        yield finding_at(document, "TS-LINT-STATIC-TREE", "error", key, message, remedy, fix)
     loose = [choice for choice in choices if len(choice) > 1 and choice[:-1] not in choices]
     if loose or not choices:
         message = f"the path {loose[0]} of eagle_choices continues no other" if loose else "eagle_choices is empty"
@@ -179,23 +159,20 @@ def _schedule(document: Document, deployment: Deployment) -> Iterator[Finding]:
         message = "above max_concurrency the draft length is 0, and acceptance may stay collapsed after a burst"
         yield finding_at(document, ENDS_AT_ZERO, "warning", CONCURRENCY, message, "leave it out")
     schedule, meaning = schedule_of(document), deployment.schema.behaviour("draft_len_schedule")
-    if schedule is None or not (meaning or meaning.otherwise):
+    if schedule is None or not meaning:
         return
     if not schedule:
         message = "the engine's class refuses an empty draft_len_schedule"
         fix = partial(delete_key, path=SCHEDULE)
         yield finding_at(document, "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, "remove it", fix)
         return
-    if meaning.get("bounds") is UNKNOWN:
-        message = "the keys turned from lower bounds into upper bounds of the batch size, and it is not known whether "
-        message += f"{deployment.version} is before or after ({meaning.interval})"
-        yield finding_at(document, "TS-LINT-SCHEDULE-MEANING", "warning", SCHEDULE, message, f"remove {SCHEDULE}")
-        return
+    message = f"the keys of the schedule are {meaning['bounds']} bounds of the batch size"
+    yield finding_at(document, "TS-LINT-SCHEDULE-MEANING", "warning", SCHEDULE, message, f"remove {SCHEDULE}")
     yield from _schedule_values(document, deployment, schedule, meaning)
 
 
 def _schedule_values(
-    document: Document, deployment: Deployment, schedule: dict[int, int], meaning: Behaviour
+    document: Document, deployment: Deployment, schedule: dict[int, int], meaning: Mapping[str, Any]
 ) -> Iterator[Finding]:
     longest, lengths = document.get(LENGTH), schedule.values()
     if min(schedule) < 1 or min(lengths) < 0 or (isinstance(longest, int) and max(lengths) > longest):
@@ -205,7 +182,7 @@ def _schedule_values(
         )
     smallest = meaning.get("first") == "smallest"
     wanted = "the smallest key" if smallest else f"key {meaning.get('first')}"
-    first = schedule.get(min(schedule) if smallest else meaning.get("first"))
+    first = schedule.get(min(schedule) if smallest else meaning["first"])
     if isinstance(longest, int) and first != longest:
         message = f"{wanted} must have the value of max_draft_len ({longest}), not {first}"
         yield finding_at(document, "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, f"write {wanted}: {longest}")
@@ -224,25 +201,13 @@ def reaches_zero(document: Document, deployment: Deployment, schedule: dict[int,
     return 0 in schedule.values() or (beyond and max(schedule) < (largest if isinstance(largest, int) else 2048))
 
 
-def _switch_off(document: Document) -> Iterator[Finding]:
-    for name in ("acceptance_rate_threshold", "acceptance_length_threshold"):
-        key = f"{SPEC}.{name}"
-        if document.get(key):
-            message = f"once acceptance falls below {name}, speculation stays off until the server is restarted"
-            fix = partial(delete_key, path=key)
-            remedy = "leave it out, and watch acceptance from outside"
-            yield finding_at(document, "TS-LINT-SWITCHES-OFF", "warning", key, message, remedy, fix)
-
-
 def _sampling(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
     """One engine that drafts and samples may ignore temperature unless a key asks for sampling."""
     key = deployment.schema.sampling_key
     if not method.one_model or key is None or document.get(key) is True:
         return
-    asked, name = deployment.schema.behaviour("sampled_speculation"), key.rpartition(".")[2]
+    name = key.rpartition(".")[2]
     message = f"without {name} one-model speculation decodes greedily whatever a request asks"
-    if asked.interval:
-        message += f" (changed {asked.interval}; not known for {deployment.version})"
     fix = partial(set_value if document.has(key) else add_key, path=key, value=True)
     yield finding_at(document, "TS-LINT-GREEDY-ONLY", "warning", key, message, f"add `{name}: true`", fix)
 
@@ -290,39 +255,23 @@ def check_traps(document: Document, deployment: Deployment) -> Iterator[Finding]
 
 def separate_cache(document: Document, deployment: Deployment, method: SpeculationMethod) -> bool:
     """Whether this release gives the draft a cache manager of its own."""
-    separate = deployment.schema.behaviour("separate_draft_cache")
-    unless = separate.values.get("unless") or separate.otherwise.get("unless")
+    unless = deployment.schema.behaviour("separate_draft_cache").get("unless")
     return method.own_cache and unless is not None and deployment.setting(document, unless) is not True
 
 
-def blinds_draft(document: Document, deployment: Deployment) -> Behaviour | None:
-    """The behaviour, where a reused prefix of this server hides from the draft; None where it does not."""
-    blind, mended = (deployment.schema.behaviour(name) for name in ("prefix_reuse_blinds_draft", "draft_kv_reuse_v2"))
-    if not blind and not blind.otherwise:
-        return None
-    chosen = deployment.setting(document, V2)
-    spread = deployment.setting(document, "pipeline_parallel_size", 1)
-    if mended and not mended.interval and chosen is True and spread in (None, 1):
-        return None
-    # a transceiver makes the engine keep the draft's layers in the target's cache
-    return None if deployment.setting(document, TRANSFER) else blind
-
-
-def _doubt(deployment: Deployment, one: Behaviour) -> str:
-    return f"; whether {deployment.version} does so is not known (changed {one.interval})" if one.interval else ""
-
-
 def _prefix_reuse(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    blind = blinds_draft(document, deployment)
-    if blind is None or document.get(REUSE, True) in (False, None):
+    """A reused prefix hides from the draft, except under cache manager V2 of a release that mended it."""
+    blind, mended = (deployment.schema.behaviour(name) for name in ("prefix_reuse_blinds_draft", "draft_kv_reuse_v2"))
+    alone = deployment.setting(document, "pipeline_parallel_size", 1) in (None, 1)
+    # a transceiver makes the engine keep the draft's layers in the target's cache
+    shared = deployment.setting(document, TRANSFER) or (mended and deployment.setting(document, V2) is True and alone)
+    if not blind or shared or document.get(REUSE, True) in (False, None):
         return
-    words = blind.values or blind.otherwise
-    message = f"over a reused prefix the draft sees nothing ({words['measured']}): every multi-turn chat is such a case"
-    message += f"{_doubt(deployment, blind)} ({blind.source})"
+    message = f"over a reused prefix the draft sees nothing ({blind['measured']}): every multi-turn chat is such a case"
+    message += f" ({blind['source']})"
     remedy = "write `enable_block_reuse: false`, or true if prompts that repeat matter more than drafts"
-    mended = deployment.schema.behaviour("draft_kv_reuse_v2")
-    if mended and not mended.interval:
-        remedy = f"write `use_kv_cache_manager_v2: true`, which fixes this ({mended.source}), or {remedy[6:]}"
+    if mended:
+        remedy = f"write `use_kv_cache_manager_v2: true`, which fixes this ({mended['source']}), or {remedy[6:]}"
     # who writes it has decided; who leaves it out may not know that it is on
     severity: Severity = "info" if document.has(REUSE) else "warning"
     yield finding_at(document, "TS-LINT-PREFIX-REUSE", severity, REUSE, message, remedy)
@@ -331,26 +280,25 @@ def _prefix_reuse(document: Document, deployment: Deployment) -> Iterator[Findin
 def _memory(document: Document, deployment: Deployment) -> Iterator[Finding]:
     claims = deployment.schema.behaviour("draft_claims_host_cache")
     size = document.get(HOST)
-    if (claims or claims.otherwise) and isinstance(size, int) and size > 0:
+    if claims and isinstance(size, int) and size > 0:
         message = f"the draft's cache takes host_cache_size once more: {2 * size / 2**30:.0f} GiB of host memory are "
-        message += f"pinned{_doubt(deployment, claims)} ({claims.source})"
+        message += f"pinned ({claims['source']})"
         yield finding_at(
             document, "TS-LINT-HOST-CACHE-TWICE", "warning", HOST, message, "halve it, or plan for twice of it"
         )
     claims = deployment.schema.behaviour("draft_claims_gpu_budget")
-    if (claims or claims.otherwise) and document.get(V2) is True:
+    if claims and document.get(V2) is True:
         message = "cache manager V2 gives the whole GPU budget to the target and to the draft: out of memory under load"
-        message += f"{_doubt(deployment, claims)} ({claims.source})"
+        message += f" ({claims['source']})"
         fix = partial(delete_key, path=V2)
         yield finding_at(document, "TS-LINT-CACHE-BUDGET-TWICE", "warning", V2, message, f"remove {V2}", fix)
 
 
 def _transfer(document: Document, deployment: Deployment) -> Iterator[Finding]:
     lost = deployment.schema.behaviour("draft_cache_not_transferred")
-    words = lost.values or lost.otherwise
-    if words and deployment.setting(document, TRANSFER):
-        message = f"a draft cache of its own is not handed over between servers ({words['measured']})"
-        message += f"{_doubt(deployment, lost)} ({lost.source})"
+    if lost and deployment.setting(document, TRANSFER):
+        message = f"a draft cache of its own is not handed over between servers ({lost['measured']})"
+        message += f" ({lost['source']})"
         remedy = "measure acceptance on long prompts with `trtspec bench`, or use attention DP, which shares the cache"
         yield finding_at(document, "TS-LINT-DRAFT-CACHE-LOST", "info", TRANSFER, message, remedy)
 
@@ -359,16 +307,15 @@ def _guided(document: Document, deployment: Deployment) -> Iterator[Finding]:
     """A grammar masks one row per draft token; graphs of a draft length of 0 have none."""
     crash, schedule = deployment.schema.behaviour("guided_schedule_crashes"), schedule_of(document)
     key = "guided_decoding_backend"
-    if not (crash or crash.otherwise) or not deployment.setting(document, key) or not schedule:
+    if not crash or not deployment.setting(document, key) or not schedule:
         return
     if reaches_zero(document, deployment, schedule):
         message = "guided decoding with a draft_len_schedule that reaches 0 crashes while CUDA graphs are recorded"
-        message += f"{_doubt(deployment, crash)} ({crash.source})"
-        severity: Severity = "warning" if crash.interval else "error"
+        message += f" ({crash['source']})"
         remedy = "leave the schedule out, or keep every length at 1 or more"
         place = f"{SPEC}.draft_len_schedule"
         fix = partial(delete_key, path=place)
-        yield finding_at(document, "TS-LINT-GUIDED-SCHEDULE", severity, place, message, remedy, fix)
+        yield finding_at(document, "TS-LINT-GUIDED-SCHEDULE", "error", place, message, remedy, fix)
 
 
 def _sampled_acceptance(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
@@ -378,25 +325,23 @@ def _sampled_acceptance(document: Document, deployment: Deployment, method: Spec
     if not rule or not method.one_model or not concerned or document.get(REJECTION) is True:
         return
     message = "without use_rejection_sampling a sampled draft is accepted only where the target's own sample equals "
-    message += f"it: acceptance falls with temperature ({rule.source}). With it: {worth_of_rejection_sampling()}"
+    message += f"it: acceptance falls with temperature ({rule['source']}). With it: {worth_of_rejection_sampling()}"
     remedy = "measure at your temperature, with use_rejection_sampling on and off"
     key = REJECTION if document.has(REJECTION) else f"{SPEC}.advanced_sampling_mode"
     yield finding_at(document, "TS-LINT-SAMPLED-ACCEPTANCE", "info", key, message, remedy)
 
 
-def request_limits(deployment: Deployment, penalties: bool = False) -> dict[str, tuple[str, ...]]:
-    """What this release does with request parameters under one-model speculation: those that end the engine, those it
-    ignores, and those it refuses; in an unknown interval a parameter stands in each that it may belong to."""
-    found: dict[str, tuple[str, ...]] = {}
-    for name in ("requests_end_engine", "requests_ignored", "requests_refused"):
-        one = deployment.schema.behaviour(name)
-        both = [*one.values.get("parameters", ()), *one.otherwise.get("parameters", ())]
-        found[name.removeprefix("requests_")] = tuple(dict.fromkeys(both))
-    key = deployment.schema.behaviour("penalties_need_a_key")
-    asked = tuple(key.values.get("parameters", ()))
-    found["ignored"] = tuple(name for name in found["ignored"] if name not in asked or key.interval)
-    if key and not penalties:
-        found["refused"] += asked
+def request_limits(schema: Schema, penalties: bool = False) -> dict[str, tuple[str, ...]]:
+    """What a release does with request parameters under one-model speculation: those that end the engine, those it
+    ignores, and those it refuses; where the release is in doubt, a parameter is in each that it may belong to."""
+    found: dict[str, tuple[str, ...]] = {"end_engine": (), "ignored": (), "refused": ()}
+    for one in schema.possibilities:
+        key = one.behaviour("penalties_need_a_key").get("parameters", ())
+        for name in found:
+            listed = one.behaviour(f"requests_{name}").get("parameters", ())
+            listed = [each for each in listed if name != "ignored" or each not in key]
+            asked = key if name == "refused" and not penalties else ()
+            found[name] = tuple(dict.fromkeys([*found[name], *listed, *asked]))
     return found
 
 
@@ -405,19 +350,17 @@ def _requests(document: Document, deployment: Deployment, method: SpeculationMet
     if not method.one_model:
         return
     ends = deployment.schema.behaviour("requests_end_engine")
-    if ends or ends.otherwise:
-        listed = ", ".join(request_limits(deployment)["end_engine"])
-        message = f"under speculation a request that asks for {listed} ends the engine for everybody"
-        message += f"{_doubt(deployment, ends)} ({ends.source})"
-        until = ends.interval and ends.interval.rpartition("by ")[2]
-        remedy = "refuse such requests in front of the server" + (f", or use {until} or later" if until else "")
+    if ends:
+        listed = ", ".join(ends["parameters"])
+        message = f"under speculation a request that asks for {listed} ends the engine for everybody ({ends['source']})"
+        remedy = f"refuse such requests in front of the server, or use {ends['until']['by']} or later"
         yield finding_at(document, "TS-LINT-REQUEST-ENDS-ENGINE", "info", SPEC, message, remedy)
-    key = deployment.schema.behaviour("penalties_need_a_key")
-    if key and not key.interval and document.get(key.values["key"]) is False:
-        names = ", ".join(key.values["parameters"])
-        message = f"requests with {names} are refused while enable_penalty is off ({key.source})"
-        fix = partial(set_value if document.has(key.values["key"]) else add_key, path=key.values["key"], value=True)
-        yield finding_at(document, "TS-LINT-PENALTIES-OFF", "info", key.values["key"], message, "turn it on", fix)
+    rule = deployment.schema.behaviour("penalties_need_a_key")
+    if rule and document.get(rule["key"]) is False:
+        message = f"requests with {', '.join(rule['parameters'])} are refused while enable_penalty is off "
+        fix = partial(set_value, path=rule["key"], value=True)
+        message += f"({rule['source']})"
+        yield finding_at(document, "TS-LINT-PENALTIES-OFF", "info", rule["key"], message, "turn it on", fix)
 
 
 def _pruned_head(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
@@ -427,6 +370,6 @@ def _pruned_head(document: Document, deployment: Deployment, method: Speculation
         return
     if head.draft_vocab_size is not None and head.draft_vocab_size < target.vocab_size:
         message = f"an MLA head of {head.draft_vocab_size:,} of {target.vocab_size:,} tokens: the engine's loader for "
-        message += f"such heads meets d2t and fails ({rule.source})"
+        message += f"such heads meets d2t and fails ({rule['source']})"
         remedy = "train a head with the full vocabulary, or an MHA head"
         yield finding_at(document, "TS-LINT-PRUNED-MLA-HEAD", "error", SPEC, message, remedy)

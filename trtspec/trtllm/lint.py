@@ -3,6 +3,7 @@ verdict: its pydantic classes, run in a process of their own."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import subprocess
@@ -14,57 +15,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
 from pydantic_core import ValidationError
 
-from trtspec.errors import MissingDependency, Problem, TrtspecError
+from trtspec.errors import MissingDependency, Problem, Severity, TrtspecError
 from trtspec.trtllm.deployment import Deployment, Finding
 from trtspec.trtllm.document import CannotEdit, Document, same
-from trtspec.trtllm.lint.engine import check_combinations, check_engine
-from trtspec.trtllm.lint.keys import as_engine, check_keys, check_value
-from trtspec.trtllm.lint.model import check_machine, check_model
-from trtspec.trtllm.lint.speculation import check_speculation, check_traps
-from trtspec.trtllm.schema import Schema, newest_known
+from trtspec.trtllm.rules.engine import check_engine
+from trtspec.trtllm.rules.keys import VALUE_CODES, as_engine, check_keys, check_value
+from trtspec.trtllm.rules.model import check_machine, check_model
+from trtspec.trtllm.rules.rows import check_rows
+from trtspec.trtllm.rules.speculation import check_speculation, check_traps
+from trtspec.trtllm.schema import Change, Schema, newest_known
 
-RULES = (check_speculation, check_model, check_engine, check_combinations, check_machine, check_traps)
+RULES = (check_speculation, check_model, check_engine, check_rows, check_machine, check_traps)
 FRONT_KEYS = {"context_servers", "generation_servers"}
 ORDER = {"error": 0, "warning": 1, "info": 2}
 # a mapping with such a key may hold under that name what a rule misses, so nothing is added to it
 UNSETTLED = {"TS-LINT-UNKNOWN-KEY", "TS-LINT-RENAMED-KEY", "TS-LINT-REMOVED-KEY", "TS-LINT-DOTTED-KEY"}
-PACKAGE = "tensorrt_llm"
-MARK = "trtspec-verdict:"  # the engine prints on stdout while it is imported
-# Keys that trtllm-serve takes out before the class sees them are taken out here too. The tokenizer is not loaded.
-JUDGE = """
-import importlib, json, sys
-text = sys.stdin.read()
-import yaml
-import tensorrt_llm
-module = importlib.import_module("tensorrt_llm.llmapi.llm_args")
-kind = getattr(module, "TorchLlmArgs", None) or module.LlmArgs
-values = yaml.safe_load(text) or {}
-values.pop("disagg_cluster", None)
-if "hf_revision" in values:
-    values.setdefault("revision", values.pop("hf_revision"))
-if "build_config" not in kind.model_fields:
-    values.pop("build_config", None)
-values.setdefault("model", "checkpoint")
-if "skip_tokenizer_init" in kind.model_fields:
-    values["skip_tokenizer_init"] = True
-errors = []
-try:
-    kind(**values)
-except Exception as error:
-    listed = getattr(error, "errors", None)
-    if callable(listed):
-        errors = [{"loc": [str(part) for part in item["loc"]], "message": item["msg"]} for item in listed()]
-    else:
-        errors = [{"loc": [], "message": f"{type(error).__name__}: {error}"}]
-print(MARK + json.dumps({"version": tensorrt_llm.__version__, "errors": errors}))
-"""
+MISSING = "TS-LINT-MISSING-KEY"
+ABOUT_KEYS = {*UNSETTLED, *VALUE_CODES.values(), MISSING, "TS-LINT-WRONG-VARIANT"}
+MEANING = "TS-LINT-SCHEDULE-MEANING"  # what a value means: reported only where two possibilities differ
 
 
 def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
-    """Every finding about a file, errors first, then by line. Keys and values are judged as they are written; all other
-    rules see the values that the engine makes of them."""
+    """Every finding about a file, errors first, then by line. A version that is in doubt is judged by both of its
+    possibilities: what both say is said as it is, and what only one says is a warning that names both."""
     if isinstance(document, str):
         document = Document.parse(document)
     if document.error:
@@ -79,11 +55,94 @@ def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
         message = "this is the front of disaggregated servers, which has no engine settings to judge"
         remedy = "check it with `trtspec serve TARGET --disaggregated FILE --dry-run`"
         return [Finding("TS-LINT-FRONT-FILE", "info", "", message, remedy)]
-    found = [*_version(deployment), *check_keys(document, deployment)]
-    seen = as_the_engine_sees_it(document, deployment.schema)
-    found += [_current(finding, deployment.schema) for rule in RULES for finding in rule(seen, deployment)]
-    placed = [finding.placed(document) for finding in found]
+    placed = [finding.placed(document) for finding in Doubt(document, deployment).findings()]
     return sorted(placed, key=lambda f: (ORDER[f.severity], f.line or 0, f.key, f.code))
+
+
+def _judged(document: Document, deployment: Deployment, schema: Schema) -> list[Finding]:
+    """By one possibility. Keys and values are judged as they are written; all other rules see the values that the
+    engine makes of them."""
+    one = replace(deployment, schema=schema)
+    seen = as_the_engine_sees_it(document, schema)
+    found = [*_version(one), *check_keys(document, schema)]
+    return [*found, *(_current(finding, schema) for rule in RULES for finding in rule(seen, one))]
+
+
+class Doubt:
+    """The findings of every possibility of a version, laid beside each other."""
+
+    def __init__(self, document: Document, deployment: Deployment) -> None:
+        self.schema = deployment.schema
+        self.judged = functools.cache(partial(_judged, document, deployment))
+        self.before, self.after = (self.judged(self.schema.possibilities[at]) for at in (0, -1))
+
+    def findings(self) -> Iterator[Finding]:
+        both = {_said(f) for f in self.before} & {_said(f) for f in self.after}
+        yield from (f for f in self.after if _said(f) in both and f.code != MEANING)
+        old, new = ([f for f in side if _said(f) not in both] for side in (self.before, self.after))
+        for finding in [*new]:
+            other = next((f for f in old if (f.code, f.key) == (finding.code, finding.key)), None)
+            if other is not None:
+                old.remove(other)
+                new.remove(finding)
+                yield self._told(other, finding)
+        certain = [f for f in new if self._either_way(f, old, new=True)]
+        certain += [f for f in old if self._either_way(f, new, new=False)]
+        yield from (self._told(None, f) for f in new if f not in certain)
+        yield from (self._told(f, None) for f in old if f not in certain)
+        told = {f.key for f in certain if f.code not in UNSETTLED}  # one error for a key that both refuse
+        yield from (f for f in certain if f.code not in UNSETTLED or f.key not in told)
+
+    def _either_way(self, finding: Finding, others: list[Finding], *, new: bool) -> bool:
+        """Whether the other possibility refuses a key that this finding is about, or one that it is below, and the one
+        change that decides this leaves the finding as it is."""
+        if finding.code == MISSING and not new and finding.key not in self.schema.possibilities[-1].fields:
+            return True  # earlier releases refuse the file without the key, later ones with it
+        for other in others:
+            if other.severity == "error" and any(_touches(finding, key, other.key) for key in finding.keys):
+                change = self._change(*((other, None) if new else (None, other)))
+                done = [change] if new else self.schema.doubts - {change}
+                found = {(f.code, f.key) for f in self.judged(self.schema.assuming(*done))}
+                return (finding.code, finding.key) in found
+        return False
+
+    def _told(self, old: Finding | None, new: Finding | None) -> Finding:
+        """One finding for what the possibilities say differently, with the change that decides."""
+        change, version = self._change(old, new), self.schema.version
+        words = {change.after or "an earlier release": old, change.by or "a later release": new}
+        said = [f"{finding.message}, if {version} is like {end}" for end, finding in words.items() if finding]
+        message = "; ".join(said)
+        message += "" if change.interval in message else f" (changed {change.interval})"
+        finding = new or old
+        assert finding is not None
+        if old is not None and new is not None and finding.code != MEANING:
+            return replace(finding, message=message, severity=min(old.severity, new.severity, key=ORDER.__getitem__))
+        severity: Severity = "info" if finding.severity == "info" else "warning"
+        if finding.code not in ABOUT_KEYS or finding.severity != "error":
+            return replace(finding, message=message, severity=severity)
+        remedy = "write what both take, or pin a release on one side of the interval"
+        return Finding("TS-LINT-VERSION-UNCERTAIN", "warning", finding.key, message, remedy, finding.line)
+
+    def _change(self, old: Finding | None, new: Finding | None) -> Change:
+        """The one that alone brings `new` or takes `old` away; where only several together do, all as one."""
+        doubts = sorted(self.schema.doubts, key=lambda change: change.interval)
+        for change in doubts:
+            found = {_said(f) for f in self.judged(self.schema.assuming(change))}
+            if all(f is None or (_said(f) in found) == (f is new) for f in (old, new)):
+                return change
+        after = max((change.after for change in doubts if change.after), key=Version, default=None)
+        return Change(after, min((change.by for change in doubts if change.by), key=Version, default=None))
+
+
+def _touches(finding: Finding, key: str, refused: str) -> bool:
+    """Whether a key is refused, or one above it; of a rule's finding, also one below it."""
+    if key == refused or key.startswith(f"{refused}."):
+        return bool(refused)
+    return bool(key) and finding.code not in ABOUT_KEYS and refused.startswith(f"{key}.")
+
+
+def _said(finding: Finding) -> tuple[str, str, str]:
+    return finding.code, finding.key, finding.message
 
 
 def as_the_engine_sees_it(document: Document, schema: Schema) -> Document:
@@ -174,6 +233,38 @@ def _better(before: list[Finding], after: list[Finding]) -> bool:
         if old - new:
             return True
     return False
+
+
+PACKAGE = "tensorrt_llm"
+MARK = "trtspec-verdict:"  # the engine prints on stdout while it is imported
+# Keys that trtllm-serve takes out before the class sees them are taken out here too. The tokenizer is not loaded.
+JUDGE = """
+import importlib, json, sys
+text = sys.stdin.read()
+import yaml
+import tensorrt_llm
+module = importlib.import_module("tensorrt_llm.llmapi.llm_args")
+kind = getattr(module, "TorchLlmArgs", None) or module.LlmArgs
+values = yaml.safe_load(text) or {}
+values.pop("disagg_cluster", None)
+if "hf_revision" in values:
+    values.setdefault("revision", values.pop("hf_revision"))
+if "build_config" not in kind.model_fields:
+    values.pop("build_config", None)
+values.setdefault("model", "checkpoint")
+if "skip_tokenizer_init" in kind.model_fields:
+    values["skip_tokenizer_init"] = True
+errors = []
+try:
+    kind(**values)
+except Exception as error:
+    listed = getattr(error, "errors", None)
+    if callable(listed):
+        errors = [{"loc": [str(part) for part in item["loc"]], "message": item["msg"]} for item in listed()]
+    else:
+        errors = [{"loc": [], "message": f"{type(error).__name__}: {error}"}]
+print(MARK + json.dumps({"version": tensorrt_llm.__version__, "errors": errors}))
+"""
 
 
 @dataclass(frozen=True)

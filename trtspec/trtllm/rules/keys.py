@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic_core import CoreSchema, SchemaValidator, ValidationError, core_schema
 
 from trtspec.errors import Severity
-from trtspec.trtllm.deployment import Deployment, Finding, Fix
+from trtspec.trtllm.deployment import Finding, Fix
 from trtspec.trtllm.document import Document, Entry, delete_key, move_key, same, scalar, set_value
 from trtspec.trtllm.schema import DISCRIMINATORS, LINES, Field, Removed, Schema, line_fields, removed_in
 
@@ -163,39 +163,8 @@ MOST_NAMED = 200  # unknown keys that are reported one by one
 MOST_COMPARED = 100  # characters of a value that is compared with the allowed ones
 
 
-def check_keys(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    """Findings of the version's own line; where it may be another line, only what both refuse is an error."""
+def check_keys(document: Document, schema: Schema) -> Iterator[Finding]:
     yield from _duplicates(document)
-    here = list(_judge(document, deployment.schema))
-    other_schema = deployment.schema.neighbour
-    if other_schema is None:
-        yield from here
-        return
-    other = list(_judge(document, other_schema))
-    both = {(f.code, f.key) for f in here} & {(f.code, f.key) for f in other}
-    where = f"the release where this changed is not known ({deployment.schema.boundary})"
-    for finding in here:
-        yield finding if (finding.code, finding.key) in both else _doubted(finding, where, deployment.schema.line)
-    for finding in other:
-        if (finding.code, finding.key) not in both and finding.severity == "error":
-            yield _doubted(finding, where, other_schema.line)
-
-
-def _doubted(finding: Finding, where: str, line: str) -> Finding:
-    severity: Severity = "warning" if finding.severity == "error" else finding.severity
-    message = f"in the {line} line: {finding.message}; {where}"
-    remedy = "write what both lines take, or pin a release on one side of the interval"
-    code = "TS-LINT-VERSION-UNCERTAIN" if finding.severity == "error" else finding.code
-    return Finding(code, severity, finding.key, message, remedy, finding.line)
-
-
-def _duplicates(document: Document) -> Iterator[Finding]:
-    for entry in document.duplicates:
-        message = f"{entry.path} is written twice; YAML silently keeps the last"
-        yield Finding("TS-LINT-DUPLICATE-KEY", "error", entry.path, message, "keep one of the two lines", entry.line)
-
-
-def _judge(document: Document, schema: Schema) -> Iterator[Finding]:
     yield from _missing(document, schema)
     unknown: set[str] = set()
     named = 0
@@ -218,6 +187,12 @@ def _judge(document: Document, schema: Schema) -> Iterator[Finding]:
         yield Finding("TS-LINT-UNKNOWN-KEY", "error", "", message, "check that this is an engine file")
 
 
+def _duplicates(document: Document) -> Iterator[Finding]:
+    for entry in document.duplicates:
+        message = f"{entry.path} is written twice; YAML silently keeps the last"
+        yield Finding("TS-LINT-DUPLICATE-KEY", "error", entry.path, message, "keep one of the two lines", entry.line)
+
+
 def _missing(document: Document, schema: Schema) -> Iterator[Finding]:
     """Keys without which the engine refuses the object that they belong to."""
     for path, field in schema.fields.items():
@@ -227,7 +202,7 @@ def _missing(document: Document, schema: Schema) -> Iterator[Finding]:
         telling = DISCRIMINATORS.get(parent)
         kind = document.get(f"{parent}.{telling}") if telling else None
         # a missing decoding_type has a rule of its own
-        if field.required_of(kind) and path != "speculative_config.decoding_type" and schema.certain(field.since):
+        if field.required_of(kind) and path != "speculative_config.decoding_type":
             message = f"{parent} needs {name}" + (f" with {telling} {kind}" if kind is not None else "")
             line = document.line(parent)
             yield Finding("TS-LINT-MISSING-KEY", "error", path, message, f"write {_example(field)}", line)
@@ -235,14 +210,8 @@ def _missing(document: Document, schema: Schema) -> Iterator[Finding]:
 
 def _known(document: Document, schema: Schema, entry: Entry, field: Field) -> Iterator[Finding]:
     path, line = entry.path, entry.line
-    came = None if schema.certain(field.since) else field.since
-    if came is not None or field.until is not None:
-        change = f"came {schema.interval(came)}" if came else f"went {field.until.interval}" if field.until else ""
-        message = f"not known whether {schema.version} has {path}: it {change}"
-        yield Finding(
-            "TS-LINT-KEY-UNCERTAIN", "warning", path, message, "leave it out unless you have seen it work", line
-        )
-    if field.status == "deprecated" and path != schema.sampling_key:  # without it, another rule asks for it
+    if field.status == "deprecated" and all(path != one.sampling_key for one in schema.possibilities):
+        # where speculation needs the sampling key, another rule asks for it
         why = field.note.removeprefix("deprecated, ")
         message = f"{path} is deprecated{f': {why}' if why else ''}"
         yield Finding("TS-LINT-DEPRECATED", "info", path, message, "", line)
@@ -253,18 +222,8 @@ def _known(document: Document, schema: Schema, entry: Entry, field: Field) -> It
         remedy = f"remove {entry.name}, or choose another {DISCRIMINATORS[top]}"
         yield Finding("TS-LINT-WRONG-VARIANT", "error", path, message, remedy, line)
     verdict = check_value(field, entry.value)
-    if field.otherwise is not None and field.changed is not None and _fits(verdict) != _fits(
-        check_value(field.otherwise, entry.value)
-    ):  # fmt: skip
-        message = f"not known whether {schema.version} takes {entry.value!r}: {path} changed {field.changed.interval}"
-        remedy = "write a value that both sides of the interval take"
-        yield Finding("TS-LINT-VERSION-UNCERTAIN", "warning", path, message, remedy, line)
-    elif verdict is not None:
+    if verdict is not None:
         yield _bad_value(schema, entry, field, verdict)
-
-
-def _fits(verdict: Any) -> bool:
-    return verdict is None or verdict[0] == "lax"
 
 
 def _bad_value(schema: Schema, entry: Entry, field: Field, verdict: tuple[str, str]) -> Finding:
@@ -311,7 +270,8 @@ def _unknown(schema: Schema, entry: Entry, siblings: list[str]) -> Finding | Non
     if entry.path in schema.removed:
         return _removed(schema, entry, schema.removed[entry.path])
     near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)
-    if owner is not None and owner.open and not near:
+    dated = any(entry.path in one.fields for one in schema.possibilities)  # known to come later
+    if owner is not None and owner.open and not near and not dated:
         if not siblings:
             return None
         message = f"the keys of {parent} are not all known for {schema.version}; {name} is not among those that are"
@@ -365,7 +325,8 @@ def _names_before(line: str) -> dict[str, list[str]]:
 def _removed(schema: Schema, entry: Entry, gone: Removed) -> Finding:
     note = f"; {gone.note}" if gone.note else ""
     if gone.renamed_to is None:
-        message = f"{entry.path} does not exist in {schema.version} (last: {gone.last}){note}"
+        went = f" (it went {gone.until.interval})" if gone.until else ""
+        message = f"{entry.path} does not exist in {schema.version}{went}{note}"
         severity: Severity = "error"
         if entry.value in gone.tolerated:
             message, severity = f"{message}; some releases ignore it with a warning, others refuse it", "warning"
