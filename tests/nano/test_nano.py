@@ -90,6 +90,18 @@ def test_printed_code_is_what_python_prints(capsys: pytest.CaptureFixture[str]) 
         assert capsys.readouterr().out.strip() == task.answer
 
 
+def test_answers_are_judged_by_kind() -> None:
+    from tools.nano.evaluate import Answer, agreement, by_kind
+
+    rows = exercises.prompts(2)
+    right = [Answer(row["reference"], [1, 2], "stop") for row in rows]
+    assert by_kind(rows, right) == {"right": 1.0, "by_kind": {kind: [2, 2] for kind in KINDS}, "faults": {}}
+    wrong = [Answer("so " * 40, [1, 3], "stop"), Answer("so", [1, 3], "length"), *right[2:]]
+    found = by_kind(rows, wrong)
+    assert found["by_kind"]["repeat"] == [0, 2] and found["faults"] == {"loop": 1, "runs on": 1}
+    assert agreement(right, wrong) == {"same_answers": 0.95, "shared_tokens": 0.975}
+
+
 def test_held_out_file_is_a_prompt_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trtspec.bench.datasets import load_dataset
 

@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--no-nvfp4", action="store_true")
     parser.add_argument("-o", "--output", type=Path, help="default: evaluation.json in the target's directory")
     options = parser.parse_args()
-    rows = exercises.heldout(options.each)
+    rows = exercises.prompts(options.each)
     dtype = default_dtype()
     found: dict[str, Any] = {"dtype": dtype_name(dtype), "prompts": len(rows)}
     greedy = answer_all(options.target, rows, dtype)

@@ -1,9 +1,10 @@
 """Exercises with checkable answers, from which kimi-nano learns: `exercise(seed, heldout)` gives one, always the same.
 
-    python -m tools.nano.exercises -o FILE [--each 16]
+    python -m tools.nano.exercises -o FILE [--each 16] [--training]
 
-writes held-out ones as JSON lines, the same number of each kind, for bench, check and the demo. The kind `results` ends
-in the result of a tool and not in a question: evaluate asks it, the file leaves it out.
+writes held-out ones, or with --training others of the training side, as JSON lines: the same number of each kind, for
+bench, check and the demo. The kind `results` ends in the result of a tool and not in a question: evaluate asks it, the
+file leaves it out.
 
 A kind is a function of a `Draw` that returns a `Task`: the question, the answer, and the steps to it, which are written
 before the answer or, where the conversation has a reasoning part, there. Steps name digits one by one, because a small
@@ -16,7 +17,7 @@ import argparse
 import calendar
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class Exercise:
     task: Task
     keys: tuple[str, ...]
     phrases: tuple[str, ...]
-    thinking: bool = field(default=False)
+    thinking: bool
 
     def row(self, name: str) -> dict[str, Any]:
         """As a line of the held-out file."""
@@ -454,13 +455,13 @@ KINDS: dict[str, Callable[[Draw], Task]] = {
 }  # fmt: skip
 
 
-def heldout(each: int, seed: int = 0) -> list[dict[str, Any]]:
-    """`each` exercises of every kind as rows, no question twice."""
+def prompts(each: int, seed: int = 0, heldout: bool = True) -> list[dict[str, Any]]:
+    """`each` exercises of every kind as rows, no question twice (of small talk there are fewer)."""
     rows, asked = [], set()
     for kind in KINDS:
         found = tries = 0
         while found < each and tries < 20 * each:
-            row = exercise(f"heldout:{seed}:{kind}:{tries}", True, kind=kind).row(f"{kind}:{tries}")
+            row = exercise(f"prompts:{seed}:{kind}:{tries}", heldout, kind=kind).row(f"{kind}:{tries}")
             tries += 1
             if (question := json.dumps(row["messages"])) not in asked:
                 asked.add(question)
@@ -473,8 +474,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--each", type=int, default=16, help="exercises of each kind")
+    parser.add_argument("--training", action="store_true", help="of the training side, to train a head on")
     options = parser.parse_args()
-    rows = [row for row in heldout(options.each) if row["category"] != "results"]
+    rows = [row for row in prompts(options.each, heldout=not options.training) if row["category"] != "results"]
     write_atomic(options.output, "".join(json.dumps(row) + "\n" for row in rows))
     print(f"{len(rows)} exercises of {len(KINDS) - 1} kinds")
 

@@ -4,7 +4,7 @@
 
 takes 3 to 4 hours of one core. Run the same command again after an interruption: it continues from DIR/state.pt and
 gives what an uninterrupted run would have given. Run it again with fewer --tokens to end sooner: the learning rate is
-constant until the last fifth (warm-up, stable, decay), so the fifth begins where the run is.
+constant until the last fifth (warm-up, stable, decay), so with 1.25 times the tokens seen the decay begins at once.
 
 The result depends on --tokens, --batch, --lr and --seed, not on the clock. DIR always holds a whole checkpoint, written
 every --minutes: `trtspec serve DIR --backend reference` or `python -m tools.nano.evaluate DIR` at any time.
@@ -214,7 +214,6 @@ def make_optimizers(model: KimiModel, options: Options) -> list[torch.optim.Opti
     hidden = [
         p for name, p in trained if name.startswith("layers.") and p.dim() >= 2 and not name.endswith("gate.weight")
     ]
-    hidden = [] if os.environ.get("NANO_ADAM") else hidden
     chosen = {id(p) for p in hidden}
     rest = [p for _, p in trained if id(p) not in chosen]
     groups = [
@@ -309,7 +308,7 @@ def evaluate_now(output: Path, seen: int) -> None:
     """Right answers by kind on held-out exercises, added to evaluations.jsonl: what the tokens so far have taught."""
     from tools.nano.evaluate import answer_all, by_kind
 
-    rows = exercises.heldout(3, seed=1)
+    rows = exercises.prompts(3, seed=1)
     found = {"tokens": seen, **by_kind(rows, answer_all(output, rows, torch.float32))}
     with (output / "evaluations.jsonl").open("a") as out:
         out.write(json.dumps(found) + "\n")
