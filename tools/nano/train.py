@@ -46,6 +46,10 @@ PROMPT_WEIGHT = 0.1  # of the loss of tokens that are not an answer's: their val
 BALANCE_SPEED = 1e-3  # step of the correction bias (DeepSeek-V3's auxiliary-loss-free balancing)
 
 
+# steps, tokens and seconds done; (loss of answers, their tokens) of each step since the last line of the log
+Done = tuple[int, int, float, list[tuple[float, int]]]
+
+
 @dataclass(frozen=True)
 class Options:
     tokens: float = 12e6
@@ -58,14 +62,14 @@ class Options:
 
 
 def train(output: Path, options: Options, config: dict[str, Any] | None = None) -> KimiModel:
-    """Trains until `options.tokens` are seen, from output/state.pt where that exists. One JSON line per 10 steps."""
+    """Trains until `options.tokens` are seen, from output/state.pt where that exists. A JSON line per 10 steps."""
     torch.manual_seed(options.seed)
     torch.set_num_threads(options.threads)
     tokenizer = prepare(output)
     model = KimiModel(ModelSpec.from_config(config or model_config()))
     initialize(model)
     optimizers, balancer = make_optimizers(model, options), Balancer(model)
-    step, seen, seconds = resume(output, model, optimizers, options)
+    step, seen, seconds, recent = resume(output, model, optimizers, options)
     log = (output / "training.jsonl").open("a")
     saved, first, cpu = time.monotonic(), seen, time.process_time()
     began = saved - seconds
@@ -86,19 +90,21 @@ def train(output: Path, options: Options, config: dict[str, Any] | None = None) 
             optimizer.zero_grad(set_to_none=True)
         balancer.step()
         step, seen = step + 1, seen + int((weights > 0).sum())
+        recent.append((losses.detach()[wanted == 1].sum().item(), int((wanted == 1).sum())))
         if step % 10 == 0:
-            answers = wanted == 1
-            row = {"step": step, "tokens": seen, "loss": round((losses * answers).sum().item() / int(answers.sum()), 4)}
+            total, count = map(sum, zip(*recent, strict=True))
+            row: dict[str, Any] = {"step": step, "tokens": seen, "loss": round(total / count, 4)}
+            recent.clear()
             row["seconds"] = round(time.monotonic() - began, 1)
             row["tokens_per_cpu_second"] = round((seen - first) / (time.process_time() - cpu), 1)
             log.write(json.dumps(row) + "\n")
             log.flush()
             print(row, flush=True)
         if time.monotonic() - saved > 60 * options.minutes:
-            keep(output, model, optimizers, options, (step, seen, time.monotonic() - began))
+            keep(output, model, optimizers, options, (step, seen, time.monotonic() - began, recent))
             evaluate_now(output, seen)
             saved = time.monotonic()
-    keep(output, model, optimizers, options, (step, seen, time.monotonic() - began))
+    keep(output, model, optimizers, options, (step, seen, time.monotonic() - began, recent))
     return model
 
 
@@ -253,14 +259,12 @@ def learning_rate(seen: float, options: Options) -> float:
 # --- files -------------------------------------------------------------------------------------------------------
 
 
-def resume(
-    output: Path, model: KimiModel, optimizers: list[torch.optim.Optimizer], options: Options
-) -> tuple[int, int, float]:
-    """(steps, tokens, seconds) done; 0 without output/state.pt. The log is cut back to there."""
+def resume(output: Path, model: KimiModel, optimizers: list[torch.optim.Optimizer], options: Options) -> Done:
+    """What output/state.pt has done; nothing where there is none. The log is cut back to there."""
     path = output / "state.pt"
     if not path.is_file():
         write_atomic(output / "training.jsonl", "")
-        return 0, 0, 0.0
+        return 0, 0, 0.0, []
     state = torch.load(path, weights_only=True)
     for name in ("batch", "lr", "seed"):
         if state["options"][name] != getattr(options, name):
@@ -272,7 +276,7 @@ def resume(
     write_atomic(
         output / "training.jsonl", "".join(line for line in lines if json.loads(line)["step"] <= state["done"][0])
     )
-    return tuple(state["done"])
+    return state["done"]
 
 
 def keep(
@@ -280,7 +284,7 @@ def keep(
     model: KimiModel,
     optimizers: list[torch.optim.Optimizer],
     options: Options,
-    done: tuple[int, int, float],
+    done: Done,
 ) -> None:
     """Writes the checkpoint, then the state from which training continues."""
     save(model, output, asdict(options) | {"tokens": done[1], "steps": done[0], "seconds": round(done[2])})
