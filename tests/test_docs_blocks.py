@@ -20,6 +20,7 @@ import yaml
 
 from tests.docker.chart import IMAGE, merged, objects
 from tests.test_docs_commands import FENCE, PAGES, ROOT
+from trtspec.engine.engine import Engine
 
 LANGUAGES = {"console", "python", "yaml", "text", "json", ""}
 SHOWN = {"reference-engine.md": "trtspec.engine.engine"}  # pages that show code of the package, and where it is
@@ -116,3 +117,9 @@ def test_workflow_and_compose_files_follow_their_published_schemas(schema: str) 
     files = sorted(ROOT.glob(PUBLISHED[schema]))
     assert files
     subprocess.run([CHECKER, "--builtin-schema", schema, *map(str, files)], check=True)
+
+
+def test_the_page_shows_the_round_as_it_is() -> None:
+    source = textwrap.dedent(inspect.getsource(Engine._round)).rstrip()
+    assert f"```python\n{source}\n```" in (ROOT / "docs" / "reference-engine.md").read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= 40, "one screen"

@@ -18,7 +18,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 import pytest
 
-from tests.browser import Browser
+from tools.browser import Browser
 
 ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = os.environ.get("TRTSPEC_CHROMIUM", "")

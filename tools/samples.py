@@ -84,7 +84,7 @@ def picture_of_lint(directory: Path) -> None:
 
 def picture_of_report(chromium: str) -> None:
     """The top of the report, as on a desktop."""
-    from tests.browser import Browser
+    from tools.browser import Browser
 
     with Browser(chromium) as browser:
         browser.screen(1120, 900)

@@ -10,6 +10,7 @@ from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.prepare import ApiCall, Preparation
 from trtspec.engine.protocol import ApiError, ChatBody, CompletionBody, parse_body
+from trtspec.engine.request import GenerationRequest, RequestRefused, Wishes
 from trtspec.models.kimi import KimiModel
 
 HELLO = {"role": "user", "content": "hello"}
@@ -129,3 +130,30 @@ def test_names_of_special_tokens_are_tokens_where_they_are_allowed(
     assert end not in ids() and ids() == ids(allow_special_tokens=False)
     with pytest.raises(ApiError, match="allow_special_tokens"):
         chat(preparation, allow_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_ids": []}, "prompt"),
+        ({"prompt_ids": [0] * 64}, "prompt"),
+        ({"prompt_ids": [-1]}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_k": 2**63}, "top_k"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": ["x"]}, "stop"),
+        ({"stop_token_ids": (10**6,)}, "stop_token_ids"),
+        ({"wishes": Wishes(repetition_penalty=0.0)}, "repetition_penalty"),
+        ({"wishes": Wishes(min_p=1.5)}, "min_p"),
+        ({"wishes": Wishes(logit_bias={10**6: 1.0})}, "logit_bias"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_field(target: KimiModel, fields: dict[str, Any], param: str) -> None:
+    engine = Engine(target, options=EngineOptions(max_batch_size=1, max_seq_len=64))
+    with pytest.raises(RequestRefused) as caught:
+        engine.submit(GenerationRequest(**{"id": "x", "prompt_ids": [1, 2], "max_tokens": 4, **fields}))
+    assert caught.value.param == param
+    assert not engine.has_work

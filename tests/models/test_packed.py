@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from trtspec.models import precision
 from trtspec.models.layers import Linear, RMSNorm
 from trtspec.models.precision import MIN_ELEMENTS, has_native_bf16, pack
 from trtspec.models.weights import prepare_for_decoding
@@ -98,3 +101,25 @@ def test_a_prepared_linear_and_norm_are_the_same_function() -> None:
             torch.testing.assert_close(model(x), plain, rtol=1e-5, atol=1e-5)
             tiny = torch.full((1, IN), 1e-6)  # where epsilon decides
             torch.testing.assert_close(norm(tiny), F.rms_norm(tiny, (IN,), norm.weight, 1e-5))
+
+
+CPUINFO = Path("/proc/cpuinfo")
+FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
+
+
+@pytest.mark.skipif(not CPUINFO.is_file(), reason="needs /proc/cpuinfo")
+def test_the_kernel_names_the_same_capability() -> None:
+    lines = CPUINFO.read_text().splitlines()
+    flags = {word for line in lines if line.lower().startswith(("flags", "features")) for word in line.split()}
+    assert precision.has_native_bf16("cpu") == bool(flags & FLAGS)
+
+
+def test_default_follows_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flag, expected in (("avx512_bf16", torch.bfloat16), ("avx2", torch.float32)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda flag=flag: {flag: True}, raising=False)
+        assert precision.default_dtype("cpu") == expected
+
+
+def test_no_gpu_no_claim() -> None:
+    assert precision.has_native_bf16("cuda") == (torch.cuda.is_available() and torch.cuda.is_bf16_supported(False))
+    assert precision.default_dtype("meta") == torch.float32

@@ -1,8 +1,13 @@
-"""Trains kimi-nano, the small Kimi-shaped target that ships with trtspec: `python -m tools.nano.train -o DIR`.
+"""Trains kimi-nano, the small Kimi-shaped target that ships with trtspec, on the exercises of exercises.py.
 
-Everything is as in Kimi-K2.5 except the sizes; the corpus is the standard library of the running Python (3.11 for
-the shipped file). The result depends on the number of steps, not on the clock: --tokens says how much is seen.
-The shipped file was made in two runs, the second with --init on conversations alone; provenance.json has the options.
+    nice -n 5 python -m tools.nano.train -o DIR --tokens 12e6 --threads 1
+
+takes 3 to 4 hours of one core. Run the same command again after an interruption: it continues from DIR/state.pt and
+gives what an uninterrupted run would have given. Run it again with fewer --tokens to end sooner: the learning rate is
+constant until the last fifth (warm-up, stable, decay), so with 1.25 times the tokens seen the decay begins at once.
+
+The result depends on --tokens, --batch, --lr and --seed, not on the clock. DIR always holds a whole checkpoint, written
+every --minutes: `trtspec serve DIR --backend reference` or `python -m tools.nano.evaluate DIR` at any time.
 """
 
 from __future__ import annotations
@@ -10,8 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +27,85 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tools.nano import corpus
+from tools.nano import exercises, vocabulary
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.checkpoint.writer import write_shard
 from trtspec.models.kimi import KimiModel
 from trtspec.models.moe import MoE, Router
-from trtspec.models.weights import checkpoint_tensors, load_target
+from trtspec.models.precision import default_dtype
+from trtspec.models.weights import checkpoint_tensors
 from trtspec.report import provenance, write_atomic, write_json
 from trtspec.specs import ModelSpec
 
 BASE_VOCABULARY = 1792
-PROMPT_FILES = ("prompts_train.jsonl", "prompts_heldout.jsonl")
-SEQUENCE = 384
-DECAY_SHARE = 0.2
+LONGEST = 1664  # tokens; a longer exercise is left out
+POOL = 256  # exercises that are sorted by length before batches are cut
+COPYING_TOKENS = 2e6  # at first only copying is taught; other kinds come in until here
+WARM_UP = 100_000  # tokens
+PROMPT_WEIGHT = 0.1  # of the loss of tokens that are not an answer's: their values are random
 BALANCE_SPEED = 1e-3  # step of the correction bias (DeepSeek-V3's auxiliary-loss-free balancing)
+
+
+# steps, tokens and seconds done; (loss of answers, their tokens) of each step since the last line of the log
+Done = tuple[int, int, float, list[tuple[float, int]]]
+
+
+@dataclass(frozen=True)
+class Options:
+    tokens: float = 12e6
+    batch: int = 2048  # tokens of a step, at most
+    lr: float = 2e-3
+    seed: int = 0
+    threads: int = 1
+    minutes: float = 20.0  # between checkpoints
+    decay_share: float = 0.2  # of the tokens
+
+
+def train(output: Path, options: Options, config: dict[str, Any] | None = None) -> KimiModel:
+    """Trains until `options.tokens` are seen, from output/state.pt where that exists. A JSON line per 10 steps."""
+    torch.manual_seed(options.seed)
+    torch.set_num_threads(options.threads)
+    tokenizer = prepare(output)
+    model = KimiModel(ModelSpec.from_config(config or model_config()))
+    initialize(model)
+    optimizers, balancer = make_optimizers(model, options), Balancer(model)
+    step, seen, seconds, recent = resume(output, model, optimizers, options)
+    log = (output / "training.jsonl").open("a")
+    saved, first, cpu = time.monotonic(), seen, time.process_time()
+    began = saved - seconds
+    for ids, weights in batches(tokenizer, options, after=step):
+        if seen >= options.tokens:
+            break
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(seen, options)
+        logits = model(ids[:, :-1]).logits
+        losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        wanted = weights[:, 1:].flatten()
+        loss = (losses * wanted).sum() / wanted.sum()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        balancer.step()
+        step, seen = step + 1, seen + int((weights > 0).sum())
+        recent.append((losses.detach()[wanted == 1].sum().item(), int((wanted == 1).sum())))
+        if step % 10 == 0:
+            total, count = map(sum, zip(*recent, strict=True))
+            row: dict[str, Any] = {"step": step, "tokens": seen, "loss": round(total / count, 4)}
+            recent.clear()
+            row["seconds"] = round(time.monotonic() - began, 1)
+            row["tokens_per_cpu_second"] = round((seen - first) / (time.process_time() - cpu), 1)
+            log.write(json.dumps(row) + "\n")
+            log.flush()
+            print(row, flush=True)
+        if time.monotonic() - saved > 60 * options.minutes:
+            keep(output, model, optimizers, options, (step, seen, time.monotonic() - began, recent))
+            evaluate_now(output, seen)
+            saved = time.monotonic()
+    keep(output, model, optimizers, options, (step, seen, time.monotonic() - began, recent))
+    return model
 
 
 def model_config() -> dict[str, Any]:
@@ -50,20 +123,111 @@ def initialize(model: KimiModel) -> None:
         nn.init.normal_(parameter, std=0.02 / depth if final else 0.02)
 
 
-def documents(tokenizer: KimiTokenizer, modules: list[corpus.Module], seed: int, files: bool) -> list[list[int]]:
-    """Token ids of conversations (tool calls among them) and, if asked, of source files, shuffled."""
-    chats = [chat for module in modules for chat in corpus.conversations(module)]
-    tools = [chat for module in modules for chat in corpus.tool_conversations(module)]
-    rng = random.Random(seed)
-    chats += rng.sample(tools, min(len(tools), len(chats) // 6))
-    encoded = [
-        tokenizer.apply_chat_template(corpus.messages(chat), list(chat.tools) or None, add_generation_prompt=False)
-        for chat in chats
+# --- text --------------------------------------------------------------------------------------------------------
+
+
+def prepare(output: Path) -> KimiTokenizer:
+    """The tokenizer in `output`, learned on the first exercises where there is none yet."""
+    if not (output / "tiktoken.model").is_file():
+        output.mkdir(parents=True, exist_ok=True)
+        chats = (exercises.exercise(f"vocabulary:{index}", heldout=False) for index in range(8000))
+        texts = (
+            json.dumps(m.get("tool_calls")) if m.get("tool_calls") else m["content"] for c in chats for m in c.messages
+        )
+        vocabulary.write_tokenizer(output, vocabulary.learn_ranks(texts, BASE_VOCABULARY))
+    return KimiTokenizer(output)
+
+
+def encode(tokenizer: KimiTokenizer, chat: exercises.Exercise) -> tuple[list[int], list[float]]:
+    """Token ids of a conversation, and the weight of each in the loss: 1 in answers and for the mark that ends them."""
+    ids = tokenizer.apply_chat_template(chat.messages, list(chat.task.tools) or None, add_generation_prompt=False)
+    speaks, ends = tokenizer.special_id("<|im_assistant|>"), tokenizer.special_id("<|im_end|>")
+    weights, answer = [], False
+    for token in ids:
+        weights.append(1.0 if answer else PROMPT_WEIGHT)
+        answer = (answer or token == speaks) and token != ends
+    return ids, weights
+
+
+def batches(tokenizer: KimiTokenizer, options: Options, after: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches [rows, longest] of ids and weights, behind the first `after`: whole conversations of about equal length,
+    each from position 0 and seeing itself only; padding has weight 0. No exercise comes twice."""
+    pool, seen, number = 0, 0, 0
+    pad = tokenizer.special_id("[PAD]")
+    while True:
+        chats = []
+        copying = max(0.0, 1 - seen / COPYING_TOKENS)
+        for index in range(POOL):
+            chat = exercises.exercise(f"{options.seed}:{pool}:{index}", heldout=False, copying=copying)
+            chats.append(encode(tokenizer, chat))
+        chats = sorted((chat for chat in chats if len(chat[0]) <= LONGEST), key=lambda chat: len(chat[0]))
+        seen += sum(len(ids) for ids, _ in chats)
+        groups: list[list[tuple[list[int], list[float]]]] = [[]]
+        for chat in chats:
+            if groups[-1] and (len(groups[-1]) + 1) * len(chat[0]) > options.batch:
+                groups.append([])
+            groups[-1].append(chat)
+        random.Random(f"{options.seed}:{pool}").shuffle(groups)
+        for group in groups:
+            number += 1
+            if number > after:
+                size = max(len(ids) for ids, _ in group)
+                yield (
+                    torch.tensor([ids + [pad] * (size - len(ids)) for ids, _ in group]),
+                    torch.tensor([weights + [0.0] * (size - len(weights)) for _, weights in group]),
+                )
+        pool += 1
+
+
+# --- optimization ------------------------------------------------------------------------------------------------
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalized by Newton-Schulz steps and scaled to the size of AdamW's steps (arXiv 2502.16982), for
+    matrices [out, in] and stacks of them. Kimi K2 was trained so."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": 0.95, "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                kept = state.setdefault("momentum", torch.zeros_like(parameter))
+                kept.lerp_(parameter.grad, 1 - group["momentum"])
+                update = orthogonal(parameter.grad.lerp(kept, group["momentum"]))
+                scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
+
+
+def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
+    """A matrix with the same singular vectors and values of about 1, by a quintic iteration; in bfloat16 if native."""
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = (matrix.mT if tall else matrix).to(default_dtype())
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return (x.mT if tall else x).to(matrix.dtype)
+
+
+def make_optimizers(model: KimiModel, options: Options) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for embeddings, head, routers and norms."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    hidden = [
+        p for name, p in trained if name.startswith("layers.") and p.dim() >= 2 and not name.endswith("gate.weight")
     ]
-    if files:
-        encoded += [tokenizer.encode(module.text) + [tokenizer.special_id("[EOS]")] for module in modules]
-    rng.shuffle(encoded)
-    return encoded
+    chosen = {id(p) for p in hidden}
+    rest = [p for _, p in trained if id(p) not in chosen]
+    groups = [
+        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
+    return [adam, Muon(hidden, options.lr)] if hidden else [adam]
 
 
 class Balancer:
@@ -85,74 +249,48 @@ class Balancer:
         self.counts.clear()
 
 
-def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over 100 steps, constant, then linear down to 2 % of the peak over the last fifth."""
-    warm = min(1.0, (step + 1) / 100)
-    cool = min(1.0, (steps - step) / (DECAY_SHARE * steps))
-    return peak * warm * max(0.02, cool)
+def learning_rate(seen: float, options: Options) -> float:
+    """Linear warm-up, constant, then linear down to 2 % of the peak over the last fifth of the tokens."""
+    warm = min(1.0, (seen + options.batch) / WARM_UP)
+    cool = min(1.0, (options.tokens - seen) / (options.decay_share * options.tokens))
+    return options.lr * warm * max(0.02, cool)
 
 
-def train(
-    model: KimiModel, stream: Tensor, steps: int, batch: int, peak: float, seed: int, output: Path, dtype: str
-) -> int:
-    """AdamW on random windows of the token stream, products in `dtype`, float32 weights; one JSON line per 20 steps.
-
-    Returns the number of steps done. A file `finish` in `output` makes the run end early by starting the decay at once,
-    which gives what a run of that many steps from the start would have given.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    decayed = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
-    plain = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
-    balancer = Balancer(model)
-    began = time.monotonic()
-    step = 0
-    with (output / "training.jsonl").open("w") as out:
-        while step < steps:
-            if (output / "finish").exists() and step < (1 - DECAY_SHARE) * steps:
-                steps = int(step / (1 - DECAY_SHARE))
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, steps, peak)
-            begin = torch.randint(0, len(stream) - SEQUENCE - 1, (batch,), generator=generator)
-            window = torch.stack([stream[i : i + SEQUENCE + 1] for i in begin.tolist()])
-            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-                logits = model(window[:, :-1]).logits
-            loss = F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            balancer.step()
-            if step % 20 == 0 or step == steps - 1:
-                seen = (step + 1) * batch * SEQUENCE
-                row = {
-                    "step": step,
-                    "loss": round(loss.item(), 4),
-                    "tokens": seen,
-                    "seconds": round(time.monotonic() - began, 1),
-                }
-                out.write(json.dumps(row) + "\n")
-                out.flush()
-                print(row, flush=True)
-            step += 1
-    return steps
+# --- files -------------------------------------------------------------------------------------------------------
 
 
-def write_prompts(path: Path, chats: list[corpus.Exchange], answers: bool) -> None:
-    """One JSON object a line: id, category, messages; `reference` is the corpus's answer (held-out prompts)."""
-    rows = []
-    for chat in chats:
-        row: dict[str, Any] = {"id": chat.id, "category": chat.category}
-        row["messages"] = [{"role": "user", "content": chat.question}]
-        if answers:
-            row["reference"] = chat.answer
-        rows.append(json.dumps(row, ensure_ascii=False) + "\n")
-    write_atomic(path, "".join(rows))
+def resume(output: Path, model: KimiModel, optimizers: list[torch.optim.Optimizer], options: Options) -> Done:
+    """What output/state.pt has done; nothing where there is none. The log is cut back to there."""
+    path = output / "state.pt"
+    if not path.is_file():
+        write_atomic(output / "training.jsonl", "")
+        return 0, 0, 0.0, []
+    state = torch.load(path, weights_only=True)
+    for name in ("batch", "lr", "seed"):
+        if state["options"][name] != getattr(options, name):
+            raise SystemExit(f"{path} was trained with {name} {state['options'][name]}: give it, or another -o")
+    model.load_state_dict(state["model"])
+    for optimizer, kept in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(kept)
+    lines = (output / "training.jsonl").read_text().splitlines(keepends=True)
+    write_atomic(
+        output / "training.jsonl", "".join(line for line in lines if json.loads(line)["step"] <= state["done"][0])
+    )
+    return state["done"]
 
 
-def sampled(modules: list[corpus.Module], count: int, seed: int) -> list[corpus.Exchange]:
-    return corpus.sample([chat for module in modules for chat in corpus.conversations(module)], count, seed)
+def keep(
+    output: Path,
+    model: KimiModel,
+    optimizers: list[torch.optim.Optimizer],
+    options: Options,
+    done: Done,
+) -> None:
+    """Writes the checkpoint, then the state from which training continues."""
+    save(model, output, asdict(options) | {"tokens": done[1], "steps": done[0], "seconds": round(done[2])})
+    state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
+    torch.save(state | {"options": asdict(options), "done": done}, output / "state.pt.new")
+    os.replace(output / "state.pt.new", output / "state.pt")
 
 
 def save(model: KimiModel, directory: Path, options: dict[str, Any]) -> None:
@@ -164,77 +302,30 @@ def save(model: KimiModel, directory: Path, options: dict[str, Any]) -> None:
     write_shard(directory / "model.safetensors", tensors, {"format": "pt"})
     config = model_config()
     write_json(directory / "config.json", config)
-    write_json(
-        directory / "generation_config.json",
-        {"bos_token_id": config["bos_token_id"], "eos_token_id": [config["eos_token_id"], BASE_VOCABULARY + 1]},
-    )
-    write_json(
-        directory / "provenance.json",
-        provenance("python -m tools.nano.train", {"text": "Python standard library"}, options),
-    )
+    eos = [config["eos_token_id"], BASE_VOCABULARY + 1]
+    write_json(directory / "generation_config.json", {"bos_token_id": config["bos_token_id"], "eos_token_id": eos})
+    stamp = provenance("python -m tools.nano.train", {"text": "exercises of tools/nano/exercises.py"}, options)
+    write_json(directory / "provenance.json", stamp)
 
 
-def start_model(init: Path | None) -> KimiModel:
-    """A fresh model, or the weights of an earlier run in float32."""
-    if init is None:
-        model = KimiModel(ModelSpec.from_config(model_config()))
-        initialize(model)
-        return model
-    model = load_target(init, dtype=torch.float32).train()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.endswith("e_score_correction_bias"))
-    return model
+def evaluate_now(output: Path, seen: int) -> None:
+    """Right answers by kind on held-out exercises, added to evaluations.jsonl: what the tokens so far have taught."""
+    from tools.nano.evaluate import answer_all, by_kind
 
-
-def prepare(output: Path, init: Path | None, training: list[corpus.Module], heldout: list[corpus.Module]) -> None:
-    """Tokenizer and prompt files: learned and drawn, or those of the earlier run."""
-    output.mkdir(parents=True, exist_ok=True)
-    if init is not None:
-        kept = ("tiktoken.model", "tokenizer_config.json", "preprocessor_config.json", "chat_template.jinja")
-        for name in (*kept, *PROMPT_FILES):
-            write_atomic(output / name, (init / name).read_bytes())
-        return
-    ranks = corpus.learn_ranks((module.text for module in training[::2]), BASE_VOCABULARY)
-    corpus.write_tokenizer(output, ranks)
-    write_prompts(output / PROMPT_FILES[0], sampled(training, 2000, seed=1), answers=False)
-    write_prompts(output / PROMPT_FILES[1], sampled(heldout, 250, seed=2), answers=True)
+    rows = exercises.prompts(3, seed=1)
+    found = {"tokens": seen, **by_kind(rows, answer_all(output, rows, torch.float32))}
+    with (output / "evaluations.jsonl").open("a") as out:
+        out.write(json.dumps(found) + "\n")
+    print(found, flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument(
-        "--init", type=Path, help="an earlier run's directory: continue from it, on conversations alone"
-    )
-    parser.add_argument("--tokens", type=float, default=6e6, help="tokens to see")
-    parser.add_argument("--batch", type=int, default=8, help="sequences of 384 tokens a step")
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="of matrix products; bfloat16 is twice as fast where the CPU has it and many times slower where not",
-    )
-    options = parser.parse_args()
-    torch.manual_seed(options.seed)
-    torch.set_num_threads(options.threads)
-
-    modules = corpus.modules()
-    training = [module for module in modules if not module.heldout]
-    prepare(options.output, options.init, training, [module for module in modules if module.heldout])
-    tokenizer = KimiTokenizer(options.output)
-    chosen = documents(tokenizer, training, options.seed, files=options.init is None)
-    stream = torch.tensor([token for document in chosen for token in document])
-    model = start_model(options.init)
-    parameters = sum(p.numel() for p in model.parameters())
-    print(f"{parameters / 1e6:.2f}M parameters, {len(stream) / 1e6:.2f}M tokens of text", flush=True)
-    steps = int(options.tokens / (options.batch * SEQUENCE))
-    done = train(model, stream, steps, options.batch, options.lr, options.seed, options.output, options.dtype)
-    used = vars(options) | {"tokens": done * options.batch * SEQUENCE}
-    earlier = json.loads((options.init / "provenance.json").read_text())["options"] if options.init else None
-    save(model, options.output, {k: v for k, v in used.items() if k not in ("output", "init")} | {"init": earlier})
+    for name, value in asdict(Options()).items():
+        parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default {value}")
+    given = vars(parser.parse_args())
+    train(given.pop("output"), Options(**given))
 
 
 if __name__ == "__main__":
