@@ -58,7 +58,7 @@ RUNS = effects(
 )
 STREAM = BYTES | RUNS | effects(
     weight_scales="--weight-scales mse",
-    workers=Effect(line("--workers 2"), base=(*QUANTIZE, *DRY)),
+    workers=Effect(line("--workers 7"), base=(*QUANTIZE, *DRY)),
     device="--device cuda:7",
     dry_run="--dry-run",
 )  # fmt: skip

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from trtspec.bench.text_quality import degeneration, mean_distinct_ratio
 
 import trtspec
 from tools.nano import exercises
 from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.client.text_quality import degeneration, mean_distinct_ratio
 from trtspec.data_files import kimi_nano_head_dir
 from trtspec.engine.answers import parse_reply
 from trtspec.engine.engine import Engine, EngineOptions
