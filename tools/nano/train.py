@@ -40,7 +40,7 @@ from trtspec.specs import ModelSpec
 BASE_VOCABULARY = 1792
 LONGEST = 1664  # tokens; a longer exercise is left out
 POOL = 256  # exercises that are sorted by length before batches are cut
-COPYING_TOKENS = 2e6  # at first only copying is taught; other kinds come in until here
+COPYING_TOKENS = 1.3e6  # at first only copying is taught; other kinds come in until here
 WARM_UP = 100_000  # tokens
 PROMPT_WEIGHT = 0.1  # of the loss of tokens that are not an answer's: their values are random
 BALANCE_SPEED = 1e-3  # step of the correction bias (DeepSeek-V3's auxiliary-loss-free balancing)
