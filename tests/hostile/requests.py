@@ -44,14 +44,19 @@ FIELDS = (
     *("model", "stream", "stream_options", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "n"),
     *("ignore_eos", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "min_tokens", "logit_bias"),
     *(
-        "bad",
-        "bad_words",
-        "truncate_prompt_tokens",
-        "include_stop_str_in_output",
-        "skip_special_tokens",
         "response_format",
+        "return_token_ids",
+        "reasoning_effort",
+        "modalities",
+        "verbosity",
+        "best_of",
+        "suffix",
+        "max_tokens",
+        "logprobs",
+        "echo",
+        "prompt",
+        "messages",
     ),
-    *("guided_json", "guided_regex", "best_of", "suffix", "max_tokens", "logprobs", "echo", "prompt", "messages"),
     *("top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "max_completion_tokens"),
 )
 PATHS = (COMPLETIONS, CHAT, "/health", "/v1/models", "/metrics", "/openapi.json", "/", "/../etc/passwd", "/%00", "/v1")
@@ -138,9 +143,7 @@ class Attacks:
     def _grammar(self) -> Attack:
         path, body = self._body()
         if self.random.random() < 0.5:
-            body["guided_regex"] = self.random.choice(GRAMMARS)
-        elif self.random.random() < 0.5:
-            body["guided_json"] = self.random.choice(SCHEMAS)
+            body["response_format"] = {"type": "regex", "regex": self.random.choice(GRAMMARS)}
         else:
             schema = {"name": "x", "schema": self.random.choice(SCHEMAS)}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
