@@ -2,8 +2,8 @@
 waiting until a server is ready.
 
 A streamed request starts when its first byte is sent over an open connection: name lookup, connecting, TLS and waiting
-for a free connection do not count. The time of a chunk is that of the network read of its last byte: chunks that a proxy
-sends at once have one time, and parsing takes none.
+for a free connection do not count. The time of a chunk is that of the network read of its last byte, without parsing:
+chunks that a proxy sends at once have the same time.
 """
 
 from __future__ import annotations

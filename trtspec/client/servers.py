@@ -91,8 +91,7 @@ UNKNOWN = Adapter(name="unknown", owner="")
 
 @dataclass(frozen=True)
 class DetectedServer:
-    """The server at a URL. `kind` is one of ADAPTERS, or unknown. `draft_sampling`: how it chooses the drafts of sampled
-    requests; None if it does not report that."""
+    """The server at a URL. `kind` is one of ADAPTERS, or unknown. `draft_sampling`: how it draws drafts, if reported."""
 
     kind: str
     model: str
@@ -315,8 +314,8 @@ def _note(faults: list[str] | None, fault: str) -> None:
 def counts_of(
     question: str, category: str, tokens: int, spec: dict[str, Any] | None, average: float | None
 ) -> TurnCounts | None:
-    """Speculation as one answer reports it; None if it reports nothing. `spec`: its `spec_decode`; `average`: its tokens
-    per iteration."""
+    """Speculation as one answer reports it; None if it reports nothing. `spec`: its `spec_decode`; `average`: its
+    tokens per iteration."""
     if spec is not None and all(is_count(spec.get(key)) for key in ("steps", "accepted", "drafted")):
         counts = spec["steps"], spec["accepted"], spec["drafted"], choice_histogram(spec)
         return TurnCounts(question, category, tokens, *counts, FROM_CHOICE)
