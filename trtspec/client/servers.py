@@ -91,7 +91,7 @@ UNKNOWN = Adapter(name="unknown", owner="")
 
 @dataclass(frozen=True)
 class DetectedServer:
-    """The server at a URL. `kind` is one of ADAPTERS, or unknown. `draft_sampling`: how it draws drafts, if reported."""
+    """The server at a URL. `kind` is one of ADAPTERS, or unknown. `draft_sampling`: how it draws drafts, if known."""
 
     kind: str
     model: str
