@@ -192,6 +192,24 @@ def test_a_demanded_tool_is_called(
         assert set(json.loads(calls[0].function.arguments)) == {"name", "n"}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_demanded_call_that_is_cut_off_is_a_partial_call(client: openai.OpenAI, stream: bool) -> None:
+    asked: dict[str, Any] = {"model": "tiny-kimi", "messages": ASK, "tools": TOOLS[:1], "tool_choice": "required"}
+    answer = client.chat.completions.create(**asked, max_tokens=36, temperature=0, stream=stream)
+    if stream:
+        parts = list(answer)
+        (call,) = [call for part in parts for call in part.choices[0].delta.tool_calls or []]
+        content, reason = (
+            "".join(part.choices[0].delta.content or "" for part in parts),
+            parts[-1].choices[0].finish_reason,
+        )
+    else:
+        (call,) = answer.choices[0].message.tool_calls or []
+        content, reason = answer.choices[0].message.content or "", answer.choices[0].finish_reason
+    assert call.function.name == "get_weather" and not content and reason == "length"
+    assert '{"name":"ab","n":99}'.startswith(call.function.arguments[:2])
+
+
 class Lookup(BaseModel):
     city: Literal["Oslo", "Rome"]
 

@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Manner = Literal["plain", "slow", "half-closed", "leaves", "large"]
+Manner = Literal["plain", "half-closed", "leaves", "large"]
 LARGE = 50_000_000
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GRAMMARS = (
@@ -74,7 +74,7 @@ CHUNKS = (b"zz\r\n", b"-1\r\n", b"5\r\nabc", b"FFFFFFFFFFFFFFFFF\r\n")
 
 @dataclass(frozen=True)
 class Attack:
-    """What to send, and how: at once, in pieces, closing the sending side, leaving before the answer, or with
+    """What to send, and how: at once, closing the sending side, leaving before the answer, or with
     `LARGE` bytes of body to follow."""
 
     name: str
@@ -227,7 +227,7 @@ class Attacks:
 
     def _manners(self) -> Attack:
         path, body = self._body()
-        manner: Manner = self.random.choice(("slow", "half-closed", "leaves", "leaves"))
+        manner: Manner = self.random.choice(("half-closed", "leaves", "leaves"))
         if manner == "leaves":
             body["max_tokens"] = 200
         data = post(path, json.dumps(body).encode())

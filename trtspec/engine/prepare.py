@@ -7,8 +7,9 @@ import json
 import uuid
 from dataclasses import dataclass, replace
 
+from trtspec.checkpoint.chat_parser import SECTION
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.answers import SECTION, CompletionAnswer
+from trtspec.engine.answers import CompletionAnswer
 from trtspec.engine.bodies import MESSAGE_FIELDS, ApiError, ChatBody, CompletionBody, GenerationBody
 from trtspec.engine.engine import Engine
 from trtspec.engine.grammars import Grammar, tool_call_grammar
