@@ -14,8 +14,9 @@ the loop around it is shared. Accepted in the reference engine, which computes w
 
 Trained LN(LN(x; g1); g2) against served LN(x; g2): the second normalisation undoes the scale of the first, so that the
 two differ by the gains g1 alone, channel by channel. g1 belongs to the embedding's norm and starts at one: the damage
-is zero at first and grows with the spread of g1. Printed for each number of steps in `--at`: that spread; how far
-a draft logit of the training module is from the engine's for the same weights, and how often their best tokens differ (on answers, no sampling noise); acceptance with 95 % intervals over prompts.
+is zero at first and grows with the spread of g1. Printed for each number of steps in `--at`: that spread; how far a
+draft logit of the training module is from the engine's for the same weights, and how often their best tokens differ (on
+answers, no sampling noise); acceptance with 95 % intervals over prompts.
 
 Trainings (resumable), heads and measurements are kept in DIR and not made again.
 """
