@@ -11,7 +11,7 @@ import typer
 
 from trtspec.cli.options import JsonObject
 from trtspec.errors import TrtspecError
-from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, RestartOption, checked, refuse_empty
+from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, RestartOption
 from trtspec.report import file_sha256, print_json, progress_bar, provenance, refuse_overwrite, say, write_json
 
 if TYPE_CHECKING:
@@ -81,8 +81,6 @@ def synthesize(options: SynthesizeOptions) -> None:
     """
     from trtspec.heads.synthesis import AnswerSampling, TargetEndpoint, read_prompts, shard
 
-    refuse_empty(options)
-    options = checked(options)
     endpoint = TargetEndpoint(options.base_url, options.api_key, options.concurrency, options.timeout)
     sampling = AnswerSampling(
         options.model,

@@ -15,7 +15,7 @@ import typer
 
 from trtspec import report
 from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError
-from trtspec.records import Excludes, JsonOption, Needs, checked, refuse_empty
+from trtspec.records import Excludes, JsonOption, Needs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,6 @@ def watch(options: WatchOptions) -> None:
     """
     from trtspec.client.addresses import server_url
 
-    refuse_empty(options)
-    options = checked(options)
     url = server_url(options.url)
     asyncio.run(_judge_once(url, options) if options.once else _watch_on(url, options))
 

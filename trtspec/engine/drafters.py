@@ -200,5 +200,5 @@ def make_drafter(
     if name != "eagle3":
         raise UsageError(f"drafter {name!r} does not exist", "use eagle3 or prompt-lookup")
     if head is None:
-        raise UsageError("drafter eagle3 needs a head", "pass --head, or use the drafter prompt-lookup")
+        raise UsageError("drafter eagle3 needs a head", "pass `head`, or use the drafter prompt-lookup")
     return Eagle3Drafter(head, target, rows, max_len, draft_sampling)

@@ -125,7 +125,7 @@ def check_request(request: GenerationRequest, limits: EngineLimits) -> None:
     if length >= limits.max_seq_len:
         raise PromptTooLong(
             f"{length} prompt tokens leave no room in a context of {limits.max_seq_len} tokens",
-            "shorten the prompt or raise --max-seq-len",
+            "shorten the prompt or raise `max_seq_len`",
             "prompt",
         )
     if request.max_tokens < 1:
