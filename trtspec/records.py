@@ -325,11 +325,10 @@ def verb(function: Callable[[Any], Any]) -> Callable[..., Any]:
         return function(made(record, arguments, options))
 
     parameters = []
-    for field in fields_of(record).values():
-        kind = (
-            inspect.Parameter.POSITIONAL_OR_KEYWORD if field.default is field.empty else inspect.Parameter.KEYWORD_ONLY
-        )
-        parameters.append(inspect.Parameter(field.name, kind, default=field.default, annotation=field.type))
+    for field in (field for name, field in fields_of(record).items() if name != "json_"):
+        kind = "POSITIONAL_OR_KEYWORD" if field.default is field.empty else "KEYWORD_ONLY"
+        place = getattr(inspect.Parameter, kind)
+        parameters.append(inspect.Parameter(field.name, place, default=field.default, annotation=field.type))
     call.__signature__ = inspect.Signature(sorted(parameters, key=lambda p: p.kind))  # type: ignore[attr-defined]
     call.__name__, call.__doc__ = function.__name__, function.__doc__
     return call

@@ -20,9 +20,9 @@ from tests.cli.matrix_making import MAKING
 from tests.cli.matrix_serving import SERVING, an_engine_file
 from tests.command_line import trtspec
 from tests.tiny import make_head, make_target
+from trtspec import records
 from trtspec.bench.prove import ProveLine
 from trtspec.cli.app import COMMANDS
-from trtspec import records
 from trtspec.records import Modes, click_command, flag_of, variable
 
 NAMES = [name for names in COMMANDS.values() for name in names]
@@ -317,8 +317,8 @@ def required(command: str, stage: Stage, besides: str) -> list[str]:
     """The words that every line of the command needs."""
     words = {"quantize": "{target} -o x", "calibrate": "{target} {data} -o x", "synthesize": "{prompts} -o x",
              "train": "{target} {data} -o x", "convert": "{head} -o x --to vllm", "bench": "{url}", "check": "{url}",
-             "inspect": "{target}", "explain": "TS-PAIR-WIDTH", "plan": "{target}", "build-config": "{target}", "lint": "{engine}",
-             "serve": "{target}", "prove": "{target}", "watch": "{url}"}  # fmt: skip
+             "explain": "TS-PAIR-WIDTH", "inspect": "{target}", "plan": "{target}", "build-config": "{target}",
+             "lint": "{engine}", "serve": "{target}", "prove": "{target}", "watch": "{url}"}  # fmt: skip
     found = stage.words(tuple(words.get(command, "").split()))
     if besides in found:
         del found[found.index(besides) : found.index(besides) + 2]

@@ -76,7 +76,7 @@ def layout_of(model: ModelSpec, gpus: int, tp: int | None, ep: int | None, atten
         raise UsageError(message, "use a power of two, or `attention_dp`")
     if ep not in (None, 1, tp):
         raise UsageError(
-            f"experts over {ep} of {tp} ranks: only whole experts (`ep_size` {tp}) and split ones (`ep_size` 1) were measured",
+            f"experts over {ep} of {tp} ranks: only `ep_size` {tp} (whole experts) and 1 (split ones) were measured",
             f"use `ep_size` {tp} or `ep_size` 1",
         )
     return Layout(tp, ep == tp and tp > 1, attention_dp)
