@@ -154,22 +154,20 @@ def default_text(value: Any) -> str:
 
 
 def problems() -> str:
-    """A table of codes for each area."""
+    """The codes of each area as a list, each with an anchor: problems.md#ts-pair-width."""
     from trtspec.data_files import problem_codes
 
     codes = problem_codes()
     lines = ["# Problem codes\n"]
     lines.append(
-        "A problem, wherever it is reported, has a `code`, a `severity` (error, warning, info), a place, a message and "
-        "a remedy. Codes are stable: scripts may test for them.\n"
+        "A problem has a `code`, a `severity` (error, warning, info), a place, a message and a remedy. Codes are "
+        "stable: scripts may test for them. `trtspec explain CODE` prints the same in a terminal.\n"
     )
     for area in dict.fromkeys(entry["area"] for entry in codes.values()):
-        lines.append(f"## {AREAS.get(area, area)}\n\n| code | what | remedy |\n|---|---|---|")
+        lines.append(f"## {AREAS.get(area, area)}\n")
         for code, entry in codes.items():
             if entry["area"] == area:
-                summary, remedy = (str(entry.get(key, "")).replace("|", "\\|") for key in ("summary", "remedy"))
-                lines.append(f"| `{code}` | {summary} | {remedy} |")
-        lines.append("")
+                lines.append(f'<a id="{code.lower()}"></a>**`{code}`**<br>{entry["summary"]}<br>→ {entry["remedy"]}\n')
     return "\n".join(lines)
 
 
