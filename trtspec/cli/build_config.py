@@ -38,7 +38,7 @@ def build_config(options: BuildConfigOptions) -> Result:
     _refuse_absent(options)
     target = load_target(options.target, options.like).spec
     head = load_head(options.head).spec if options.head else None
-    version, reason = choose_version(options.version or None, target, head)
+    version, reason = choose_version(options.version or None)
     intent = Intent(**{item.name: getattr(options, item.name) for item in fields(Intent)})
     intent = replace(intent, version=version, format="yaml", image=None, quantize_from=None).fitted(
         target.max_position_embeddings

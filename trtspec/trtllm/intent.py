@@ -57,7 +57,7 @@ class Intent:
         option(
             "Exact TensorRT-LLM version, such as 1.3.0rc20.",
             "--trtllm-version",
-            default="the installed one, else the newest known to run the model",
+            default="the installed one, else the newest one known",
         ),
     ] = ""
     goal: Annotated[Goal, option("What the default sizes are chosen for."), NOT_FRONT] = "latency"
