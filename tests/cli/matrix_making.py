@@ -157,6 +157,9 @@ PROMPTS = effects(
 )
 
 MAKING: dict[str, dict[str, Situation]] = {
+    "explain": {"": Situation(("explain", "TS-PAIR-WIDTH"), effects(
+        code=Effect(instead=("explain", "TS-PAIR-VOCAB")), json_="--json",
+    ))},
     "doctor": {"": Situation(("doctor",), effects(json_="--json"))},
     "demo": {
         "": Situation(

@@ -13,7 +13,7 @@ from trtspec.cli.junit import failure_in, is_failure
 from trtspec.cli.options import IntListOrNone, request_limits_of
 from trtspec.client.addresses import shown
 from trtspec.errors import CheckFailed, UsageError
-from trtspec.records import Excludes, ForceOption, JsonOption, Mode, Modes, Needs, checked, refuse_empty
+from trtspec.records import Excludes, ForceOption, JsonOption, Mode, Modes, Needs, checked
 
 if TYPE_CHECKING:
     from trtspec.bench.battery import Battery
@@ -92,7 +92,6 @@ def check(options: CheckOptions) -> None:
     Record the plain server first, then check the speculating one against the recording. What cannot be measured is
     skipped and named. Exits with status 3 when a check fails.
     """
-    refuse_empty(options)
     _refuse_shared_files(options)
     for path in (options.record, options.junit):
         if path is not None and not (path == options.junit and is_failure(path)):
