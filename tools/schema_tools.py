@@ -298,8 +298,8 @@ def as_file(entries: Entries, version: str, line: str, inherits: str | None) -> 
 
 
 def _changed(part: dict[str, Entry], was: dict[str, Entry]) -> Iterator[tuple[str, Entry]]:
-    """New entries whole, others by what the classes say anew; limits and listed values that stand in validators, and
-    what click does not tell, stay as they were."""
+    """New entries whole, of others the attributes that the classes change. Limits and values that only validators know,
+    and what click does not report, keep their inherited values."""
     for path, entry in part.items():
         if path not in was:
             yield path, entry

@@ -1,4 +1,4 @@
-"""What the norm that stock ModelOpt applies twice costs, as training goes on: its export against ours.
+"""What the norm that stock ModelOpt applies twice costs, over the course of training: its export against ours.
 
     python -m tools.benchmarks.stock_modelopt --answers answers.jsonl -o DIR [--steps 1600] [--at 100 400 1600]
 

@@ -126,7 +126,7 @@ class Eagle3Head(nn.Module):
         """x [B, T, H] with tokens int64 [B, T] -> (feedback, normed), both [B, T, H], or [B, 1, H] of position at[b] of
         each row where `at` int64 [B] is given.
 
-        Row b lives in cache row `row + b`; its first state stands at absolute position start[b]. Each row sees cached
+        Row b lives in cache row `row + b`; its first state is at absolute position start[b]. Each row sees cached
         positions up to its own; `length` as in `KimiModel.forward`. Without a cache: plain causal forward from position
         0 (or `start`).
         """
