@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 ALONE = Mode("`check` without --score", "`check` without --score")
 SCORE = Mode("--score", "--score")
-ROWS = ("answers", "prompts", "greedy", "sampled", "transport", "parameters", "acceptance")
+CODES = {
+    "answers": "TS-CHECK-ANSWERS", "prompts": "TS-CHECK-PROMPTS", "greedy": "TS-CHECK-GREEDY",
+    "sampled": "TS-CHECK-SAMPLED", "transport": "TS-CHECK-TRANSPORT", "parameters": "TS-CHECK-PARAMETERS",
+    "acceptance": "TS-CHECK-ACCEPTANCE",
+}  # fmt: skip
 MARKS = {"pass": "pass", "fail": "FAIL", "unmeasured": "?"}
 
 
@@ -47,16 +51,14 @@ class CheckOptions:
         bool, typer.Option("--exact", help="Both servers compute in float32: every difference fails."),
         Needs("score", "against"),
     ] = False  # fmt: skip
-    accept_unmeasured: Annotated[
-        tuple[str, ...], typer.Option(help="Row that may stay unmeasured; repeatable.")
-    ] = ()
+    accept_unmeasured: Annotated[tuple[str, ...], typer.Option(help="Row that may stay unmeasured; repeatable.")] = ()
     dataset: Annotated[str, typer.Option(help="Questions, as for bench."), Modes(ALONE)] = "nano"
     samples: Annotated[int, typer.Option(min=1, help="Questions; twice as many are sampled."), Modes(ALONE)] = 20
     max_tokens: Annotated[int, typer.Option(min=8, help="Maximum tokens per answer."), Modes(ALONE)] = 128
     context_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of the long prompts; 0 asks none."), Modes(ALONE)
     ] = 1024  # fmt: skip
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight, apart from the crowd of 16.")] = 4
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight; one part asks four times as many.")] = 4
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds allowed for one answer.")] = 120.0
     model: Annotated[str | None, typer.Option(help="Model name.", show_default="the first one the server lists")] = None
     tokenizer: Annotated[
@@ -77,8 +79,8 @@ def check(options: CheckOptions) -> None:
 
     refuse_empty(options)
     options = checked(options, SCORE if options.score else ALONE)
-    if unknown := set(options.accept_unmeasured) - set(ROWS):
-        raise UsageError(f"--accept-unmeasured {min(unknown)} is no row of check", f"the rows are {', '.join(ROWS)}")
+    if unknown := set(options.accept_unmeasured) - CODES.keys():
+        raise UsageError(f"--accept-unmeasured {min(unknown)} is no row of check", f"the rows are {', '.join(CODES)}")
     if options.record is not None:
         if options.record in (options.score, Path(options.against or "")):
             raise UsageError(f"--record {options.record} is also read", "give --record another file")
@@ -197,9 +199,7 @@ async def _connect(options: CheckOptions, url: str, what: str, bar: report.Bar) 
         return _tokenizer(options.tokenizer or model)
 
     model = options.model if what == "the URL" else None
-    return await connect(
-        server_url(url, what), tokenizer, model, concurrency=options.concurrency, timeout=options.timeout, bar=bar
-    )
+    return await connect(server_url(url, what), tokenizer, model, options.concurrency, options.timeout, bar)
 
 
 def _tokenizer(name: str) -> KimiTokenizer:
@@ -238,20 +238,23 @@ def _show(verdict: Verdict, cost: dict[str, Any], as_json: bool) -> None:
                            "results": results, "problems": problems, **cost})  # fmt: skip
         return
     for row in verdict.rows:
-        print(f"{MARKS[row.status]:5} {row.name:11} {row.seen:4} of {row.of:<4} {row.why}".rstrip())
+        accepted = row.status == "unmeasured" and row.name in verdict.accepted
+        print(
+            f"{'-' if accepted else MARKS[row.status]:5} {row.name:11} {row.seen:4} of {row.of:<4} {row.why}".rstrip()
+        )
         for fault in row.faults[:3]:
             print(f"      {fault}")
         if row.faults:
             more = f"{len(row.faults) - 3} more; " if len(row.faults) > 3 else ""
-            print(f"      {more}trtspec explain TS-CHECK-{row.name.upper()}")
+            print(f"      {more}trtspec explain {CODES[row.name]}")
     print(_cost(cost))
     print(verdict.line)
 
 
 def _problem(row: Row) -> Problem:
-    code = f"TS-CHECK-{row.name.upper()}"
+    code = CODES[row.name]
     return Problem(code, "error", row.name, row.faults[0], f"trtspec explain {code}")
 
 
 def _cost(cost: dict[str, Any]) -> str:
-    return f"{cost['requests']} requests, {cost['tokens']:,} tokens, {cost['seconds']:.0f} s"
+    return f"{cost['requests']} requests, {cost['tokens']:,} tokens in {cost['seconds']:.0f} s"

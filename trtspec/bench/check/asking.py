@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import httpx
 
-from trtspec.bench.check.prompts import CROWD, Asked, Prompts, raw_text, request_of
+from trtspec.bench.check.prompts import Asked, Prompts, raw_text, request_of
 from trtspec.bench.check.thresholds import MAX_FAULTS
 from trtspec.client.client import new_client
 from trtspec.client.exchange import Exchange, ask, read_recording, to_line
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trtspec.checkpoint.tokenizer import KimiTokenizer
 
 END_OF_TURN = "<|im_end|>"
+CROWD = 4  # times the concurrency: requests at once in the crowd
 
 
 @dataclass(kw_only=True)
@@ -77,14 +78,21 @@ class Asker:
 
 
 async def connect(
-    url: str, tokenizer: Callable[[str], KimiTokenizer], model: str | None = None, **settings: Any
+    url: str, tokenizer: Callable[[str], KimiTokenizer], model: str | None, concurrency: int, timeout: float, bar: Bar
 ) -> Asker:
     """An asker of the server at `url`; its client is to be closed. `tokenizer` returns that of the served model.
     Raises RequestFailed where nothing answers."""
-    client = new_client(url, CROWD)
+    client = new_client(url, CROWD * concurrency)
     try:
         server = await detect_server(client, model)
-        return Asker(client=client, server=server, tokenizer=tokenizer(server.model), **settings)
+        return Asker(
+            client=client,
+            server=server,
+            tokenizer=tokenizer(server.model),
+            concurrency=concurrency,
+            timeout=timeout,
+            bar=bar,
+        )
     except BaseException:
         await client.aclose()
         raise
@@ -105,7 +113,8 @@ async def record(asker: Asker, battery: Battery) -> list[Exchange]:
     """Asks everything of one server."""
     prompts = Prompts(
         tokenizer=asker.tokenizer, questions=battery.questions, samples=battery.samples, max_tokens=battery.max_tokens,
-        context=battery.context, ids=dict(asker.server.adapter.ids), withheld=battery.withheld,
+        context=battery.context, crowd_size=CROWD * asker.concurrency, ids=dict(asker.server.adapter.ids),
+        withheld=battery.withheld,
     )  # fmt: skip
     first = list(prompts.first())
     asker.bar.show(0, len(first))
@@ -113,7 +122,7 @@ async def record(asker: Asker, battery: Battery) -> list[Exchange]:
     second, crowd, later = list(prompts.second(found)), prompts.crowd(found), prompts.later(found)
     asker.bar.show(len(first), sum(map(len, (first, second, crowd, later))))
     found += await asker.all(second)
-    found += await asker.all(crowd, CROWD)
+    found += await asker.all(crowd, CROWD * asker.concurrency)
     found += await asker.all(later)
     return found
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from trtspec.checkpoint.tokenizer import KimiTokenizer
 
 Message = dict[str, Any]
-CROWD = 16  # requests at once
 TOOL = {
     "type": "function",
     "function": {
@@ -60,6 +59,7 @@ class Prompts:
     samples: int
     max_tokens: int
     context: int
+    crowd_size: int
     ids: dict[str, Any]
     withheld: Set[str] = frozenset()
 
@@ -116,11 +116,11 @@ class Prompts:
     def crowd(self, answers: Iterable[Exchange]) -> list[Exchange]:
         """Short prompts again, all at once."""
         texts = [one for one in answers if one.kind == "text" and one.run == "ids" and one.answered]
-        return [replace(request_of(one), run="crowd") for one in texts[:CROWD]]
+        return [replace(request_of(one), run="crowd") for one in texts[: self.crowd_size]]
 
     def later(self, answers: Iterable[Exchange]) -> list[Exchange]:
         """Some of them after the crowd."""
-        return [replace(one, run="later") for one in self.crowd(answers)[: CROWD // 2]]
+        return [replace(one, run="later") for one in self.crowd(answers)[: self.crowd_size // 2]]
 
     def raw(self, key: str, kind: str, messages: list[Message], tools: Any = None, quiet: bool = False,
             **fields: Any) -> Exchange:  # fmt: skip

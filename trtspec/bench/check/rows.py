@@ -418,7 +418,8 @@ def acceptance(got: Sequence[Exchange], floor: float | None) -> Row:
     told = [one for one in asked if one.steps and _size(one) > 1]
     tokens, steps = sum(_size(one) - 1 for one in told), sum(one.steps or 0 for one in told)
     if steps < MIN_STEPS:
-        why = f"{steps} steps, and {MIN_STEPS} are needed" if told else "no steps: neither chunks nor the server tell"
+        why = f"{steps} steps, and {MIN_STEPS} are needed" if told else "neither chunks nor the server show steps"
+        why += f" (for {floor:g} tokens per step)" if floor else ""
         return Row(name="acceptance", of=len(asked), why=why)
     length = tokens / steps
     faults = [f"{length:.2f} tokens per step, {floor:g} wanted"] if floor and length < floor else []
