@@ -14,7 +14,7 @@ from typing import Any
 
 from trtspec.bench.battery import make_battery
 from trtspec.bench.check import GateLimits, GateVerdict, run_checks
-from trtspec.bench.datasets import Question
+from trtspec.bench.questions.datasets import Question
 from trtspec.bench.recorder import RecorderOptions, record
 from trtspec.bench.transcript import Recording
 from trtspec.cli.options import request_limits_of

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from trtspec.bench.acceptance import without_surplus
 from trtspec.bench.check import GateLimits, run_checks
 from trtspec.bench.drafting import check_acceptance, check_claims, check_long, check_passes
+from trtspec.bench.statistics import without_surplus
 from trtspec.bench.transcript import Recording, Transcript
 from trtspec.client.servers import FROM_COUNTERS, FROM_SGLANG, FROM_STREAMS, TurnCounts
 

@@ -13,7 +13,7 @@ from tests.bench.test_datasets import PNG, write
 from tests.bench.test_prove import SETUP
 from tests.command_line import trtspec
 from trtspec.bench.battery import make_battery
-from trtspec.bench.datasets import Question, left_out, load_dataset
+from trtspec.bench.questions.datasets import Question, left_out, load_dataset
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.checkpoint.writer import Journal
 from trtspec.cli.inspect_run import _prompts

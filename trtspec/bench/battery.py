@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trtspec.bench.datasets import Question, text_of
+from trtspec.bench.questions.datasets import Question, text_of
 from trtspec.bench.transcript import AskedPrompt, Recording, Transcript
 
 TOOL = {

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trtspec.bench.acceptance import AcceptanceSummary, summarize
 from trtspec.bench.gate import SHOWN, CheckResult, Status, pass_or_fail, result
+from trtspec.bench.statistics import AcceptanceSummary, summarize
 from trtspec.bench.steps import (
     AGREE,
     ENOUGH_ANSWERS,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from trtspec.bench.findings import TOKENS_PER_ARRIVAL
 from trtspec.bench.gate import SHOWN, CheckResult, binomial_at_least, pass_or_fail, result
+from trtspec.bench.load.findings import TOKENS_PER_ARRIVAL
 from trtspec.bench.transcript import TOOL_MARKERS, Recording, Transcript
 
 BUFFERED_SPAN = 0.05  # all pieces of a stream within this share of its time came at once

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtspec.bench.asking import MISSHAPEN, Asker, declined, read_answer
-from trtspec.bench.findings import RequestLimits
 from trtspec.bench.gate import CheckResult, Status, result
+from trtspec.bench.load.findings import RequestLimits
 from trtspec.bench.transcript import ParameterReply, Recording, Transcript
 from trtspec.errors import TrtspecError
 

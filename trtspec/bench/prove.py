@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trtspec.bench.gate import Status
-from trtspec.bench.tables import thinking_words
+from trtspec.bench.report.tables import thinking_words
 
 PLAIN = "plain"
 URL = "{url}"  # in a step's words: where its server answers

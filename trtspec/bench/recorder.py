@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trtspec.bench import battery
-from trtspec.bench.acceptance import without_surplus
 from trtspec.bench.arguments import at_limit, cut_off
 from trtspec.bench.asking import PAIR, TOP, Asker, declined
 from trtspec.bench.battery import Battery
 from trtspec.bench.features import stream_fault
-from trtspec.bench.findings import RequestLimits
+from trtspec.bench.load.findings import RequestLimits
 from trtspec.bench.parameters import probe_parameters
+from trtspec.bench.statistics import without_surplus
 from trtspec.bench.transcript import (
     AskedPrompt,
     BurstReply,

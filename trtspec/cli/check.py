@@ -191,7 +191,7 @@ def collect(options: CheckOptions, mode: Mode) -> tuple[Recording, Recording | N
 
 def _battery(options: CheckOptions) -> Battery:
     from trtspec.bench.battery import make_battery
-    from trtspec.bench.datasets import left_out, load_dataset
+    from trtspec.bench.questions.datasets import left_out, load_dataset
 
     questions = load_dataset(options.dataset, options.samples).questions
     if missing := left_out(questions, tools=False):
@@ -201,17 +201,17 @@ def _battery(options: CheckOptions) -> Battery:
 
 def show(verdict: GateVerdict, options: CheckOptions) -> None:
     """The verdict on stdout, as lines or as one JSON object, and wherever else it was asked for."""
-    from trtspec.bench import ci_reports
+    from trtspec.bench.report import ci
 
     if options.junit is not None:
-        report.write_atomic(options.junit, ci_reports.check_xml(verdict))
+        report.write_atomic(options.junit, ci.check_xml(verdict))
         report.say(f"wrote {options.junit}")
     if options.json_:
         report.print_json(verdict.to_dict())
     else:
         for line in lines(verdict):
             print(line)
-    ci_reports.annotate(ci_reports.check_annotations(verdict))
+    ci.annotate(ci.check_annotations(verdict))
 
 
 def lines(verdict: GateVerdict) -> list[str]:

@@ -15,7 +15,7 @@ from trtspec.data_files import gpu_names, policy_names
 from trtspec.errors import UsageError
 
 if TYPE_CHECKING:
-    from trtspec.bench.findings import RequestLimits
+    from trtspec.bench.load.findings import RequestLimits
     from trtspec.client.servers import DetectedServer
     from trtspec.quant.policy import Policy
 
