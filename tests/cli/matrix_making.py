@@ -243,7 +243,7 @@ MAKING: dict[str, dict[str, Situation]] = {
                 source=Effect(instead=line("calibrate {other} {data} -o {out} --dry-run")),
                 data=Effect(instead=line("calibrate {target} {answers} -o {out} --dry-run")),
                 output=Effect(instead=line("calibrate {target} {data} -o {out}-2 --dry-run")),
-                samples="--samples 4",
+                samples="--samples 3",
                 seq_len="--seq-len 4",
                 policy="--policy k2.6",
                 device="--device cuda",

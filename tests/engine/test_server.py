@@ -79,6 +79,21 @@ def test_completion(client: openai.OpenAI) -> None:
     assert again.choices[0].text == choice.text
 
 
+def test_token_ids_of_prompt_and_answer_come_whole_and_streamed(client: openai.OpenAI) -> None:
+    asked = {"model": "tiny-kimi", "messages": HELLO, "max_tokens": 12, "temperature": 0}
+    extra = {"return_token_ids": True}
+    whole = client.chat.completions.create(**asked, extra_body=extra)  # type: ignore[call-overload]
+    told = whole.choices[0].model_extra
+    assert len(told["prompt_token_ids"]) == whole.usage.prompt_tokens
+    assert len(told["token_ids"]) == whole.usage.completion_tokens
+    ids, prompt = [], []
+    for chunk in client.chat.completions.create(**asked, stream=True, extra_body=extra):  # type: ignore[call-overload]
+        for choice in chunk.choices:
+            ids += choice.model_extra.get("token_ids", [])
+            prompt += choice.model_extra.get("prompt_token_ids", [])
+    assert (prompt, ids) == (told["prompt_token_ids"], told["token_ids"])
+
+
 def test_stream_equals_whole(client: openai.OpenAI) -> None:
     common = {"model": "tiny-kimi", "messages": HELLO, "max_tokens": 40, "seed": 3, "temperature": 0.7}
     whole = client.chat.completions.create(**common)

@@ -101,7 +101,7 @@ def read_requests(options: argparse.Namespace, temperature: float) -> list[Gener
 def compare(
     engines: dict[str, Callable[[], Engine]], requests: list[GenerationRequest], concurrency: int, rounds: int
 ) -> None:
-    """Each turn runs 2 or more waves of fresh requests through every variant, in rotating order."""
+    """Runs every variant in turn, in rotating order; a turn has 2 or more waves of fresh requests."""
     wave = max(4, 2 * concurrency)
     runs: dict[str, list[Run]] = {name: [] for name in engines}
     for turn in range(rounds + 1):

@@ -81,7 +81,7 @@ class Workshop:
         self, module: train.TrainingModule, options: TrainOptions, work: Path,
         on_step: Callable[[CurvePoint], None] = lambda _: None,
     ) -> Result:  # fmt: skip
-        """Trains in place on the shared states; goes on where a killed run in `work` was, refuses other options."""
+        """Trains in place on the shared states; resumes a killed run in `work`, refuses other options."""
         fingerprint = {"options": options.to_dict(), "samples": len(self.features.samples)}
         kept = KeptState(work, work / "training.jsonl", fingerprint, save_every=50)
         return train_head(module, self.features, options, kept, way=Way(on_step))

@@ -154,7 +154,7 @@ def look(options: InspectOptions) -> Inspected:
         return Inspected(checkpoint=report)
     other = resolve(options.against, allow_download=False)
     sample = COMPARED if options.sample is None else options.sample
-    found = compare(resolved, other, report, sample, options.modelopt)
+    found = compare(resolved, other, report, sample, options)
     return drafted(options, resolved, other, found) if mode is RUN else found
 
 
@@ -188,31 +188,28 @@ def drafted(options: InspectOptions, head: Resolved, target: Resolved, found: In
     return replace(found, checkpoint=checkpoint, drafts=True, run=ran)
 
 
-def compare(resolved: Resolved, other: Resolved, report: CheckpointReport, sample: int, modelopt: bool) -> Inspected:
+def compare(
+    resolved: Resolved, other: Resolved, report: CheckpointReport, sample: int, options: InspectOptions
+) -> Inspected:
     """The report with what --against adds, and the problems of both."""
     from trtspec.checkpoint.heads.read import HeadFacts
 
     if report.kind == "head" and other.kind == "target":
-        return compare_pair(resolved, other, report)
+        return compare_pair(resolved, other, report, measured=options.run)
     if report.kind != other.kind:
         raise UsageError(
             f"{resolved.name} is a target and {other.name} a head", "turn them around: inspect HEAD --against TARGET"
         )
     if isinstance(report.facts, HeadFacts):
         return compare_derived_head(resolved, other, report)
-    return compare_tensors(resolved, other, report, sample, modelopt)
+    return compare_tensors(resolved, other, report, sample, options.modelopt)
 
 
-def compare_pair(resolved: Resolved, other: Resolved, report: CheckpointReport) -> Inspected:
-    """A head against its target; a head that is none has nothing to compare."""
+def compare_pair(resolved: Resolved, other: Resolved, report: CheckpointReport, measured: bool) -> Inspected:
+    """Compares a head with its target; a draft of another type has nothing to compare. Layers that look shifted are an
+    error unless they are `measured` afterwards."""
     from trtspec.checkpoint.headers import Checkpoint
-    from trtspec.checkpoint.heads.pairing import (
-        config_problems,
-        pair_problems,
-        tensor_parallel_sizes,
-        told_once,
-        yarn_problems,
-    )
+    from trtspec.checkpoint.heads import pairing
     from trtspec.checkpoint.heads.read import read_head
     from trtspec.checkpoint.heads.shapes import canonical_names
     from trtspec.checkpoint.values import embedding_problems
@@ -222,14 +219,16 @@ def compare_pair(resolved: Resolved, other: Resolved, report: CheckpointReport) 
     target = other.target_spec()
     checkpoint = Checkpoint.open(resolved.path) if report.source == "files" and resolved.path else None
     head = read_head(checkpoint)[0] if checkpoint is not None else resolved.head_spec()
-    found = pair_problems(head, target, head_id=resolved.hub_id, target_id=other.hub_id)
-    found += config_problems(resolved.config(), other.config())
-    found += yarn_problems(head, target) if checkpoint is not None else []
+    found = pairing.pair_problems(head, target, head_id=resolved.hub_id, target_id=other.hub_id)
+    if not measured:
+        found = [replace(one, severity="error") if one.code == pairing.SHIFTED else one for one in found]
+    found += pairing.config_problems(resolved.config(), other.config())
+    found += pairing.yarn_problems(head, target) if checkpoint is not None else []
     own = canonical_names(checkpoint.tensors).get("embed_tokens.weight") if checkpoint is not None else None
     if checkpoint is not None and own and other.path and any(other.path.glob("*.safetensors")):
         found += embedding_problems(checkpoint, own, Checkpoint.open(other.path), target)
-    against = Against(name=other.name, tensor_parallel_sizes=tensor_parallel_sizes(head))
-    return Inspected(checkpoint=replace(report, problems=told_once(report.problems + found)), against=against)
+    against = Against(name=other.name, tensor_parallel_sizes=pairing.tensor_parallel_sizes(head))
+    return Inspected(checkpoint=replace(report, problems=pairing.told_once(report.problems + found)), against=against)
 
 
 def compare_derived_head(resolved: Resolved, source: Resolved, report: CheckpointReport) -> Inspected:

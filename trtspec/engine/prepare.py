@@ -8,8 +8,9 @@ import uuid
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trtspec.checkpoint.chat_parser import SECTION
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.answers import SECTION, CompletionAnswer
+from trtspec.engine.answers import CompletionAnswer
 from trtspec.engine.engine import Engine
 from trtspec.engine.protocol import MESSAGE_FIELDS, ApiError, ChatBody, CompletionBody, GenerationBody
 from trtspec.engine.request import GenerationRequest, PromptTooLong, Wishes
@@ -60,6 +61,7 @@ class Preparation:
             usage=asked.usage_wanted,
             echo=asked.echo,
             shown=bool(asked.max_tokens),
+            ids=asked.return_token_ids,
         )
         common = _engine_request(asked, max(1, asked.max_tokens), answer)
         common = replace(common, wishes=self._wishes(asked, self._matcher(asked.grammar, "response_format")))
@@ -80,6 +82,7 @@ class Preparation:
             logprobs=asked.logprobs,
             top=asked.top_logprobs,
             usage=asked.usage_wanted,
+            ids=asked.return_token_ids,
         )
         limit = asked.max_completion_tokens or asked.max_tokens or max(1, self.engine.max_seq_len - len(prompt))
         thinking = text.rstrip().endswith("<think>")

@@ -146,6 +146,7 @@ class GenerationBody(SamplingRanges, WishRanges):
     truncate_prompt_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    return_token_ids: bool = False
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = Field(None, max_length=10_000)

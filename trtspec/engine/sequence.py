@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from trtspec.checkpoint.chat_parser import held_back
 from trtspec.checkpoint.tokenizer import Detokenizer, KimiTokenizer
 from trtspec.engine.prefix import PrefixStats
 from trtspec.engine.request import GenerationRequest
@@ -267,16 +268,6 @@ def find_stop(text: str, stop: Rows[str]) -> int:
     """Position of the earliest stop string in `text`, -1 if there is none."""
     found = [position for position in (text.find(word) for word in stop) if position >= 0]
     return min(found, default=-1)
-
-
-def held_back(text: str, stop: Rows[str]) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of a stop string."""
-    longest = min(len(text), max(len(word) for word in stop) - 1)
-    for size in range(longest, 0, -1):
-        tail = text[-size:]
-        if any(word.startswith(tail) for word in stop):
-            return size
-    return 0
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [tokens, H], ids and weights [tokens, k] -> weighted sum over each token's experts [tokens, H].
 
-        Off the CPU nothing of it waits for the device: which experts are touched is never asked.
+        On a GPU nothing waits for the device: the ids of the touched experts are never read back.
         """
         if x.is_cpu:
             return self.by_slices(x, ids, weights)
@@ -124,7 +124,7 @@ def has_grouped_product(x: Tensor, down: Tensor) -> bool:
 
 
 def is_small(gate_up: Tensor, down: Tensor) -> bool:
-    """Whether another copy of a layer's experts is cheap."""
+    """Whether the experts of a layer are small enough for another copy."""
     return gate_up.numel() + down.numel() <= DENSE_EXPERT_WEIGHTS
 
 
@@ -142,7 +142,7 @@ def dispatch(
 
 
 class BlockSizes(NamedTuple):
-    """So many experts, whose weights have `nbytes` each."""
+    """Number of experts, and bytes of the weights of each."""
 
     experts: int
     nbytes: int

@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -173,6 +175,55 @@ def test_layer_ids_follow_each_convention(room: Path, target_dir: Path, layers: 
         assert result.capture == (None if layers == (1, 3, 4) else outputs)
     safeailab = convert(source, room / f"ids-{layers}-safeailab", "safeailab", target_dir)
     assert errors(safeailab) == (set() if layers == (1, 3, 4) else {"TS-CONVERT-LAYERS"})
+
+
+STORED = [dialect for dialect in DIALECTS if dialect != "safeailab"]
+
+
+def restated(source: Path, output: Path, nested: list[int] | None, top: list[int] | None) -> Path:
+    """The head with these layer ids in eagle_config and at the top level of config.json."""
+    shutil.copytree(source, output)
+    config = json.loads((source / "config.json").read_text())
+    config.pop(IDS, None)
+    (config.get("eagle_config") or {}).pop(IDS, None)
+    if nested is not None:
+        config.setdefault("eagle_config", {})[IDS] = nested
+    if top is not None:
+        config[IDS] = top
+    (output / "config.json").write_text(json.dumps(config))
+    return output
+
+
+@pytest.mark.parametrize("layers", [(1, 3, 4), (2, 3, 6)])
+@pytest.mark.parametrize("dialect", STORED)
+def test_ids_in_both_conventions_are_reconciled(
+    room: Path, target_dir: Path, dialect: str, layers: tuple[int, ...]
+) -> None:
+    """Outputs in eagle_config and one more at the top level say the same, whatever the tensors are called."""
+    plain = write_head(room / f"plain-{dialect}-{layers}", target_dir, dialect, aux_layers=layers)
+    nested, top = list(layers), [layer + 1 for layer in layers]
+    source = restated(plain, room / f"both-{dialect}-{layers}", nested, top)
+    assert read_head(Checkpoint.open(source))[0].aux_layers == layers
+    for other in STORED:
+        there, back = (room / f"both-{dialect}-{layers}-{other}-{step}" for step in ("there", "back"))
+        assert convert(source, there, other, target_dir).capture == (None if layers == (1, 3, 4) else nested)
+        convert(there, back, dialect, target_dir)
+        assert [read_head(Checkpoint.open(path))[0].aux_layers for path in (there, back)] == [layers, layers], other
+
+
+@pytest.mark.parametrize(
+    ("nested", "top", "readings"),
+    [([2, 4, 5], [2, 4, 5], "[1, 3, 4] [2, 4, 5]"), (None, [2, 4, 5], "[1, 3, 4] [2, 4, 5]"),
+     ([1, 3, 4], [1, 3, 4], "[0, 2, 3] [1, 3, 4]"), ([1, 3, 4], [2, 4, 6], "[1, 3, 5] [1, 3, 4]")],
+)  # fmt: skip
+def test_ids_with_two_readings_are_refused_with_both(
+    room: Path, target_dir: Path, sources: Any, nested: Any, top: Any, readings: str
+) -> None:
+    source = restated(sources("torchspec", "mha", "3", None), room / f"doubt-{nested}-{top}", nested, top)
+    result = convert(source, room / "doubt-out", "modelopt", target_dir)
+    assert errors(result) == {"TS-HEAD-LAYER-IDS"}
+    message = next(one.message for one in result.problems if one.severity == "error")
+    assert re.findall(r"are the outputs (\[.*?\])", message) == re.findall(r"\[.*?\]", readings)
 
 
 def test_sglang_cannot_be_told_of_the_first_layer(room: Path, target_dir: Path) -> None:

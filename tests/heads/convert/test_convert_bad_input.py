@@ -99,8 +99,8 @@ def trained_embedding(config: dict[str, Any], tensors: dict[str, torch.Tensor]) 
 
 
 INSPECTED = [
-    ("TS-PAIR-LAYERS-SHIFTED", 0, "modelopt", other_ids, {}),
-    ("TS-HEAD-LAYER-IDS", 0, "modelopt", other_ids, {}),
+    ("TS-PAIR-LAYERS-SHIFTED", 3, "modelopt", other_ids, {}),
+    ("TS-HEAD-LAYER-IDS", 3, "modelopt", other_ids, {}),
     ("TS-PAIR-VOCAB", 3, "modelopt", other_vocabulary, {}),
     ("TS-PAIR-EOS", 0, "modelopt", other_end, {}),
     ("TS-HEAD-LM-HEAD-ROWS", 3, "modelopt", rows_by_offset, {"draft_vocab": 400}),

@@ -46,10 +46,10 @@ def flat_config(config: dict[str, Any]) -> dict[str, Any]:
     return {**(config.get("transformer_layer_config") or {}), **config}
 
 
-def stored_ids(config: dict[str, Any]) -> tuple[int, ...]:
-    """Layer ids as written, wherever they stand; () when the checkpoint does not say."""
-    ids = config.get(IDS_KEY) or (config.get("eagle_config") or {}).get(IDS_KEY) or ()
-    return tuple(int(number) for number in ids)
+def stated_ids(config: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Layer ids as written in eagle_config and at the top level; () where there are none."""
+    nested = (config.get("eagle_config") or {}).get(IDS_KEY) or ()
+    return tuple(nested), tuple(config.get(IDS_KEY) or ())
 
 
 def shared_config(source: dict[str, Any], spec: HeadSpec, dtype: str) -> dict[str, Any]:

@@ -149,7 +149,8 @@ class Traces:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        return layout.stored_ids(self.config)
+        nested, top = layout.stated_ids(self.config)
+        return top or nested
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,22 @@ class Dialect:
         """Stored layer ids as layer outputs counted from 0."""
         ran = self.counts == "layers run" or (self.counts == "by first id" and min(ids) != 1)
         return tuple(number - 1 for number in ids) if ran else ids
+
+    def capture(self, config: dict[str, Any]) -> tuple[tuple[int, ...] | None, str]:
+        """Layer outputs that the head was trained on, None where config.json does not say; and why two readings
+        are possible, "" where only one is. Ids at the top level count the layers that ran, whoever wrote them."""
+        nested, top = layout.stated_ids(config)
+        if not top:
+            return self.outputs(nested) if nested else None, ""
+        ran = tuple(number - 1 for number in top)
+        other = self.outputs(nested or top) if nested in ((), top) else nested
+        if other == ran:
+            return ran, ""
+        where = "eagle_config" if nested else f"{self.title} layout"
+        return other, (
+            f"config.json states layer ids twice: {list(top)} at the top level are the outputs {list(ran)} (ids there "
+            f"count the layers that ran), {list(nested or top)} in {where} are the outputs {list(other)}"
+        )
 
     def ids(self, outputs: tuple[int, ...] | None) -> list[int] | None:
         """Layer outputs as this dialect stores them; None when they are not known."""

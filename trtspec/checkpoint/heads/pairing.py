@@ -9,18 +9,19 @@ from trtspec.checkpoint.hub import known, real_pair
 from trtspec.errors import Problem, Severity
 from trtspec.specs import HeadSpec, ModelSpec
 
-TP_SIZES = (1, 2, 4, 8, 16)
+TP_SIZES = (1, 2, 4, 8, 16, 32, 64)
+SHIFTED = "TS-PAIR-LAYERS-SHIFTED"
 OTHER_HEAD = "use a head that was trained for this target"
 STRETCH = {"rope_type", "factor", "original_max_position_embeddings"}  # published heads differ in the others
 # a finding -> those that it is the cause of, by code and by the beginning of their place
 EXPLAINED: dict[str, tuple[tuple[str, str], ...]] = {
     "TS-PAIR-VOCAB": (
         ("TS-HEAD-D2T-MISSING", ""), ("TS-HEAD-D2T-VALUES", ""), ("TS-HEAD-LM-HEAD", ""), ("TS-HEAD-PRUNED-MLA", ""),
-        ("TS-HEAD-TENSOR-SHAPE", "embed_tokens"), ("TS-HEAD-TENSOR-SHAPE", "t2d"),
+        ("TS-HEAD-TENSOR-SHAPE", "embed_tokens"), ("TS-HEAD-TENSOR-SHAPE", "t2d"), ("TS-HEAD-SHAPE", "embed_tokens"),
     ),
-    "TS-PAIR-WIDTH": (("TS-HEAD-FC-WIDTH", ""),),
+    "TS-HEAD-SHAPE": (("TS-HEAD-FC-WIDTH", ""), ("TS-PAIR-WIDTH", "")),
     "TS-PAIR-LAYER-RANGE": (("TS-HEAD-LAYER-ORDER", ""),),
-    "TS-HEAD-FC-WIDTH": (("TS-PAIR-LAYERS-UNKNOWN", ""),),
+    "TS-HEAD-FC-WIDTH": (("TS-PAIR-LAYERS-UNKNOWN", ""), ("TS-PAIR-WIDTH", "")),
     "TS-HEAD-LM-HEAD": (("TS-PAIR-LM-HEAD", ""),),
     "TS-HEAD-ROPE-TWICE": (("TS-PAIR-ROPE", ""),),
     "TS-HEAD-ROPE-VALUES": (("TS-PAIR-ROPE", ""),),
@@ -148,8 +149,8 @@ def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
         return []
     if tuple(layer - 1 for layer in layers) == default:
         message = f"{list(layers)} is one more than the usual {list(default)}: the ids probably count layers that ran"
-        remedy = f"if so, store {list(default)}"
-        return [Problem("TS-PAIR-LAYERS-SHIFTED", "warning", "eagle_config", message, remedy)]
+        remedy = f"if so, store {list(default)}; `trtspec inspect HEAD --against TARGET --run` measures which is right"
+        return [Problem(SHIFTED, "warning", "eagle_config", message, remedy)]
     message = f"the head reads layers {list(layers)}, TensorRT-LLM captures {list(default)} by default"
     remedy = f"`trtspec build-config` writes eagle3_layers_to_capture: {list(layers)}"
     return [Problem("TS-PAIR-LAYERS-NOT-DEFAULT", "info", "eagle_config", message, remedy)]

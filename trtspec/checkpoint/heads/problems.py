@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
-from trtspec.checkpoint.heads.config import DTYPES, IDS_KEY, class_config, flat_config, stored_ids
+from trtspec.checkpoint.heads.config import DTYPES, class_config, flat_config, stated_ids
 from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES, recorded
 from trtspec.checkpoint.heads.shapes import OPTIONAL, REMEDY, required_names
 from trtspec.checkpoint.values import FLOATS, read_values, vocabulary_values
@@ -148,10 +148,10 @@ def _sizes_left_out(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
 def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
     """Ids in another order than they are captured in; and ids that start at 2 under a key that counts from 0: either a
     deliberate choice, or counted one too far."""
-    layers, ids = spec.aux_layers or (), stored_ids(config)
-    if -1 in layers and -1 not in ids:
+    layers, (nested, top) = spec.aux_layers or (), stated_ids(config)
+    if -1 in layers and -1 not in (top or nested):
         message = (
-            f"layer ids {list(ids)} count the layers that ran, and 0 of them is the embedding, which no engine hands on"
+            f"layer ids {list(top or nested)} count the layers that ran; 0 is the embedding, which no engine hands on"
         )
         return [Problem("TS-HEAD-LAYER-IDS", "error", "layer ids", message, REMEDY)]
     captured = sorted(set(layers), key=lambda layer: (layer < 0, layer))  # -1, the final state, comes last
@@ -162,11 +162,11 @@ def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
         )
         remedy = f"list {captured}, with the columns of fc in that order"
         return [Problem("TS-HEAD-LAYER-ORDER", "error", "layer ids", message, remedy)]
-    nested, top = (config.get("eagle_config") or {}).get(IDS_KEY), config.get(IDS_KEY)
-    if nested and top and list(top) not in (list(nested), [number + 1 for number in nested]):
-        message = f"config.json lists layers {list(top)} at the top and {list(nested)} in eagle_config"
-        remedy = "keep the ones that the head was trained on; vLLM reads the first, SGLang the second"
-        return [Problem("TS-HEAD-LAYER-IDS", "error", "layer ids", message, remedy)]
+    if doubt := DIALECTS[spec.dialect].capture(config)[1]:
+        remedy = (
+            "keep the ids that the head was trained on: layer outputs in eagle_config, or one more at the top level"
+        )
+        return [Problem("TS-HEAD-LAYER-IDS", "error", "layer ids", doubt, remedy)]
     if not nested or top or min(nested) != 2:
         return []
     message = (

@@ -1,8 +1,8 @@
 """The one canonical record (HeadSpec) that a head of any dialect becomes, what is taken for a head and is none, and
 whether a converted head is still the one that it was made from.
 
-Tensors are believed first: widths, ranks, the draft vocabulary and the presence of norms follow from shapes. The config
-supplies what no tensor shows (layer ids, rope, feedback). Where the two disagree, `read_head` reports a problem.
+A dimension is what config.json states, or what the first tensor shows where it states nothing. Where the two disagree,
+`read_head` reports a problem.
 """
 
 from __future__ import annotations
@@ -13,9 +13,17 @@ from typing import Any
 
 from trtspec import files
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
-from trtspec.checkpoint.heads.config import flat_config, stored_ids
+from trtspec.checkpoint.heads.config import flat_config
 from trtspec.checkpoint.heads.dialects import Dialect, detect_dialect, dialect_of
-from trtspec.checkpoint.heads.shapes import canonical_names, fc_width, layer_prefix, measure, misfits
+from trtspec.checkpoint.heads.shapes import (
+    attention_of,
+    canonical_names,
+    fc_width,
+    layer_prefix,
+    measured,
+    misfits,
+    unreadable,
+)
 from trtspec.errors import Problem, TrtspecError
 from trtspec.specs import HeadSpec, RopeSpec, Values
 
@@ -54,12 +62,12 @@ def read_head(checkpoint: Checkpoint, dialect: Dialect | None = None) -> tuple[H
     tensors = canonical_names(checkpoint.tensors)
     declared = head_spec_from_config(checkpoint.config, dialect=dialect or dialect_of(checkpoint))
     config = flat_config(checkpoint.config)
-    measured, problems = measure(tensors, declared, config)
-    spec = replace(declared, **measured, layer_prefix=layer_prefix(checkpoint.tensors))
+    attention, prefix = attention_of(tensors), layer_prefix(checkpoint.tensors)
+    if problems := unreadable(tensors, declared, attention):
+        return replace(declared, attention=attention, layer_prefix=prefix), problems
+    spec = replace(measured(tensors, declared, config), layer_prefix=prefix)
     spec = replace(spec, eagle="3.1" if spec.fc_norm or spec.norm_output else "3")
-    if "hidden_size" not in measured:
-        return spec, problems  # tensors without which nothing can be said of the others
-    problems += misfits(tensors, spec) + fc_width(tensors, spec, config)
+    problems = misfits(tensors, spec, declared) + fc_width(tensors, spec, config)
     return spec, problems + head_problems(checkpoint, tensors, spec)
 
 
@@ -74,7 +82,7 @@ def head_spec_from_config(
     vocab = values.whole("vocab_size", least=1)
     dialect = dialect or detect_dialect(config, set())
     mla = bool(flat.get("kv_lora_rank"))
-    aux = aux_layers(config, dialect)
+    aux = dialect.capture(config)[0]
     spec = HeadSpec(
         eagle="3",
         attention="mla" if mla else "mha",
@@ -119,12 +127,6 @@ def _flags(config: dict[str, Any], dialect: Dialect) -> dict[str, bool]:
         "norm_before_fc": bool(eagle.get("norm_before_fc") or config.get("norm_before_fc")),
         "norm_before_residual": bool(config.get("norm_before_residual", dialect.norm_before_residual)),
     }
-
-
-def aux_layers(config: dict[str, Any], dialect: Dialect) -> tuple[int, ...] | None:
-    """Layer outputs (0-based) that the head was trained on, or None when the checkpoint does not say."""
-    ids = stored_ids(config)
-    return dialect.outputs(ids) if ids else None
 
 
 def no_eagle3_head(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Problem | None:

@@ -1,18 +1,16 @@
-"""What the tensors of an Eagle3 head say about it: every dimension that a shape shows, where config.json states
-another, and which tensors do not fit the others.
+"""The tensors of an Eagle3 head against its config.json: which are absent, and whose shape is another one.
 
-A dimension stands in several tensors and in config.json. What most of them say holds, so that one damaged tensor, or
-one wrong key, is named alone.
+A dimension is what config.json states, or what the first tensor shows where it states nothing.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from trtspec.checkpoint.headers import TensorInfo
 from trtspec.errors import Problem
-from trtspec.specs import HeadSpec
+from trtspec.specs import Attention, HeadSpec
 
 REMEDY = "fetch the checkpoint again, or ask its author which of the two is right"
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -84,30 +82,44 @@ def _attention_shapes(spec: HeadSpec) -> Shapes:
     }
 
 
-def measure(
-    tensors: dict[str, TensorInfo], declared: HeadSpec, config: dict[str, Any]
-) -> tuple[dict[str, Any], list[Problem]]:
-    """HeadSpec fields that the shapes decide, and a problem for each tensor or key that contradicts the rest. Without
-    all the tensors that every head needs, or with one of another rank, only what is wrong with them."""
-    latent = ("layer.self_attn.kv_", "layer.self_attn.q_a_", "layer.self_attn.q_b_")
-    mla = any(name.startswith(latent) for name in tensors)
-    attention = "mla" if mla else "mha"
-    missing = [name for name in required_names(attention) if name not in tensors]
-    if missing:
-        message = (
-            f"{len(missing)} tensors that an Eagle3 {attention.upper()} head needs are absent: {', '.join(missing)}"
-        )
-        return {"attention": attention}, [Problem("TS-HEAD-TENSOR-MISSING", "error", missing[0], message, REMEDY)]
+def unreadable(tensors: dict[str, TensorInfo], declared: HeadSpec, attention: Attention) -> list[Problem]:
+    """Why nothing can be said of the shapes: tensors that every head needs are absent, one has another rank, or the
+    config describes another attention."""
+    if missing := [name for name in required_names(attention) if name not in tensors]:
+        what = f"{len(missing)} tensors that an Eagle3 {attention.upper()} head needs are absent"
+        message = f"{what}: {', '.join(missing)}"
+        return [Problem("TS-HEAD-TENSOR-MISSING", "error", missing[0], message, REMEDY)]
     if wrong := [problem for name, info in tensors.items() if (problem := _wrong_rank(name, info)) is not None]:
-        return {"attention": attention}, wrong
-    shape = {name: info.shape for name, info in tensors.items() if name not in MAPS or len(info.shape) == 1}
-    found: dict[str, Any] = {"attention": attention} | _widths(shape, declared, config)
-    found |= _mla(shape, declared) if mla else _mha(shape, declared)
-    found |= _vocabulary(shape, declared, config)
-    found["has_d2t"] = "d2t" in tensors
-    found["fc_norm"] = any(name.startswith("fc_norm.") for name in shape)
-    found["norm_before_fc"] = "input_norm.weight" in shape
-    return found, _disagreements(found, declared, config)
+        return wrong
+    if attention != declared.attention:
+        message = f"config.json describes {declared.attention} attention, the tensors are {attention}"
+        return [Problem("TS-HEAD-SHAPE", "error", "config.json:kv_lora_rank", message, REMEDY)]
+    return []
+
+
+def attention_of(tensors: dict[str, TensorInfo]) -> Attention:
+    latent = ("layer.self_attn.kv_", "layer.self_attn.q_a_", "layer.self_attn.q_b_")
+    return "mla" if any(name.startswith(latent) for name in tensors) else "mha"
+
+
+def measured(tensors: dict[str, TensorInfo], declared: HeadSpec, config: dict[str, Any]) -> HeadSpec:
+    """The record with what the tensors show and config.json does not state."""
+    rows = {name: tensors[name].shape[0] for name in OPTIONAL if name in tensors and tensors[name].shape}
+    draft, states = declared.draft_vocab_size, declared.num_aux
+    if not config.get("draft_vocab_size"):
+        draft = rows.get("lm_head.weight") or rows.get("d2t") or draft
+    if declared.aux_layers is None and not config.get("num_aux_hidden_states"):
+        states = tensors["fc.weight"].shape[1] // declared.target_hidden_size
+    return replace(
+        declared,
+        draft_vocab_size=draft,
+        num_aux=states,
+        has_lm_head="lm_head.weight" in tensors,
+        has_embed_tokens="embed_tokens.weight" in tensors,
+        has_d2t="d2t" in tensors,
+        fc_norm=any(name.startswith("fc_norm.") for name in tensors),
+        norm_before_fc="input_norm.weight" in tensors,
+    )
 
 
 def _wrong_rank(name: str, info: TensorInfo) -> Problem | None:
@@ -118,100 +130,6 @@ def _wrong_rank(name: str, info: TensorInfo) -> Problem | None:
         return None
     message = f"{name} is stored as {list(info.shape)}, where a head has {rank} dimension{'s' * (rank > 1)}, none empty"
     return Problem("TS-HEAD-TENSOR-SHAPE", "error", name, message, REMEDY)
-
-
-def _most(stated: int, votes: list[int]) -> int:
-    """What most of the tensors and config.json (`stated`, 0 where it says nothing) say; on a tie, config.json."""
-    counted = Counter(([stated] if stated else []) + votes)
-    return counted.most_common(1)[0][0]  # of equal counts the first
-
-
-def _widths(shape: Shapes, declared: HeadSpec, config: dict[str, Any]) -> dict[str, Any]:
-    gate, up, down, fc = (shape[f"{name}.weight"] for name in (*(f"layer.mlp.{part}" for part in MLP), "fc"))
-    votes = [shape[f"layer.{norm}.weight"][0] for norm in NORMS] + [shape["norm.weight"][0], fc[0], down[0]]
-    hidden = _most(declared.hidden_size, votes)
-    norms = [size[0] for name, size in shape.items() if name.startswith("fc_norm.")]
-    target = _most(declared.target_hidden_size if config.get("target_hidden_size") else hidden, norms)
-    states = [fc[1] // target, *([len(norms)] if norms else [])]
-    states += [shape["input_norm.weight"][0] // target] if "input_norm.weight" in shape else []
-    return {
-        "hidden_size": hidden,
-        "target_hidden_size": target,
-        "intermediate_size": _most(declared.intermediate_size, [gate[0], up[0], down[1]]),
-        "num_aux": _most(declared.num_aux, states),
-    }
-
-
-def _mha(shape: Shapes, declared: HeadSpec) -> dict[str, Any]:
-    """Rows of q and k are heads times their size: config.json decides both, unless another size fits them."""
-    q, k, v, o = (shape[f"layer.self_attn.{part}.weight"] for part in ATTENTION["mha"])
-    heads, kv_heads, size = declared.num_attention_heads, declared.num_key_value_heads, declared.head_dim
-    queries, keys = _most(heads * size, [q[0], o[1]]), _most(kv_heads * size, [k[0], v[0]])
-    if (queries, keys) != (heads * size, kv_heads * size):
-        same = queries % heads == 0 and keys % kv_heads == 0 and queries // heads == keys // kv_heads
-        size = queries // heads if same else size
-        heads, kv_heads = max(queries // size, 1), max(keys // size, 1)
-    return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": size}
-
-
-def _mla(shape: Shapes, declared: HeadSpec) -> dict[str, Any]:
-    """Ranks from norms and projections. Rows of the b-projections are a number of heads times two sizes, of which only
-    config.json says which is which: it holds, unless another number of heads, or other sizes, fit all the tensors."""
-    part = {name: shape[f"layer.self_attn.{name}.weight"] for name in ATTENTION["mla"]}
-    q_rank = _most(declared.q_lora_rank, [part["q_a_layernorm"][0], part["q_a_proj"][0], part["q_b_proj"][1]])
-    kv_rank = _most(declared.kv_lora_rank, [part["kv_a_layernorm"][0], part["kv_b_proj"][1]])
-    rows = (part["q_b_proj"][0], part["kv_b_proj"][0], part["o_proj"][1])
-    heads, nope, rope, value = (
-        declared.num_attention_heads, declared.qk_nope_head_dim, declared.qk_rope_head_dim, declared.v_head_dim
-    )  # fmt: skip
-    sizes = (nope + rope, nope + value, value)
-    if rows != tuple(heads * size for size in sizes):
-        others = {row // size if size and row % size == 0 else 0 for row, size in zip(rows, sizes, strict=True)}
-        rope_here = part["kv_a_proj_with_mqa"][0] - kv_rank
-        nope_here, value_here = rows[0] // heads - rope_here, rows[2] // heads
-        if len(others) == 1 and 0 not in others:
-            heads = others.pop()
-        elif rows == tuple(heads * size for size in (nope_here + rope_here, nope_here + value_here, value_here)):
-            nope, rope, value = nope_here, rope_here, value_here
-    return {
-        "num_attention_heads": heads, "q_lora_rank": q_rank, "kv_lora_rank": kv_rank, "qk_rope_head_dim": rope,
-        "qk_nope_head_dim": nope, "v_head_dim": value, "head_dim": nope + rope,
-    }  # fmt: skip
-
-
-def _vocabulary(shape: Shapes, declared: HeadSpec, config: dict[str, Any]) -> dict[str, Any]:
-    lm_head, embedding, d2t, t2d = (shape.get(name, (0,))[0] for name in OPTIONAL[:4])
-    stated = declared.draft_vocab_size if config.get("draft_vocab_size") else 0
-    votes = [rows for rows in (embedding, t2d) if rows]
-    votes += [lm_head] if lm_head in votes else []
-    votes += [] if d2t else [rows for rows in (lm_head, stated) if rows > declared.vocab_size]
-    vocabulary = _most(declared.vocab_size, votes)
-    draft = vocabulary
-    if d2t or (lm_head != vocabulary and (stated or t2d)):
-        draft = _most(stated, [rows for rows in (lm_head, d2t) if rows])
-    return {
-        "has_lm_head": bool(lm_head), "has_embed_tokens": bool(embedding),
-        "draft_vocab_size": draft, "vocab_size": vocabulary,
-    }  # fmt: skip
-
-
-def _disagreements(found: dict[str, Any], declared: HeadSpec, config: dict[str, Any]) -> list[Problem]:
-    """Fields whose value in config.json is not what the tensors have. A key that is absent does not disagree, except
-    the size of a head, for which readers then take hidden_size / heads."""
-    problems = []
-    for field, value in found.items():
-        mha = found["attention"] == "mha"
-        stated = config.get(field) is not None if field != "head_dim" else mha
-        if field in ("attention", *FLAGS) or not stated or getattr(declared, field) == value:
-            continue
-        message = f"config.json says {field} {getattr(declared, field)!r}, the tensors say {value!r}"
-        problems.append(Problem("TS-HEAD-SHAPE", "error", f"config.json:{field}", message, REMEDY))
-    for flag in FLAGS:
-        problems += _flag(flag, found[flag], getattr(declared, flag))
-    if found["attention"] != declared.attention:
-        message = f"config.json describes {declared.attention} attention, the tensors are {found['attention']}"
-        return [Problem("TS-HEAD-SHAPE", "error", "config.json:kv_lora_rank", message, REMEDY)]
-    return problems
 
 
 def _flag(flag: str, stored: bool, stated: bool) -> list[Problem]:
@@ -226,9 +144,10 @@ def _flag(flag: str, stored: bool, stated: bool) -> list[Problem]:
     return []
 
 
-def misfits(tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
-    """Tensors whose shape is not the one that the record (what most tensors and config.json say) asks for."""
-    problems = []
+def misfits(tensors: dict[str, TensorInfo], spec: HeadSpec, declared: HeadSpec) -> list[Problem]:
+    """Tensors of another shape than the record's, in one problem: several at once point at config.json. And flags of
+    `declared` that do not go with the tensors."""
+    found = []
     for name, wanted in expected_shapes(spec).items():
         stored = tensors[name].shape if name in tensors else wanted
         if name in MAPS and len(stored) != 1:
@@ -236,9 +155,13 @@ def misfits(tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
         if name == "fc.weight":
             stored, wanted = stored[:1], wanted[:1]  # its inputs are judged with the layer ids
         if stored != wanted:
-            message = f"{name} is stored as {list(stored)}, where the rest of the head asks for {list(wanted)}"
-            problems.append(Problem("TS-HEAD-TENSOR-SHAPE", "error", name, message, REMEDY))
-    return problems
+            found.append(f"{name} is stored as {list(stored)}, where config.json asks for {list(wanted)}")
+    flags = [problem for flag in FLAGS for problem in _flag(flag, getattr(spec, flag), getattr(declared, flag))]
+    if not found:
+        return flags
+    code = "TS-HEAD-TENSOR-SHAPE" if len(found) == 1 else "TS-HEAD-SHAPE"
+    more = f", and {len(found) - 1} more tensors have another shape" if len(found) > 1 else ""
+    return [Problem(code, "error", found[0].partition(" ")[0], found[0] + more, REMEDY), *flags]
 
 
 def fc_width(tensors: dict[str, TensorInfo], spec: HeadSpec, config: dict[str, Any]) -> list[Problem]:
