@@ -131,10 +131,6 @@ def support_matrix() -> str:
         since = gate["since"]
         lines.append(f"| {gate['what']} | {since['after']} | {since['by']} | {gate['source']} |")
     lines += [*behaviours(), *speculation()]
-    lines.append(
-        "\nA Kimi with an Eagle3 head is known to run on:\n\n| model type | release | evidence |\n|---|---|---|"
-    )
-    lines += [f"| {kind} | {entry['version']} | {entry['source']} |" for kind, entry in gates["verified"].items()]
     lines += vllm_releases()
     lines.append(
         "\n## Targets\n\n| hub id | format | size | parsers (reasoning, tools) | not verified |\n|---|---|---|---|---|"

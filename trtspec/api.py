@@ -203,7 +203,7 @@ def build_config(
     )  # fmt: skip
     model = load_target(target, like).spec
     draft = load_head(head).spec if head else None
-    version, _ = choose_version(trtllm_version or None, model, draft)
+    version, _ = choose_version(trtllm_version or None)
     return build(replace(intent, version=version).fitted(model.max_position_embeddings), model, draft)
 
 

@@ -45,7 +45,7 @@ def build_config(options: BuildConfigOptions) -> None:
     _refuse_absent(options)
     target = load_target(options.target, options.like).spec
     head = load_head(options.head).spec if options.head else None
-    version, reason = choose_version(options.version or None, target, head)
+    version, reason = choose_version(options.version or None)
     say(f"TensorRT-LLM {version}: {reason}")
     intent = Intent(**{item.name: getattr(options, item.name) for item in fields(Intent)})
     intent = replace(intent, version=version, format="yaml", image=None, quantize_from=None).fitted(

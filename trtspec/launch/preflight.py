@@ -91,7 +91,10 @@ def used_memory(environ: Mapping[str, str] = os.environ) -> list[int] | None:
 
 
 # what is wrong with this machine rather than with the request: a dry run elsewhere only mentions it
-OF_THIS_MACHINE = ("TS-SERVE-NO-ENGINE", "TS-SERVE-PORT", "TS-SERVE-NO-GPU", "TS-SERVE-OFFLINE", "TS-SERVE-REMOTE-CODE")
+OF_THIS_MACHINE = (
+    "TS-SERVE-NO-ENGINE", "TS-SERVE-PORT", "TS-SERVE-NO-GPU", "TS-SERVE-OFFLINE", "TS-SERVE-REMOTE-CODE",
+    "TS-NAME-ABSENT", "TS-LINT-EPLB-FILE", "TS-LINT-DISK-CACHE-PATH",
+)  # fmt: skip
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_RECIPE = 179 * 2**30  # the smallest that a published Kimi recipe for an engine gives it
 GIB = 2**30

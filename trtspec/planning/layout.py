@@ -19,6 +19,19 @@ ATTENTION_DP_KV_FRACTION = 0.75  # what build-config writes: attention DP and th
 # oldest compute capability whose tensor cores multiply this weight format in TensorRT-LLM. INT4 is absent: its loader
 # does not read Kimi's compressed-tensors experts (aiconfigurator PR 757, on 1.2.0rc5; no later support seen).
 OLDEST_CAPABILITY = {WeightFormat.NVFP4: (10, 0), WeightFormat.FP8_BLOCK: (9, 0), WeightFormat.BF16: (8, 0)}
+ANY, HOPPER_ON, BLACKWELL_ON, WORKSTATION = (0, 0), (9, 0), (10, 0), (12, 0)
+# TensorRT-LLM's MoE kernels: the weight formats of which they load experts (some hand a format over to CUTLASS with a
+# warning), and the compute capabilities, from and below. A kernel that is not listed is not judged.
+# fused_moe/create_moe.py at 01f8de52 and fused_moe/MOE_DEVELOPER_GUIDE.md at 04c2347b.
+EVERY_FORMAT = frozenset(OLDEST_CAPABILITY)
+EXPERT_KERNELS = {
+    "TRTLLM": (EVERY_FORMAT, BLACKWELL_ON, WORKSTATION),
+    "CUTEDSL": (EVERY_FORMAT, BLACKWELL_ON, None),
+    "DEEPGEMM": (frozenset({WeightFormat.FP8_BLOCK}), HOPPER_ON, WORKSTATION),
+    "TRITON": (frozenset({WeightFormat.BF16}), HOPPER_ON, BLACKWELL_ON),
+    "MARLIN": (EVERY_FORMAT, (8, 9), BLACKWELL_ON),
+    "MEGAMOE_DEEPGEMM": (frozenset[WeightFormat](), ANY, None),  # MXFP4 weights
+}
 # The highest acceptance published for a Kimi head is 0.906 per draft token (MT-Bench math, draft length 3). Even there
 # the 17th draft token adds 2 % to the tokens of a step, and drafting it takes 4 % of a plain step (B200, tensor
 # parallel 4), its verification not counted.
@@ -122,6 +135,20 @@ def format_refusal(model: ModelSpec, capability: str | None, name: str = "") -> 
     message = f"{what} has no tensor cores for {model.quant.format} weights, which TensorRT-LLM runs from "
     message += f"{'.'.join(map(str, oldest))} on"
     return Problem("TS-ROUTE-GPU", "error", "gpu", message, HOPPER)
+
+
+def kernel_refusal(kernel: str, format: WeightFormat | None, capability: str | None) -> str | None:
+    """Why a MoE kernel does not run experts of this format on a GPU of that compute capability; None for a format or a
+    capability: not known, so not judged."""
+    formats, oldest, below = EXPERT_KERNELS.get(kernel, (EVERY_FORMAT, ANY, None))
+    if format in EVERY_FORMAT and format not in formats:
+        taken = " and ".join(sorted(formats)) or "MXFP4"
+        return f"the {kernel} kernels load {taken} experts; these are {format}"
+    number = _number(capability) if capability else None
+    if number and (number < oldest or (below and number >= below)):
+        limits = f"from {'.'.join(map(str, oldest))} on" + (f" and below {'.'.join(map(str, below))}" if below else "")
+        return f"the {kernel} kernels are for compute capabilities {limits}; this GPU has {capability}"
+    return None
 
 
 def _number(capability: str) -> tuple[int, int]:

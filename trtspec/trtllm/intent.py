@@ -59,7 +59,7 @@ class Intent:
         str,
         typer.Option(
             "--trtllm-version",
-            show_default="the installed one, else the newest known to run the model",
+            show_default="the installed one, else the newest one known",
             help="Exact TensorRT-LLM version, such as 1.3.0rc20.",
         ),
     ] = ""
