@@ -144,7 +144,8 @@ class Grammars:
                 try:
                     process = process or await self._started()
                 except OSError as error:
-                    result.cancelled() or result.set_result({"error": f"no process can compile it: {error.strerror}"})
+                    if not result.done():
+                        result.set_result({"error": f"no process can compile it: {error.strerror}"})
                 if result.done() or process is None:
                     continue
                 assert process.stdin is not None and process.stdout is not None
