@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trtspec.bench.battery import make_battery
+from trtspec.bench.gate import answers_needed
 
 from tests.command_line import trtspec
 from trtspec.bench.acceptance import summarize
-from trtspec.bench.battery import make_battery
 from trtspec.bench.datasets import load_dataset
-from trtspec.bench.gate import answers_needed
 from trtspec.bench.prove import (
     CHECKED,
     LONG_LOSS,

@@ -294,7 +294,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(target_dir: Path) -> N
     options = ServerOptions(dtype="float32", max_batch_size=10**7, max_seq_len=256)
     with pytest.raises(MissingDependency, match="requests of 256 tokens") as caught:
         build_engine(target_dir, None, options)
-    found = re.search(r"--max-batch-size (\d+)", caught.value.remedy or "")
+    found = re.search(r"`max_batch_size` (\d+)", caught.value.remedy or "")
     assert found is not None
     require_memory(target_dir, None, replace(options, max_batch_size=int(found[1]) * 9 // 10), torch.float32)
     if torch.cuda.is_available():

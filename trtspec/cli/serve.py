@@ -14,7 +14,7 @@ import typer
 
 from trtspec.errors import CheckFailed, MissingDependency, UsageError, has_errors
 from trtspec.launch.options import ENGINE, FRONT, REFERENCE, VLLM, ServeOptions
-from trtspec.records import checked, words
+from trtspec.records import words
 
 if TYPE_CHECKING:
     from trtspec.checkpoint.hub import Resolved
@@ -28,7 +28,6 @@ def serve(options: ServeOptions) -> None:
     from trtspec.client.addresses import bearer
 
     bearer(options.api_key, "the key of --api-key or TRTSPEC_SERVE_API_KEY")
-    options = checked(options, options.mode)
     servers = {ENGINE: _serve_trtllm, FRONT: _serve_front, VLLM: _serve_vllm, REFERENCE: _serve_reference}
     servers[options.mode](options)
 

@@ -109,7 +109,7 @@ def check_request(request: GenerationRequest, max_seq_len: int, vocab_size: int,
         raise RequestRefused("the prompt has no tokens", "send at least one token", "prompt")
     if length >= max_seq_len:
         message = f"{length} prompt tokens leave no room in a context of {max_seq_len} tokens"
-        raise PromptTooLong(message, "shorten the prompt or raise --max-seq-len", "prompt")
+        raise PromptTooLong(message, "shorten the prompt or raise `max_seq_len`", "prompt")
     if request.max_tokens < 1:
         raise RequestRefused(f"max_tokens is {request.max_tokens}", "ask for at least one token", "max_tokens")
     check_tokens(request.prompt_ids, "prompt")

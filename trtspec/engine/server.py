@@ -115,7 +115,7 @@ def allow_many_connections() -> None:
 def compute_dtype(options: ServerOptions) -> torch.dtype:
     """The type to compute in. Raises UsageError or MissingDependency for types and devices that are not."""
     if options.dtype not in DTYPES:
-        raise UsageError(f"dtype {options.dtype!r} is not one of {', '.join(DTYPES)}", "use --dtype auto")
+        raise UsageError(f"dtype {options.dtype!r} is not one of {', '.join(DTYPES)}", "use `dtype` auto")
     check_device(options.device)
     return serving_dtype(options.device) if options.dtype == "auto" else getattr(torch, options.dtype)
 
@@ -164,7 +164,7 @@ def warm_up(engine: Engine) -> None:
     )
     if not all(math.isfinite(token.logprob) for token in made["warm-up"].logprobs):
         raise TrtspecError(
-            f"the target computes NaN or infinity in {dtype_name(engine.target.dtype)}", "use --dtype float32"
+            f"the target computes NaN or infinity in {dtype_name(engine.target.dtype)}", "use `dtype` float32"
         )
     engine.reset_counters()
 
@@ -192,7 +192,7 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise TrtspecError(
-            f"cannot listen on {host}:{port}: {reason}", "stop what uses the port, or pass --port"
+            f"cannot listen on {host}:{port}: {reason}", "stop what uses the port, or pass `port`"
         ) from None
 
 

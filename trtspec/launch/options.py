@@ -11,10 +11,10 @@ import typer
 
 from trtspec.records import DryRunOption, Excludes, HeadOption, JsonOption, Mode, Modes, Needs, TargetArgument
 
-ENGINE = Mode("the TensorRT-LLM engine", "--backend trtllm", "TensorRT-LLM")
-FRONT = Mode("the front of a disaggregated deployment", "--disaggregated FILE", "TensorRT-LLM")
-VLLM = Mode("vLLM", "--backend vllm", "vLLM")
-REFERENCE = Mode("the reference backend", "--backend reference", "reference backend")
+ENGINE = Mode("the TensorRT-LLM engine", "`backend` trtllm", "TensorRT-LLM")
+FRONT = Mode("the front of a disaggregated deployment", "`disaggregated` FILE", "TensorRT-LLM")
+VLLM = Mode("vLLM", "`backend` vllm", "vLLM")
+REFERENCE = Mode("the reference backend", "`backend` reference", "the reference backend")
 SERVERS = Modes(ENGINE, VLLM, REFERENCE)  # whatever generates
 LAUNCHED = Modes(ENGINE, FRONT, VLLM)  # whatever runs in a process of its own
 

@@ -184,7 +184,7 @@ def _wait_ready(process: subprocess.Popen[str], launch: ServerLaunch, started: f
             return False
     except RequestFailed:
         message = f"the server was not ready after {limits.startup:.0f} s"
-        remedy = "look at the log above, or pass a larger --startup-timeout"
+        remedy = "look at the log above, or pass a larger `startup_timeout`"
         raise ServerFailed(message, remedy, "TS-SERVE-NOT-READY") from None
     other, failure = stranger(endpoint, process.pid), ""
     if endpoint.generates and not other:
@@ -193,10 +193,10 @@ def _wait_ready(process: subprocess.Popen[str], launch: ServerLaunch, started: f
         return False
     if other:
         message = f"{other} answers on port {endpoint.port}, and this launch did not start it"
-        raise ServerFailed(message, "stop it, or pass another --port", "TS-SERVE-OTHER-SERVER")
+        raise ServerFailed(message, "stop it, or pass another `port`", "TS-SERVE-OTHER-SERVER")
     if failure:
         message = f"the server answers /health and does not generate: {failure}"
-        remedy = "look at the log above; lower the load, or drop --head to tell them apart"
+        remedy = "look at the log above; lower the load, or drop `head` to tell them apart"
         raise ServerFailed(message, remedy, "TS-SERVE-NOT-READY")
     return True
 
@@ -233,7 +233,7 @@ def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[
         announce(f"trtspec: no answer from /health ({failed} of {limits.health_failures})")
         if failed >= limits.health_failures:
             message = f"the server hangs: {failed} looks at /health in a row without an answer; it was ended"
-            remedy = "look at the log above; --health-interval and --health-failures set when a server counts as hung"
+            remedy = "look at the log above; `health_interval` and `health_failures` set when a server counts as hung"
             raise ServerFailed(message, remedy, "TS-SERVE-HUNG")
 
 
@@ -271,7 +271,7 @@ def _fail(launch: ServerLaunch, status: int, tail: list[str], ready: bool, asked
         raise ServerFailed(message, remedy, "TS-SERVE-KILLED", status)
     if asked and status == KILLED:
         message = f"the server did not end within {grace:g} s of the signal and was killed"
-        raise ServerFailed(message, "give it longer with --stop-grace", "TS-SERVE-KILLED", status)
+        raise ServerFailed(message, "give it longer with `stop_grace`", "TS-SERVE-KILLED", status)
     known = patterns.explain(tail)
     ended = f"{patterns.engine} ended {'while serving' if ready else 'before it was ready'} with status {status}"
     if known is None and status == KILLED:
