@@ -36,7 +36,7 @@ SELECTING = {
     "serve": {"backend", "disaggregated", "dry_run", "json_"},
     "quantize": {"engine", "shard", "merge"},
     "train": {"dry_run"},
-    "check": {"against"},
+    "check": {"score"},
     "inspect": {"against", "run", "states"},
     "watch": {"once"},
 }
@@ -119,12 +119,12 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     found = Stage({name: str(path) for name, path in places.items()}, room / "run" / "out", server)
     # below the ports that the system gives to outgoing connections of other tests
     found.places |= {"nowhere": "http://127.0.0.1:9", "port": "21310", "taken": str(server.server_port)}
-    short = ["check", server.url, "--max-tokens", 8, "--contexts", 0]
+    short = ["check", server.url, "--max-tokens", 8, "--context-tokens", 0, "--tokenizer", "kimi-nano"]
     for words in (
         ["quantize", places["target"], "-o", places["nvfp4"]],
         ["bench", server.url, "--samples", 2, "--concurrency", 1, "--max-tokens", 8, "-o", room / "bench"],
-        [*short, "--samples", 3, "--record", places["recording"]],
-        [*short, "--samples", 2, "--record", places["shorter"]],
+        [*short, "--samples", 2, "--record", places["recording"]],
+        [*short, "--samples", 1, "--record", places["shorter"]],
     ):
         done = trtspec(*words)
         assert done.status in (0, 3), done.stderr

@@ -79,8 +79,6 @@ def _show_and_launch(plan: ServerPlan, options: ServeOptions) -> None:
 
 
 def _serve_reference(options: ServeOptions) -> None:
-    if options.drafter == "eagle3" and not options.head:
-        raise UsageError("--speculation eagle3 needs a head", "pass --head")
     if options.dry_run or options.json_:
         _show(options)
     if not options.dry_run:
@@ -98,7 +96,7 @@ def _show(options: ServeOptions) -> None:
         require_target(target.resolved.path)
     if options.head:
         load_head(options.head)
-    chosen = replace(options, api_key=None, speculation=options.drafter or "none", dry_run=False, json_=False)
+    chosen = replace(options, api_key=None, dry_run=False, json_=False)
     command = words(chosen, always=("backend", "host", "port", "dtype", "device"))
     argv = [sys.executable, "-m", "trtspec", "serve", *command]
     if options.json_:
@@ -133,8 +131,6 @@ def _run(options: ServeOptions) -> None:
         port=options.port,
         dtype=options.dtype,
         device=options.device,
-        drafter=options.drafter,
-        prefix_reuse=options.prefix_reuse != "off",
         served_model_name=options.served_model_name or target[1],
         api_key=options.api_key,
         **known,
