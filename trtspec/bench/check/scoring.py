@@ -15,8 +15,8 @@ from typing import Any
 
 from trtspec.bench.check.asking import Asker
 from trtspec.bench.check.prompts import request_of
-from trtspec.bench.check.rows import faulty, greedy_answers, sampled_answers, speculates
-from trtspec.bench.check.thresholds import CERTAIN, NEAR
+from trtspec.bench.check.rows import UNKNOWN, faulty, greedy_answers, sampled_answers, speculates
+from trtspec.bench.check.thresholds import CERTAIN
 from trtspec.client.client import Endpoint, RequestFailed, complete, finite
 from trtspec.client.exchange import Exchange, Score
 
@@ -151,7 +151,7 @@ def score_by_recording(got: Sequence[Exchange], plain: Sequence[Exchange], token
         equal = (EQUAL,) * place
         if place == len(one.token_ids) or (place == len(best.token_ids) and best.finish == "length"):
             return replace(one, scores=equal or (EQUAL,))
-        gap = NEAR * 1.01
+        gap = UNKNOWN
         if place < len(best.scores):
             name = tokenizer.decode([one.token_ids[place]])
             gap = best.scores[place].near.get(name, CERTAIN[1] + 1)
