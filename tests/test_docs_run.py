@@ -39,7 +39,8 @@ STAND_INS = {
     "moonshotai/Kimi-K2.6": "target", "nvidia/Kimi-K2.6-NVFP4": "target", "nvidia/Kimi-K2.5-NVFP4": "target",
     "NVFP4": "nvfp4", "HEAD": "shipped", "CONVERTED": "converted", "nvidia/Kimi-K2.5-Eagle3": "shipped",
     "lightseekorg/kimi-k2.5-eagle3-mla": "shipped", "$OUT": "slurm-out", "/shared/OUT": "shared-out",
-    "mt-bench": "nano",
+    "mt-bench": "nano", "my-kimi": "target", "my-kimi-nvfp4": "nvfp4", "published-head": "shipped",
+    "baseline/1": "week-1", "baseline/2": "week-2",
     "nvidia/Nemotron-Post-Training-Dataset-v2": "prompts.jsonl",
 }  # fmt: skip
 # the same, in commands that read configurations or names alone

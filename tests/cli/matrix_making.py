@@ -148,6 +148,9 @@ DRAFTED = effects(
     json_="--json",
 )
 MAKING: dict[str, dict[str, Situation]] = {
+    "explain": {"": Situation(("explain", "TS-PAIR-WIDTH"), effects(
+        code=Effect(instead=("explain", "TS-PAIR-VOCAB")), json_="--json",
+    ))},
     "doctor": {"": Situation(("doctor",), effects(json_="--json"))},
     "demo": {
         "": Situation(

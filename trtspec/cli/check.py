@@ -12,7 +12,7 @@ import typer
 from trtspec import report
 from trtspec.cli.options import request_limits_of
 from trtspec.errors import Problem, UsageError
-from trtspec.records import ForceOption, JsonOption, Mode, Modes, Needs, checked, refuse_empty
+from trtspec.records import ForceOption, JsonOption, Mode, Modes, Needs, checked
 
 if TYPE_CHECKING:
     from trtspec.bench.check.asking import Asker
@@ -77,7 +77,6 @@ def check(options: CheckOptions) -> None:
     """
     import asyncio
 
-    refuse_empty(options)
     options = checked(options, SCORE if options.score else ALONE)
     if unknown := set(options.accept_unmeasured) - CODES.keys():
         raise UsageError(f"--accept-unmeasured {min(unknown)} is no row of check", f"the rows are {', '.join(CODES)}")

@@ -25,10 +25,10 @@ from trtspec.errors import TrtspecError, UsageError
 T = TypeVar("T")
 # keys of a request that options set -> what to do in place of giving them in --extra-body; commands add their own
 OWNED = {
-    "model": "give --model",
-    "max_tokens": "give --max-tokens",
-    "max_completion_tokens": "give --max-tokens",
-    "temperature": "give --temperature",
+    "model": "give `model`",
+    "max_tokens": "give `max_tokens`",
+    "max_completion_tokens": "give `max_tokens`",
+    "temperature": "give `temperature`",
     "n": "leave it out: one answer is read of each request",
     "best_of": "leave it out: one answer is read of each request",
 }
@@ -115,7 +115,7 @@ def refuse_owned(extra_body: Mapping[str, Any], owned: Mapping[str, str]) -> Non
     """Raises UsageError for the first key of `extra_body` that is in `owned`."""
     for key in extra_body:
         if key in owned:
-            raise UsageError(f"--extra-body must not set {key}", owned[key])
+            raise UsageError(f"`extra_body` must not set {key}", owned[key])
 
 
 def new_client(
