@@ -44,25 +44,22 @@ async def score_answers(asker: Asker, got: Sequence[Exchange]) -> tuple[list[Exc
     asker.bar.say(f"scoring {sum(id(one) in judged for one in (*got, *own))} answers")
     known: dict[Any, tuple[Score, ...]] = {}
     both = [*got, *own]
-    unique = {(_prompt(one), one.token_ids): one for one in both if id(one) in judged}
+
+    def same(one: Exchange) -> tuple[Any, ...]:
+        """What equal answers share, so that they are scored once."""
+        return _prompt(one), one.token_ids, one.kind == "sampled"
 
     async def scored(one: Exchange) -> None:
-        if asker.server.adapter.scores == "echo":
-            known[_prompt(one), one.token_ids] = await _echoed(asker, one)
-        elif asker.server.adapter.scores == "continuations":
-            known[_prompt(one), one.token_ids] = await _continued(asker, one, plain.get(one.key))
-
-    room = asyncio.Semaphore(asker.concurrency)
-
-    async def limited(one: Exchange) -> None:
         async with room:
-            await scored(one)
+            if asker.server.adapter.scores == "echo":
+                known[same(one)] = await _echoed(asker, one)
+            elif asker.server.adapter.scores == "continuations":
+                known[same(one)] = await _continued(asker, one, plain.get(one.key))
             asker.bar.advance(1)
 
-    await asyncio.gather(*map(limited, unique.values()))
-    filled = [
-        replace(one, scores=known.get((_prompt(one), one.token_ids), ())) if id(one) in judged else one for one in both
-    ]
+    room = asyncio.Semaphore(asker.concurrency)
+    await asyncio.gather(*map(scored, {same(one): one for one in both if id(one) in judged}.values()))
+    filled = [replace(one, scores=known.get(same(one), ())) if id(one) in judged else one for one in both]
     return filled[: len(got)], [*filled[len(got) :], *answered]
 
 
