@@ -214,7 +214,7 @@ def train(side: Side) -> None:
 
 def greedy(side: Side) -> None:
     """Tokens and steps of greedy answers by the reference server, with every kind of head and without."""
-    heads = {"none": [], "lookup": ["--speculation", "prompt-lookup"]}
+    heads = {"none": []}
     kinds = sorted(path.name for path in (side.inputs / "nano-heads").iterdir())
     for kind in kinds if side.whole else ("shipped", "mha-3-128", "mla-3-full"):
         heads[kind] = ["--head", str(side.inputs / "nano-heads" / kind)]

@@ -92,7 +92,7 @@ class Workshop:
         """Free-running generation; 95 % interval over prompts and the distinct 4-grams of the answers."""
         longest = max(map(len, prompts)) + max_tokens
         sizes = EngineOptions(
-            drafter="eagle3", draft_len=draft_len, max_batch_size=BATCH_ROWS,
+            draft_len=draft_len, max_batch_size=BATCH_ROWS,
             max_seq_len=longest + draft_len,
         )  # fmt: skip
         engine = Engine(self.target, head, sizes, self.tokenizer)

@@ -106,7 +106,7 @@ class Models:
 
     def engine(self, drafts: int, rows: int, dtype: torch.dtype | None = None, **options: object) -> Engine:
         target, head = self.on(self.device, dtype or self.dtype)
-        sizes = EngineOptions("eagle3" if drafts else None, drafts or DRAFTS, rows, 512)
+        sizes = EngineOptions(drafts or DRAFTS, rows, 512)
         return Engine(target, head if drafts else None, replace(sizes, **options))  # type: ignore[arg-type]
 
     def wait(self) -> None:

@@ -29,9 +29,9 @@ def check_device(device: str) -> None:
     except RuntimeError:
         kind = ""
     if kind not in ("cpu", "cuda"):
-        raise UsageError(f"--device {device} is neither cpu nor cuda", "use cpu, cuda or cuda:1")
+        raise UsageError(f"`device` {device} is neither cpu nor cuda", "use cpu, cuda or cuda:1")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise MissingDependency(f"--device {device}: torch sees no GPU", "use --device cpu, or install CUDA")
+        raise MissingDependency(f"`device` {device}: torch sees no GPU", "use `device` cpu, or install CUDA")
 
 
 def free_bytes(device: str) -> int:
@@ -123,9 +123,9 @@ def require_fitting(path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpe
     if needed <= free:
         return
     if rows := found.rows_in(free):
-        remedy = f"use --max-batch-size {rows}, or a --max-seq-len below {load.length}"
+        remedy = f"use `max_batch_size` {rows}, or a `max_seq_len` below {load.length}"
     elif length := found.length_in(free):
-        remedy = f"use --max-batch-size 1 --max-seq-len {length}"
+        remedy = f"use `max_batch_size` 1 `max_seq_len` {length}"
     else:
         remedy = "use a machine with more memory, or a smaller target: its weights alone do not fit"
     raise MissingDependency(
