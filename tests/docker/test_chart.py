@@ -359,13 +359,13 @@ def test_values_without_a_recipe_are_refused() -> None:
 
 def test_tags_schemas_and_the_table_of_the_documents_agree() -> None:
     """One version is the default everywhere, and every tag that a file names stands in the table with its line."""
-    table = dict(re.findall(r"^\| `(\d[^`]*)` \| ([^|]+?) \|", (ROOT / "docs/deploy.md").read_text(), re.MULTILINE))
+    table = dict(re.findall(r"^\| `(\d[^`]*)` \| ([^|]+?) \|", (ROOT / "docs/hardware.md").read_text(), re.MULTILINE))
     default = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
     tags = {load(path)["image"]["tag"].partition("-")[0] for path in EVERY} | {default}
     for file in ("serve.Dockerfile", "kimi-k2.5.env", "kimi-k2.6.env", "kimi-k2.7.env"):
         text = (ROOT / "docker" / file).read_text()
         tags |= set(re.findall(r"TRTLLM_VERSION=([0-9][\w.]*)", text))
-    assert tags <= set(table), f"not in docs/deploy.md: {tags - set(table)}"
+    assert tags <= set(table), f"not in docs/hardware.md: {tags - set(table)}"
     for tag, line in table.items():
         assert schema_for(tag).line == line
     from trtspec.checkpoint.hub import load_head, load_target
