@@ -29,9 +29,7 @@ class ProveOptions:
         tuple[str, ...], argument("After `--`: options of `trtspec serve` for both launches.", "[-- OPTIONS]")
     ] = ()
     head: HeadOption = None
-    output: Annotated[Path, option("Directory of the proof; run again to resume.", "-o", "--output-dir")] = Path(
-        "proof"
-    )
+    output: Annotated[Path, option("Directory of the proof; run again to resume.", "-o")] = Path("proof")
     backend: Annotated[
         Literal["trtllm", "vllm", "reference"], option("What serves; reference rehearses a proof on a CPU.")
     ] = "trtllm"
