@@ -111,7 +111,7 @@ def test_acceptance_below_the_floor_fails_and_none_is_not_proven() -> None:
     assert "acceptance" in failed(check("collapse", limits=Limits(min_acceptance=1.5)))
     rows = judge(*scored(recorded(Toy(TOKENIZER, drafts=0)), Toy(TOKENIZER, drafts=0)), Limits())
     verdict = Verdict(rows=tuple(rows))
-    assert verdict.line == "NOT PROVEN: acceptance: each step brought one token: no draft was accepted"
+    assert verdict.line == "NOT PROVEN: acceptance: 1.00 tokens per step: no draft was accepted"
     assert Verdict(rows=tuple(rows), accepted=frozenset({"acceptance"})).word == "SAFE"
 
 
