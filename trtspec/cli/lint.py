@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from trtspec.records import JsonOption
+from trtspec.records import JsonOption, argument, option
 
 if TYPE_CHECKING:
     from trtspec.errors import Problem, Severity, TrtspecError
@@ -27,31 +25,24 @@ class LintOptions:
 
     files: Annotated[
         tuple[str, ...],
-        typer.Argument(
-            metavar="FILE",
-            help="Engine YAML, or `-` for standard input. After `--`: the trtllm-serve options used with it.",
+        argument(
+            "Engine YAML, or `-` for standard input. After `--`: the trtllm-serve options used with it.", metavar="FILE"
         ),
     ]
     trtllm_version: Annotated[
-        str | None,
-        typer.Option(help="Version to check for. Default: the one in the file's first line, else the installed one."),
+        str | None, option("Version to check for. Default: the one in the file's first line, else the installed one.")
     ] = None
-    target: Annotated[str | None, typer.Option(help="Target that the file is for: a directory or a hub id.")] = None
-    head: Annotated[str | None, typer.Option(help="Eagle3 head that the file is for: a directory or a hub id.")] = None
+    target: Annotated[str | None, option("Target that the file is for: a directory or a hub id.")] = None
+    head: Annotated[str | None, option("Eagle3 head that the file is for: a directory or a hub id.")] = None
     gpu: Annotated[
-        str | None, typer.Option(help="GPU type that the file is for: b200, gb200, b300, gb300, h200, h100, or sm120.")
+        str | None, option("GPU type that the file is for: b200, gb200, b300, gb300, h200, h100, or sm120.")
     ] = None
     installed: Annotated[
-        bool,
-        typer.Option(
-            "--installed", help="Also validate with the classes of the installed TensorRT-LLM, in a separate process."
-        ),
+        bool, option("Also validate with the classes of the installed TensorRT-LLM, in a separate process.")
     ] = False
-    fix: Annotated[bool, typer.Option("--fix", help="Apply the corrections that are certain to the file.")] = False
-    diff: Annotated[
-        bool, typer.Option("--diff", help="Print these corrections as a unified diff; writes nothing without --fix.")
-    ] = False
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with status 3 on warnings too.")] = False
+    fix: Annotated[bool, option("Apply the corrections that are certain to the file.")] = False
+    diff: Annotated[bool, option("Print these corrections as a unified diff; writes nothing without --fix.")] = False
+    strict: Annotated[bool, option("Exit with status 3 on warnings too.")] = False
     json_: JsonOption = False
 
     def split(self) -> tuple[list[str], list[str] | None]:
