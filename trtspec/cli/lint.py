@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from trtspec.records import JsonOption
+from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError
+from trtspec.records import JsonOption, argument, option
+from trtspec.report import Result, problem_lines, write_stderr
 
 if TYPE_CHECKING:
-    from trtspec.errors import Problem, Severity, TrtspecError
+    from trtspec.errors import Severity
     from trtspec.trtllm.deployment import Finding
     from trtspec.trtllm.document import Document
     from trtspec.trtllm.lint import Verdict
 
-STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
-MOST_COLUMNS = 160  # of a source line in the output
+MOST_COLUMNS = 65  # of a source line in the output, which then fits 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,31 +25,24 @@ class LintOptions:
 
     files: Annotated[
         tuple[str, ...],
-        typer.Argument(
-            metavar="FILE",
-            help="Engine YAML, or `-` for standard input. After `--`: the trtllm-serve options used with it.",
+        argument(
+            "Engine YAML, or `-` for standard input. After `--`: the trtllm-serve options used with it.", metavar="FILE"
         ),
     ]
     trtllm_version: Annotated[
-        str | None,
-        typer.Option(help="Version to check for. Default: the one in the file's first line, else the installed one."),
+        str | None, option("Version to check for. Default: the one in the file's first line, else the installed one.")
     ] = None
-    target: Annotated[str | None, typer.Option(help="Target that the file is for: a directory or a hub id.")] = None
-    head: Annotated[str | None, typer.Option(help="Eagle3 head that the file is for: a directory or a hub id.")] = None
+    target: Annotated[str | None, option("Target that the file is for: a directory or a hub id.")] = None
+    head: Annotated[str | None, option("Eagle3 head that the file is for: a directory or a hub id.")] = None
     gpu: Annotated[
-        str | None, typer.Option(help="GPU type that the file is for: b200, gb200, b300, gb300, h200, h100, or sm120.")
+        str | None, option("GPU type that the file is for: b200, gb200, b300, gb300, h200, h100, or sm120.")
     ] = None
     installed: Annotated[
-        bool,
-        typer.Option(
-            "--installed", help="Also validate with the classes of the installed TensorRT-LLM, in a separate process."
-        ),
+        bool, option("Also validate with the classes of the installed TensorRT-LLM, in a separate process.")
     ] = False
-    fix: Annotated[bool, typer.Option("--fix", help="Apply the corrections that are certain to the file.")] = False
-    diff: Annotated[
-        bool, typer.Option("--diff", help="Print these corrections as a unified diff; writes nothing without --fix.")
-    ] = False
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with status 3 on warnings too.")] = False
+    fix: Annotated[bool, option("Apply the corrections that are certain to the file.")] = False
+    diff: Annotated[bool, option("Print these corrections as a unified diff; writes nothing without --fix.")] = False
+    strict: Annotated[bool, option("Exit with status 3 on warnings too.")] = False
     json_: JsonOption = False
 
     def split(self) -> tuple[list[str], list[str] | None]:
@@ -98,11 +89,8 @@ class Judged:
         return found | ({"error": self.error.to_dict()} if self.error else {})
 
 
-def lint(options: LintOptions) -> None:
+def lint(options: LintOptions) -> Result:
     """Check engine YAML files for one TensorRT-LLM version; report every problem with its line, code and remedy."""
-    from trtspec.errors import CheckFailed, UsageError
-    from trtspec.report import print_json
-
     files, passed = options.split()
     if not files:
         raise UsageError("no file is given before the options of trtllm-serve", "pass the engine YAML first")
@@ -111,29 +99,23 @@ def lint(options: LintOptions) -> None:
     if len(set(files)) < len(files):
         raise UsageError("a file is given twice", "give each file once")
     judged = [_judge(file, passed, options) for file in files]
-    if options.json_:
-        print_json(_as_json(judged))
-    else:
-        for item in judged:
-            _print(item, options)
-    _raise_failures(judged)
-    if any(not item.ok for item in judged):
-        names = ", ".join(item.name for item in judged if not item.ok)
-        versions = ", ".join(dict.fromkeys(str(item.version) for item in judged if not item.ok))
-        raise CheckFailed(f"TensorRT-LLM {versions} would not start with {names}, or not do what it says")
-    if options.strict and (warned := [item.name for item in judged if item.count("warning")]):
-        raise CheckFailed(f"--strict: there are warnings about {', '.join(warned)}")
+    failed = [(item.name, item.error.message) for item in judged if item.error is not None and len(judged) > 1]
+    write_stderr("".join(f"{name}: not judged: {message}\n" for name, message in failed))
+    return Result(_as_json(judged), lines=[line for item in judged for line in _lines(item)],
+                  failure=_failure(judged, options.strict))  # fmt: skip
 
 
-def _raise_failures(judged: list[Judged]) -> None:
-    """Raises the error of the first file that could not be judged; of several files, stderr names each such one."""
-    from trtspec.report import write_stderr
-
-    failures = [(item.name, item.error) for item in judged if item.error is not None]
-    if len(judged) > 1:
-        write_stderr("".join(f"{name}: not judged: {error.message}\n" for name, error in failures))
-    if failures:
-        raise failures[0][1]
+def _failure(judged: list[Judged], strict: bool) -> TrtspecError | None:
+    """The error of the first file that could not be judged, else what the problems mean."""
+    wrong, warned = [item for item in judged if not item.ok], [item.name for item in judged if item.count("warning")]
+    unjudged = next((item.error for item in judged if item.error is not None), None)
+    if unjudged is not None:
+        return unjudged
+    if wrong:
+        versions = ", ".join(dict.fromkeys(str(item.version) for item in wrong))
+        names = ", ".join(item.name for item in wrong)
+        return CheckFailed(f"TensorRT-LLM {versions} would reject {names} or ignore a part of it")
+    return CheckFailed(f"--strict: there are warnings about {', '.join(warned)}") if strict and warned else None
 
 
 def _as_json(judged: list[Judged]) -> dict[str, Any]:
@@ -153,7 +135,6 @@ def _as_json(judged: list[Judged]) -> dict[str, Any]:
 def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
     import os
 
-    from trtspec.errors import TrtspecError
     from trtspec.trtllm.deployment import deployment_of
     from trtspec.trtllm.document import Document
     from trtspec.trtllm.lint import fix
@@ -191,7 +172,6 @@ def _engine_verdict(document: Document, asked: str | None) -> Verdict:
     """The installed engine's verdict; raises UsageError when another version was asked for."""
     from packaging.version import Version
 
-    from trtspec.errors import UsageError
     from trtspec.trtllm.lint import judge
     from trtspec.trtllm.schema import parse_version
 
@@ -216,7 +196,6 @@ def _write(file: str, text: str) -> None:
     """Behind a link the file itself is written, and keeps its permissions."""
     from pathlib import Path
 
-    from trtspec.errors import TrtspecError
     from trtspec.report import write_atomic
 
     place = Path(file).resolve()
@@ -228,47 +207,22 @@ def _write(file: str, text: str) -> None:
         raise TrtspecError(f"{file} cannot be written: {error.strerror}", "print the corrections with --diff") from None
 
 
-def _print(judged: Judged, options: LintOptions) -> None:
-    parts = list(_output(judged))
-    if not sys.stdout.isatty():
-        sys.stdout.write("".join(text for text, _ in parts))
-        return
-    from rich.console import Console  # takes NO_COLOR and TERM into account
-    from rich.text import Text
-
-    Console(highlight=False, soft_wrap=True).print(Text.assemble(*parts), end="")
-
-
-def _output(judged: Judged) -> Iterator[tuple[str, str]]:
-    """The pieces of the output with their styles."""
-    for line in judged.diff.splitlines():
-        colour = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1], "")
-        yield f"{line}\n", colour
+def _lines(judged: Judged) -> Iterator[str]:
+    yield from judged.diff.splitlines()
     for finding in judged.corrected:
-        yield "fixed   ", "bold green"
-        yield f"{finding.code} {finding.key}: {finding.remedy}\n", ""
+        yield f"fixed   {finding.code} {finding.key}: {finding.remedy}"
     if judged.error is not None:
         return
-    for problem in judged.wrong:
-        yield from _problem(problem.severity, f"{problem.code} {problem.where}: {problem.message}", problem.remedy)
+    yield from problem_lines(judged.wrong)
     for finding in judged.findings:
         at = ":".join(str(part) for part in (judged.name, finding.line, finding.column) if part is not None)
-        head = f"{finding.code} {at}{f' {finding.key}' if finding.key else ''}: {finding.message}"
-        excerpt = _excerpt(judged.document, finding) if judged.document and finding.line else []
-        yield from _problem(finding.severity, head, finding.remedy, excerpt)
+        place = f"{at} {finding.key}".rstrip()
+        head, *remedy = problem_lines([Problem(finding.code, finding.severity, place, finding.message, finding.remedy)])
+        yield from [head, *(_excerpt(judged.document, finding) if judged.document and finding.line else []), *remedy]
     errors, warnings = judged.count("error"), judged.count("warning")
     verdict = f"{errors} error{'s' if errors > 1 else ''}" if errors else "no errors"
     verdict += f", {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
-    yield f"{judged.name}: {verdict} for TensorRT-LLM {judged.version} ({judged.reason})\n", "bold"
-
-
-def _problem(severity: str, head: str, remedy: str, excerpt: list[str] | None = None) -> Iterator[tuple[str, str]]:
-    yield f"{severity:7} ", STYLES[severity]
-    yield f"{head}\n", ""
-    for number, line in enumerate(excerpt or []):
-        yield f"{line}\n", "dim" if number == 0 else STYLES[severity]
-    if remedy:
-        yield f"        -> {remedy}\n", ""
+    yield f"{judged.name}: {verdict} for TensorRT-LLM {judged.version} ({judged.reason})"
 
 
 def _excerpt(document: Document, finding: Finding) -> list[str]:
