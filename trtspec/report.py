@@ -9,6 +9,8 @@ import hashlib
 import json
 import os
 import platform
+import re
+import shutil
 import sys
 import tempfile
 import time
@@ -298,10 +300,27 @@ class Table:
 
 
 def print_tables(tables: Sequence[Table], lines: Sequence[str] = ()) -> None:
-    """To stdout, with the lines below them; plain text of 160 columns where stdout is not a terminal."""
+    """To stdout, with the lines below them: as wide as the terminal, or 160 columns where there is none."""
     if tables:
         _draw(tables)
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    sys.stdout.write("".join(f"{part}\n" for line in lines for part in fitting_lines(line, width)))
+
+
+def fitting_lines(line: str, width: int) -> list[str]:
+    """The line broken between words, a command so that it can still be copied. `width` 0: as it is."""
+    if not width or len(line) <= width:
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())]
+    command = line.lstrip().startswith(("trtspec ", "trtllm-serve ", "vllm ", "pip ", "helm "))
+    found, more = [indent], f"{indent}    "
+    for word in re.findall(r"(?:'[^']*'|\S)+", line):  # a quoted word stays whole
+        fits = len(found[-1]) + len(word) + 1 <= width - 2 * command
+        if found[-1].strip() and not fits:
+            found[-1] += " \\" if command else ""
+            found.append(more)
+        found[-1] += word if not found[-1].strip() else f" {word}"
+    return found
 
 
 def _draw(tables: Sequence[Table]) -> None:

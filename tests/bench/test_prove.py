@@ -11,12 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trtspec.bench.battery import make_battery
-from trtspec.bench.gate import answers_needed
 
 from tests.command_line import trtspec
-from trtspec.bench.acceptance import summarize
-from trtspec.bench.datasets import load_dataset
 from trtspec.bench.prove import (
     CHECKED,
     LONG_LOSS,
@@ -36,6 +32,8 @@ from trtspec.bench.prove import (
     taken,
 )
 from trtspec.bench.prove_page import prove_html, tables_of
+from trtspec.bench.questions.datasets import load_dataset
+from trtspec.bench.statistics import summarize
 from trtspec.checkpoint.writer import Journal
 from trtspec.cli.prove import absolute
 from trtspec.cli.prove_run import (

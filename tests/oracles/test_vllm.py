@@ -32,7 +32,7 @@ import pytest
 from tests.bench.honest import question_files
 from tests.engine.near_ties import first_divergence, quantized_rounding_at
 from tests.oracles.vllm_environment import IN_VLLM, vllm_environment
-from trtspec.bench.datasets import load_dataset, spread
+from trtspec.bench.questions.datasets import load_dataset, spread
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.client.servers import FROM_COUNTERS, VLLM, Counters, counters_in, read_samples
 from trtspec.data_files import DATA, kimi_nano_dir

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from trtspec.bench.tables import thinking_words
+from trtspec.bench.report.tables import thinking_words
 
 PLAIN = "plain"
 URL = "{url}"  # in a step's words: where its server answers

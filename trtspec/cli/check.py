@@ -134,7 +134,7 @@ async def _asked(options: CheckOptions, recorded: list[Exchange] | None, bar: re
     """The exchanges of `url`, and of the server without speculation, where there is one."""
     from trtspec.bench.check.asking import Battery, record
     from trtspec.bench.check.scoring import score_answers, score_by_recording
-    from trtspec.bench.datasets import load_dataset
+    from trtspec.bench.questions.datasets import load_dataset
 
     asker = await _connect(options, options.url, "the URL", bar)
     questions = load_dataset(options.dataset).questions

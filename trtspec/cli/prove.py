@@ -83,8 +83,8 @@ def prove(options: ProveOptions) -> None:
 
 def _setup(options: ProveOptions) -> ProveSetup:
     """What the options ask for. Raises UsageError for the first that cannot be."""
-    from trtspec.bench.datasets import NANO, load_dataset
     from trtspec.bench.prove import ProveSetup
+    from trtspec.bench.questions.datasets import NANO, load_dataset
     from trtspec.cli.prove_run import refuse_own_options
 
     if options.head is None:

@@ -228,7 +228,7 @@ def prepare(run: ProofRun, restart: bool) -> None:
     """The work directory with the prompts that the proof makes; the server of a killed run is ended."""
     import shutil
 
-    from trtspec.bench.datasets import left_out, load_dataset, text_of
+    from trtspec.bench.questions.datasets import left_out, load_dataset, text_of
 
     end_left_over(run.work)
     if restart:

@@ -208,7 +208,7 @@ class CompletionBody(GenerationBody):
     max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
-    best_of: Literal[1] = 1
+    best_of: int = Field(1, ge=1, le=1)
     suffix: Literal[""] = ""
     allow_special_tokens: bool = False
 

@@ -30,6 +30,7 @@ from trtspec.client.exchange import Exchange, Score
 
 Status = Literal["pass", "fail", "unmeasured"]
 Name = tuple[str, str]
+UNKNOWN = 1.01 * NEAR  # nats of a difference whose gap is not known: many of them fail, one does not
 GREEDY = ("text", "long", "turn-2", "call", "follow-up", "prompt", "stop")
 
 
@@ -69,7 +70,14 @@ def judge(got: Sequence[Exchange], plain: Sequence[Exchange] | None, limits: Lim
         theirs = []
     else:
         why = "" if plain else "needs the server without speculation (--score, --against)"
-        unknown = [greedy(got, theirs, limits.exact, why), sampled(got, theirs, why), parameters(got, theirs, why)]
+        first = greedy(got, theirs, limits.exact, why)
+        if first.faults:  # one cause, one row
+            unknown = [
+                first,
+                *(Row(name=name, why="greedy answers differ already") for name in ("sampled", "parameters")),
+            ]
+        else:
+            unknown = [first, sampled(got, theirs, why), parameters(got, theirs, why)]
     return [answers(got, theirs), prompts(got, theirs), *unknown[:2], transport(got, theirs), unknown[2],
             acceptance(got, limits.min_acceptance)]  # fmt: skip
 
@@ -160,7 +168,7 @@ def greedy(got: Sequence[Exchange], plain: Sequence[Exchange], exact: bool, why:
     """No token of a greedy answer is further behind the target's best than rounding explains."""
     asked = greedy_answers(got)
     scored = {(one.key, one.token_ids): one for one in asked if one.scores}
-    own = {(one.key, one.token_ids): regret(one) for one in greedy_answers(plain) if one.scores}
+    own = {(one.key, one.token_ids): regret(one) for one in greedy_answers(plain) if one.scores} or _repeated(plain)
     limit = EXACT if exact else min(CERTAIN[1], max(CERTAIN[0], 2 * max(own.values(), default=0.0)))
     regrets = {key: regret(one) for key, one in scored.items()}
     wrong = [key for key, value in regrets.items() if value > limit]
@@ -175,6 +183,14 @@ def greedy(got: Sequence[Exchange], plain: Sequence[Exchange], exact: bool, why:
             f"at most {max(regrets.values()):.3f} nats behind, without speculation {max(own.values(), default=0.0):.3f}"
         )
     return Row(name="greedy", seen=seen, of=len(asked), faults=faults, why=why or ("" if seen else "no scores"))
+
+
+def _repeated(plain: Sequence[Exchange]) -> dict[Any, float]:
+    """Of a recording without scores: by key that it answered twice, whether its own answers differ."""
+    found: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+    for one in greedy_answers(plain):
+        found[one.key].append(one.token_ids)
+    return {key: UNKNOWN if len({*ids}) > 1 else 0.0 for key, ids in found.items() if len(ids) > 1}
 
 
 def regret(one: Exchange) -> float:

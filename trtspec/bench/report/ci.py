@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trtspec.bench import tables
+from trtspec.bench.report import bench, tables
 from trtspec.bench.results import BenchResults
 from trtspec.errors import Problem, TrtspecError
 from trtspec.report import Table, write_stderr
@@ -110,22 +110,12 @@ def _escaped(text: str, properties: bool = False) -> str:
 
 
 def markdown(results: BenchResults, others: Sequence[BenchResults] = ()) -> str:
-    """The tables of the report and its findings."""
-    lines = [
-        f"# {results.name}: {results.server.model} on {results.server.kind}",
-        "",
-        tables.workload_line(results),
-        "",
-    ]
-    lines += [tables.quality_line(results), ""]
+    """The sentence, the findings and the tables of the report."""
+    lines = [f"# {bench.sentence(results)}", "", tables.workload_line(results), "", tables.quality_line(results), ""]
     for problem in results.problems:
         lines += [f"- **{problem.severity} {problem.code}** {problem.where}: {problem.message}. {problem.remedy}"]
     lines += [""] if results.problems else []
-    for table in [
-        *tables.all_tables(results),
-        *tables.card_tables(results, others),
-        *tables.published_tables(results, others),
-    ]:
+    for table in [*bench.all_tables(results, others), *tables.published_tables([results, *others])]:
         lines += [f"## {table.title}", "", *markdown_table(table), ""]
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     return "\n".join([*lines, f"Measured {results.created}. {versions}.", ""])

@@ -1,8 +1,7 @@
-"""Rows of the data sets that are known by name, in the words that the one reader of conversations knows.
+"""Rows of the data sets that are known by name, in the words that the reader of conversations knows.
 
-What a set calls its fields, where it lies and what a whole copy holds stands in data/datasets.yaml; here is how a field
-becomes a question or a picture. Pictures are taken out before the words are read, and passed to servers as
-parts of content.
+data/datasets.yaml says what a set calls its fields, where it is and what a whole copy holds. Pictures are taken out
+before the words are read, and sent as parts of the content.
 """
 
 from __future__ import annotations

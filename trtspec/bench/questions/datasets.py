@@ -1,8 +1,6 @@
-"""Prompt sets for bench and check: the questions of conversations, whichever way a file or a hub data set holds them.
+"""Data sets of bench and check: questions, however a file or a hub data set holds them.
 
-A question is asked turn by turn, each with the model's own earlier answers. A recorded trace (`replay`) is asked with
-the recorded messages instead: every request is the one that the agent once sent, so that the prefix grows and tools
-answer as they did, whatever the model says now.
+A question is asked turn by turn, each with the model's own earlier answers.
 """
 
 from __future__ import annotations
@@ -12,12 +10,12 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from trtspec import data_files
-from trtspec.bench.dataset_rows import DatasetSource, NamedSet, locate, rows_of, without_pictures
+from trtspec.bench.questions.rows import DatasetSource, locate, rows_of, without_pictures
 from trtspec.checkpoint.conversations import Conversation, conversation, note_unread
 from trtspec.client import text_quality
 from trtspec.errors import Problem, UsageError
@@ -31,8 +29,7 @@ Message = dict[str, Any]
 class Question:
     """One conversation to hold: `opening` messages are sent with the first of `turns`; each turn is a user message.
 
-    `parts[i]` are pictures sent with turn i, `tools` the functions offered. With `replay`, entry i holds the recorded
-    messages that request i adds to those before it, and `turns` is empty. `raw` asks without a chat template.
+    `parts[i]` are pictures sent with turn i, `tools` the functions offered. `raw` asks without a chat template.
     """
 
     id: str
@@ -41,32 +38,34 @@ class Question:
     opening: tuple[Message, ...] = ()
     tools: tuple[Message, ...] = ()
     parts: tuple[tuple[Message, ...], ...] = ()
-    replay: tuple[tuple[Message, ...], ...] = ()
     raw: bool = False
 
     @property
     def requests(self) -> int:
         """Answers that are asked for."""
-        return len(self.replay) or len(self.turns)
+        return len(self.turns)
 
     @property
     def has_pictures(self) -> bool:
-        return any(self.parts) or any(isinstance(message["content"], list) for message in self.messages)
+        return any(self.parts) or any(isinstance(message["content"], list) for message in self.opening)
 
     @property
-    def messages(self) -> tuple[Message, ...]:
-        """What is given and not the model's: the opening and the recorded messages."""
-        return (*self.opening, *itertools.chain.from_iterable(self.replay))
+    def beyond_text(self) -> bool:
+        """Whether it has tools, pictures, recorded calls or reasoning, which only a chat request can hold."""
+        recorded = any(message.get(key) for message in self.opening for key in ("tool_calls", "reasoning_content"))
+        return bool(self.tools) or self.has_pictures or recorded
+
+    @property
+    def first_turn(self) -> Question:
+        return replace(self, turns=self.turns[:1], parts=self.parts[:1])
 
     def first_request(self) -> tuple[list[Message], list[Message]]:
-        """(messages, tools) of the first request, with its pictures: what a command sends that asks each question once.
-        Such a command says with `left_out` what of a set it does not ask."""
-        return self.request(0, []), list(self.tools)
+        """(messages, tools) of the first request, with its pictures. A command that sends only this one says with
+        `left_out` what it does not ask."""
+        return self.request(0), list(self.tools)
 
-    def request(self, turn: int, before: list[Message]) -> list[Message]:
-        """The messages that turn `turn` adds to those `before` it."""
-        if self.replay:
-            return list(self.replay[turn])
+    def request(self, turn: int) -> list[Message]:
+        """The messages that turn `turn` adds to the conversation."""
         content: Any = self.turns[turn]
         if turn < len(self.parts) and self.parts[turn]:
             content = [{"type": "text", "text": content}] if content else []
@@ -76,8 +75,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A prompt set as read. `sha256` is of the whole file, or of the questions where there is no single file;
-    `questions` may be a sample of it. `asked_sha256` is of these as they were read, with their turns and recordings."""
+    """A data set as read. `sha256` is of the whole file, or of the questions where there is no single file;
+    `asked_sha256` is of `questions`, which may be a sample."""
 
     name: str
     sha256: str
@@ -88,55 +87,42 @@ class Dataset:
     asked_sha256: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class DatasetChoice:
-    """What of a set is read: `limit` rows from its beginning, `samples` of their questions spread over categories, at
-    most `turns` requests of each; `replay` asks every assistant message of a conversation again."""
-
-    split: str | None = None
-    limit: int | None = None
-    samples: int | None = None
-    turns: int | None = None
-    replay: bool = False
-
-
-def load_dataset(name: str, samples: int | None = None, choice: DatasetChoice | None = None) -> Dataset:
-    """Reads `nano` (the held-out prompts of kimi-nano), a set known by name, a data file or directory, or a hub id.
+def load_dataset(
+    name: str, samples: int | None = None, *, split: str | None = None, limit: int | None = None
+) -> Dataset:
+    """Reads `nano` (the held-out prompts of kimi-nano), a set known by name, a data file or directory, or a hub id:
+    its first `limit` rows, and `samples` of their questions spread over categories.
 
     Raises UsageError naming the row that cannot be asked."""
-    choice = choice or DatasetChoice(samples=samples)
     built_in = data_files.kimi_nano_dir() / "prompts_heldout.jsonl"
     source = DatasetSource(label=NANO, file=str(built_in)) if name == NANO else locate(name)
-    questions = read_questions(source, choice)
+    questions = read_questions(source, split, limit)
     if not questions:
         raise UsageError(
             f"the dataset {source.file or name} holds no prompt",
             "each line is one JSON object with turns, messages or prompt",
         )
-    chosen = spread(questions, choice.samples)
+    chosen = spread(questions, samples)
     known, where = source.known, source.file or source.label
     path = Path(source.file) if source.file else None
     return Dataset(
         name=source.label,
         sha256=file_sha256(path) if path and path.is_file() else questions_sha256(questions),
         questions=tuple(chosen),
-        problems=(*random_prompt_problems(chosen, where), *size_problems(questions, source, choice)),
+        problems=(*random_prompt_problems(chosen, where), *([] if limit else size_problems(questions, source))),
         licence=known.licence if known else None,
         source=known.source if known else None,
         asked_sha256=questions_sha256(chosen),
     )
 
 
-def read_questions(source: DatasetSource, choice: DatasetChoice) -> list[Question]:
+def read_questions(source: DatasetSource, split: str | None = None, limit: int | None = None) -> list[Question]:
     """Every question of a source, in order. Ids are made unique: two rows of one id are two questions."""
     unread: Counter[str] = Counter()
     found: list[Question] = []
-    rows = rows_of(source, choice.split)
-    for index, row in enumerate(itertools.islice(rows, choice.limit)):
+    for index, row in enumerate(itertools.islice(rows_of(source, split), limit)):
         plain, pictures = without_pictures(row)
-        one = conversation(plain, unread)
-        asked = trace_of(one, index, pictures) if choice.replay else question_of(one, index, pictures)
-        found.append(shortened(asked, choice.turns))
+        found.append(question_of(conversation(plain, unread), index, pictures))
     note_unread(source.file or source.label, unread)
     return unique_ids(found)
 
@@ -167,25 +153,6 @@ def question_of(conversation: Conversation, index: int, pictures: dict[int, list
         opening=tuple(messages[:first]),
         tools=conversation.tools,
         parts=parts if any(parts) else (),
-    )
-
-
-def trace_of(conversation: Conversation, index: int, pictures: dict[int, list[Message]] | None = None) -> Question:
-    """A recorded session: one request before each assistant message, with everything that was said up to there.
-
-    Raises UsageError for one that never asks."""
-    messages = _with_pictures(conversation, pictures)
-    _refuse_unanswerable(conversation, messages)
-    cuts = [place for place, message in enumerate(messages) if message["role"] == "assistant" and place]
-    if messages[-1]["role"] != "assistant":
-        cuts.append(len(messages))
-    starts = [0, *cuts]
-    return Question(
-        id=conversation.id or str(index),
-        category=conversation.category or "all",
-        turns=(),
-        tools=conversation.tools,
-        replay=tuple(tuple(messages[a:b]) for a, b in itertools.pairwise(starts)),
     )
 
 
@@ -233,27 +200,19 @@ def _pictures_of(message: Message) -> list[Message]:
     return [part for part in message["content"] if isinstance(part, dict) and part["type"] != "text"]
 
 
-def shortened(question: Question, turns: int | None) -> Question:
-    """The first `turns` requests of a question."""
-    if turns is None or turns >= question.requests:
-        return question
-    fields = {**vars(question), "turns": question.turns[:turns], "replay": question.replay[:turns]}
-    return Question(**{**fields, "parts": question.parts[:turns]})
-
-
 def unique_ids(questions: list[Question]) -> list[Question]:
-    """Questions told apart by their id: a second of one id gets its number in the set behind it."""
+    """Makes ids unique by appending the row number to duplicates."""
     seen: set[str] = set()
     found = []
     for number, question in enumerate(questions):
         name = question.id if question.id not in seen else f"{question.id}#{number}"
         seen.add(name)
-        found.append(question if name == question.id else Question(**{**vars(question), "id": name}))
+        found.append(replace(question, id=name))
     return found
 
 
 def questions_sha256(questions: list[Question]) -> str:
-    """Of the questions themselves: a file says neither which of its turns are asked nor whether it is replayed."""
+    """Of the questions themselves."""
     text = json.dumps([asdict(question) for question in questions], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
@@ -274,12 +233,10 @@ def spread(questions: list[Question], samples: int | None) -> list[Question]:
     return chosen
 
 
-def size_problems(questions: list[Question], source: DatasetSource, choice: DatasetChoice) -> list[Problem]:
+def size_problems(questions: list[Question], source: DatasetSource) -> list[Problem]:
     """A warning where a known set is not whole: its figures do not compare with published ones."""
     known = source.known
-    if known is None or choice.limit is not None or (source.config and source.config not in known.configs):
-        return []
-    if source.config and len(known.configs) > 1:
+    if known is None or (source.config and (source.config not in known.configs or len(known.configs) > 1)):
         return []
     categories = len({question.category for question in questions})
     wrong = [
@@ -287,7 +244,11 @@ def size_problems(questions: list[Question], source: DatasetSource, choice: Data
         for what, got, want in (
             ("questions", len(questions), known.questions),
             ("categories", categories, known.categories),
-            ("questions of another number of turns", _odd_turns(questions, known), 0),
+            (
+                "questions of another number of turns",
+                sum(1 for question in questions if known.turns_each not in (None, question.requests)),
+                0,
+            ),
         )
         if want is not None and got != want
     ]
@@ -296,10 +257,6 @@ def size_problems(questions: list[Question], source: DatasetSource, choice: Data
     message = f"{known.title} has {', '.join(wrong)}: figures on it do not compare with published ones"
     remedy = f"take the whole set from {known.source}"
     return [Problem("TS-BENCH-DATASET-SIZE", "warning", source.file or source.label, message, remedy)]
-
-
-def _odd_turns(questions: list[Question], known: NamedSet) -> int:
-    return sum(1 for question in questions if known.turns_each and question.requests != known.turns_each)
 
 
 def random_prompt_problems(questions: list[Question], where: str) -> list[Problem]:
