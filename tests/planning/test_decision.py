@@ -47,7 +47,9 @@ def test_build_config_accepts_every_command_that_is_printed(gpu: str) -> None:
     for target, gpus in itertools.product(TARGETS, (1, 2, 4, 8, 16)):
         decision, shown = decided(target, "--gpu", gpu, "--gpus", str(gpus), "--concurrency", "1,32")
         line = printed_command(shown)
-        assert (line is None) == (decision.best is None) and (line or decision.refused or "NOT fit" in shown), shown
+        assert (line is None) == (decision.best is None) and (
+            line or decision.refused or "NOT fit" in shown or "speed is not known" in shown
+        ), shown
         if line:
             recommended += 1
             result = run(line)
@@ -175,10 +177,10 @@ def test_a_search_looks_at_few_and_at_the_most() -> None:
     assert ladder(1) == [1] and ladder(7) == [1, 2, 3, 4, 6, 7] and ladder(64)[-3:] == [32, 48, 64]
 
 
-def test_nodes_and_memory_alone() -> None:
+def test_a_layout_whose_speed_is_not_known_gets_no_command() -> None:
     decision, shown = decided(NVFP4, "--gpu", "b200", "--gpus", "16", "--concurrency", "64")
-    assert decision.best is not None and decision.best.trust == "memory alone" and "speed is not known" in shown
-    assert "--nodes 2" in (printed_command(shown) or "")
+    assert decision.best is None and decision.able and "speed is not known" in shown
+    assert printed_command(shown) is None
     _, shown = decided(NVFP4, "--gpu", "gb200", "--gpus", "8")
     assert "--nodes 2" in (printed_command(shown) or "")
 

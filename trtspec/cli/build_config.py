@@ -37,6 +37,7 @@ class BuildConfigOptions(Intent):
 def build_config(options: BuildConfigOptions) -> None:
     """Write the engine YAML for exactly one TensorRT-LLM version; it always passes `trtspec lint`."""
     from trtspec.checkpoint.hub import load_head, load_target
+    from trtspec.errors import CheckFailed
     from trtspec.report import refuse_overwrite, say
     from trtspec.trtllm.build import build
     from trtspec.trtllm.deployment import choose_version
@@ -44,6 +45,9 @@ def build_config(options: BuildConfigOptions) -> None:
     options = checked(options)
     _refuse_absent(options)
     target = load_target(options.target, options.like).spec
+    if options.format in ("helm-values", "dynamo") and target.remote_code and not options.trust_remote_code:
+        message = f"{options.target} brings code of its own, and a pod that does not trust it never starts"
+        raise CheckFailed(message, "read that code, then pass --trust-remote-code", "TS-SERVE-REMOTE-CODE")
     head = load_head(options.head).spec if options.head else None
     version, reason = choose_version(options.version or None)
     say(f"TensorRT-LLM {version}: {reason}")

@@ -14,6 +14,7 @@ from trtspec.planning.layout import LONGEST_DRAFT
 from trtspec.records import Excludes, ForceOption, HeadOption, JsonOption, Needs, TargetArgument, checked
 
 if TYPE_CHECKING:
+    from trtspec.errors import Problem
     from trtspec.planning.decision import Decision, Targets
     from trtspec.planning.layout import Layout
     from trtspec.planning.points import Setting
@@ -27,7 +28,7 @@ CONCURRENCY = IntList((1, 4, 16, 64))
 class PlanOptions:
     target: TargetArgument
     head: HeadOption = None
-    gpu: Annotated[Gpu, typer.Option(help="GPU type.")] = "b200"
+    gpu: Annotated[Gpu, typer.Option(help="GPU type.", case_sensitive=False)] = "b200"
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of one server.")] = 4
     tp: Annotated[
         int | None,
@@ -101,7 +102,7 @@ def plan(options: PlanOptions) -> None:
     from trtspec.checkpoint.hub import load_head, load_target
     from trtspec.errors import CheckFailed
     from trtspec.planning.report import draw, text, to_dict
-    from trtspec.report import print_json
+    from trtspec.report import print_json, problem_lines, write_stderr
 
     options = checked(options)
     if options.output is not None:
@@ -110,9 +111,11 @@ def plan(options: PlanOptions) -> None:
     head = load_head(options.head).spec if options.head else None
     decision, setting = planned(options, model, head)
     names = (options.target, options.head)
+    problems = _doubts(options, model, head, setting)
     if options.json_:
-        print_json(to_dict(decision, model, names, setting))
+        print_json(to_dict(decision, model, names, setting) | {"problems": [problem.to_dict() for problem in problems]})
     else:
+        write_stderr("".join(f"{line}\n" for line in problem_lines(problems)))
         sys.stdout.write(text(decision, model, names, setting, head=head, verbose=options.verbose))
     chosen = decision.best.plan if decision.best else decision.plans[0]
     if options.output is not None and chosen.points:
@@ -125,7 +128,7 @@ def plan(options: PlanOptions) -> None:
 def planned(options: PlanOptions, model: ModelSpec, head: HeadSpec | None) -> tuple[Decision, Setting]:
     """The decision for these options, and what it was made for. Raises UsageError."""
     from trtspec.data_files import gpu_spec
-    from trtspec.planning.acceptance import parse_acceptance
+    from trtspec.planning.acceptance import card_acceptance, parse_acceptance
     from trtspec.planning.decision import Targets, decide
     from trtspec.planning.points import Setting, Workload
 
@@ -133,9 +136,24 @@ def planned(options: PlanOptions, model: ModelSpec, head: HeadSpec | None) -> tu
     if options.moe_backend is not None:
         _check_kernels(options.moe_backend, model, gpu)
     workload = Workload(options.isl, options.osl, _concurrencies(options, targets))
-    acceptance = parse_acceptance(options.acceptance) if options.acceptance and head is not None else None
+    acceptance = None
+    if options.head is not None and head is not None:
+        given = options.acceptance
+        acceptance = parse_acceptance(given) if given else card_acceptance(options.head, options.target)
     setting = Setting(gpu, workload, acceptance, options.kv_fraction, options.max_draft, options.moe_backend)
     return decide(model, head, _layouts(options, model), setting, targets), setting
+
+
+def _doubts(options: PlanOptions, model: ModelSpec, head: HeadSpec | None, setting: Setting) -> list[Problem]:
+    """Warnings about the pair, and about acceptance that was measured elsewhere."""
+    from trtspec.checkpoint.heads.pairing import pair_problems
+    from trtspec.planning.acceptance import other_model
+
+    if head is None:
+        return []
+    pair = pair_problems(head, model, head_id=options.head, target_id=options.target)
+    found = [problem for problem in pair if problem.severity == "warning"]
+    return found + (other_model(setting.acceptance, options.target) if setting.acceptance else [])
 
 
 def _concurrencies(options: PlanOptions, targets: Targets) -> tuple[int, ...]:
@@ -178,7 +196,7 @@ def _fail_without_choice(decision: Decision, setting: Setting, options: PlanOpti
     if decision.targets.any and decision.best is None:
         message = f"nothing on {where} meets the targets"
         raise CheckFailed(message, "the last lines of the plan name what is nearest and what would")
-    if decision.best is None:
+    if decision.best is None and not decision.able:
         raise CheckFailed(
             f"no layout on {where} holds that many requests of {setting.workload.tokens} tokens",
             "lower --concurrency, use more GPUs or larger ones, or shorter requests",

@@ -53,15 +53,16 @@ class Point:
         return None if self.acceptance_length is None else self.acceptance_length / self.cost_ratio
 
     @property
-    def tokens_per_s_per_user(self) -> float | None:
+    def decode_rate(self) -> float | None:
+        """Tokens per second of one request while nothing is prefilled."""
         length = 1.0 if self.draft_len == 0 else self.acceptance_length
         return None if length is None else 1000 * length / self.step_ms
 
     def to_dict(self) -> dict[str, Any]:
         rounded = {"cost_ratio": 3, "plain_ms": 3, "step_ms": 3, "experts": 1, "acceptance_length": 3}
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        values |= {"speedup": self.speedup, "tokens_per_s_per_user": self.tokens_per_s_per_user}
-        digits = rounded | {"speedup": 3, "tokens_per_s_per_user": 1}
+        values |= {"speedup": self.speedup}
+        digits = rounded | {"speedup": 3}
         return {name: round(v, digits[name]) if isinstance(v, float) else v for name, v in values.items()}
 
 
@@ -77,7 +78,7 @@ class DraftLength:
     @property
     def loss(self) -> float:
         """Share of the fastest's tokens per second that the shorter one gives up as planned."""
-        return 1 - (self.point.tokens_per_s_per_user or 0) / (self.fastest.tokens_per_s_per_user or 1)
+        return 1 - (self.point.decode_rate or 0) / (self.fastest.decode_rate or 1)
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class LayoutPlan:
         """A shorter draft is taken where it is at most CLOSE slower as planned, and as fast as the fastest under one of
         the assumptions that neither the tables nor the acceptance settle."""
         points = self.at(concurrency)
-        fastest = max(points, key=lambda point: point.tokens_per_s_per_user or 0)
+        fastest = max(points, key=lambda point: point.decode_rate or 0)
         for point in points[: fastest.draft_len] if self.acceptance is not None else ():
             choice = DraftLength(point, fastest)
             if choice.loss <= CLOSE:

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ def check_engine(document: Document, deployment: Deployment) -> Iterator[Finding
     yield from _transfer(document, deployment)
     yield from _forced_acceptance(document, deployment)
     yield from _connector(document)
-    yield from _helix(document)
     yield from _lists(document, deployment)
 
 
@@ -244,42 +242,9 @@ def _connector(document: Document) -> Iterator[Finding]:
         yield finding_at(document, "TS-LINT-KV-CONNECTOR", "error", CONNECTOR, message, remedy)
 
 
-def _helix(document: Document) -> Iterator[Finding]:
-    blocks = document.get("cp_config.tokens_per_block")
-    own = document.get("kv_cache_config.tokens_per_block", 32)
-    if document.get("cp_config.cp_type") == "HELIX" and blocks is not None and blocks != own:
-        message = f"HELIX needs equal blocks: cp_config.tokens_per_block is {blocks}, kv_cache_config's is {own}"
-        yield finding_at(
-            document, "TS-LINT-COMBINATION", "error", "cp_config.tokens_per_block", message, f"write {own}"
-        )
-
-
 def _lists(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    """Lists whose items must fit each other, and a largest size that must be the largest listed."""
-    for path, entry in document.entries.items():
-        buckets = entry.value if path.startswith("prometheus_metrics_config.") else None
-        if isinstance(buckets, list) and _numbers(buckets) and any(a >= b for a, b in pairwise(buckets)):
-            yield finding_at(document, "TS-LINT-COMBINATION", "error", path, f"{entry.name} must increase", "sort it")
-    for sizes, largest in (("num_tokens", "max_num_token"), ("seq_lens", "max_seq_len")):
-        for parent in ("cuda_graph_config", "encoder_cuda_graph_config"):
-            listed, most = document.get(f"{parent}.{sizes}"), document.get(f"{parent}.{largest}")
-            if _numbers(listed) and isinstance(most, int) and most not in (0, max(listed)):
-                message = f"{largest} {most} and the largest of {sizes}, {max(listed)}, must be equal"
-                fix = partial(delete_key, path=f"{parent}.{largest}")
-                place = f"{parent}.{largest}"
-                yield finding_at(document, "TS-LINT-GRAPH-SIZES", "error", place, message, f"keep {sizes} only", fix)
-    old, new = document.get("torch_compile_config.capture_num_tokens"), document.get("prefill_capture_num_tokens")
-    if isinstance(old, list) and isinstance(new, list) and set(old) != set(new):
-        message = "capture_num_tokens and prefill_capture_num_tokens are two names of one setting and differ"
-        key = "torch_compile_config.capture_num_tokens"
-        fix = partial(delete_key, path=key)
-        yield finding_at(document, "TS-LINT-COMBINATION", "error", key, message, "keep prefill_capture_num_tokens", fix)
-    balancer, place = "moe_config.load_balancer", "kv_cache_config.disk_cache_path"
-    assigned = document.get(f"{balancer}.initial_global_assignments")
-    if isinstance(assigned, dict) and not all(isinstance(layer, int) for layer in assigned):
-        message = "initial_global_assignments maps the number of each layer to its experts"
-        key = f"{balancer}.initial_global_assignments"
-        yield finding_at(document, "TS-LINT-COMBINATION", "error", key, message, "write numbers of layers as keys")
+    """A directory that must be there, and shares that must add up."""
+    place = "kv_cache_config.disk_cache_path"
     size, folder = document.get("kv_cache_config.disk_cache_size"), document.get(place)
     if isinstance(size, int) and size > 0 and isinstance(folder, str) and folder and not Path(folder).is_dir():
         message = f"{folder} is not a directory here; the engine stops where it is missing"

@@ -80,7 +80,6 @@ def _trees(document: Document, deployment: Deployment, method: SpeculationMethod
     key = tree if document.get(tree) is True else width if alone else None
     if not method.trees:
         return
-    yield from _choices(document, deployment)
     if key is None:
         return
     message = "dynamic trees are not supported for targets with latent attention, which every Kimi-K2 has"
@@ -95,36 +94,6 @@ def _trees(document: Document, deployment: Deployment, method: SpeculationMethod
         message = f"max_total_draft_tokens {total} must lie between max_draft_len {longest} and {topk * longest}"
         place = f"{SPEC}.max_total_draft_tokens"
         yield finding_at(document, "TS-LINT-COMBINATION", "error", place, message, "leave it out")
-
-
-def _choices(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    """A static tree: each path of two or more tokens continues another."""
-    key = f"{SPEC}.eagle_choices"
-    choices = document.get(key)
-    if isinstance(choices, str) and choices.strip() == "None":
-        return  # the engine reads the text as Python: nothing is chosen
-    if isinstance(choices, str) and not choices.strip().startswith("["):
-        message = "eagle_choices is a list, or the text of one"
-        yield finding_at(
-            document, "TS-LINT-COMBINATION", "error", key, message, "remove it: static trees are deprecated"
-        )
-    if not isinstance(choices, list) or not all(isinstance(choice, list) for choice in choices):
-        return
-    crash = deployment.schema.behaviour("static_tree_crashes")
-    flat, depths = all(len(choice) == 1 for choice in choices), [len(choice) for choice in choices]
-    if choices and crash and (flat or len(set(depths)) == len(depths)):
-        shape = "of depth 1" if flat else "without branches"
-        message = f"a static tree {shape} raises an exception when drafts are written ({crash['source']})"
-        remedy = "leave eagle_choices out: max_draft_len alone drafts a chain"
-        fix = partial(delete_key, path=key)
-        yield finding_at(document, "TS-LINT-STATIC-TREE", "error", key, message, remedy, fix)
-    loose = [choice for choice in choices if len(choice) > 1 and choice[:-1] not in choices]
-    if loose or not choices:
-        message = f"the path {loose[0]} of eagle_choices continues no other" if loose else "eagle_choices is empty"
-        fix = partial(delete_key, path=key)
-        yield finding_at(
-            document, "TS-LINT-COMBINATION", "error", key, message, "remove it: static trees are deprecated", fix
-        )
 
 
 def _two_models(document: Document, deployment: Deployment) -> Iterator[Finding]:
