@@ -95,6 +95,10 @@ ENGINE_FILE = f"""speculative_config:
 """
 
 
+def a_vllm_file(out: Path) -> None:
+    out.with_suffix(".yml").write_text("max-num-seqs: 5\nenforce-eager: true\n")
+
+
 def an_engine_file(out: Path) -> None:
     out.write_text(ENGINE_FILE)
 
@@ -243,6 +247,7 @@ SERVING: dict[str, dict[str, Situation]] = {
                 passed=Effect(line("-- --enforce-eager")),
                 head=f"--head {MLA}",
                 vllm_version="--vllm-version 0.17.0",
+                config=Effect(line("--config {out}.yml"), before=a_vllm_file),
                 host="--host 0.0.0.0",
                 port="--port 8123",
                 dtype="--dtype float32",

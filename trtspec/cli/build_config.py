@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, checked
+from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, checked, words
 from trtspec.trtllm.intent import Intent
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ def build_config(options: BuildConfigOptions) -> None:
         message = f"{options.target} brings code of its own, and a pod that does not trust it never starts"
         raise CheckFailed(message, "read that code, then pass --trust-remote-code", "TS-SERVE-REMOTE-CODE")
     head = load_head(options.head).spec if options.head else None
+    if options.format == "vllm":
+        _write_vllm(options)
+        return
     version, reason = choose_version(options.version or None)
     say(f"TensorRT-LLM {version}: {reason}")
     intent = Intent(**{item.name: getattr(options, item.name) for item in fields(Intent)})
@@ -68,6 +72,37 @@ def build_config(options: BuildConfigOptions) -> None:
     written = [] if options.dry_run else [f"wrote {path}" for path in texts if path]
     if written:
         say("\n".join(written + _next(options)))
+
+
+def _write_vllm(options: BuildConfigOptions) -> None:
+    """vLLM's configuration for the pair; refused where the checks of `trtspec serve --backend vllm` find an error."""
+    from trtspec.errors import CheckFailed, UsageError, has_errors
+    from trtspec.launch.options import ServeOptions
+    from trtspec.report import print_json, problem_lines, refuse_overwrite, say
+    from trtspec.trtllm.intent import COMMAND
+    from trtspec.vllm import plan_vllm, vllm_file
+
+    if options.nodes > 1:
+        raise UsageError("--format vllm is for one node", "leave --nodes out")
+    served = ServeOptions(
+        target=options.target, backend="vllm", head=options.head, tp_size=options.tp_size,
+        max_batch_size=options.max_batch_size, max_num_tokens=options.max_num_tokens, max_seq_len=options.max_seq_len,
+        draft_len=options.draft_len if options.head else None, trust_remote_code=options.trust_remote_code,
+    )  # fmt: skip
+    problems = [problem for problem in plan_vllm(served, launching=False).problems if problem.severity == "error"]
+    if has_errors(problems):
+        raise CheckFailed("vLLM cannot serve this:\n" + "\n".join(problem_lines(problems)))
+    intent = Intent(**{item.name: getattr(options, item.name) for item in fields(Intent)})
+    text = vllm_file(served, f"# vLLM: {COMMAND} {shlex.join(words(intent))}")
+    path = None if options.dry_run else options.output
+    if path is not None:
+        refuse_overwrite(path, options.force)
+        _write({path: text}, False)
+        say(f"wrote {path}\nnext: trtspec serve {options.target} --backend vllm --config {path} --dry-run")
+    if options.json_:
+        print_json({"output": str(path) if path else None, "text": text, "problems": []})
+    elif path is None:
+        sys.stdout.write(text)
 
 
 def _next(options: BuildConfigOptions) -> list[str]:

@@ -35,7 +35,9 @@ class ServeOptions:
         typer.Option(help="trtllm: NVIDIA TensorRT-LLM. vllm: vLLM. reference: plain PyTorch, on a CPU or a GPU."),
     ] = "trtllm"
     config: Annotated[
-        Path | None, typer.Option(help="Engine YAML. Default: one generated for this launch."), Modes(ENGINE)
+        Path | None,
+        typer.Option(help="Engine YAML, or vLLM's configuration file. Default: one generated for this launch."),
+        Modes(ENGINE, VLLM),
     ] = None
     trtllm_version: Annotated[
         str | None, typer.Option(help="Version to check for. Default: the installed one."), Modes(ENGINE)

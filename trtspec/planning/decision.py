@@ -15,7 +15,7 @@ from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.errors import Problem
 from trtspec.planning.layout import Layout, refusals
 from trtspec.planning.memory import memory
-from trtspec.planning.points import DraftLength, LayoutPlan, Point, Setting, Workload, layouts, plan_layout
+from trtspec.planning.points import LayoutPlan, Point, Setting, Workload, layouts, plan_layout
 from trtspec.specs import HeadSpec, ModelSpec
 
 MOST_SEQUENCES = 512  # per rank: the largest batch in the attention tables
@@ -36,21 +36,17 @@ class Targets:
 
 @dataclass(frozen=True)
 class Row:
-    """One layout at one concurrency. `draft` is None where no kernels were measured; `refused` says why TensorRT-LLM
+    """One layout at one concurrency. `point` is None where no kernels were measured; `refused` says why TensorRT-LLM
     does not run it."""
 
     plan: LayoutPlan
     concurrency: int
-    draft: DraftLength | None
+    point: Point | None
     refused: Problem | None = None
 
     @property
     def layout(self) -> Layout:
         return self.plan.layout
-
-    @property
-    def point(self) -> Point | None:
-        return self.draft.point if self.draft else None
 
     @property
     def held(self) -> bool:
@@ -120,7 +116,7 @@ class Row:
             "trust": self.trust,
             "max_sequences": self.plan.memory.sequences(self.plan.workload.tokens),
         }
-        if self.point is None or self.draft is None:
+        if self.point is None:
             return found
         given = self.plan.acceptance is not None
         spread = self.plan.speedup_range(self.point)
@@ -188,7 +184,7 @@ def ranked(
         reason = next(iter(route_refusals(model, head, plan.layout, setting)), None)
         refused += [reason] if reason else []
         for concurrency in setting.workload.concurrency:
-            rows.append(Row(plan, concurrency, plan.draft_length(concurrency) if plan.points else None, reason))
+            rows.append(Row(plan, concurrency, plan.best(concurrency) if plan.points else None, reason))
     rows.sort(key=lambda row: _rank(row, targets), reverse=True)
     return Decision(plans, targets, rows, refused if len(refused) == len(plans) else [])
 

@@ -250,12 +250,6 @@ def choice_lines(
     if row is None:
         return no_choice_lines(decision)
     lines = ["Next:", f"  {command(row, *names, setting)}"]
-    if row.draft is not None and row.draft.tipped_by:
-        draft = row.draft
-        lines += [
-            f"{draft.fastest.draft_len} drafts would be {100 * draft.loss:.1f} % faster as planned, which this model "
-            f"cannot tell apart: {draft.point.draft_len} is as fast with {draft.tipped_by}."
-        ]
     if row.plan.acceptance is None and head is not None:
         lines += break_even_lines(row)
     elif row.point is not None and row.point.draft_len == 0 and head is not None:

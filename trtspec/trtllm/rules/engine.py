@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -27,8 +26,7 @@ def check_engine(document: Document, deployment: Deployment) -> Iterator[Finding
     yield from _moe(document, deployment)
     yield from _transfer(document, deployment)
     yield from _forced_acceptance(document, deployment)
-    yield from _connector(document)
-    yield from _lists(document, deployment)
+    yield from _disk_cache(document, deployment)
 
 
 def _whole(value: Any) -> bool:
@@ -119,9 +117,6 @@ def _cuda_graphs(document: Document, deployment: Deployment) -> Iterator[Finding
         yield finding_at(document, "TS-LINT-GRAPH-SIZES", "error", f"{key}.max_batch_size", message, remedy, fix)
     batch = deployment.setting(document, "max_batch_size")
     if document.has(key) and document.get(key) is None:
-        if batch and decoding_type(document):
-            message = "CUDA graphs are off: at small batches a step then costs several times its kernels"
-            yield finding_at(document, "TS-LINT-GRAPHS-OFF", "info", key, message, "right for a prefill-only server")
         return
     covered = max(sizes) if whole else largest or 128
     if _whole(batch) and batch > covered:
@@ -227,36 +222,11 @@ def _forced_acceptance(document: Document, deployment: Deployment) -> Iterator[F
         yield Finding("TS-LINT-FORCED-ACCEPTANCE", "error", "environment", message, remedy)
 
 
-CONNECTOR = "kv_connector_config"
-
-
-def _connector(document: Document) -> Iterator[Finding]:
-    if not isinstance(document.get(CONNECTOR), dict):
-        return
-    parts = [
-        f"{CONNECTOR}.{name}" for name in ("connector_module", "connector_scheduler_class", "connector_worker_class")
-    ]
-    if not document.get(f"{CONNECTOR}.connector") and not all(document.get(part) for part in parts):
-        message = "a KV connector is a preset (`connector`) or a module with both of its classes"
-        remedy = "write `connector: kvbm`, or all three"
-        yield finding_at(document, "TS-LINT-KV-CONNECTOR", "error", CONNECTOR, message, remedy)
-
-
-def _lists(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    """A directory that must be there, and shares that must add up."""
+def _disk_cache(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    """A directory that must be there."""
     place = "kv_cache_config.disk_cache_path"
     size, folder = document.get("kv_cache_config.disk_cache_size"), document.get(place)
     if isinstance(size, int) and size > 0 and isinstance(folder, str) and folder and not Path(folder).is_dir():
         message = f"{folder} is not a directory here; the engine stops where it is missing"
         remedy = "make it on the machine that serves"
         yield finding_at(document, "TS-LINT-DISK-CACHE-PATH", _absent(deployment), place, message, remedy)
-    ratios = document.get("kv_cache_config.pool_ratio")
-    if _numbers(ratios) and (min(ratios) <= 0 or not math.isclose(sum(ratios), 1, rel_tol=0, abs_tol=1e-6)):
-        message = "pool_ratio values must be above 0 and add up to 1"
-        yield finding_at(
-            document, "TS-LINT-COMBINATION", "error", "kv_cache_config.pool_ratio", message, "correct the shares"
-        )
-
-
-def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, (int, float)) for item in value)
