@@ -17,7 +17,7 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = {
     "cli-reference.md", "problems.md", "support-matrix.md", "chart-values.md", "schema-differences.md",
-    "public-recipes.md",
+    "public-recipes.md", "plan-checks.md",
 }  # fmt: skip
 PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md"))]
 WRITTEN = [page for page in PAGES if page.name not in GENERATED]  # by hand
@@ -53,7 +53,7 @@ class Command:
 
 
 def commands(page: Path) -> Iterator[Command]:
-    """Of the shell's code blocks, and of indented ones; lines that end with a backslash are one."""
+    """Commands in console blocks and indented blocks, each with its captured output; a backslash joins lines."""
     text = page.read_text(encoding="utf-8")
     blocks = [(found.start(3), found.end(), found[3]) for found in FENCE.finditer(text) if found[2] in SHELLS]
     bare = FENCE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
@@ -125,7 +125,7 @@ def paragraphs(page: Path) -> Iterator[tuple[int, str]]:
 
 
 def long_sentences(page: Path) -> Iterator[Sentence]:
-    """Those above LONG_SENTENCE words; an inline code span is one word."""
+    """Sentences of more than LONG_SENTENCE words; an inline code span is one word."""
     for line, text in paragraphs(page):
         for sentence in SENTENCE_END.split(text):
             if (words := len(sentence.split())) > LONG_SENTENCE:

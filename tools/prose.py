@@ -62,7 +62,7 @@ def vocabulary(text: str) -> Iterator[str]:
 
 
 def style(found: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """(line, finding) by proselint, which reads a page at once; a sign between found keeps them apart."""
+    """(line, finding) by proselint, which reads a page at once; a sign separates paragraphs."""
     between = "\n\n\u00b6\n\n"
     starts, page = [], ""
     for _, text in found:

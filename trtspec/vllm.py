@@ -163,7 +163,7 @@ def with_file(options: ServeOptions) -> ServeOptions:
     plain = ServeOptions(target=options.target)
     for name, value in found.items():
         kind = bool if name == "trust_remote_code" else str if name in ("dtype", "served_model_name", "head") else int
-        if name != "draft_sampling" and (type(value) is not kind or (kind is int and value < 1)):
+        if name != "draft_sampling" and (type(value) is not kind or (type(value) is int and value < 1)):
             raise UsageError(f"{options.config}: {name} is {value!r}", f"write {kind.__name__}")
         if getattr(options, name) not in (getattr(plain, name), value):
             raise UsageError(f"{name} is given, and {options.config} says {value!r}", "say it in one place")

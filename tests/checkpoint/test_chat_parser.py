@@ -55,12 +55,21 @@ def test_names_with_dots_and_without_prefix() -> None:
     assert name("search") == "search"
 
 
-@pytest.mark.parametrize(("text", "thinking"), ANSWERS[-2:])
-def test_nothing_is_swallowed(text: str, thinking: bool) -> None:
-    """A section that is cut off or malformed comes back as content."""
-    message = parse_reply(text, thinking)
-    assert "tool_calls" not in message
-    assert "functions.f:0" in message["content"] or "garbage" in message["content"]
+@pytest.mark.parametrize("begun", ["<|tool_call_begin|>functions.f", "<|tool_call_begin|>", "garbage<|tool_call_end|>"])
+def test_nothing_is_swallowed(begun: str) -> None:
+    """A section without a call comes back as content."""
+    message = parse_reply(f"<|tool_calls_section_begin|>{begun}", thinking=False)
+    assert "tool_calls" not in message and begun in message["content"]
+
+
+@pytest.mark.parametrize("arguments", ["", "{", '{"city": "Par'])
+def test_a_call_that_was_cut_off_is_partial(arguments: str) -> None:
+    section = SECTION.replace("<|tool_calls_section_end|>", "")
+    text = f"{section}<|tool_call_begin|>functions.f:2<|tool_call_argument_begin|>{arguments}"
+    message = parse_reply(text, thinking=False)
+    assert message["content"] is None
+    assert [call["id"] for call in message["tool_calls"]][2:] == ["functions.f:2"]
+    assert message["tool_calls"][2]["function"] == {"name": "f", "arguments": arguments}
 
 
 def joined(deltas: list[Delta]) -> list[tuple[str, object]]:

@@ -32,7 +32,7 @@ import pytest
 from tests.bench.honest import question_files
 from tests.engine.near_ties import first_divergence, quantized_rounding_at
 from tests.oracles.vllm_environment import IN_VLLM, vllm_environment
-from trtspec.bench.datasets import load_dataset, spread
+from trtspec.bench.questions.datasets import load_dataset, spread
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.client.servers import FROM_COUNTERS, VLLM, Counters, counters_in, read_samples
 from trtspec.data_files import DATA, kimi_nano_dir
@@ -194,9 +194,7 @@ class Reference:
 
 
 def reference(target: Path, head: Path | None, prompts: list[GenerationRequest]) -> Reference:
-    options = ServerOptions(
-        dtype="float32", drafter="eagle3" if head else None, draft_len=DRAFT_LEN, max_batch_size=16, max_seq_len=LENGTH
-    )
+    options = ServerOptions(dtype="float32", draft_len=DRAFT_LEN, max_batch_size=16, max_seq_len=LENGTH)
     engine, _ = build_engine(target, head, options)
     engine.options = replace(engine.options, record_gaps=True)
     return Reference(engine.generate(prompts), engine.totals.steps, engine.target)

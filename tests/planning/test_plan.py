@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trtspec.bench.acceptance import by_category, summarize
+from trtspec.bench.statistics import by_category, summarize
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.client.servers import TurnCounts
 from trtspec.data_files import gpu_spec

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trtspec.bench import report, tables
-from trtspec.bench.acceptance import AcceptanceSummary
-from trtspec.bench.assembly import pair_ratio
-from trtspec.bench.results import BenchResults, EndpointResult, InterleavedLevel, PairRatio, from_dict
-from trtspec.bench.tables import number
+from trtspec.bench.report import tables
+from trtspec.bench.report.bench import category_bars, figures, sentence, speed_curve
+from trtspec.bench.report.page import Plot, Section, render
+from trtspec.bench.report.plots import Point, curve
+from trtspec.bench.report.tables import number
+from trtspec.bench.results import BenchResults, from_dict
+from trtspec.bench.statistics import AcceptanceSummary
+from trtspec.errors import Problem
 from trtspec.report import Table
 
 TITLES = {
@@ -27,41 +30,38 @@ BASELINE = (
 
 def demo_html(data: dict[str, Any]) -> str:
     """One self-contained page from demo.json. A stage that is missing from the data is left out, never invented."""
-    data, drawn = with_records(data), report.can_plot()
-    greedy = data["bench"].get("greedy")
-    endpoints = in_order(greedy.all) if greedy else []
-    return (
-        report.environment()
-        .get_template("demo.html.j2")
-        .render(
-            title="From BF16 weights to a speculating endpoint",
-            quick=data["quick"],
-            machine=data["machine"],
-            keys=key_figures(data),
-            steps=data["steps"],
-            seconds=data["seconds"],
-            size_table=size_table(data),
-            error_table=error_table(data),
-            training=data.get("training"),
-            loss_plot=loss_plot(data) if drawn else "",
-            accuracy_plot=accuracy_plot(data) if drawn else "",
-            acceptance_table=acceptance_table(data),
-            category_plot=report.category_plot(titled(data), degenerate=True) if drawn else "",
-            position_plot=report.position_plot(titled(data), degenerate=True) if drawn else "",
-            position_table=position_table(data),
-            quality=[(TITLES[name], tables.quality_line(found)) for name, found in data["bench"].items()],
-            speed_tables=speed_tables(data),
-            speed_plot=report.speed_plot(greedy, endpoints, degenerate=True) if drawn and greedy else "",
-            honesty_table=honesty_table(data),
-            checks=data["checks"],
-            baseline=BASELINE,
-            config=data.get("config"),
-            findings=findings(data),
-            plots=drawn,
-            created=data["created"],
-            versions=data["versions"],
-        )
-    )
+    data = with_records(data)
+    greedy, config = data["bench"].get("greedy"), data.get("config")
+    chain = [[step["stage"], step["command"], f"{step['seconds']:.1f} s"] for step in data["steps"]]
+    verdicts = [
+        Table(entry["title"], [], [[r["status"], r["name"], r["message"]] for r in entry["verdict"]["results"]],
+              "" if entry["gate"] else BASELINE, frozenset({0, 1, 2}))
+        for entry in data["checks"]
+    ]  # fmt: skip
+    bars = Plot(category_bars(greedy.all), "Tokens per step by category.") if greedy else Plot("", "")
+    return render(
+        "trtspec demo: from BF16 weights to a speculating endpoint",
+        sentence(greedy) if greedy else "The chain ran; nothing was measured.",
+        figures(greedy) if greedy else [],
+        [
+            Section(title="Speed", plots=[Plot(speed_curve(greedy), "A dot for each load.")] if greedy else [],
+                    tables=speed_tables(data)),
+            Section(title="Acceptance", plots=[bars], tables=[acceptance_table(data), position_table(data)]),
+            Section(title="Verdicts of check", tables=verdicts),
+            Section(title="Training the head", plots=[Plot(loss_plot(data), "Loss over optimizer steps."),
+                                                      Plot(accuracy_plot(data), "Top-1 agreement by draft step.")]),
+            Section(title="Checkpoints", tables=[size_table(data), error_table(data)]),
+            Section(title="What the figures are worth", tables=[honesty_table(data)]),
+            Section(title="The chain", tables=[Table("The chain", ["stage", "command", "took"],
+                                                     [[str(c) for c in row] for row in chain], "", frozenset({0, 1}))]),
+            Section(title="Findings", problems=[Problem(**{k: v for k, v in p.items() if k != "stage"})
+                                                for p in findings(data)]),
+            Section(title="Engine YAML", code=config["yaml"] if config else ""),
+        ],
+        about="kimi-nano is Kimi-K2.5's architecture at a size that a CPU can run: its figures are not Kimi-K2.5's.",
+        created=data["created"],
+        versions=data["versions"],
+    )  # fmt: skip
 
 
 def with_records(data: dict[str, Any]) -> dict[str, Any]:
@@ -88,41 +88,6 @@ def verdict_lines(data: dict[str, Any]) -> list[str]:
 
 def titled(data: dict[str, Any]) -> dict[str, BenchResults]:
     return {TITLES[name]: found for name, found in data["bench"].items()}
-
-
-def in_order(endpoints: Sequence[EndpointResult]) -> list[EndpointResult]:
-    """Speculation first, so that it keeps the page's first colour."""
-    rank = {"eagle3": 0, "plain": 1, "prompt-lookup": 2}
-    return sorted(endpoints, key=lambda endpoint: rank.get(endpoint.name, 3))
-
-
-def key_figures(data: dict[str, Any]) -> list[dict[str, str]]:
-    found = []
-    greedy, quantized = data["bench"].get("greedy"), data["bench"].get("nvfp4-greedy")
-    if greedy:
-        found.append(report.acceptance_key(greedy, "tokens per step"))
-        if sampled := data["bench"].get("sampled"):
-            found.append(report.acceptance_key(sampled, "tokens per step"))
-        for name in ("greedy", "sampled"):
-            measured = data["bench"].get(name)
-            title = tables.condition(measured) if measured else ""
-            for level in (measured.interleaved or [] if measured else [])[:2]:
-                if level.pair("eagle3", "plain"):
-                    ratio, mark = ratio_of(level, "eagle3", "plain")
-                    label = f"tokens/s with Eagle3 over none, {title}, concurrency {level.concurrency}{mark}"
-                    found.append({"value": number(ratio.median, 2, "x"), "label": label})
-    if quantized:
-        found.append(report.acceptance_key(quantized, "tokens per step on the NVFP4 target"))
-    lossless = [r for entry in data["checks"] for r in entry["verdict"]["results"] if r["name"] == "lossless"]
-    for result in lossless:
-        if result["status"] != "skipped":
-            detail = result["detail"]
-            rare = f", {detail['rare']} rare ones" if detail["rare"] else ""
-            label = (
-                f"greedy answers unchanged, {detail['near_ties']} near-ties{rare}, {detail['real']} real divergences"
-            )
-            found.append({"value": f"{detail['identical']} / {detail['compared']}", "label": label})
-    return found
 
 
 def size_table(data: dict[str, Any]) -> Table | None:
@@ -164,24 +129,28 @@ def figure(value: Any) -> str:
 
 def loss_plot(data: dict[str, Any]) -> str:
     """Training and held-out loss over steps."""
-    curve = data.get("training") or []
-    series = {"training": thinned([(row["step"], row["loss"]) for row in curve if "loss" in row])}
-    held = [(row["step"], row["held_out"]["loss"]) for row in curve if "held_out" in row]
-    return report.line_plot(series | ({"held out": held} if held else {}), "step", "loss") if curve else ""
+    rows = data.get("training") or []
+    series = {"training": thinned([(row["step"], row["loss"]) for row in rows if "loss" in row])}
+    held = [(row["step"], row["held_out"]["loss"]) for row in rows if "held_out" in row]
+    return lines(series | ({"held out": held} if held else {}), "loss") if rows else ""
 
 
 def accuracy_plot(data: dict[str, Any]) -> str:
     """Top-1 agreement with the target by draft step, on held-out samples where there are some, else in training."""
-    curve = data.get("training") or []
-    held = [(row["step"], row["held_out"]["accuracy"]) for row in curve if "held_out" in row]
-    points = held or [(row["step"], row["accuracy"]) for row in curve if "accuracy" in row]
+    rows = data.get("training") or []
+    held = [(row["step"], row["held_out"]["accuracy"]) for row in rows if "held_out" in row]
+    points = held or [(row["step"], row["accuracy"]) for row in rows if "accuracy" in row]
     if not points:
         return ""
     series = {
         f"draft step {k + 1}": thinned([(step, accuracy[k]) for step, accuracy in points if len(accuracy) > k])
         for k in range(len(points[-1][1]))
     }
-    return report.line_plot(series, "step", "top-1 agreement" + (", held out" if held else ""))
+    return lines(series, "top-1 agreement" + (", held out" if held else ""))
+
+
+def lines(series: Mapping[str, Sequence[tuple[float, float]]], ylabel: str) -> str:
+    return curve({name: [Point(*point) for point in points] for name, points in series.items()}, "step", ylabel)
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -204,12 +173,12 @@ def acceptance_table(data: dict[str, Any]) -> Table | None:
             group = found if label == "all" else found.categories.get(label)
             cells.append(with_n(group) if group else "\u2014")
         rows.append(cells)
-    rows.append(["per turn, all", *(tables.interval_sd(f.per_turn_mean, f.per_turn_sd) for f in bench.values())])
+    rows.append(["per turn, all", *(number(found.per_turn_mean) for found in bench.values())])
     work = next(iter(bench.values())).workload
     note = (
-        f"Held-out prompts of kimi-nano ({work['dataset']}), {work['template']}, at most {work['max_tokens']} "
+        f"Held-out prompts of kimi-nano ({work.dataset}), {work.template}, at most {work.max_tokens} "
         "tokens, draft length 3. Acceptance length = 1 + accepted / steps, bonus token included, with a 95 % "
-        "bootstrap interval over questions; n = answers. Per turn: mean and deviation of tokens per iteration, "
+        "interval over questions; n = answers. Per turn: mean of tokens per iteration, "
         "the prefill counted, as NVIDIA's cards have it."
     )
     return Table("Acceptance length by category", ["category", *(TITLES[name] for name in bench)], rows, note)
@@ -235,54 +204,10 @@ def position_table(data: dict[str, Any]) -> Table | None:
 
 
 def speed_tables(data: dict[str, Any]) -> list[Table]:
-    """Tokens/s without speculation, with Eagle3 and with prompt lookup, with the ratios, greedy and sampled."""
-    found = []
-    for name in ("greedy", "sampled"):
-        results = data["bench"].get(name)
-        if not results or not results.interleaved:
-            continue
-        rows = []
-        for level in results.interleaved:
-            rates = level.tokens_per_s
-            cells = [str(level.concurrency), number(tables.mean(rates["plain"]), 1)]
-            for other in ("eagle3", "prompt-lookup"):
-                ratio, mark = ratio_of(level, other, "plain")
-                cells += [number(tables.mean(rates[other]), 1), spread(ratio) + mark]
-            steady = level.metric.startswith("steady")
-            rows.append([*cells, str(len(rates["plain"])), "steady" if steady else "whole round"])
-        columns = ["concurrency", "none tokens/s", "Eagle3 tokens/s", "over none", "prompt lookup tokens/s"]
-        note = (
-            f"Same engine, same prompts, computed in {computed_in(data)}, draft length 3. Rounds alternate between the "
-            "three servers, one loaded at a time; ratio = median over rounds with its range. steady = while all slots "
-            "were busy."
-        )
-        found.append(
-            Table(
-                f"Output tokens/s, {tables.condition(results)}",
-                [*columns, "over none", "rounds", "measured"],
-                rows,
-                note,
-            )
-        )
-    return found
-
-
-def computed_in(data: dict[str, Any]) -> str:
-    """The type of computation that the servers chose on this machine."""
-    return str((data.get("honesty") or {}).get("dtype", "the machine's own type"))
-
-
-def ratio_of(level: InterleavedLevel, of: str, over: str) -> tuple[PairRatio, str]:
-    """The ratio, also where the results hold none because the output was degenerate, and the words that say so."""
-    stored, ratio = level.pair(of, over), pair_ratio(of, over, level.tokens_per_s)
-    degenerate = ratio.median is not None and stored is not None and stored.median is None
-    return ratio, ", degenerate output" if degenerate else ""
-
-
-def spread(ratio: PairRatio) -> str:
-    if ratio.median is None:
-        return "\u2014"
-    return f"{ratio.median:.2f}x ({ratio.low:.2f} \u2013 {ratio.high:.2f})"
+    """Tokens/s and speed-ups, greedy and sampled."""
+    measured = [found for name in ("greedy", "sampled") if (found := data["bench"].get(name))]
+    found = [table for results in measured for table in (tables.speedup_table(results), tables.speed_table(results))]
+    return [table for table in found if table]
 
 
 def honesty_table(data: dict[str, Any]) -> Table | None:

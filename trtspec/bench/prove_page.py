@@ -6,32 +6,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trtspec.bench.prove import PLAIN, ProveEvidence, ProveLine, degenerate, reused
-from trtspec.bench.tables import BLANK, DEFINITION, number
+from trtspec.bench.report.page import Section, render
+from trtspec.bench.report.tables import BLANK, PER_QUESTION, number
 from trtspec.report import Table, package_versions
 
 
 def prove_html(evidence: ProveEvidence, lines: Sequence[ProveLine]) -> str:
     """One self-contained page."""
-    from trtspec.bench.report import environment
-
     setup, failed = evidence.setup, [line for line in lines if line.status == "fail"]
     gpus = ", ".join(sorted({gpu["name"] for gpu in evidence.gpus})) or "no GPU"
-    counts = {name: sum(line.status == status for line in lines)
-              for name, status in (("passed", "pass"), ("failed", "fail"), ("skipped", "skipped"))}  # fmt: skip
-    return (
-        environment()
-        .get_template("prove.html.j2")
-        .render(
-            title=f"{setup.target} with {setup.head}: {'not proved' if failed else 'proved'}",
-            about=f"{setup.backend} {evidence.engine or ''} on {len(evidence.gpus)} GPUs ({gpus}); "
-            f"dataset {setup.dataset}, {setup.samples} questions, at most {setup.max_tokens} tokens{evidence.mode}",
-            keys=[{"value": str(count), "label": name} for name, count in counts.items()],
-            lines=lines,
-            tables=[table for table in tables_of(evidence) if table.rows],
-            created="",
-            versions=package_versions(),
-            plots=False,
-        )
+    rows = [[line.status, line.name, line.message] for line in lines]
+    return render(
+        "trtspec prove",
+        f"{setup.target} with {setup.head}: {'not proved' if failed else 'proved'}",
+        [],
+        [
+            Section(title="Verdict", tables=[Table("Verdict", [], rows, "", frozenset({0, 1, 2}))]),
+            Section(title="Figures", tables=tables_of(evidence)),
+        ],
+        about=f"{setup.backend} {evidence.engine or ''} on {len(evidence.gpus)} GPUs ({gpus}); dataset "
+        f"{setup.dataset}, {setup.samples} questions, at most {setup.max_tokens} tokens{evidence.mode}",
+        versions=package_versions(),
     )
 
 
@@ -77,7 +72,7 @@ def _as_published(evidence: ProveEvidence, heads: Mapping[str, Any]) -> Table:
             average = BLANK if degenerate(found) else _question_mean(found)
             rows.append([f"{launch.removeprefix('k')} drafts", *cells, average])
     title = f"Acceptance by category in the definition of NVIDIA's model cards, greedy{evidence.mode}"
-    return Table(title, ["", *names, "average"], rows, DEFINITION)
+    return Table(title, ["", *names, "average"], rows, PER_QUESTION)
 
 
 def _question_mean(group: Mapping[str, Any] | None) -> str:

@@ -18,6 +18,7 @@ CALL = re.compile(
     r"<\|tool_call_begin\|>\s*(?P<id>[^<\s]+)\s*<\|tool_call_argument_begin\|>(?P<arguments>.*?)<\|tool_call_end\|>",
     re.DOTALL,
 )
+CUT_OFF = re.compile(r"<\|tool_call_begin\|>\s*[^<\s]+\s*<\|tool_call_argument_begin\|>")
 CALL_ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?$")
 
 
@@ -60,9 +61,12 @@ class ReplyParser:
         return deltas
 
     def finish(self) -> list[Delta]:
-        """What is left at the end; an unfinished tool-call section is given back as content, nothing is swallowed."""
+        """What is left at the end. A call that was cut off in its arguments is a call with as much of them as there is;
+        anything else of an unfinished tool-call section is given back as content."""
         rest, self._pending = self._pending, ""
         if self.state == "tools":
+            if CUT_OFF.search(rest):
+                return [self._call(rest + CALL_END)]
             return [Delta("content", rest)] if rest.strip() else []
         return [Delta(self.state, rest)] if rest else []
 
@@ -96,15 +100,18 @@ class ReplyParser:
         if end < 0:
             return False
         written, self._pending = self._pending[: end + len(CALL_END)], self._pending[end + len(CALL_END) :]
+        deltas.append(self._call(written))
+        return True
+
+    def _call(self, written: str) -> Delta:
+        """The call that was written, up to its end mark; what is none is content."""
         match = CALL.search(written)
         if match is None:
-            deltas.append(Delta("content", written))
-            return True
+            return Delta("content", written)
         name = CALL_ID.match(match["id"])
         call = ToolCall(match["id"], name["name"] if name else match["id"], match["arguments"].strip())
-        deltas.append(Delta("tool_call", call=call, index=self.calls))
         self.calls += 1
-        return True
+        return Delta("tool_call", call=call, index=self.calls - 1)
 
 
 def parse_reply(text: str, thinking: bool) -> dict[str, Any]:

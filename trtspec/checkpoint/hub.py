@@ -330,7 +330,7 @@ def must_be_target(resolved: Resolved) -> None:
     """As `load_target`, of what was found already."""
     if resolved.kind != "target":
         message = f"{resolved.name} is a draft head, not a target"
-        raise UsageError(message, "pass the target first and the head with --head")
+        raise UsageError(message, "pass the target first and the head with `head`")
 
 
 def _must_equal(name: str, here: ModelSpec, like: str) -> None:
@@ -341,7 +341,7 @@ def _must_equal(name: str, here: ModelSpec, like: str) -> None:
     if (here.quant.format, here.quant.kv_cache) != (there.quant.format, there.quant.kv_cache):
         differing.append("quantization")
     if differing:
-        remedy = f"leave --like out: {name} is here and is read itself"
+        remedy = f"leave `like` out: {name} is here and is read itself"
         raise UsageError(f"{name} is not like {like}: {', '.join(differing)}", remedy)
 
 
@@ -366,7 +366,7 @@ def _no_head(resolved: Resolved) -> Problem:
 
     whole = Problem(
         "TS-HEAD-FULL-MODEL", "error", "config.json", "this is a whole model, not a draft head",
-        "pass the target first and an Eagle3 head with --head",
+        "pass the target first and an Eagle3 head with `head`",
     )  # fmt: skip
     if resolved.path is None or not any(resolved.path.glob("*.safetensors")):
         return whole

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, checked, words
+from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, option, words
+from trtspec.report import Result, refuse_overwrite, write_atomic
 from trtspec.trtllm.intent import Intent
 
 if TYPE_CHECKING:
@@ -22,28 +20,23 @@ class BuildConfigOptions(Intent):
     """An intent, and where its files go."""
 
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="File to write. Default: print to stdout."),
-        Excludes("disaggregated"),
+        Path | None, option("File to write. Default: print to stdout.", "-o"), Excludes("disaggregated")
     ] = None
     disaggregated: Annotated[
-        Path | None,
-        typer.Option(help="Directory for context.yml, generation.yml and front.yml; or dynamo.yml, or values.yaml."),
+        Path | None, option("Directory for context.yml, generation.yml and front.yml; or dynamo.yml, or values.yaml.")
     ] = None
     dry_run: DryRunOption = False
     force: Annotated[ForceOption, Needs("output", "disaggregated")] = False
     json_: JsonOption = False
 
 
-def build_config(options: BuildConfigOptions) -> None:
+def build_config(options: BuildConfigOptions) -> Result:
     """Write the engine YAML for exactly one TensorRT-LLM version; it always passes `trtspec lint`."""
     from trtspec.checkpoint.hub import load_head, load_target
     from trtspec.errors import CheckFailed
-    from trtspec.report import refuse_overwrite, say
     from trtspec.trtllm.build import build
     from trtspec.trtllm.deployment import choose_version
 
-    options = checked(options)
     _refuse_absent(options)
     target = load_target(options.target, options.like).spec
     if options.format in ("helm-values", "dynamo") and target.remote_code and not options.trust_remote_code:
@@ -51,10 +44,8 @@ def build_config(options: BuildConfigOptions) -> None:
         raise CheckFailed(message, "read that code, then pass --trust-remote-code", "TS-SERVE-REMOTE-CODE")
     head = load_head(options.head).spec if options.head else None
     if options.format == "vllm":
-        _write_vllm(options)
-        return
+        return _vllm(options)
     version, reason = choose_version(options.version or None)
-    say(f"TensorRT-LLM {version}: {reason}")
     intent = Intent(**{item.name: getattr(options, item.name) for item in fields(Intent)})
     intent = replace(intent, version=version, format="yaml", image=None, quantize_from=None).fitted(
         target.max_position_embeddings
@@ -67,42 +58,55 @@ def build_config(options: BuildConfigOptions) -> None:
         name = {"config_path": path.name} if path and options.format == "yaml" else {}
         files[path] = [build(part, target, head, **name) for part in parts]
     texts = {path: _text(parts, options) for path, parts in files.items()}
-    _write(texts, options.dry_run)
-    _show(files, texts, {"version": version, "version_reason": reason}, options)
-    written = [] if options.dry_run else [f"wrote {path}" for path in texts if path]
-    if written:
-        say("\n".join(written + _next(options)))
+    written = [path for path in texts if path is not None and not options.dry_run]
+    for path in written:
+        write_atomic(path, texts[path])
+    entries = [
+        {
+            "output": str(path) if path in written else None,
+            "config": part.values,
+            "text": texts[path],
+            "argv": part.argv,
+            "problems": [finding.to_dict(str(path or "(stdout)")) for finding in part.findings],
+        }
+        for path, parts in files.items()
+        for part in parts
+    ]  # of the first server, then all of them under `files`
+    values = {"version": version, "version_reason": reason, **entries[0], "files": entries if len(entries) > 1 else []}
+    problems = [finding.problem(str(path or "(stdout)")) for path, parts in files.items() for part in parts
+                for finding in part.findings if finding.severity == "warning"]  # fmt: skip
+    text = "".join(text for path, text in texts.items() if path not in written)
+    messages = [f"TensorRT-LLM {version}: {reason}", *(f"wrote {path}" for path in written)]
+    return Result(values, problems, text=text, messages=[*messages, *(_next(options) if written else [])])
 
 
-def _write_vllm(options: BuildConfigOptions) -> None:
+def _vllm(options: BuildConfigOptions) -> Result:
     """vLLM's configuration for the pair; refused where the checks of `trtspec serve --backend vllm` find an error."""
-    from trtspec.errors import CheckFailed, UsageError, has_errors
+    from trtspec.errors import CheckFailed, UsageError
     from trtspec.launch.options import ServeOptions
-    from trtspec.report import print_json, problem_lines, refuse_overwrite, say
+    from trtspec.report import problem_lines
     from trtspec.trtllm.intent import COMMAND
     from trtspec.vllm import plan_vllm, vllm_file
 
     if options.nodes > 1:
-        raise UsageError("--format vllm is for one node", "leave --nodes out")
+        raise UsageError("`format` vllm is for one node", "leave `nodes` out")
     served = ServeOptions(
         target=options.target, backend="vllm", head=options.head, tp_size=options.tp_size,
         max_batch_size=options.max_batch_size, max_num_tokens=options.max_num_tokens, max_seq_len=options.max_seq_len,
         draft_len=options.draft_len if options.head else None, trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
     problems = [problem for problem in plan_vllm(served, launching=False).problems if problem.severity == "error"]
-    if has_errors(problems):
+    if problems:
         raise CheckFailed("vLLM cannot serve this:\n" + "\n".join(problem_lines(problems)))
     intent = Intent(**{item.name: getattr(options, item.name) for item in fields(Intent)})
     text = vllm_file(served, f"# vLLM: {COMMAND} {shlex.join(words(intent))}")
     path = None if options.dry_run else options.output
-    if path is not None:
-        refuse_overwrite(path, options.force)
-        _write({path: text}, False)
-        say(f"wrote {path}\nnext: trtspec serve {options.target} --backend vllm --config {path} --dry-run")
-    if options.json_:
-        print_json({"output": str(path) if path else None, "text": text, "problems": []})
-    elif path is None:
-        sys.stdout.write(text)
+    if path is None:
+        return Result({"output": None, "text": text}, text=text)
+    refuse_overwrite(path, options.force)
+    write_atomic(path, text)
+    then = f"next: trtspec serve {options.target} --backend vllm --config {path} --dry-run"
+    return Result({"output": str(path), "text": text}, messages=[f"wrote {path}", then])
 
 
 def _next(options: BuildConfigOptions) -> list[str]:
@@ -150,42 +154,3 @@ def _text(parts: list[EngineConfig], options: BuildConfigOptions) -> str:
     if options.format == "dynamo":
         return dynamo(parts, options.image)
     return helm_values(*parts, quantize_from=options.quantize_from)
-
-
-def _write(texts: dict[Path | None, str], dry_run: bool) -> None:
-    from trtspec.report import write_atomic
-
-    for path, text in texts.items():
-        if path is not None and not dry_run:
-            write_atomic(path, text)
-
-
-def _show(
-    files: dict[Path | None, list[EngineConfig]],
-    texts: dict[Path | None, str],
-    report: dict[str, Any],
-    options: BuildConfigOptions,
-) -> None:
-    """The JSON contract (of the first server; all of them under `files`), or the text where nothing was written."""
-    from trtspec.report import print_json
-
-    if not options.json_:
-        for path, parts in files.items():
-            if path is None or options.dry_run:
-                sys.stdout.write(texts[path])
-            for finding in (finding for part in parts for finding in part.findings):
-                if finding.severity == "warning":
-                    sys.stderr.write(f"warning {finding.code} {finding.message}\n")
-        return
-    entries = [
-        {
-            "output": str(path) if path and not options.dry_run else None,
-            "config": part.values,
-            "text": texts[path],
-            "argv": part.argv,
-            "problems": [finding.to_dict(str(path or "(stdout)")) for finding in part.findings],
-        }
-        for path, parts in files.items()
-        for part in parts
-    ]
-    print_json({**report, **entries[0], "files": entries if len(entries) > 1 else []})

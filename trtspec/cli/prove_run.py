@@ -51,7 +51,7 @@ SMALL = 8 * 2**20  # bytes; up to this size a file is known by its hash, above b
 # options of serve that a proof sets, or with which a launch would not be one server on this machine
 OWN_OPTIONS = (
     *("--head", "--draft-len", "--backend", "--tp-size", "--host", "--port", "--config", "--dry-run"),
-    *("--speculation", "--draft-sampling", "--disaggregated", "--role", "--nodes", "--gpus-per-node"),
+    *("--draft-sampling", "--disaggregated", "--role", "--nodes", "--gpus-per-node"),
     *("--launcher", "--launcher-args"),
 )
 # the same of trtllm-serve and vllm serve, in every spelling, without leading dashes and with dashes for underscores
@@ -228,7 +228,7 @@ def prepare(run: ProofRun, restart: bool) -> None:
     """The work directory with the prompts that the proof makes; the server of a killed run is ended."""
     import shutil
 
-    from trtspec.bench.datasets import left_out, load_dataset, text_of
+    from trtspec.bench.questions.datasets import left_out, load_dataset, text_of
 
     end_left_over(run.work)
     if restart:

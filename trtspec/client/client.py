@@ -25,10 +25,10 @@ from trtspec.errors import TrtspecError, UsageError
 T = TypeVar("T")
 # keys of a request that options set -> what to do in place of giving them in --extra-body; commands add their own
 OWNED = {
-    "model": "give --model",
-    "max_tokens": "give --max-tokens",
-    "max_completion_tokens": "give --max-tokens",
-    "temperature": "give --temperature",
+    "model": "give `model`",
+    "max_tokens": "give `max_tokens`",
+    "max_completion_tokens": "give `max_tokens`",
+    "temperature": "give `temperature`",
     "n": "leave it out: one answer is read of each request",
     "best_of": "leave it out: one answer is read of each request",
 }
@@ -94,9 +94,12 @@ class Answer:
     tokens_per_iteration: float | None = None
     spec_decode: dict[str, Any] | None = None
     error: str | None = None
-    tool_calls: list[dict[str, str]] = field(default_factory=list)  # name and arguments, joined from their chunks
+    status: int | None = None  # HTTP status of an answer other than 200
+    tool_calls: list[dict[str, str]] = field(default_factory=list)  # id, name and arguments, joined from their chunks
     unindexed: int = 0  # chunks of tool calls without the index of their call
-    counted: list[int] = field(default_factory=list)  # tokens so far, from the usage in chunks
+    counted: list[int] = field(default_factory=list)  # tokens so far, from the token ids or the usage in chunks
+    prompt_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
 
     @property
     def first_token(self) -> float | None:
@@ -112,7 +115,7 @@ def refuse_owned(extra_body: Mapping[str, Any], owned: Mapping[str, str]) -> Non
     """Raises UsageError for the first key of `extra_body` that is in `owned`."""
     for key in extra_body:
         if key in owned:
-            raise UsageError(f"--extra-body must not set {key}", owned[key])
+            raise UsageError(f"`extra_body` must not set {key}", owned[key])
 
 
 def new_client(
@@ -276,6 +279,7 @@ async def stream_answer(
         sending = client.stream("POST", endpoint.path, json=streamed, extensions={"trace": trace})
         async with asyncio.timeout(endpoint.limit_s), sending as response:
             if response.status_code != 200:
+                answer.status = response.status_code
                 answer.error = error_message(response.status_code, (await response.aread()).decode("utf-8", "replace"))
             else:
                 async for now, event in events(response):
@@ -323,7 +327,8 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
         details = usage.get("prompt_tokens_details") or {}
         cached = details.get("cached_tokens")
         answer.cached_tokens = answer.cached_tokens if cached is None else token_count(cached)
-        answer.counted.append(answer.completion_tokens)
+        if not answer.token_ids:
+            answer.counted.append(answer.completion_tokens)
     for choice in event.get("choices") or []:
         delta = choice.get("delta") or {}
         text = (delta.get("content") if "delta" in choice else choice.get("text")) or ""
@@ -331,7 +336,12 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
         answer.text += text
         answer.reasoning += reasoning
         called = sum(_absorb_call(answer, call) for call in delta.get("tool_calls") or [])
-        if text or reasoning or called:
+        ids = [token_count(token) for token in choice.get("token_ids") or []]
+        answer.prompt_ids = answer.prompt_ids or choice.get("prompt_token_ids") or event.get("prompt_token_ids") or []
+        answer.token_ids += ids
+        if ids:
+            answer.counted.append(len(answer.token_ids))
+        if text or reasoning or called or ids:
             answer.chunks.append((now, len(text) + len(reasoning) + called))
         answer.finish_reason = _word(choice.get("finish_reason")) or answer.finish_reason
         answer.tokens_per_iteration = _ratio(choice.get("avg_decoded_tokens_per_iter")) or answer.tokens_per_iteration
@@ -389,8 +399,9 @@ def _absorb_call(answer: Answer, call: dict[str, Any]) -> int:
     index, function = token_count(call.get("index") or 0), call.get("function") or {}
     answer.unindexed += call.get("index") is None
     while len(answer.tool_calls) <= min(index, MOST_CALLS):
-        answer.tool_calls.append({"name": "", "arguments": ""})
+        answer.tool_calls.append({"id": "", "name": "", "arguments": ""})
     found = answer.tool_calls[min(index, MOST_CALLS)]
+    found["id"] += call.get("id") or ""
     found["name"] += function.get("name") or ""
     found["arguments"] += function.get("arguments") or ""
     return len(function.get("name") or "") + len(function.get("arguments") or "")

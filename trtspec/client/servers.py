@@ -49,8 +49,10 @@ class Adapter:
     answers say nothing.
 
     `mean_paths`: where it reports its mean acceptance length since its start. `dated`: what it does with request
-    parameters under speculation is known by release. `survives_logprobs`: no release is known that a request for
-    log-probabilities ends under speculation (this repository's tests ask both)."""
+    parameters under speculation is known by release.
+
+    `ids`: request fields by which it returns token ids. `scores`: how check gets the probability of given tokens: by
+    `echo` of a prompt, by `continuations` of one token, or not at all."""
 
     name: str
     owner: str
@@ -64,21 +66,24 @@ class Adapter:
     around_runs: bool = False
     mean_paths: tuple[str, ...] = ()
     dated: bool = False
-    survives_logprobs: bool = False
+    ids: Mapping[str, bool] = field(default_factory=dict)
+    scores: str = ""
 
 
 REFERENCE = Adapter(
-    name="reference", owner="trtspec", prefix="trtspec_", survives_logprobs=True, steps="trtspec_spec_decode_steps",
+    name="reference", owner="trtspec", prefix="trtspec_", ids={"return_token_ids": True}, scores="echo",
+    steps="trtspec_spec_decode_steps",
     drafted="trtspec_spec_decode_draft_tokens", accepted="trtspec_spec_decode_accepted_tokens", first=1,
     position="trtspec_spec_decode_accepted_tokens_per_position",
 )  # fmt: skip
 VLLM = Adapter(
-    name="vllm", owner="vllm", prefix="vllm:", around_runs=True, survives_logprobs=True,
+    name="vllm", owner="vllm", prefix="vllm:", around_runs=True, ids={"return_token_ids": True}, scores="echo",
     steps="vllm:spec_decode_num_drafts", drafted="vllm:spec_decode_num_draft_tokens",
     accepted="vllm:spec_decode_num_accepted_tokens", position="vllm:spec_decode_num_accepted_tokens_per_pos",
 )  # fmt: skip
 TRTLLM = Adapter(
-    name="trtllm", owner="tensorrt_llm", prefix="trtllm_", dated=True, drafted="trtllm_spec_decode_num_draft_tokens",
+    name="trtllm", owner="tensorrt_llm", prefix="trtllm_", dated=True, ids={"detokenize": False},
+    scores="continuations", drafted="trtllm_spec_decode_num_draft_tokens",
     accepted="trtllm_spec_decode_num_accepted_tokens",
 )  # fmt: skip
 SGLANG = Adapter(
@@ -86,7 +91,7 @@ SGLANG = Adapter(
     mean_paths=("/server_info", "/get_server_info"),  # the second is the older one
 )  # fmt: skip
 ADAPTERS = {adapter.name: adapter for adapter in (REFERENCE, VLLM, TRTLLM, SGLANG)}
-UNKNOWN = Adapter(name="unknown", owner="")
+UNKNOWN = Adapter(name="unknown", owner="", ids={"return_token_ids": True}, scores="echo")
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,15 @@ from trtspec.engine.sequence import Completion, Output, Stats, TokenLogprobs
 
 DONE = "data: [DONE]\n\n"
 PIECE_CHARS = 1 << 16
+NOTHING_ABOUT = '"logprobs":null'
 
 
 @dataclass
 class CompletionAnswer:
     """What all parts of one response share. `top` is how many alternatives a logprobs entry lists; `usage` says in
-    which chunks of a stream the token counts stand; `echo` gives the prompt back before the answer, which is left out
-    where it is not `shown`; `ids` adds token ids, under vLLM's names; every prompt has `n` choices."""
+    which chunks of a stream the token counts stand; `token_ids` adds those of prompt and answer under vLLM's names;
+    `echo` gives the prompt back before the answer, which is left out where it is not `shown`; every prompt has `n`
+    choices."""
 
     tokenizer: KimiTokenizer
     model: str
@@ -32,9 +34,9 @@ class CompletionAnswer:
     logprobs: bool = False
     top: int = 0
     usage: Literal["no", "last", "each"] = "no"
+    token_ids: bool = False
     echo: bool = False
     shown: bool = True
-    ids: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = ""
 
@@ -89,9 +91,9 @@ def body(
             reason = "tool_calls" if choice["message"].get("tool_calls") and reason == "stop" else reason
         else:
             choice["text"] = (answer.tokenizer.decode(prompt) if answer.echo else "") + completion.text
-        choice |= {"finish_reason": reason} | speculation(completion)
-        if answer.ids:
+        if answer.token_ids:
             choice |= {"prompt_token_ids": prompt, "token_ids": completion.token_ids}
+        choice |= {"finish_reason": reason} | speculation(completion)
         yield f'{"," if index else ""}{_json(choice)[:-1]},"logprobs":'
         if answer.logprobs:
             entries = [*completion.prompt_logprobs, *completion.logprobs]
@@ -215,35 +217,40 @@ class ChoiceStream:
         """All chunks that follow from one engine step, as one string. A chat's first chunk, which names the role, comes
         with the first token: a client that takes it for that measures the right time."""
         first, self._opened = not self._opened, True
-        opening, echo = first and self.answer.chat, first and self.answer.echo
-        if not self.answer.shown:
+        answer = self.answer
+        if not answer.shown:
             output = replace(output, token_ids=[], text="", logprobs=[])
         self.completion.add(replace(output, text="", logprobs=[], prompt_logprobs=[]))  # its counts are what is needed
-        scores = self._scored.text(output.logprobs, []) if self.answer.logprobs and output.logprobs else "null"
-        chunks = [self._chunk('"delta":{"role":"assistant","content":""}')] if opening else []
-        if echo:
-            known = self._scored.text(output.prompt_logprobs, self.prompt) if self.answer.logprobs else "null"
-            chunks.append(self._chunk(f'"text":{json.dumps(self.answer.tokenizer.decode(self.prompt))}', known))
+        about = self._about(output, first)
+        chunks = [self._chunk('"delta":{"role":"assistant","content":""}')] if first and answer.chat else []
+        if first and answer.echo:
+            known = self._scored.text(output.prompt_logprobs, self.prompt) if answer.logprobs else "null"
+            text = json.dumps(answer.tokenizer.decode(self.prompt))
+            chunks.append(self._chunk(f'"text":{text}', f'"logprobs":{known}'))
         for fragment in self._fragments(output):
-            chunks.append(self._chunk(fragment, scores))
-            scores = "null"
-        empty = '"delta":{}' if self.answer.chat else '"text":""'
-        if self.answer.ids:  # every token in the chunk of its step, also where its text comes later
-            read = f'"prompt_token_ids":{self.prompt},' if first else ""
-            chunks.append(self._chunk(f'{empty},{read}"token_ids":{output.token_ids}'))
-        if (
-            scores != "null" and not output.finish_reason
-        ):  # tokens that are no whole character yet are scored all the same
-            chunks.append(self._chunk(empty, scores))
+            chunks.append(self._chunk(fragment, about))
+            about = NOTHING_ABOUT
+        empty = '"delta":{}' if answer.chat else '"text":""'
         if output.finish_reason:
-            reason = (
-                "tool_calls"
-                if self.parser and self.parser.calls and output.finish_reason == "stop"
-                else output.finish_reason
-            )
+            called = self.parser is not None and self.parser.calls and output.finish_reason == "stop"
+            reason = "tool_calls" if called else output.finish_reason
             rest = json.dumps({"finish_reason": reason} | speculation(self.completion))[1:-1]
-            chunks.append(f'{self._prefix}{empty},"logprobs":{scores},{rest}{self._suffix}')
+            chunks.append(f"{self._prefix}{empty},{about},{rest}{self._suffix}")
+        elif about != NOTHING_ABOUT:  # tokens that are no whole character yet are told all the same
+            chunks.append(self._chunk(empty, about))
         return "".join(chunks)
+
+    def _about(self, output: Output, first: bool) -> str:
+        """Members with the log-probabilities and ids of a step's tokens."""
+        answer = self.answer
+        if not (answer.logprobs and output.logprobs or answer.token_ids):
+            return NOTHING_ABOUT
+        scores = self._scored.text(output.logprobs, []) if answer.logprobs and output.logprobs else "null"
+        about = f'"logprobs":{scores}'
+        if answer.token_ids:
+            prompt = f'"prompt_token_ids":{json.dumps(self.prompt)},' if first else ""
+            about = f'{prompt}"token_ids":{json.dumps(output.token_ids)},{about}'
+        return about
 
     def _fragments(self, output: Output) -> Iterator[str]:
         """The changing member of each chunk, as JSON text."""
@@ -271,8 +278,8 @@ class ChoiceStream:
         so_far = usage(len(self.prompt), [self.completion]) if self.answer.usage == "each" else None
         return f'}}],"usage":{json.dumps(so_far)}}}\n\n'
 
-    def _chunk(self, fragment: str, scores: str = "null") -> str:
-        return f'{self._prefix}{fragment},"logprobs":{scores},"finish_reason":null{self._suffix}'
+    def _chunk(self, fragment: str, about: str = NOTHING_ABOUT) -> str:
+        return f'{self._prefix}{fragment},{about},"finish_reason":null{self._suffix}'
 
 
 def usage_chunk(answer: CompletionAnswer, prompt_tokens: int, completions: list[Completion]) -> str:

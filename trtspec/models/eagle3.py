@@ -55,7 +55,7 @@ class LlamaAttention(nn.Module):
         return self.o_proj(step.attend(entry, rotated[:, :, : self.heads], self.mix))
 
     def mix(self, queries: Tensor, entries: Tensor, mask: CausalMask) -> Tensor:
-        """What queries [B, T, heads, D] read of cached entries [B, S, 2 * kv_heads * D], [B, T, heads * D]."""
+        """Attention of queries [B, T, heads, D] over cached entries [B, S, 2 * kv_heads * D] -> [B, T, heads * D]."""
         batch, tokens, *_ = queries.shape
         cached = entries.unflatten(-1, (2 * self.kv_heads, self.head_dim)).transpose(1, 2)
         groups = self.heads // self.kv_heads

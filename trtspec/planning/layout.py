@@ -81,16 +81,16 @@ def layout_of(model: ModelSpec, gpus: int, tp: int | None, ep: int | None, atten
     """Raises UsageError where the model or the engine cannot be spread like that."""
     tp = tp or gpus
     if tp > gpus:
-        raise UsageError(f"--tp {tp} is more than the {gpus} GPUs", "raise --gpus, or lower --tp")
+        raise UsageError(f"`tp_size` {tp} is more than the {gpus} GPUs", "raise `gpus`, or lower `tp_size`")
     if gpus % tp:
-        raise UsageError(f"{gpus} GPUs do not divide into servers of {tp}", f"use --gpus {tp * (gpus // tp)}")
+        raise UsageError(f"{gpus} GPUs do not divide into servers of {tp}", f"use `gpus` {tp * (gpus // tp)}")
     if model.num_attention_heads % tp and not attention_dp:
         message = f"{model.num_attention_heads} attention heads do not divide by {tp}"
-        raise UsageError(message, "use a power of two, or --attention-dp")
+        raise UsageError(message, "use a power of two, or `attention_dp`")
     if ep not in (None, 1, tp):
         raise UsageError(
-            f"experts over {ep} of {tp} ranks: only whole experts (--ep {tp}) and split ones (--ep 1) were measured",
-            f"use --ep {tp} or --ep 1",
+            f"experts over {ep} of {tp} ranks: only `ep_size` {tp} (whole experts) and 1 (split ones) were measured",
+            f"use `ep_size` {tp} or `ep_size` 1",
         )
     return Layout(tp, ep == tp and tp > 1, attention_dp)
 
@@ -161,7 +161,7 @@ def _spread(model: ModelSpec, tp_size: int, attention_dp: bool) -> Iterator[Prob
     if heads % tp_size and not attention_dp:
         message = f"the {heads} attention heads do not divide by tensor-parallel size {tp_size}"
         fitting = max(size for size in range(1, tp_size + 1) if heads % size == 0)
-        remedy = f"use --tp-size {fitting}, or --attention-dp, which copies attention to every rank"
+        remedy = f"use `tp_size` {fitting}, or `attention_dp`, which copies attention to every rank"
         yield Problem("TS-ROUTE-HEADS", "error", "tp_size", message, remedy)
 
 
@@ -169,18 +169,18 @@ def _experts(model: ModelSpec, tp_size: int, ep_size: int) -> Iterator[Problem]:
     code, where = "TS-ROUTE-EXPERTS", "ep_size"
     if tp_size % ep_size:
         message = f"experts over {ep_size} of {tp_size} ranks"
-        yield Problem(code, "error", where, message, "give --ep-size a divisor of --tp-size")
+        yield Problem(code, "error", where, message, "give `ep_size` a divisor of `tp_size`")
         return
     if model.n_routed_experts % ep_size:
         message = f"the {model.n_routed_experts} experts do not divide by expert-parallel size {ep_size}"
-        yield Problem(code, "error", where, message, "give --ep-size a divisor of both the experts and --tp-size")
+        yield Problem(code, "error", where, message, "give `ep_size` a divisor of both the experts and `tp_size`")
         return
     split, width = tp_size // ep_size, model.moe_intermediate_size
     group = model.quant.group_size or 1
     if width % split or width // split % group:
         message = f"an expert of width {width} does not divide into {split} equal parts"
         message += f" of whole groups of {group}" if group > 1 else ""
-        yield Problem(code, "error", where, message, f"use --ep-size {tp_size}, which keeps every expert whole")
+        yield Problem(code, "error", where, message, f"use `ep_size` {tp_size}, which keeps every expert whole")
 
 
 def _lengths(model: ModelSpec, tokens: int | None, draft_len: int) -> Iterator[Problem]:

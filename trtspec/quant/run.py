@@ -59,7 +59,7 @@ def quantize_checkpoint(
 
         modelopt.check_engine(conversion)
         if directory.journal.exists() and not again.restart:
-            raise UsageError(f"{output} holds an earlier conversion, which this engine cannot resume", "pass --restart")
+            raise UsageError(f"{output} holds an earlier conversion, which this engine cannot resume", "pass `restart`")
         again = replace(again, restart=True)
     if again.dry_run:
         resumes = directory.check(again)
@@ -129,7 +129,7 @@ def _kept(conversion: Conversion, journal: Journal) -> set[str]:
             if source_digest(reader, plan) != record["read"]:
                 names = ", ".join(plan.sources)
                 text = f"{plan.shard} was converted from something else than {names} of the source now hold"
-                raise UsageError(text, "pass --restart to start over")
+                raise UsageError(text, "pass `restart` to start over")
             fields = {name: value for name, value in record.items() if name != "key"}
             journal.record(plan.shard, **fields | {"times": _of(plan, times)})
     return {plan.shard for plan in kept}
