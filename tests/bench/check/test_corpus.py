@@ -8,7 +8,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from trtspec.bench.datasets import Question
 
 from tests.bench.check.toy_server import Toy
 from trtspec.bench.check.asking import Asker, Battery, record
