@@ -107,6 +107,7 @@ def _show(done: HeadConversion, output: Path) -> None:
     if done.capture:
         out("TensorRT-LLM needs in its YAML, under speculative_config (build-config writes it):\n")
         out(f"    eagle3_layers_to_capture: {done.capture}\n")
+    out("".join(f"repaired: {one.where}: {one.message} [{one.code}]\n" for one in done.repairs))
     out("".join(f"{line}\n" for line in problem_lines(done.problems)))
     for engine, command in done.serve.items():
         out(f"\n# {engine}\n{command}\n")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from trtspec.cli.options import PolicyOption, SourceArgument, policy_of, source_directory
-from trtspec.errors import UsageError
+from trtspec.errors import CheckFailed, UsageError, has_errors
 from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, RestartOption, checked
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def quantize(options: QuantizeOptions) -> None:
 
     The bytes equal those of ModelOpt's export for the same scales.
     """
-    from trtspec.quant.run import to_json
+    from trtspec.quant.run import QuantizePlan, to_json
     from trtspec.report import print_json, progress_bar
 
     options = checked(options)
@@ -83,6 +83,9 @@ def quantize(options: QuantizeOptions) -> None:
         print_json(to_json(result))
     else:
         _show(result, options.source)
+    if not isinstance(result, QuantizePlan) and has_errors(result.problems):
+        message = f"{result.output} is complete, and {options.source} has the errors above"
+        raise CheckFailed(message, "follow the remedy of each; inspect and serve repeat them")
 
 
 def run(options: QuantizeOptions, progress: Any = None) -> Quantized | QuantizePlan:
@@ -152,13 +155,14 @@ def _planned(plan: QuantizePlan) -> list[str]:
 
 
 def _done(result: Quantized, source: str) -> list[str]:
-    """What was written, and the next command."""
+    """What was written, what is wrong with the source, and the next command."""
+    from trtspec.report import problem_lines
+
     lines = [
         f"{result.output}: {result.quantized:,} NVFP4, {result.decoded:,} decoded, {result.copied:,} unchanged; "
         f"{result.bytes_in:,} -> {result.bytes_out:,} bytes in {result.seconds} s, "
         f"{result.shards_resumed} shards resumed"
     ]
-    if result.zero_tensors:
-        lines.append(f"entirely zero: {', '.join(result.zero_tensors)}")
+    lines += problem_lines(result.problems)
     inspect = shlex.join(["trtspec", "inspect", str(result.output), "--against", source])
     return [*lines, f"next: {inspect}"]

@@ -39,7 +39,7 @@ class SynthesizeOptions:
     concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of requests in flight.")] = 16
     split: Annotated[
         str | None,
-        typer.Option(help="Split of a hub data set.", show_default="train"),
+        typer.Option(help="Split of a hub data set, or several: a,b,c give equal shares.", show_default="train"),
         Needs("from_hub", where="by prompts that are no hub data set"),
     ] = None
     samples: Annotated[int, typer.Option(min=0, help="Use only the first N prompts; 0 uses all.")] = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from typing import Any
 
@@ -166,6 +167,8 @@ def conversion_card(spec: HeadSpec, result: dict[str, Any], record: dict[str, An
     if spec.eagle == "3.1":
         parts.append(needed_by_eagle31())
     parts += ["## Weights", "Conversion renames and copies: no weight was changed. SHA-256 by tensor: provenance.json."]
+    repaired = [f"- {one['where']}: {one['message']} (`{one['code']}`)" for one in result["repairs"]]
+    parts += ["## Repaired", "What the source had and this head has not:\n\n" + "\n".join(repaired)] if repaired else []
     parts += ["## Measured", _measured_before(source), "## Licence", LICENCE]
     return "\n\n".join(parts) + "\n"
 
@@ -195,7 +198,7 @@ def serving_commands(spec: HeadSpec, head: str, target: str | None, capture: lis
         elif dialect.served_by(engine, spec):
             commands[name] = engine.command(head, target or "<target>", engine.tensor_parallel, capture)
         else:
-            convert = f"trtspec convert {head} -o {head}-{name} --to {name}"
+            convert = shlex.join(["trtspec", "convert", head, "-o", f"{head}-{name}", "--to", name])
             commands[name] = f"{convert}    # {engine.title} misreads this layout"
     return commands
 

@@ -12,7 +12,7 @@ import numpy as np
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.heads.config import DTYPES, class_config, flat_config, stated_ids
 from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES, recorded
-from trtspec.checkpoint.heads.shapes import OPTIONAL, REMEDY, required_names
+from trtspec.checkpoint.heads.shapes import OPTIONAL, REMEDY, fp8_weights, required_names
 from trtspec.checkpoint.values import FLOATS, read_values, vocabulary_values
 from trtspec.errors import Problem, Severity
 from trtspec.specs import HeadSpec, RopeSpec, Values
@@ -56,7 +56,8 @@ def _layout(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSp
         problems.append(Problem("TS-HEAD-LAYERS", "error", "num_hidden_layers", message, "use a one-layer head"))
     fc_norms = tuple(f"fc_norm.{index}.weight" for index in range(spec.num_aux))
     read = {*required_names(spec.attention), *OPTIONAL, *fc_norms}
-    unread = [name for name in tensors if name not in read and not name.startswith("layers.")]
+    fp8 = tuple(name.removesuffix("weight") for name in fp8_weights(tensors))
+    unread = [name for name in tensors if name not in read and not name.startswith(("layers.", *fp8))]
     qk_norms = [name for name in unread if name.endswith(("q_norm.weight", "k_norm.weight"))]
     if qk_norms:
         message = "the head normalises queries and keys; TensorRT-LLM would load it into another function"
@@ -73,7 +74,8 @@ def _layout(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSp
     quantized = [name for name, info in tensors.items() if info.dtype not in FLOATS and name not in ("d2t", "t2d")]
     if quantized:
         message = f"{quantized[0]} is stored as {tensors[quantized[0]].dtype}; heads are served unquantized"
-        problems.append(Problem("TS-HEAD-DTYPE", "error", quantized[0], message, "store the head in BF16"))
+        remedy = "`trtspec convert` decodes FP8 with scales to BF16" if fp8 else "store the head in BF16"
+        problems.append(Problem("TS-HEAD-DTYPE", "error", quantized[0], message, remedy))
     return problems
 
 
